@@ -1,0 +1,21 @@
+from . import adapters as adapters
+from . import attention as attention
+from . import hooks as hooks
+from . import sampling as sampling
+from . import sinks as sinks
+from . import testing as testing
+from . import viz as viz
+from .adapters import families as families
+from .adapters import load as load
+from .sampling import Denoised as Denoised
+from .sampling import denoise as denoise
+from .sinks import AboveMean as AboveMean
+from .sinks import AboveStd as AboveStd
+from .sinks import Received as Received
+from .sinks import Share as Share
+from .sinks import Sinks as Sinks
+from .sinks import TopK as TopK
+from .sinks import find_sinks as find_sinks
+from .sinks import received_over_steps as received_over_steps
+
+__version__: str

@@ -1,0 +1,18 @@
+"""Autoregressive baselines: Llama and Qwen2 as transformers ships them, with the same hook points."""
+
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from dlm_lens.adapters.registry import Family
+
+FAMILY = Family(
+    name="causal",
+    layouts={"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)},
+    sampler="causal",
+    sampler_defaults={"gen_length": 128, "temperature": 0.0},
+    hub_names=(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "Qwen/Qwen2.5-0.5B",
+        "Qwen/Qwen2.5-1.5B",
+        "Qwen/Qwen2.5-7B-Instruct",
+    ),
+)

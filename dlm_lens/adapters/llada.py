@@ -1,0 +1,118 @@
+"""LLaDA: Llama layers without causality, under LLaDA's own config and checkpoint names."""
+
+from typing import Any, ClassVar
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
+from dlm_lens.adapters.registry import Family
+
+HUB_NAMES = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "n_layers": "num_hidden_layers",
+    "mlp_hidden_size": "intermediate_size",
+    "embedding_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings",
+    "activation_type": "hidden_act",
+    "weight_tying": "tie_word_embeddings",
+}
+"""LLaDA's config.json -> the names of LlamaConfig."""
+
+FIXED = {
+    "alibi": False,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "block_type": "llama",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "rope": True,
+    "rope_full_precision": True,
+    "scale_logits": False,
+}
+"""Options of LLaDA's config that no released checkpoint varies; another value is another architecture."""
+
+
+class LLaDAConfig(LlamaConfig):
+    """Config of LLaDA: accepts the original config.json and writes it back beside Llama's names.
+
+    The logits have `embedding_size` columns, which is `vocab_size` here.
+
+    Raises:
+        ValueError: an option of the original config asks for a layer that the released models do not have.
+    """
+
+    model_type = "llada"
+    is_causal: bool = False
+    float32_rotation: ClassVar[bool] = True
+    mask_token_id: int | None = None
+    eot_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Take LLaDA's names before the parent derives head_dim and the rotary parameters from them."""
+        for name, value in FIXED.items():
+            given = kwargs.pop(name, None)
+            if given is not None and given != value:
+                raise ValueError(f"LLaDA config has {name}={given!r}; only {value!r} is implemented")
+        if kwargs.get("mlp_hidden_size") is None and kwargs.get("mlp_ratio") and kwargs.get("d_model"):
+            self.intermediate_size = kwargs["mlp_ratio"] * kwargs["d_model"]
+        if kwargs.pop("multi_query_attention", None):
+            self.num_key_value_heads = 1
+        elif "n_heads" in kwargs and kwargs.get("n_kv_heads") is None:
+            self.num_key_value_heads = kwargs["n_heads"]
+        for hub, name in HUB_NAMES.items():
+            value = kwargs.pop(hub, None)
+            if value is not None:
+                setattr(self, name, value)
+        kwargs.pop("auto_map", None)
+        super().__post_init__(**kwargs)
+        self.use_cache = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Llama's names and LLaDA's own, so that the authors' tools read what `save_pretrained` writes."""
+        values = super().to_dict()
+        return values | {hub: values.get(name, getattr(self, name)) for hub, name in HUB_NAMES.items()}
+
+
+class LLaDAModelLM(MaskedDiffusion, LlamaForCausalLM):
+    """LLaDA-8B and its relatives; parity with the original: tests/adapters/test_llada.py."""
+
+    config_class = LLaDAConfig
+
+
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_norm": "post_attention_layernorm",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+
+FAMILY = Family(
+    name="llada",
+    layouts={"llada": (LLaDAConfig, LLaDAModelLM)},
+    sampler="llada",
+    sampler_defaults={
+        "steps": 128,
+        "gen_length": 128,
+        "block_length": 128,
+        "temperature": 0.0,
+        "cfg_scale": 0.0,
+        "remasking": "low_confidence",
+    },
+    hub_names=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5", "GSAI-ML/iLLaDA-8B"),
+    special_ids={"mask": 126336, "eos": 126081, "eot": 126348},
+    renames=(
+        (r"model\.transformer\.wte", "model.embed_tokens"),
+        (r"model\.transformer\.ln_f", "model.norm"),
+        (r"model\.transformer\.ff_out", "lm_head"),
+        *((rf"model\.transformer\.blocks\.(\d+)\.{hub}", rf"model.layers.\1.{name}") for hub, name in _BLOCK.items()),
+    ),
+)

@@ -1,0 +1,46 @@
+"""What every masked DLM adds to its host's layers: no causality, hook points, honest refusals."""
+
+from typing import Any, NoReturn, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from dlm_lens.attention import add_hook_points
+
+
+class Float32RotaryEmbedding(LlamaRotaryEmbedding):
+    """Rotary tables that stay in float32 whatever the model's dtype (LLaDA's `rope_full_precision`)."""
+
+    def forward(
+        self, x: Tensor, position_ids: Int[Tensor, "#batch position"]
+    ) -> tuple[Float[Tensor, "#batch position d_head"], Float[Tensor, "#batch position d_head"]]:
+        """Return cos and sin in float32; of `x` only the device matters."""
+        return super().forward(torch.empty(0, device=x.device, dtype=torch.float32), position_ids)
+
+
+class MaskedDiffusion:
+    """Mixin in front of a transformers causal LM: the same layers, seeing the whole canvas.
+
+    The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on
+    each layer covers calls of a bare layer. The head predicts the token of its own position, so `labels` give
+    an unshifted cross entropy.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        model = cast(Any, self)
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        if getattr(config, "float32_rotation", False):
+            model.model.rotary_emb = Float32RotaryEmbedding(config)
+        add_hook_points(model)
+        model.loss_type = "ForMaskedLM"
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: left-to-right generation is not how a masked diffusion model writes."""
+        raise NotImplementedError(
+            f"{type(self).__name__} is a masked diffusion model and does not generate left to right; "
+            "use dlm_lens.denoise(model, prompt)"
+        )

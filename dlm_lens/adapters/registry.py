@@ -1,0 +1,84 @@
+"""The families that dlm_lens knows. A family is one file of this package that defines `FAMILY`."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
+"""Where the embedded models live, one directory each."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the library needs to know of a model family.
+
+    Args:
+        name: how users call it.
+        layouts: `model_type` of config.json -> (config class, model class).
+        sampler: name of its sampling algorithm in `dlm_lens.sampling`.
+        sampler_defaults: settings of `denoise` where neither the checkpoint nor the caller says otherwise.
+        hub_names: released checkpoints that load.
+        special_ids: ids of the released checkpoints (mask, eos, eot).
+        renames: (pattern, replacement) from checkpoint keys to the host's parameter names.
+    """
+
+    name: str
+    layouts: Mapping[str, tuple[type[Any], type[Any]]]
+    sampler: str
+    sampler_defaults: Mapping[str, Any]
+    hub_names: tuple[str, ...] = ()
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def register(self) -> None:
+        """Make the family's own model types known to transformers' Auto classes and its weight loader.
+
+        A registered class wins over the `auto_map` of a checkpoint, so that its Python is never executed.
+        Types that transformers ships itself (llama, qwen2) are left as they are.
+        """
+        for model_type, (config_class, model_class) in self.layouts.items():
+            if config_class.__module__.startswith("transformers."):
+                continue
+            AutoConfig.register(model_type, config_class, exist_ok=True)
+            for auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
+                auto.register(config_class, model_class, exist_ok=True)
+            renames = [WeightRenaming(pattern, name) for pattern, name in self.renames]
+            if renames:
+                register_checkpoint_conversion_mapping(model_type, renames, overwrite=True)
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """Every family, registered with transformers, in alphabetical order of the files."""
+    package = importlib.import_module("dlm_lens.adapters")
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    found = tuple(module.FAMILY for module in modules if isinstance(getattr(module, "FAMILY", None), Family))
+    for family in found:
+        family.register()
+    return found
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a checkpoint's `model_type`.
+
+    Raises:
+        ValueError: no family claims it.
+    """
+    for family in families():
+        if model_type in family.layouts:
+            return family
+    known = sorted(name for family in families() for name in family.layouts)
+    raise ValueError(f"no family loads model_type {model_type!r}; known model types: {', '.join(known)}")
+
+
+def embedded_models() -> tuple[str, ...]:
+    """Names of the small trained models that ship with the package."""
+    return tuple(sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json")))

@@ -1,0 +1,99 @@
+"""Column statistics of attention patterns: how much a key receives, and how much it could expect.
+
+The scale is the design's choice for Eq. 3 of 2510.15731: received attention relative to uniform attention.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+MIN_VIEWERS = 8
+"""A key seen by fewer counted queries has no defined score: a few rows are noise, not a sink."""
+
+
+def _weights(queries: Bool[Tensor, "*batch query"]) -> Float[Tensor, "*batch 1 1 query"]:
+    return queries[..., None, None, :].float()
+
+
+def column_sums(
+    pattern: Float[Tensor, "*batch head query key"], queries: Bool[Tensor, "*batch query"] | None = None
+) -> Float[Tensor, "*batch head key"]:
+    """Attention that each key receives, r_j = sum_i A_ij over the counted queries (all by default).
+
+    In a full pass r_j = S * A-bar_j with the A-bar of 2510.15731, section 4.1. Accumulated in float32.
+    """
+    if queries is None:
+        return pattern.sum(-2, dtype=torch.float32)
+    return (_weights(queries) @ pattern.float()).squeeze(-2)
+
+
+def expected_received(
+    visible: Bool[Tensor, "*batch heads query key"], queries: Bool[Tensor, "*batch query"] | None = None
+) -> Float[Tensor, "*batch heads key"]:
+    """What key j would receive if attention were spread evenly: e_j = sum_i M_ij / sum_k M_ik.
+
+    1 for every visible key of a bidirectional pass; H_S - H_j (harmonic numbers) for key j of a causal one.
+    """
+    seen = visible.sum(-1, keepdim=True).clamp(min=1)
+    uniform = visible.float() / seen
+    if queries is None:
+        return uniform.sum(-2)
+    return (_weights(queries) @ uniform).squeeze(-2)
+
+
+def viewers(
+    visible: Bool[Tensor, "*batch heads query key"], queries: Bool[Tensor, "*batch query"] | None = None
+) -> Float[Tensor, "*batch heads key"]:
+    """How many counted queries see each key."""
+    if queries is None:
+        return visible.sum(-2, dtype=torch.float32)
+    return (_weights(queries) @ visible.float()).squeeze(-2)
+
+
+def received_attention(
+    pattern: Float[Tensor, "*batch head query key"],
+    *,
+    visible: Bool[Tensor, "*batch #head query key"] | None = None,
+    queries: Bool[Tensor, "*batch query"] | None = None,
+    relative: bool = True,
+    min_viewers: int = MIN_VIEWERS,
+) -> Float[Tensor, "*batch head key"]:
+    """Received attention of every key, relative to uniform attention: score_j = r_j / e_j.
+
+    1 means "as much as under even attention". `relative=False` gives the raw column sum r_j, the paper's
+    A-bar_j times the number of queries (2510.15731, section 4.1). NaN where a key is undefined: seen by fewer
+    than `min_viewers` counted queries (padding among them).
+
+    Args:
+        pattern: attention probabilities, rows sum to 1.
+        visible: M, which query sees which key; None if every query sees every key.
+        queries: which queries count; None for all. Padding and sink tokens' own rows should not.
+        relative: divide by the uniform expectation.
+        min_viewers: fewest counted queries that must see a key.
+    """
+    if visible is None:
+        visible = pattern.new_ones(pattern.shape[-2:], dtype=torch.bool).expand(
+            *pattern.shape[:-3], 1, *pattern.shape[-2:]
+        )
+    received = column_sums(pattern, queries)
+    if relative:
+        received = received / expected_received(visible, queries)
+    return received.masked_fill(viewers(visible, queries) < min_viewers, torch.nan)
+
+
+def top_columns(
+    received: Float[Tensor, "*batch key"], k: int, valid: Bool[Tensor, "*batch key"] | None = None
+) -> Bool[Tensor, "*batch key"]:
+    """Mask of the k keys that receive most, among the valid and defined (not NaN) ones.
+
+    Where fewer than k are defined, all of them. Of equal scores the earlier position wins.
+
+    Raises:
+        ValueError: k is not positive.
+    """
+    if k < 1:
+        raise ValueError(f"top_columns needs k of at least 1, got {k}")
+    defined = ~received.isnan() if valid is None else ~received.isnan() & valid
+    order = received.masked_fill(~defined, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    chosen = torch.zeros_like(defined).scatter(-1, order[..., :k], True)
+    return chosen & defined

@@ -1,0 +1,84 @@
+"""The attention functions beside transformers' own: `hooked`, which materialises scores and pattern.
+
+Plain runs use transformers' `sdpa`. A custom function needs an entry in both registries: without the one for
+masks, transformers hands it no padding mask and says nothing.
+"""
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+HOOKED = "hooked"
+"""Name of the function that always materialises the pattern, for `attn_implementation=`."""
+
+
+def hooked_attention(
+    module: nn.Module,
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    value: Float[Tensor, "batch kv_head key d_head"],
+    attention_mask: Bool[Tensor, "batch #head query key"] | Float[Tensor, "batch #head query key"] | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch head query key"]]:
+    """Attention with explicit scores and pattern, both passed through the hook points of `module`.
+
+    scores = q k^T scale (masked entries: the dtype's minimum), pattern = softmax over keys in float32,
+    z = pattern v. A query that sees no key gets a pattern of zeros, as in torch's fused kernel.
+    Works for every mask of transformers' `sdpa` and `eager`: none, boolean (True = visible) or additive.
+
+    Raises:
+        ValueError: the mask is of another kind (flash attention's 2-D mask, flex attention's block mask).
+    """
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Query head j reads key/value head j // groups; a broadcast axis avoids copying keys and values.
+    grouped = rearrange(query, "b (g n) q d -> b g n q d", n=groups)
+    scores = rearrange(grouped @ key.unsqueeze(2).mT, "b g n q k -> b (g n) q k") * scale
+    scores, visible = _masked(scores, attention_mask, causal=getattr(module, "is_causal", False))
+    scores = module.get_submodule("hook_scores")(scores)
+    pattern = scores.softmax(-1, dtype=torch.float32)
+    if visible is not None:
+        pattern = pattern * visible.any(-1, keepdim=True)
+    pattern = module.get_submodule("hook_pattern")(pattern.to(query.dtype))
+    mixed = nn.functional.dropout(pattern, p=dropout, training=module.training)
+    z = rearrange(mixed, "b (g n) q k -> b g n q k", n=groups) @ value.unsqueeze(2)
+    return rearrange(z, "b g n q d -> b q (g n) d"), pattern
+
+
+def _masked(
+    scores: Float[Tensor, "batch head query key"], mask: Any, *, causal: bool
+) -> tuple[Float[Tensor, "batch head query key"], Bool[Tensor, "..."] | None]:
+    """Apply the mask; the second value says which keys each query sees, None for all."""
+    queries, keys = scores.shape[-2:]
+    if mask is None:
+        # transformers leaves the mask out where a flag says it all: nothing is hidden, or a causal prefix is.
+        if not causal or queries == 1:
+            return scores, None
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril()
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-2] not in (1, queries):
+        kind = f"a {tuple(mask.shape)} tensor" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(
+            f"the attention mask is {kind}; watching scores or patterns needs a [batch, 1, query, key] mask: "
+            "load the model with attn_implementation='sdpa' or 'hooked'"
+        )
+    mask = mask[..., :keys]
+    floor = torch.finfo(scores.dtype).min
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, floor), mask
+    return scores + mask, mask > floor
+
+
+def register_attention_functions() -> None:
+    """Make `attn_implementation="hooked"` known to transformers; safe to call again."""
+    AttentionInterface.register(HOOKED, hooked_attention)
+    AttentionMaskInterface.register(HOOKED, sdpa_mask)
+
+
+register_attention_functions()

@@ -1,0 +1,1 @@
+"""Interventions on activations, as small frozen values."""
