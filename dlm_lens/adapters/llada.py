@@ -107,8 +107,8 @@ FAMILY = Family(
         "cfg_scale": 0.0,
         "remasking": "low_confidence",
     },
-    hub_names=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5", "GSAI-ML/iLLaDA-8B"),
-    special_ids={"mask": 126336, "eos": 126081, "eot": 126348},
+    hub_names=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5", "GSAI-ML/iLLaDA-8B-Base"),
+    special_ids={126464: {"mask": 126336, "eos": 126081, "eot": 126348}, 155136: {"mask": 5}},
     renames=(
         (r"model\.transformer\.wte", "model.embed_tokens"),
         (r"model\.transformer\.ln_f", "model.norm"),

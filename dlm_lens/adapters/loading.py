@@ -87,9 +87,8 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     if family.sampler == "causal":
         return
     vocabulary = config.vocab_size
-    for name, value in family.special_ids.items():
-        # The released checkpoints' ids hold for their vocabulary only; smaller ones must name their own.
-        if getattr(config, f"{name}_token_id", None) is None and vocabulary > max(family.special_ids.values()):
+    for name, value in family.special_ids.get(vocabulary, {}).items():
+        if getattr(config, f"{name}_token_id", None) is None:
             setattr(config, f"{name}_token_id", value)
     known = getattr(tokenizer, "mask_token_id", None)
     if config.mask_token_id is None:

@@ -26,7 +26,8 @@ class Family:
         sampler: name of its sampling algorithm in `dlm_lens.sampling`.
         sampler_defaults: settings of `denoise` where neither the checkpoint nor the caller says otherwise.
         hub_names: released checkpoints that load.
-        special_ids: ids of the released checkpoints (mask, eos, eot).
+        special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs that do
+            not name them.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names.
     """
 
@@ -35,7 +36,7 @@ class Family:
     sampler: str
     sampler_defaults: Mapping[str, Any]
     hub_names: tuple[str, ...] = ()
-    special_ids: Mapping[str, int] = field(default_factory=dict)
+    special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
 
     def register(self) -> None:

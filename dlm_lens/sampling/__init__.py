@@ -1,0 +1,8 @@
+"""Denoising: the families' own samplers, row by row, with everything that happened kept."""
+
+from dlm_lens.sampling.denoising import denoise
+from dlm_lens.sampling.network import NonFiniteLogitsError
+from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.sampler import Proposal, Sampler, StepPlan
+
+__all__ = ["Denoised", "NonFiniteLogitsError", "Proposal", "Sampler", "StepPlan", "denoise"]

@@ -1,0 +1,143 @@
+"""Autoregressive decoding for the baselines, with the result type of a denoising run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.sampling.history import History
+from dlm_lens.sampling.loop import OnLogits
+from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
+from dlm_lens.sampling.noise import RowNoise, add_gumbel
+from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.sampler import Proposal, StepPlan
+
+
+@dataclass(frozen=True)
+class CausalSettings:
+    """Settings of AR decoding: greedy at temperature 0, else sampling from softmax(logits / temperature).
+
+    `use_cache=False` recomputes the whole prefix at every step, so that whoever watches attention sees every
+    query's row and not only the newest.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    gen_length: int
+    temperature: float = 0.0
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.gen_length < 1:
+            raise ValueError(f"gen_length is {self.gen_length}; an AR model writes at least 1 token")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
+
+
+def decode(
+    model: Any,
+    prompt: Int[Tensor, "batch prompt"],
+    padding: Bool[Tensor, "batch position"],
+    settings: CausalSettings,
+    noise: RowNoise,
+    history: History,
+    *,
+    placeholder: int,
+    on_logits: OnLogits | None = None,
+    progress: bool = False,
+) -> Denoised:
+    """Decode token by token; a row that has ended goes on with its end token until every row has ended.
+
+    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet.
+
+    Raises:
+        NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
+    """
+    width, length = prompt.shape[1], settings.gen_length
+    canvas = torch.cat([prompt, prompt.new_full((len(prompt), length), placeholder)], 1)
+    ends = _end_ids(model.config, prompt.device)
+    ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    prefix = _Prefix(model, padding, settings.use_cache)
+    masked = torch.arange(width + length, device=prompt.device).expand_as(canvas) >= width
+    for step in tqdm(range(length), desc="decoding", unit="token", disable=not progress):
+        here = width + step
+        history.start(canvas, masked)
+        logits = prefix.next_logits(canvas, here)
+        if on_logits is not None:
+            replaced = on_logits(step, canvas, logits)
+            logits = logits if replaced is None else replaced
+        evaluated = torch.zeros_like(masked).index_fill(1, torch.tensor([here], device=canvas.device), True)
+        try:
+            check_finite(logits, evaluated, step)
+        except NonFiniteLogitsError as error:
+            error.partial = history.result()
+            raise
+        token, confidence = _choose(logits, settings.temperature, noise, evaluated)
+        if len(ends):
+            token = torch.where(ended, ends[0], token)
+            ended = ended | torch.isin(token, ends)
+        proposal = Proposal(
+            canvas.masked_scatter(evaluated, token),
+            torch.full(canvas.shape, -torch.inf, device=canvas.device).masked_scatter(evaluated, confidence),
+        )
+        canvas, masked = proposal.tokens, masked & ~evaluated
+        history.finish(StepPlan(step, length, 0, (width, width + length), length - step), proposal, evaluated)
+        if bool(ended.all()):
+            break
+    history.start(canvas, masked)
+    return _shortened(history, width)
+
+
+class _Prefix:
+    """Forward passes over what is written so far, with or without a cache."""
+
+    def __init__(self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool) -> None:
+        self.model, self.padding, self.use_cache = model, padding, use_cache
+        self.positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
+        self.cache: Any = None
+        self.seen = 0
+
+    def next_logits(self, canvas: Int[Tensor, "batch position"], stop: int) -> Float[Tensor, "batch d_vocab"]:
+        """Logits for position `stop`, from the positions before it."""
+        inputs: dict[str, Any] = {"use_cache": self.use_cache, "past_key_values": self.cache}
+        if not bool(self.padding.all()):
+            inputs["attention_mask"] = self.padding[:, :stop].long()
+        span = slice(self.seen, stop)
+        states = self.model.get_decoder()(
+            input_ids=canvas[:, span], position_ids=self.positions[:, span], **inputs
+        )
+        if self.use_cache:
+            self.cache, self.seen = states.past_key_values, stop
+        logits: Tensor = self.model.get_output_embeddings()(states.last_hidden_state[:, -1])
+        return logits
+
+
+def _choose(
+    logits: Float[Tensor, "batch d_vocab"], temperature: float, noise: RowNoise, evaluated: Bool[Tensor, "batch p"]
+) -> tuple[Int[Tensor, "batch"], Float[Tensor, "batch"]]:
+    scores = logits
+    if temperature > 0:
+        scores = add_gumbel(logits, noise.columns(evaluated, evaluated, logits.shape[-1]), temperature)
+    token = scores.argmax(-1)
+    return token, logits.float().softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+
+
+def _end_ids(config: Any, device: torch.device) -> Int[Tensor, "ends"]:
+    eos = config.eos_token_id
+    return torch.tensor([eos] if isinstance(eos, int) else list(eos or []), dtype=torch.long, device=device)
+
+
+def _shortened(history: History, width: int) -> Denoised:
+    """Cut the canvases behind the last token that any row wrote."""
+    stop = width + len(history.plans)
+    history.canvases = [canvas[:, :stop] for canvas in history.canvases]
+    history.masked = [masked[:, :stop] for masked in history.masked]
+    history.proposals = [Proposal(p.tokens[:, :stop], p.confidence[:, :stop]) for p in history.proposals]
+    history.selected = [selected[:, :stop] for selected in history.selected]
+    history.plans = [StepPlan(p.index, len(history.plans), 0, (width, stop), p.remaining) for p in history.plans]
+    history.attention_mask = history.attention_mask[:, :stop]
+    return history.result()

@@ -1,0 +1,162 @@
+"""`denoise`: one call from a prompt to a finished canvas, for every family."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dlm_lens.adapters import family_of
+from dlm_lens.sampling.causal import CausalSettings, decode
+from dlm_lens.sampling.history import History
+from dlm_lens.sampling.llada import LLaDASampler, LLaDASettings, SpecialIds
+from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
+from dlm_lens.sampling.network import CanvasLogits
+from dlm_lens.sampling.noise import RowNoise, SharedNoise
+from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
+from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.settings import block_settings, only_known, row_seeds
+
+
+@torch.no_grad()
+def denoise(
+    model: Any,
+    prompt: Any,
+    attention_mask: Any = None,
+    *,
+    steps: int | None = None,
+    gen_length: int | None = None,
+    block_length: int | None = None,
+    temperature: float | None = None,
+    cfg_scale: float | None = None,
+    remasking: str | None = None,
+    seed: int | list[int] = 0,
+    logits: Literal["needed", "all"] = "needed",
+    on_logits: OnLogits | None = None,
+    on_canvas: OnCanvas | None = None,
+    progress: bool = False,
+    reference_quirks: bool = False,
+    **settings: Any,
+) -> Denoised:
+    """Denoise prompts with the family's own sampler and keep what happened at every step.
+
+    Prompts of unequal length are padded on the left, and each row is what it is alone: it has a random
+    generator of its own, so `seed=3` gives every row the stream that it would have alone (identical prompts
+    then give identical texts; pass a list of seeds to draw different ones). Mask tokens anywhere in the
+    prompt are filled in too; `gen_length=0` fills in nothing else.
+
+    Args:
+        model: from `dlm_lens.load`.
+        prompt: text, chat messages, token ids, or a list of any of them.
+        attention_mask: for ids: 1 content, 0 padding on the left.
+        steps: denoising steps, a multiple of the number of blocks; one per token if only gen_length is given.
+        gen_length: tokens of the answer.
+        block_length: length of the blocks decoded from left to right; it divides gen_length.
+        temperature: 0 takes the most likely token, above 0 samples.
+        cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
+        remasking: what decides which proposals are written: LLaDA "low_confidence" or "random".
+        seed: one number, or one per row.
+        logits: evaluate the head only where the sampler needs it, or everywhere.
+        on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
+            model the logits are [batch, d_vocab] of the next token. Returns a replacement or None.
+        on_canvas: called as (step, canvas) with the canvas that a step starts from, and with step = T for the
+            finished one. Returns a replacement or None; whatever it masks again is filled again.
+        progress: show a progress bar.
+        reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a
+            single seed), block budgets fixed when a block starts (masks in the prompt compete for them and as
+            many stay), [MASK] allowed as a proposal, EOS confidence kept at temperature > 0.
+        **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
+            AR: use_cache).
+
+    Raises:
+        ValueError: a prompt or a setting that cannot work, before anything is computed.
+        NonFiniteLogitsError: naming the step; its `partial` holds the steps before.
+    """
+    given = {
+        "steps": steps,
+        "gen_length": gen_length,
+        "block_length": block_length,
+        "temperature": temperature,
+        "cfg_scale": cfg_scale,
+        "remasking": remasking,
+        **settings,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if logits not in ("needed", "all"):
+        raise ValueError(f"logits is {logits!r}; it must be 'needed' or 'all'")
+    if not hasattr(model, "sampler_defaults"):
+        raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
+    prompts = read_prompts(model, prompt, attention_mask)
+    seeds = row_seeds(seed, len(prompts.ids))
+    if family_of(model.config.model_type).sampler == "causal":
+        if reference_quirks or on_canvas is not None:
+            raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")
+        return _decode(model, prompts, given, seeds, on_logits=on_logits, progress=progress)
+    run = _prepare(model, prompts, given, seeds, reference_quirks)
+    where: Any = "masked" if reference_quirks and logits == "needed" else logits
+    return run_sampler(**run, logits=where, on_logits=on_logits, on_canvas=on_canvas, progress=progress)
+
+
+def _prepare(
+    model: Any, prompts: Prompts, given: Mapping[str, Any], seeds: tuple[int, ...], reference_quirks: bool
+) -> dict[str, Any]:
+    """The parts of a run with LLaDA's sampler."""
+    mask_id = model.config.mask_token_id
+    holes = (prompts.ids == mask_id) & prompts.attention_mask
+    values = block_settings(model.sampler_defaults, given, masks=int(holes.sum(-1).amax()))
+    settings: LLaDASettings = only_known(LLaDASettings, values, "llada")
+    if reference_quirks and len(set(seeds)) > 1:
+        raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
+    rows = len(prompts.ids)
+    answer = prompts.ids.new_full((rows, settings.gen_length), mask_id)
+    canvas = torch.cat([prompts.ids, answer], 1)
+    warn_beyond_context(model, canvas.shape[1])
+    content = torch.cat([prompts.attention_mask, torch.ones_like(answer, dtype=torch.bool)], 1)
+    ids = SpecialIds(mask_id, _first(model.config.eos_token_id), getattr(model.config, "eot_token_id", None))
+    noise = SharedNoise(seeds[0]) if reference_quirks else RowNoise(seeds)
+
+    def is_masked(canvas: Tensor) -> Tensor:
+        return (canvas == mask_id) & (content | reference_quirks)
+
+    record = {"sampler": "llada", **values, "seeds": seeds, "reference_quirks": reference_quirks}
+    return {
+        "network": CanvasLogits(
+            model, content, cfg_scale=settings.cfg_scale, fixed=canvas != mask_id, mask_token_id=mask_id
+        ),
+        "sampler": LLaDASampler(settings, noise, ids, reference_quirks=reference_quirks),
+        "canvas": canvas,
+        "history": History(model, content, prompts.ids.shape[1], record),
+        "is_masked": is_masked,
+    }
+
+
+def _decode(
+    model: Any, prompts: Prompts, given: dict[str, Any], seeds: tuple[int, ...], **options: Any
+) -> Denoised:
+    values = {**model.sampler_defaults, **given}
+    steps = values.pop("steps", None)
+    if steps is not None and steps != values["gen_length"]:
+        raise ValueError(
+            f"an AR model takes one step per token, so steps ({steps}) must equal gen_length "
+            f"({values['gen_length']}) or be left out"
+        )
+    settings: CausalSettings = only_known(CausalSettings, values, "causal")
+    shape = (len(prompts.ids), settings.gen_length)
+    answer = torch.ones(shape, dtype=torch.bool, device=prompts.ids.device)
+    padding = torch.cat([prompts.attention_mask, answer], 1)
+    warn_beyond_context(model, padding.shape[1])
+    record = {"sampler": "causal", **values, "seeds": seeds}
+    history = History(model, padding, prompts.ids.shape[1], record)
+    placeholder = _first(model.config.pad_token_id, model.config.eos_token_id, 0)
+    return decode(
+        model, prompts.ids, padding, settings, RowNoise(seeds), history, placeholder=placeholder or 0, **options
+    )
+
+
+def _first(*ids: Any) -> int | None:
+    for value in ids:
+        if isinstance(value, list | tuple) and value:
+            return int(value[0])
+        if isinstance(value, int):
+            return value
+    return None

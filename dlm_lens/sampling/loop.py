@@ -1,0 +1,76 @@
+"""The denoising loop: a plain function over a `Sampler`, which never edits a canvas in place."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.sampling.history import History
+from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, check_finite
+from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.sampler import Sampler
+
+OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
+OnCanvas = Callable[[int, Tensor], Tensor | None]
+
+
+def run_sampler(
+    network: CanvasLogits,
+    sampler: Sampler,
+    canvas: Int[Tensor, "batch position"],
+    history: History,
+    *,
+    is_masked: Callable[[Tensor], Bool[Tensor, "batch position"]],
+    logits: Literal["needed", "masked", "all"] = "needed",
+    on_logits: OnLogits | None = None,
+    on_canvas: OnCanvas | None = None,
+    progress: bool = False,
+) -> Denoised:
+    """Run every step of `sampler` from `canvas`.
+
+    `logits` says where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
+    Masks are recounted from the canvas at every step.
+
+    Raises:
+        NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
+    """
+    plans = sampler.plans(history.prompt_length, canvas.shape[1])
+    for plan in tqdm(plans, desc="denoising", unit="step", disable=not progress):
+        canvas = _edited(on_canvas, plan.index, canvas)
+        masked = is_masked(canvas)
+        history.start(canvas, masked)
+        evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
+        if logits == "all" or on_logits is not None:
+            everywhere = network.everywhere(canvas)
+            replaced = on_logits(plan.index, canvas, everywhere) if on_logits is not None else None
+            rows = (everywhere if replaced is None else _same_shape("on_logits", everywhere, replaced))[evaluated]
+        else:
+            rows = network.at(canvas, evaluated)
+        try:
+            check_finite(rows, evaluated, plan.index)
+        except NonFiniteLogitsError as error:
+            error.partial = history.result()
+            raise
+        canvas, proposal, selected = sampler(canvas, rows, evaluated, masked, plan)
+        history.finish(plan, proposal, selected)
+    canvas = _edited(on_canvas, len(plans), canvas)
+    history.start(canvas, is_masked(canvas))
+    return history.result()
+
+
+def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor) -> Tensor:
+    if on_canvas is None:
+        return canvas
+    # The callback gets its own copy: what it does to that in place must not rewrite history.
+    replaced = on_canvas(step, canvas.clone())
+    return canvas if replaced is None else _same_shape("on_canvas", canvas, replaced)
+
+
+def _same_shape(name: str, before: Tensor, after: Any) -> Tensor:
+    if not isinstance(after, torch.Tensor) or after.shape != before.shape:
+        kind = f"a tensor of shape {list(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
+        raise ValueError(f"{name} returned {kind}; it must return None or a tensor of shape {list(before.shape)}")
+    return after.to(before.device)

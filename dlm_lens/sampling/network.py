@@ -1,0 +1,84 @@
+"""Logits of a canvas: the head only where it is needed, guidance in one forward pass."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The model produced NaN or infinite logits; `partial` holds the steps that had finished."""
+
+    def __init__(self, step: int, row: int, position: int) -> None:
+        super().__init__(
+            f"step {step}: the logits of row {row}, position {position} are not finite; check the model's "
+            "weights, its dtype (bfloat16 or float32 rather than float16), and any hook that edits activations"
+        )
+        self.partial: Any = None
+
+
+class CanvasLogits:
+    """Logits of canvases for one run: the model, its padding mask, and guidance.
+
+    Guidance (ML-GSAI/LLaDA, generate.py): u + (scale + 1) (c - u), where u comes from a canvas
+    whose `fixed` positions (everything that was no mask at the start) are masked. Both halves go through one
+    forward, conditional first.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        attention_mask: Bool[Tensor, "batch position"],
+        *,
+        cfg_scale: float = 0.0,
+        fixed: Bool[Tensor, "batch position"] | None = None,
+        mask_token_id: int | None = None,
+    ) -> None:
+        self.model, self.cfg_scale, self.fixed, self.mask_token_id = model, cfg_scale, fixed, mask_token_id
+        halves = 2 if cfg_scale else 1
+        self.inputs: dict[str, Any] = {"use_cache": False}
+        if not bool(attention_mask.all()):
+            padding = attention_mask.repeat(halves, 1)
+            # Positions count from a row's first token, so that a padded row is rotated as it is alone.
+            positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
+            self.inputs |= {"attention_mask": padding.long(), "position_ids": positions}
+
+    def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
+        """Logits of every position, through the model's own forward."""
+        return self._guided(self.model(input_ids=self._halves(canvas), **self.inputs).logits)
+
+    def at(
+        self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
+    ) -> Float[Tensor, "needed d_vocab"]:
+        """Logits of the `needed` positions, in row-major order; the head runs on those rows only."""
+        states = self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs).last_hidden_state
+        halves = states.reshape(-1, *canvas.shape, states.shape[-1])
+        wanted = halves[:, needed]
+        return self._guided(self.model.get_output_embeddings()(wanted.flatten(0, 1)))
+
+    def _halves(self, canvas: Tensor) -> Tensor:
+        if not self.cfg_scale:
+            return canvas
+        assert self.fixed is not None
+        return torch.cat([canvas, canvas.masked_fill(self.fixed, self.mask_token_id)])
+
+    def _guided(self, logits: Tensor) -> Tensor:
+        if not self.cfg_scale:
+            return logits
+        conditional, unconditional = logits.chunk(2)
+        return unconditional + (self.cfg_scale + 1) * (conditional - unconditional)
+
+
+def check_finite(
+    logits: Float[Tensor, "evaluated d_vocab"], evaluated: Bool[Tensor, "batch position"], step: int
+) -> None:
+    """Raise if a row has no finite largest logit.
+
+    Raises:
+        NonFiniteLogitsError: naming the step and the first such position.
+    """
+    bad = ~logits.amax(-1).isfinite()
+    if bool(bad.any()):
+        row, position = evaluated.nonzero()[bad.nonzero()[0, 0]].tolist()
+        raise NonFiniteLogitsError(step, row, position)

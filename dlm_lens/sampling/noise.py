@@ -1,0 +1,83 @@
+"""Random numbers of a run: one generator per row, or the reference's single stream."""
+
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+class Noise(Protocol):
+    """Source of the uniform numbers that a sampler draws, always on the CPU so that devices agree."""
+
+    def columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """A float64 number per evaluated position and vocabulary column."""
+        ...
+
+    def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
+        """A float32 number per position."""
+        ...
+
+
+class RowNoise:
+    """A generator per row, which draws for that row's eligible positions only.
+
+    So a row's numbers depend on its own seed and content, not on the batch or the padding around it.
+    """
+
+    def __init__(self, seeds: tuple[int, ...]) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """A float64 number per evaluated position and column; 1/e, no noise, where it is not eligible."""
+        # -ln(-ln(1/e)) = 0: positions that are evaluated but cannot be written keep their plain argmax.
+        values = torch.full((int(evaluated.sum()), width), torch.e**-1, dtype=torch.float64)
+        wanted, here = eligible.cpu(), evaluated.cpu()
+        values[wanted[here]] = torch.cat(
+            [
+                torch.rand(int(row.sum()), width, generator=generator, dtype=torch.float64)
+                for row, generator in zip(wanted, self.generators, strict=True)
+            ]
+        )
+        return values
+
+    def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
+        """A float32 number per eligible position, 0 elsewhere."""
+        wanted = eligible.cpu()
+        values = torch.zeros(wanted.shape)
+        for row, (keep, generator) in enumerate(zip(wanted, self.generators, strict=True)):
+            values[row, keep] = torch.rand(int(keep.sum()), generator=generator)
+        return values
+
+
+class SharedNoise:
+    """The reference's stream: one generator for the batch, numbers for every position, in its order."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """Draw for all positions of the batch, return the evaluated ones'."""
+        values = torch.rand(*evaluated.shape, width, generator=self.generator, dtype=torch.float64)
+        return values[evaluated.cpu()]
+
+    def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
+        """Draw for all positions of the batch."""
+        return torch.rand(*eligible.shape, generator=self.generator)
+
+
+def add_gumbel(
+    logits: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n d_vocab"], temperature: float
+) -> Float[Tensor, "n d_vocab"]:
+    """Scores whose argmax samples from softmax(logits / temperature), in float64.
+
+    The logarithm of LLaDA's exp(logits) / (-ln u)^temperature (ML-GSAI/LLaDA, generate.py), which keeps the
+    argmax and cannot overflow.
+    """
+    return logits.double() - temperature * torch.log(-torch.log(uniform.to(logits.device)))

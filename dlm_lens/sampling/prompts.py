@@ -1,0 +1,136 @@
+"""Prompts in every form a user has them, as one left-padded batch of token ids."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids of a batch, and which of them are content rather than padding on the left."""
+
+    ids: Int[Tensor, "batch position"]
+    attention_mask: Bool[Tensor, "batch position"]
+
+
+def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts:
+    """Turn text, chat messages or ids into a checked, left-padded batch on the model's device.
+
+    Args:
+        model: a model of `dlm_lens.load`.
+        prompt: a text or a list of texts; a list of chat messages ({"role", "content"}) or a list of such lists;
+            ids as a tensor `[position]` or `[batch, position]`, a list, or lists of unequal length; or what a
+            tokenizer returns (a mapping with "input_ids" and perhaps "attention_mask").
+        attention_mask: 1 for content, 0 for padding on the left; only beside rectangular ids.
+
+    Raises:
+        ValueError: an empty prompt, ids without an embedding row, padding on the right, no tokenizer for text.
+    """
+    if isinstance(prompt, Mapping):
+        attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask
+        prompt = prompt["input_ids"]
+    embedding = model.get_input_embeddings().weight
+    ids = _to_ids(model, prompt)
+    if isinstance(ids, Tensor):
+        mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
+    else:
+        if attention_mask is not None and len({len(row) for row in ids}) > 1:
+            raise ValueError("attention_mask beside prompts of unequal length: leave it out, padding is added here")
+        width = max(len(row) for row in ids)
+        pad = _padding_id(model)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+        ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in ids])
+        mask = mask if attention_mask is None else torch.as_tensor(attention_mask)
+    mask = mask.reshape(1, -1) if mask.ndim == 1 else mask
+    _check(ids, mask, rows=embedding.shape[0])
+    return Prompts(ids.to(embedding.device), mask.bool().to(embedding.device))
+
+
+def warn_beyond_context(model: Any, positions: int) -> None:
+    """Warn if the canvas is longer than the model was trained for."""
+    trained = getattr(model.config, "max_position_embeddings", None)
+    if trained is not None and positions > trained:
+        warnings.warn(
+            f"the canvas has {positions} positions, but the model was trained on {trained} at most; "
+            "shorten the prompt or gen_length, or read the result with care",
+            stacklevel=3,
+        )
+
+
+def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
+    if isinstance(prompt, Tensor):
+        if prompt.is_floating_point() or prompt.dtype == torch.bool or prompt.ndim not in (1, 2):
+            raise ValueError(
+                f"prompt ids must be integers [position] or [batch, position], got {prompt.dtype} {list(prompt.shape)}"
+            )
+        return prompt.long().reshape(-1, prompt.shape[-1])
+    if isinstance(prompt, str):
+        return _tokenize(model, [prompt])
+    if not isinstance(prompt, Sequence) or len(prompt) == 0:
+        raise ValueError(f"the prompt is empty or of an unknown kind: {prompt!r:.80}; give text, chat messages or ids")
+    first = prompt[0]
+    if isinstance(first, str):
+        return _tokenize(model, list(prompt))
+    if isinstance(first, Mapping):
+        return _apply_template(model, [prompt])
+    if isinstance(first, Sequence) and len(first) and isinstance(first[0], Mapping):
+        return _apply_template(model, list(prompt))
+    if isinstance(first, int):
+        return [list(prompt)]
+    return [[int(i) for i in row] for row in prompt]
+
+
+def _tokenizer(model: Any) -> Any:
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer, so it takes token ids only; or set model.tokenizer")
+    return model.tokenizer
+
+
+def _tokenize(model: Any, texts: list[str]) -> list[list[int]]:
+    tokenizer = _tokenizer(model)
+    for row, text in enumerate(texts):
+        if not text.strip():
+            raise ValueError(f"prompt {row} is empty; give at least one token (ids of the BOS token alone will do)")
+    return [list(ids) for ids in tokenizer(texts)["input_ids"]]
+
+
+def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
+    tokenizer = _tokenizer(model)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat messages given, but the model's tokenizer has no chat template; give plain text")
+    texts = tokenizer.apply_chat_template([list(chat) for chat in chats], add_generation_prompt=True, tokenize=False)
+    # The template writes its own special tokens.
+    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def _padding_id(model: Any) -> int:
+    """Some id that is not the mask; padding is invisible, so which one does not matter."""
+    config = model.config
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    mask = getattr(config, "mask_token_id", None)
+    candidates = (getattr(model.tokenizer, "pad_token_id", None), config.pad_token_id, eos, 0, 1)
+    return next(int(i) for i in candidates if i is not None and i != mask)
+
+
+def _check(ids: Tensor, mask: Tensor, rows: int) -> None:
+    if ids.numel() == 0:
+        raise ValueError(f"the prompt is empty: ids of shape {list(ids.shape)}; give at least one token")
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}, the prompt ids {list(ids.shape)}")
+    outside = (ids < 0) | (ids >= rows)
+    if bool(outside.any()):
+        row, position = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"token id {int(ids[row, position])} (row {row}, position {position}) has no row in the model's "
+            f"embedding of {rows}; was it tokenized for another model?"
+        )
+    for row, keep in enumerate(mask.bool()):
+        if not bool(keep.any()):
+            raise ValueError(f"prompt {row} is empty: its attention_mask has no 1")
+        if bool((keep[:-1] & ~keep[1:]).any()):
+            raise ValueError(f"row {row} is padded on the right; the answer follows the prompt, so pad on the left")

@@ -1,0 +1,130 @@
+"""`Denoised`: what a denoising run did, step by step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Denoised:
+    """A finished run; all tensors are on the CPU.
+
+    A step is one forward pass, counted from the most masked canvas; `canvases[t]` is what step t saw and
+    `canvases[-1]` the result. For an AR baseline a step is one decoded token, and a position that is not yet
+    written counts as masked (its token is a placeholder).
+
+    Args:
+        canvases: token ids x_t.
+        masked: which positions of each canvas are masked (not yet written).
+        proposals: x0, the token proposed for every position that was evaluated; elsewhere the canvas's own.
+        confidence: what the ranking used; -inf where a position was not eligible.
+        selected: which positions were written at each step.
+        attention_mask: True for content, False for the padding on the left of shorter prompts.
+        prompt_length: positions in front of the answer, padding included.
+        spans: the block being decoded at each step, as (start, stop) canvas positions.
+        blocks: its index at each step.
+        settings: the sampler and every setting that it ran with, seeds included.
+        eos_token_ids: ids that end a text.
+        tokenizer: decodes `texts`; None if the model has none.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    canvases: Int[Tensor, "step_plus_one batch position"]
+    masked: Bool[Tensor, "step_plus_one batch position"]
+    proposals: Int[Tensor, "step batch position"]
+    confidence: Float[Tensor, "step batch position"]
+    selected: Bool[Tensor, "step batch position"]
+    attention_mask: Bool[Tensor, "batch position"]
+    prompt_length: int
+    spans: tuple[tuple[int, int], ...]
+    blocks: tuple[int, ...]
+    settings: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        steps, batch, positions = self.selected.shape
+        expected = {
+            "canvases": (steps + 1, batch, positions),
+            "masked": (steps + 1, batch, positions),
+            "proposals": (steps, batch, positions),
+            "confidence": (steps, batch, positions),
+            "attention_mask": (batch, positions),
+        }
+        for name, shape in expected.items():
+            if tuple(getattr(self, name).shape) != shape:
+                raise ValueError(
+                    f"Denoised.{name} has shape {tuple(getattr(self, name).shape)}, but selected asks for {shape}"
+                )
+        if not len(self.spans) == len(self.blocks) == steps:
+            raise ValueError(f"{len(self.spans)} spans and {len(self.blocks)} blocks for {steps} steps")
+
+    def __repr__(self) -> str:
+        steps, batch, positions = self.selected.shape
+        return f"Denoised(steps={steps}, batch={batch}, positions={positions}, settings={dict(self.settings)})"
+
+    @property
+    def steps(self) -> int:
+        """How many steps ran, T."""
+        return self.selected.shape[0]
+
+    @property
+    def tokens(self) -> Int[Tensor, "batch position"]:
+        """The final canvas."""
+        return self.canvases[-1]
+
+    @property
+    def counts(self) -> Int[Tensor, "step batch"]:
+        """How many positions each row wrote at each step."""
+        return self.selected.sum(-1)
+
+    @property
+    def masks_left(self) -> Int[Tensor, "batch"]:
+        """Masks on the final canvas; 0 unless an intervention or a reference quirk left some."""
+        return self.masked[-1].sum(-1)
+
+    @cached_property
+    def step_of(self) -> Int[Tensor, "batch position"]:
+        """The step at which a position was (last) written; -1 for the prompt and for what nothing wrote."""
+        steps = torch.arange(1, self.steps + 1)[:, None, None]
+        return (self.selected * steps).amax(0) - 1
+
+    @property
+    def progress(self) -> Float[Tensor, "step_plus_one batch"]:
+        """Share of the answer (everything masked at the start) that is written, per canvas and row."""
+        wanted = self.masked[0].sum(-1).clamp(min=1)
+        return 1 - self.masked.sum(-1) / wanted
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompt and answer as text, up to the first end-of-text in the answer."""
+        return [self._decode(row[: self._end(row)]) for row in self._contents()]
+
+    @property
+    def answers(self) -> list[str]:
+        """The answer alone (behind the prompt) as text, up to the first end-of-text."""
+        return [self._decode(row[: self._end(row)][len(row) - self._answer_length :]) for row in self._contents()]
+
+    @property
+    def _answer_length(self) -> int:
+        return self.tokens.shape[1] - self.prompt_length
+
+    def _contents(self) -> list[Tensor]:
+        return [row[keep] for row, keep in zip(self.tokens, self.attention_mask, strict=True)]
+
+    def _end(self, row: Tensor) -> int:
+        start = len(row) - self._answer_length
+        stops = torch.isin(row[start:], torch.tensor(self.eos_token_ids, dtype=row.dtype)).nonzero()
+        return start + int(stops[0]) if len(stops) else len(row)
+
+    def _decode(self, ids: Tensor) -> str:
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer; read .tokens, or set model.tokenizer before denoising")
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))

@@ -1,0 +1,90 @@
+"""The two halves of a sampler, as modules: `propose` says what would be written, `select` what is written now."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Where a run stands before a step; Python numbers only.
+
+    `remaining` counts the steps left in the block, this one included; `span` is the block in canvas positions.
+    """
+
+    index: int
+    total: int
+    block: int
+    span: tuple[int, int]
+    remaining: int
+
+
+class Proposal(NamedTuple):
+    """x0 and its confidence; the canvas's own token and -inf where nothing is proposed."""
+
+    tokens: Int[Tensor, "batch position"]
+    confidence: Float[Tensor, "batch position"]
+
+
+class Select(nn.Module):
+    """Choose the `count` most confident eligible positions of every row; of equals, the earlier one."""
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions to write now."""
+        order = confidence.masked_fill(~eligible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        )
+        return (rank < count[:, None]) & eligible
+
+
+class Sampler(nn.Module):
+    """One sampling algorithm: a schedule and the modules `propose` and `select`.
+
+    The loop asks, at every step, which positions are `eligible` and how many of them to write (`count`), and
+    hands both to the modules. A subclass per algorithm; hosts hook the two children.
+    """
+
+    propose: nn.Module
+    select: nn.Module
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step of the run, in order."""
+        raise NotImplementedError
+
+    def eligible(
+        self, masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Bool[Tensor, "batch position"]:
+        """Positions that may be written at this step."""
+        raise NotImplementedError
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """How many positions each row writes at this step."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step: the next canvas (a new tensor), what was proposed, what was written.
+
+        `logits` has a row for every True of `evaluated`, in row-major order.
+        """
+        eligible = self.eligible(masked, plan)
+        proposal: Any = self.propose(canvas, logits, evaluated, eligible)
+        selected = self.select(proposal[1], eligible, self.count(eligible, masked, plan))
+        return torch.where(selected, proposal[0], canvas), Proposal(*proposal), selected

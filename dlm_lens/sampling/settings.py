@@ -1,0 +1,61 @@
+"""Which settings a run gets: what the caller says, then the checkpoint, then the family."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+
+def block_settings(
+    defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int
+) -> dict[str, Any]:
+    """Settings of a block-wise sampler.
+
+    With `gen_length` but no `steps`, one token per step; the default `block_length` holds where it divides
+    the answer and the steps, otherwise the answer is one block. `masks` is the number of masks in the prompt:
+    with `gen_length=0` they alone are filled, in one block.
+
+    Raises:
+        ValueError: there is nothing to write.
+    """
+    values = {**defaults, **given}
+    length = values["gen_length"]
+    if length < 0 or (length == 0 and masks == 0):
+        raise ValueError(
+            f"gen_length is {length} and the prompt holds no mask token: nothing to write; give gen_length of at "
+            "least 1, or put mask tokens where text is to be filled in"
+        )
+    if "steps" not in given and ("gen_length" in given or length == 0):
+        values["steps"] = length or masks
+    if length == 0:
+        return values | {"block_length": 1}
+    if "block_length" not in given:
+        block = min(values["block_length"], length)
+        fits = block > 0 and length % block == 0 and values["steps"] % (length // block) == 0
+        values["block_length"] = block if fits else length
+    return values
+
+
+def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
+    """Build the settings class `kind` from `values`.
+
+    Raises:
+        ValueError: a setting that this family's sampler does not have.
+    """
+    names = [field.name for field in fields(kind)]
+    for name in values:
+        if name not in names:
+            raise ValueError(f"the {family} sampler has no setting {name!r}; it has {', '.join(names)}")
+    return kind(**values)
+
+
+def row_seeds(seed: int | list[int], rows: int) -> tuple[int, ...]:
+    """One seed per row; a single number serves every row, so that a row is what it is alone.
+
+    Raises:
+        ValueError: as many seeds as rows are needed.
+    """
+    if isinstance(seed, int):
+        return (seed,) * rows
+    if len(seed) != rows:
+        raise ValueError(f"{len(seed)} seeds for {rows} prompts; give one number, or one per prompt")
+    return tuple(int(s) for s in seed)
