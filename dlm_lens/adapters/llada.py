@@ -113,6 +113,9 @@ FAMILY = Family(
         (r"model\.transformer\.wte", "model.embed_tokens"),
         (r"model\.transformer\.ln_f", "model.norm"),
         (r"model\.transformer\.ff_out", "lm_head"),
-        *((rf"model\.transformer\.blocks\.(\d+)\.{hub}", rf"model.layers.\1.{name}") for hub, name in _BLOCK.items()),
+        *(
+            (rf"model\.transformer\.blocks\.(\d+)\.{hub}", rf"model.layers.\1.{name}")
+            for hub, name in _BLOCK.items()
+        ),
     ),
 )

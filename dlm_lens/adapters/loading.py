@@ -167,9 +167,12 @@ def _load_weights(model_class: type[PreTrainedModel], source: str, **options: An
             f"{source} holds no model.safetensors; pickled weights are refused because loading them executes "
             "code: convert them to safetensors first"
         )
-    model, report = model_class.from_pretrained(source, use_safetensors=True, output_loading_info=True, **options)
+    # Sizes that do not match are reported like the rest, by name, instead of by an error that names nothing.
+    model, report = model_class.from_pretrained(
+        source, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in report.get(kind) or ())
+        names = sorted(name if isinstance(name, str) else str(name[0]) for name in report.get(kind) or ())
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ValueError(

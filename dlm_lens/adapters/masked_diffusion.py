@@ -4,7 +4,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dlm_lens.attention import add_hook_points
@@ -20,7 +20,7 @@ class Float32RotaryEmbedding(LlamaRotaryEmbedding):
         return super().forward(torch.empty(0, device=x.device, dtype=torch.float32), position_ids)
 
 
-class MaskedDiffusion:
+class MaskedDiffusion(nn.Module):
     """Mixin in front of a transformers causal LM: the same layers, seeing the whole canvas.
 
     The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on
@@ -37,6 +37,14 @@ class MaskedDiffusion:
             model.model.rotary_emb = Float32RotaryEmbedding(config)
         add_hook_points(model)
         model.loss_type = "ForMaskedLM"
+
+    def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.
+
+        Raises:
+            OSError: which transformers takes for "there is none".
+        """
+        raise OSError("dlm_lens never executes code that came with a checkpoint")
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: left-to-right generation is not how a masked diffusion model writes."""

@@ -60,7 +60,9 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Every family, registered with transformers, in alphabetical order of the files."""
     package = importlib.import_module("dlm_lens.adapters")
-    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    modules = [
+        importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)
+    ]
     found = tuple(module.FAMILY for module in modules if isinstance(getattr(module, "FAMILY", None), Family))
     for family in found:
         family.register()

@@ -61,8 +61,8 @@ def _masked(
         # transformers leaves the mask out where a flag says it all: nothing is hidden, or a causal prefix is.
         if not causal or queries == 1:
             return scores, None
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril()
-    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-2] not in (1, queries):
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=scores.device).tril()
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2] not in (1, queries):
         kind = f"a {tuple(mask.shape)} tensor" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise ValueError(
             f"the attention mask is {kind}; watching scores or patterns needs a [batch, 1, query, key] mask: "

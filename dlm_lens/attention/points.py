@@ -4,7 +4,6 @@ The hosts' Llama and Qwen2 attention modules keep their parameters, their names 
 their `forward` is replaced by one that passes each quantity through an identity module first.
 """
 
-from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -81,9 +80,7 @@ class HookedAttention(nn.Module):
             host.hook_v(host.v_proj(hidden_states).view(heads)),
         )
 
-    def _rotate(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # The tables decide the precision: a rotary module that returns float32 tables (LLaDA's) widens q and k
         # here, and the result goes back to the model's dtype. With tables in the model's dtype nothing changes.
         host = cast(Any, self)
@@ -102,9 +99,14 @@ def listened_to(point: nn.Module) -> bool:
     return bool(point._forward_hooks or point._forward_pre_hooks)
 
 
-@cache
+_HOOKED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _hooked_class(host: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Hooked{host.__name__}", (HookedAttention, host), {"__module__": host.__module__})
+    if host not in _HOOKED_CLASSES:
+        name = f"Hooked{host.__name__}"
+        _HOOKED_CLASSES[host] = type(name, (HookedAttention, host), {"__module__": host.__module__})
+    return _HOOKED_CLASSES[host]
 
 
 def add_hook_points(model: Model) -> Model:

@@ -74,15 +74,11 @@ def pattern_tiles(
         yield rows, pattern * visible
 
 
-def reduce_attention(
-    inputs: AttentionInputs, reducers: Sequence[Reducer], tile: int = 128
-) -> dict[str, Tensor]:
+def reduce_attention(inputs: AttentionInputs, reducers: Sequence[Reducer], tile: int = 128) -> dict[str, Tensor]:
     """Run all reducers over one pass of tiles: memory is [batch, head, tile, key], not [.., query, key]."""
     states = [reducer.start(inputs) for reducer in reducers]
     for rows, pattern in pattern_tiles(inputs, tile):
         states = [
             reducer.tile(state, inputs, rows, pattern) for reducer, state in zip(reducers, states, strict=True)
         ]
-    return {
-        reducer.name: reducer.finish(state, inputs) for reducer, state in zip(reducers, states, strict=True)
-    }
+    return {reducer.name: reducer.finish(state, inputs) for reducer, state in zip(reducers, states, strict=True)}

@@ -107,9 +107,7 @@ class _Prefix:
         if not bool(self.padding.all()):
             inputs["attention_mask"] = self.padding[:, :stop].long()
         span = slice(self.seen, stop)
-        states = self.model.get_decoder()(
-            input_ids=canvas[:, span], position_ids=self.positions[:, span], **inputs
-        )
+        states = self.model.get_decoder()(input_ids=canvas[:, span], position_ids=self.positions[:, span], **inputs)
         if self.use_cache:
             self.cache, self.seen = states.past_key_values, stop
         logits: Tensor = self.model.get_output_embeddings()(states.last_hidden_state[:, -1])

@@ -18,7 +18,11 @@ class History:
     """
 
     def __init__(
-        self, model: Any, attention_mask: Bool[Tensor, "batch position"], prompt_length: int, settings: Mapping[str, Any]
+        self,
+        model: Any,
+        attention_mask: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        settings: Mapping[str, Any],
     ) -> None:
         self.model, self.attention_mask = model, attention_mask
         self.prompt_length, self.settings = prompt_length, settings
@@ -48,7 +52,10 @@ class History:
             return torch.stack(rows).cpu().to(dtype) if rows else torch.empty(0, *shape, dtype=dtype)
 
         eos = getattr(self.model.config, "eos_token_id", None)
-        ends = [*(eos if isinstance(eos, list | tuple) else [eos]), getattr(self.model.config, "eot_token_id", None)]
+        ends = [
+            *(eos if isinstance(eos, list | tuple) else [eos]),
+            getattr(self.model.config, "eot_token_id", None),
+        ]
         return Denoised(
             canvases=stack(self.canvases[: steps + 1], torch.long),
             masked=stack(self.masked[: steps + 1], torch.bool),

@@ -60,7 +60,8 @@ class CanvasLogits:
     def _halves(self, canvas: Tensor) -> Tensor:
         if not self.cfg_scale:
             return canvas
-        assert self.fixed is not None
+        if self.fixed is None or self.mask_token_id is None:
+            raise ValueError("guidance needs to know which positions are fixed and the mask token id")
         return torch.cat([canvas, canvas.masked_fill(self.fixed, self.mask_token_id)])
 
     def _guided(self, logits: Tensor) -> Tensor:

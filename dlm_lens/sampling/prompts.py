@@ -65,14 +65,15 @@ def warn_beyond_context(model: Any, positions: int) -> None:
 def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
     if isinstance(prompt, Tensor):
         if prompt.is_floating_point() or prompt.dtype == torch.bool or prompt.ndim not in (1, 2):
-            raise ValueError(
-                f"prompt ids must be integers [position] or [batch, position], got {prompt.dtype} {list(prompt.shape)}"
-            )
-        return prompt.long().reshape(-1, prompt.shape[-1])
+            kind = f"{prompt.dtype} {list(prompt.shape)}"
+            raise ValueError(f"prompt ids must be integers [position] or [batch, position], got {kind}")
+        return prompt.long().unsqueeze(0) if prompt.ndim == 1 else prompt.long()
     if isinstance(prompt, str):
         return _tokenize(model, [prompt])
     if not isinstance(prompt, Sequence) or len(prompt) == 0:
-        raise ValueError(f"the prompt is empty or of an unknown kind: {prompt!r:.80}; give text, chat messages or ids")
+        raise ValueError(
+            f"the prompt is empty or of an unknown kind: {prompt!r:.80}; give text, chat messages or ids"
+        )
     first = prompt[0]
     if isinstance(first, str):
         return _tokenize(model, list(prompt))
@@ -103,7 +104,9 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages given, but the model's tokenizer has no chat template; give plain text")
-    texts = tokenizer.apply_chat_template([list(chat) for chat in chats], add_generation_prompt=True, tokenize=False)
+    texts = tokenizer.apply_chat_template(
+        [list(chat) for chat in chats], add_generation_prompt=True, tokenize=False
+    )
     # The template writes its own special tokens.
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 

@@ -60,9 +60,7 @@ class Sampler(nn.Module):
         """Every step of the run, in order."""
         raise NotImplementedError
 
-    def eligible(
-        self, masked: Bool[Tensor, "batch position"], plan: StepPlan
-    ) -> Bool[Tensor, "batch position"]:
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that may be written at this step."""
         raise NotImplementedError
 

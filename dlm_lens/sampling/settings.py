@@ -5,9 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 
-def block_settings(
-    defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int
-) -> dict[str, Any]:
+def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
     """Settings of a block-wise sampler.
 
     With `gen_length` but no `steps`, one token per step; the default `block_length` holds where it divides

@@ -1,0 +1,94 @@
+"""`find_sinks`: from attention, received or raw, to sinks."""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.patterns import received_from_pattern
+from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, SHARE, Level, Received
+from dlm_lens.sinks.result import Sinks
+
+
+class PatternSettings(TypedDict, total=False):
+    """Arguments of `received_from_pattern`, which `find_sinks` hands on."""
+
+    dims: Sequence[str] | None
+    visible: Bool[Tensor, "*leading query key"] | None
+    queries: Bool[Tensor, "*rows query"] | None
+    attention_mask: Int[Tensor, "*rows key"] | Bool[Tensor, "*rows key"] | None
+    causal: bool
+    tokens: Int[Tensor, "*rows key"] | None
+    masked: Bool[Tensor, "*rows key"] | None
+    tokenizer: Any
+    layers: Sequence[int] | None
+    min_viewers: int
+
+
+def find_sinks(
+    attention: Received | Float[Tensor, "*leading query key"],
+    detector: Detector,
+    *,
+    level: Level = "head",
+    relative: bool | None = None,
+    **pattern_settings: Unpack[PatternSettings],
+) -> Sinks:
+    """Apply a detector to received attention: a sink is a key whose score passes the rule (2510.15731, Eq. 3).
+
+    Args:
+        attention: a `Received`, or a pattern [head, query, key], [batch, head, query, key],
+            [step, batch, head, query, key] or [step, batch, layer, head, query, key] (other axes: `dims=`).
+        detector: `AboveMean(eps)`, `AboveStd(k)`, `Share(x)`, `TopK(k)` or your own `Detector`.
+        level: judge every "head", the head-mean pattern of a "layer", or the mean pattern of the "model": the
+            mean of r_j over heads (and layers), divided by e_j.
+        relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern
+            and for the scale that a `Received` has. `Share` always reads shares.
+        **pattern_settings: for patterns, the arguments of `received_from_pattern`: visible, queries,
+            attention_mask, causal, tokens, masked, tokenizer, layers, min_viewers, dims.
+
+    Returns:
+        Sinks whose axes are those of the input without query and without the merged ones.
+
+    Raises:
+        TypeError: no detector, no attention, or settings of a pattern beside a `Received`.
+        ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have.
+    """
+    if isinstance(detector, type) or not isinstance(detector, Detector):
+        raise TypeError(f"{detector!r} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
+    if isinstance(attention, Received):
+        if pattern_settings:
+            raise TypeError(f"{', '.join(pattern_settings)}: for patterns only; this Received is already summed")
+        received = attention
+        if relative is not None:
+            received = received.on_scale(RELATIVE if relative else COLUMN_SUM)
+    else:
+        received = received_from_pattern(attention, relative=relative is not False, **pattern_settings)
+    return _judge(received.at_level(level), detector)
+
+
+def _judge(received: Received, detector: Detector) -> Sinks:
+    share = detector.quantity == "share"
+    scores = received.shares if share else received.values
+    return Sinks(
+        is_sink=_squeeze(detector.detect(scores), received, AXES),
+        scores=_squeeze(scores, received, AXES),
+        threshold=_squeeze(detector.thresholds(scores), received, AXES),
+        scale=SHARE if share else received.scale,
+        level=received.level,
+        detector=detector,
+        dims=received.dims,
+        tokens=_squeeze(received.tokens, received, ("step", "batch", "key")),
+        masked=_squeeze(received.masked, received, ("step", "batch", "key")),
+        layers=received.layers,
+        queries=received.queries,
+        tokenizer=received.tokenizer,
+    )
+
+
+def _squeeze(tensor: Any, received: Received, axes: tuple[str, ...]) -> Any:
+    """Drop the axes that mean nothing."""
+    if tensor is None:
+        return None
+    return tensor.squeeze([axis for axis, name in enumerate(axes) if name not in received.dims])

@@ -1,0 +1,163 @@
+"""`Received`: how much attention every key receives, over steps, with everything needed to change its scale."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Scale = Literal["relative to uniform", "column sum", "share of attention"]
+"""The unit of a score: r_j / e_j (1 = as under even attention), r_j (in queries), r_j / sum_k r_k (0 to 1)."""
+
+Level = Literal["head", "layer", "model"]
+"""Whose pattern a score describes: one head's, the head-mean of a layer, the mean over layers and heads."""
+
+RELATIVE: Scale = "relative to uniform"
+COLUMN_SUM: Scale = "column sum"
+SHARE: Scale = "share of attention"
+
+AXES = ("step", "batch", "layer", "head", "key")
+MERGED: dict[Level, tuple[str, ...]] = {"head": (), "layer": ("head",), "model": ("layer", "head")}
+"""The axes over which a level averages the pattern."""
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """Received attention r_j = sum_i A_ij of every key, at every step, in every layer and head.
+
+    The A-bar of 2510.15731, section 4.1, is r_j divided by the number of queries; why the scale is a choice:
+    docs/sinks.md. All five axes are always there; `dims` names those that mean something, the others have
+    size 1.
+
+    Args:
+        values: the scores on `scale`; NaN where a key is undefined (padding, not yet written in an AR baseline,
+            or seen by fewer than `min_viewers` counted queries).
+        expected: e_j = sum_i M_ij / sum_k M_ik, what even attention would give; values times e_j are column sums
+            if `scale` is "relative to uniform".
+        counted: how many queries count, which is all attention that there is to receive.
+        tokens: ids of the keys that each step saw; None if unknown.
+        masked: which keys are masked (in an AR baseline: not yet written) at each step; None if unknown.
+        valid: content (True) or padding (False); None if there is no padding.
+        final_tokens: ids of the keys after the last step; None if unknown.
+        scale: "relative to uniform" or "column sum".
+        level: what the scores describe, see `at_level`.
+        layers: index of each layer in the model; empty if the layer axis means nothing.
+        queries: which queries count, in words.
+        min_viewers: fewest counted queries that must see a key for it to have a score.
+        dims: names of the axes that mean something, a part of ("step", "batch", "layer", "head", "key").
+        tokenizer: decodes token ids; None if there is none.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    values: Float[Tensor, "step batch layer head key"]
+    expected: Float[Tensor, "step batch #layer #head key"]
+    counted: Int[Tensor, "step batch"]
+    tokens: Int[Tensor, "step batch key"] | None = None
+    masked: Bool[Tensor, "step batch key"] | None = None
+    valid: Bool[Tensor, "batch key"] | None = None
+    final_tokens: Int[Tensor, "batch key"] | None = None
+    scale: Scale = RELATIVE
+    level: Level = "head"
+    layers: tuple[int, ...] = ()
+    queries: str = "all"
+    min_viewers: int = 1
+    dims: tuple[str, ...] = AXES
+    tokenizer: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != len(AXES):
+            raise ValueError(f"Received.values has shape {list(self.values.shape)}; its axes are {', '.join(AXES)}")
+        if self.scale not in (RELATIVE, COLUMN_SUM):
+            raise ValueError(f"Received.scale is {self.scale!r}; it must be {RELATIVE!r} or {COLUMN_SUM!r}")
+        steps, batch, layers, heads, keys = self.values.shape
+        wanted: dict[str, tuple[tuple[int, ...], ...]] = {
+            "expected": tuple((steps, batch, n, m, keys) for n in {1, layers} for m in {1, heads}),
+            "counted": ((steps, batch),),
+            "tokens": ((steps, batch, keys),),
+            "masked": ((steps, batch, keys),),
+            "valid": ((batch, keys),),
+            "final_tokens": ((batch, keys),),
+        }
+        for name, shapes in wanted.items():
+            given = getattr(self, name)
+            if given is not None and tuple(given.shape) not in shapes:
+                raise ValueError(
+                    f"Received.{name} has shape {list(given.shape)}, but values of shape {list(self.values.shape)} "
+                    f"ask for {list(shapes[-1])}"
+                )
+        if self.layers and len(self.layers) != layers:
+            raise ValueError(f"{len(self.layers)} layer indices for {layers} layers")
+        self._check_dims()
+
+    def _check_dims(self) -> None:
+        if tuple(d for d in AXES if d in self.dims) != tuple(self.dims) or "key" not in self.dims:
+            raise ValueError(f"Received.dims is {self.dims}; it must be a part of {AXES}, in this order, with key")
+        for name, size in zip(AXES, self.values.shape, strict=True):
+            if size > 1 and name not in self.dims:
+                raise ValueError(f"the {name} axis has size {size}, but dims {self.dims} do not name it")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"Received({sizes}; scale: {self.scale}; level: {self.level}; queries: {self.queries})"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of every named axis."""
+        return {n: s for n, s in zip(AXES, self.values.shape, strict=True) if n in self.dims}
+
+    @property
+    def column_sums(self) -> Float[Tensor, "step batch layer head key"]:
+        """r_j in queries: the paper's A-bar_j times the number of counted queries."""
+        return self.values * self.expected if self.scale == RELATIVE else self.values
+
+    @property
+    def shares(self) -> Float[Tensor, "step batch layer head key"]:
+        """r_j / sum_k r_k, the part of all counted attention that goes to key j; the rows sum to 1."""
+        return self.column_sums / self.counted[..., None, None, None].clamp(min=1)
+
+    def on_scale(self, scale: Scale) -> "Received":
+        """The same attention relative to uniform, or as column sums.
+
+        Raises:
+            ValueError: another scale; shares are at `shares`.
+        """
+        if scale == self.scale:
+            return self
+        values = self.column_sums if scale == COLUMN_SUM else self.values / self.expected
+        return replace(self, values=values, scale=scale)
+
+    def at_level(self, level: Level) -> "Received":
+        """Received attention of the mean pattern: mean r_j over heads (and layers) divided by mean e_j.
+
+        The merged axes keep size 1 and leave `dims`. A key is undefined where it is undefined in any of the
+        patterns that are averaged.
+
+        Raises:
+            ValueError: an unknown level, an axis that is not there, or a finer level than this one's.
+        """
+        if level not in get_args(Level):
+            raise ValueError(f"level is {level!r}; it must be one of {', '.join(get_args(Level))}")
+        if level == self.level:
+            return self
+        if len(MERGED[level]) < len(MERGED[self.level]):
+            raise ValueError(f"these scores are of the {self.level} mean, which has no {level} level left")
+        merged = [name for name in MERGED[level] if name not in MERGED[self.level]]
+        missing = [name for name in merged if name not in self.dims]
+        if missing:
+            raise ValueError(
+                f"level {level!r} averages over {' and '.join(merged)}, but there is no {missing[0]} axis among "
+                f"{self.dims}; name the leading axes of a pattern with dims="
+            )
+        axes = [AXES.index(name) for name in merged]
+        sums = self.column_sums.mean(axes, keepdim=True)
+        expected = self.expected.mean(axes, keepdim=True)
+        return replace(
+            self,
+            values=sums / expected if self.scale == RELATIVE else sums,
+            expected=expected,
+            level=level,
+            layers=self.layers if "layer" not in merged else (),
+            dims=tuple(name for name in self.dims if name not in merged),
+        )

@@ -1,0 +1,208 @@
+"""`received_over_steps`: run a model again over the canvases of a run and watch its patterns go by."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from dlm_lens.attention import MIN_VIEWERS, HookedAttention, expected_received, received_attention, visible_keys
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received
+
+QueryClass = Literal["all", "masked", "unmasked"]
+
+ENTRIES_PER_PASS = 2**24
+"""Entries of one layer's pattern in one forward pass: 64 MiB in float32."""
+
+
+@torch.no_grad()
+def received_over_steps(
+    model: Any,
+    run: Denoised,
+    *,
+    relative: bool = True,
+    queries: QueryClass = "all",
+    layers: Sequence[int] | None = None,
+    min_viewers: int = MIN_VIEWERS,
+    rows_per_pass: int | None = None,
+    progress: bool = False,
+) -> Received:
+    """Received attention at every step of a run, from the patterns that the model forms on the run's canvases.
+
+    r_j = sum_i A_ij over the counted queries (2510.15731, section 4.1), by default divided by e_j, what even
+    attention would give. Step t is replayed on `run.canvases[t]`, which is what it saw; with guidance, on the
+    conditional half. Every pattern is reduced as it appears, so that one layer's is in memory at a time.
+
+    Padding is never counted nor seen. In a causal model what is not yet written is neither: step t has the
+    written positions as queries and keys, all of them, also where decoding used a cache.
+
+    Args:
+        model: the model of the run; its attention implementation may be any, and stays as it is.
+        run: from `denoise`.
+        relative: scores relative to uniform, or raw column sums (in queries).
+        queries: which queries count: all, or those whose position is "masked" or "unmasked" at the step; each
+            class is divided by its own e_j, so that sinks do not seem to die when the masks run out.
+        layers: indices of the layers to watch, negative from the end; None for all.
+        min_viewers: a key seen by fewer counted queries is undefined (NaN).
+        rows_per_pass: canvases in one forward pass; by default as many as fit 64 MiB of one layer's pattern.
+        progress: show a progress bar.
+
+    Returns:
+        A `Received` on the CPU in float32, its layers in increasing order.
+
+    Raises:
+        TypeError: the run is not a `Denoised`.
+        ValueError: a model without hook points or with sliding windows, a run of another model, an unknown class
+            of queries, or a layer that is not there.
+        RuntimeError: a pattern is not finite.
+    """
+    if not isinstance(run, Denoised):
+        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    points = _points(model, layers)
+    canvases = _Canvases(model, run, queries)
+    rows = rows_per_pass or max(1, ENTRIES_PER_PASS // (model.config.num_attention_heads * canvases.length**2))
+    values: list[Tensor] = []
+    expected: list[Tensor] = []
+    for start in tqdm(range(0, len(canvases), rows), desc="replaying", unit="pass", disable=not progress):
+        view = canvases.view(start, start + rows)
+        with _watching(points, partial(view.reduce, relative=relative, min_viewers=min_viewers)) as seen:
+            model.get_decoder()(**view.inputs)
+        values.append(_stack(points, seen))
+        expected.append(expected_received(view.visible, view.queries).cpu())
+    steps, batch = run.steps, len(run.tokens)
+    return Received(
+        values=torch.cat(values).unflatten(0, (steps, batch)),
+        expected=torch.cat(expected).unflatten(0, (steps, batch)).unsqueeze(3),
+        counted=canvases.counted.sum(-1).unflatten(0, (steps, batch)),
+        tokens=run.canvases[:-1],
+        masked=run.masked[:-1],
+        valid=run.attention_mask,
+        final_tokens=run.tokens,
+        scale=RELATIVE if relative else COLUMN_SUM,
+        layers=tuple(points),
+        queries=queries,
+        min_viewers=min_viewers,
+        tokenizer=run.tokenizer,
+    )
+
+
+@dataclass(frozen=True)
+class _View:
+    """What one forward pass is given, and how its patterns are to be summed."""
+
+    inputs: Mapping[str, Any]
+    visible: Bool[Tensor, "row 1 query key"]
+    queries: Bool[Tensor, "row query"]
+    place: str
+
+    def reduce(
+        self, pattern: Float[Tensor, "row head query key"], relative: bool, min_viewers: int
+    ) -> Float[Tensor, "row head key"]:
+        if pattern.shape[-2:] != self.visible.shape[-2:]:
+            raise ValueError(
+                f"the pattern has {pattern.shape[-2]} queries and {pattern.shape[-1]} keys for "
+                f"{self.visible.shape[-1]} positions; models with tokens of their own cannot be replayed yet"
+            )
+        if not bool(pattern.isfinite().all()):
+            raise RuntimeError(f"a pattern of {self.place} is not finite; check the model's weights and dtype")
+        visible, queries = self.visible.to(pattern.device), self.queries.to(pattern.device)
+        return received_attention(
+            pattern, visible=visible, queries=queries, relative=relative, min_viewers=min_viewers
+        ).cpu()
+
+
+class _Canvases:
+    """All canvases of a run in one list, step by step, with the queries that count on each."""
+
+    def __init__(self, model: Any, run: Denoised, queries: QueryClass) -> None:
+        if queries not in get_args(QueryClass):
+            raise ValueError(f"queries is {queries!r}; it must be one of {', '.join(get_args(QueryClass))}")
+        self.causal = bool(getattr(model.config, "is_causal", True))
+        if self.causal and queries == "masked":
+            raise ValueError("an AR baseline has no masked queries; take queries='all'")
+        self.device, self.batch, self.length = model.device, len(run.tokens), run.tokens.shape[1]
+        self.tokens = run.canvases[:-1].flatten(0, 1)
+        rows, highest = model.get_input_embeddings().weight.shape[0], int(self.tokens.amax())
+        if highest >= rows:
+            raise ValueError(f"the run has token id {highest}, but the model embeds {rows}; is it another model's?")
+        masked = run.masked[:-1].flatten(0, 1)
+        self.content = run.attention_mask.repeat(run.steps, 1)
+        self.seen = self.content & ~masked if self.causal else self.content
+        chosen = {"all": self.seen, "masked": self.seen & masked, "unmasked": self.seen & ~masked}
+        self.counted = chosen[queries]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def view(self, start: int, stop: int) -> _View:
+        """Canvases start, ..., stop - 1 as one forward pass."""
+        rows = slice(start, stop)
+        inputs: dict[str, Any] = {"input_ids": self.tokens[rows].to(self.device), "use_cache": False}
+        padding = self.content[rows]
+        if not bool(self.content.all()):
+            # Positions count from a row's first token, as in sampling.
+            positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
+            inputs |= {"attention_mask": padding.long().to(self.device), "position_ids": positions.to(self.device)}
+        visible = visible_keys(self.seen[rows].to(self.device), causal=self.causal)
+        last = min(stop, len(self)) - 1
+        place = f"steps {start // self.batch} to {last // self.batch}"
+        return _View(inputs, visible, self.counted[rows].to(self.device), place)
+
+
+def _points(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
+    """Layer index -> its `hook_pattern`, in increasing order."""
+    modules = [module for module in model.modules() if isinstance(module, HookedAttention)]
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no hook points; load it with dlm_lens.load, or pass it to "
+            "dlm_lens.attention.add_hook_points"
+        )
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"{type(model).__name__} has {', '.join(sorted(kinds))} layers; only full attention works")
+    count = len(modules)
+    wanted = range(count) if layers is None else layers
+    for layer in wanted:
+        if not -count <= layer < count:
+            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
+    chosen = sorted({layer % count for layer in wanted})
+    if not chosen:
+        raise ValueError("layers is empty; give at least one index, or None for all")
+    return {layer: modules[layer].get_submodule("hook_pattern") for layer in chosen}
+
+
+@contextmanager
+def _watching(
+    points: Mapping[int, nn.Module], reduce: Callable[[Tensor], Tensor]
+) -> Iterator[dict[int, Float[Tensor, "row head key"]]]:
+    """Reduce the pattern that passes each point; the hooks go when the block ends, however it ends."""
+    seen: dict[int, Tensor] = {}
+
+    def watch(layer: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, args: Any, pattern: Tensor) -> None:
+            seen[layer] = reduce(pattern)
+
+        return hook
+
+    handles = [point.register_forward_hook(watch(layer)) for layer, point in points.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _stack(points: Mapping[int, nn.Module], seen: Mapping[int, Tensor]) -> Float[Tensor, "row layer head key"]:
+    silent = [layer for layer in points if layer not in seen]
+    if silent:
+        raise ValueError(
+            f"no pattern came by in layers {silent}: something replaced their attention (a host's bridge?); "
+            "replay on the model as dlm_lens.load returned it"
+        )
+    return torch.stack([seen[layer] for layer in points], 1)

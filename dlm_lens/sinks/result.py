@@ -1,0 +1,123 @@
+"""`Sinks`: which columns are sinks, by which rule, on which scale."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.received import AXES, Level, Scale
+
+
+@dataclass(frozen=True, eq=False)
+class Sinks:
+    """The sinks that a detector found.
+
+    Args:
+        is_sink: True for the columns that are sinks; its axes are `dims`.
+        scores: what was judged, on `scale`; NaN where undefined.
+        threshold: what each score was compared with; NaN where the rule has none.
+        scale: unit of scores and threshold.
+        level: whose pattern a score describes: "head", "layer" (mean over heads) or "model" (mean over all).
+        detector: the rule.
+        dims: names of the axes, in the order step, batch, layer, head, key; merged or absent ones are left out.
+        tokens: ids of the keys, on the step, batch and key axes among `dims`; None if unknown.
+        masked: which keys are still masked, on the same axes; None if unknown.
+        layers: index of each layer in the model; empty without a layer axis.
+        queries: which queries count, in words.
+        tokenizer: decodes token ids; None if there is none.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    is_sink: Bool[Tensor, "*axes key"]
+    scores: Float[Tensor, "*axes key"]
+    threshold: Float[Tensor, "*axes key"]
+    scale: Scale
+    level: Level
+    detector: Detector
+    dims: tuple[str, ...]
+    tokens: Int[Tensor, "*rows key"] | None = None
+    masked: Bool[Tensor, "*rows key"] | None = None
+    layers: tuple[int, ...] = ()
+    queries: str = "all"
+    tokenizer: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.is_sink.shape)
+        if len(shape) != len(self.dims) or tuple(d for d in AXES if d in self.dims) != self.dims:
+            raise ValueError(f"Sinks.is_sink has shape {list(shape)}, which does not fit the axes {self.dims}")
+        rows = tuple(size for d, size in zip(self.dims, shape, strict=True) if d not in ("layer", "head"))
+        wanted = {"scores": shape, "threshold": shape, "tokens": rows, "masked": rows}
+        for name, expected in wanted.items():
+            given = getattr(self, name)
+            if given is not None and tuple(given.shape) != expected:
+                raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink asks for {list(expected)}")
+        if "layer" in self.dims and len(self.layers) != shape[self.dims.index("layer")]:
+            raise ValueError(f"{len(self.layers)} layer indices for is_sink of shape {list(shape)} {self.dims}")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
+        defined = int((~self.scores.isnan()).sum())
+        return f"Sinks({int(self.is_sink.sum())} of {defined} columns by {self.rule}; {sizes})"
+
+    @property
+    def rule(self) -> str:
+        """Rule, scale, level and counted queries in words, for captions."""
+        return f"{self.detector}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
+
+    def main(self) -> Int[Tensor, "*axes"]:
+        """Position of the largest sink of every pattern; -1 where there is none. Of equals, the earlier one."""
+        best = self.scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
+        return best.masked_fill(~self.is_sink.any(-1), -1)
+
+    def table(self, top: int | None = None, sort: Literal["score", "place"] = "score") -> pd.DataFrame:
+        """One line per sink: step, batch, layer, head, position, token, masked, score, threshold, scale, level.
+
+        Axes that were merged or never there have no column, nor have token and masked where they are unknown.
+        `token` is text if there is a tokenizer, else the id. `step` counts from 0, `layer` as in the model,
+        `position` on the canvas.
+
+        Args:
+            top: at most so many lines.
+            sort: "score", highest first, or "place", by step, batch, layer, head, position.
+
+        Raises:
+            ValueError: an unknown order, or a negative number of lines.
+        """
+        if sort not in ("score", "place") or (top is not None and top < 0):
+            raise ValueError(f"table(top={top!r}, sort={sort!r}): sort is 'score' or 'place', top at least 0")
+        where = self.is_sink.nonzero(as_tuple=True)
+        columns: dict[str, Any] = {
+            "position" if name == "key" else name: index.tolist()
+            for name, index in zip(self.dims, where, strict=True)
+        }
+        if "layer" in columns:
+            columns["layer"] = [self.layers[i] for i in columns["layer"]]
+        rows = tuple(i for name, i in zip(self.dims, where, strict=True) if name not in ("layer", "head"))
+        if self.tokens is not None:
+            columns["token"] = [self._token(i) for i in self.tokens[rows].tolist()]
+        if self.masked is not None:
+            columns["masked"] = self.masked[rows].tolist()
+        columns["score"] = self.scores[where].tolist()
+        columns["threshold"] = self.threshold[where].tolist()
+        table = pd.DataFrame(columns).assign(scale=self.scale, level=self.level)
+        if sort == "score":
+            table = table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
+        return table if top is None else table.head(top)
+
+    def _token(self, token: int) -> str | int:
+        if self.tokenizer is None:
+            return token
+        if token not in self._decoded:
+            self._decoded[token] = str(self.tokenizer.decode([token]))
+        return self._decoded[token]
+
+    @cached_property
+    def _decoded(self) -> dict[int, str]:
+        return {}

@@ -1,0 +1,9 @@
+"""Figures: one function per picture; each returns a matplotlib `Figure` and touches no global state.
+
+Save with `figure.savefig(path, bbox_inches="tight")`.
+"""
+
+from dlm_lens.viz.incoming import incoming_attention
+from dlm_lens.viz.positions import sink_positions
+
+__all__ = ["incoming_attention", "sink_positions"]

@@ -1,0 +1,114 @@
+"""One layer and head of a `Received`, one row of the batch: what a two-dimensional picture shows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.sinks import Level, Received
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The part of a `Received` that a picture shows; `received` has one row, one layer and one head."""
+
+    received: Received
+    layer: int | None
+    head: int | None
+    row: int
+
+    @property
+    def level(self) -> Level:
+        """Whose pattern it is."""
+        return self.received.level
+
+    @property
+    def scores(self) -> Float[Tensor, "step key"]:
+        """The scores."""
+        return self.received.values[:, 0, 0, 0]
+
+    @property
+    def masked(self) -> Bool[Tensor, "step key"] | None:
+        """What is masked at each step."""
+        return None if self.received.masked is None else self.received.masked[:, 0]
+
+    @property
+    def content(self) -> Int[Tensor, "position"]:
+        """Canvas positions that are not padding."""
+        keys = self.received.values.new_ones(self.received.values.shape[-1])
+        return (keys if self.received.valid is None else self.received.valid[0]).nonzero().flatten()
+
+    @property
+    def final(self) -> list[int] | None:
+        """Ids after the last step (or what the last step saw), if known."""
+        if self.received.final_tokens is not None:
+            return [int(i) for i in self.received.final_tokens[0]]
+        return None if self.received.tokens is None else [int(i) for i in self.received.tokens[-1, 0]]
+
+
+def choose(received: Any, layer: int | None, head: int | None, row: int) -> Shown:
+    """Pick a head of a layer, the head mean of a layer (head None), or the model mean (both None).
+
+    Raises:
+        TypeError: not a `Received`.
+        ValueError: a head without its layer, or a layer, head or row that is not there.
+    """
+    if not isinstance(received, Received):
+        raise TypeError(f"the first argument is a {type(received).__name__}; give a Received (received_over_steps)")
+    level = level_of(layer, head)
+    received = received.at_level(level)
+    layers = slice(0, 1) if layer is None else _slice("layer", layer, received.layers)
+    heads = slice(0, 1) if head is None else _slice("head", head, range(received.values.shape[3]))
+    rows = _slice("row", row, range(received.values.shape[1]))
+    return Shown(_part(received, rows, layers, heads), layer, head, row)
+
+
+def level_of(layer: int | None, head: int | None) -> Level:
+    """The level that a choice of layer and head means.
+
+    Raises:
+        ValueError: a head without its layer.
+    """
+    if layer is None and head is not None:
+        raise ValueError(f"head {head} of which layer? give layer=, or neither for the model mean")
+    return "model" if layer is None else "layer" if head is None else "head"
+
+
+def index_of(name: str, wanted: int, there: Sequence[int]) -> int:
+    """Where `wanted` is among the indices that are there.
+
+    Raises:
+        ValueError: nowhere.
+    """
+    if wanted not in there:
+        raise ValueError(f"{name} {wanted} is not among the {name}s {', '.join(map(str, there)) or '(none)'}")
+    return list(there).index(wanted)
+
+
+def _slice(name: str, wanted: int, there: Sequence[int]) -> slice:
+    index = index_of(name, wanted, there)
+    return slice(index, index + 1)
+
+
+def _part(received: Received, rows: slice, layers: slice, heads: slice) -> Received:
+    expected = received.expected
+    wide_layers, wide_heads = (
+        s if expected.shape[axis] > 1 else slice(None) for axis, s in ((2, layers), (3, heads))
+    )
+
+    def of_rows(tensor: Tensor | None, axis: int) -> Tensor | None:
+        return None if tensor is None else tensor[(slice(None),) * axis + (rows,)]
+
+    return replace(
+        received,
+        values=received.values[:, rows, layers, heads],
+        expected=expected[:, rows, wide_layers, wide_heads],
+        counted=received.counted[:, rows],
+        tokens=of_rows(received.tokens, 1),
+        masked=of_rows(received.masked, 1),
+        valid=of_rows(received.valid, 0),
+        final_tokens=of_rows(received.final_tokens, 0),
+        layers=received.layers[layers] if received.layers else (),
+    )

@@ -1,0 +1,67 @@
+"""Text in figures: tokens as labels that cannot break a picture, captions that name scale, level and rule."""
+
+import textwrap
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from matplotlib import font_manager
+
+from dlm_lens.sinks import Level, Scale
+
+PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
+"""For every text that may hold a token: nothing in it is markup ($ would start a formula, \\ a TeX command)."""
+
+SCALE_LABELS: dict[Scale, str] = {
+    "relative to uniform": "received attention relative to uniform (1 = even)",
+    "column sum": "received attention, column sum (in queries)",
+    "share of attention": "share of all attention (0 to 1)",
+}
+
+
+def token_labels(ids: Sequence[int], tokenizer: Any = None, length: int = 12) -> list[str]:
+    """Token ids as short printable labels: the token's text, or the id where there is no tokenizer."""
+    if tokenizer is None:
+        return [str(i) for i in ids]
+    texts = {i: token_label(str(tokenizer.decode([i])), length) for i in set(ids)}
+    return [texts[i] for i in ids]
+
+
+def token_label(text: str, length: int = 12) -> str:
+    """One token's text in at most `length` characters, all of them visible and in the font.
+
+    A space is shown as ␣ (left out in front of a word), what cannot be printed or drawn as its escape (\\n,
+    \\u4f60); longer text ends in ….
+    """
+    if text[:1] == " " and text.strip():
+        text = text[1:]
+    shown = "".join(_visible(character) for character in text) or "∅"
+    return shown if len(shown) <= length else shown[: length - 1] + "…"
+
+
+def _visible(character: str) -> str:
+    if character == " ":
+        return "␣"
+    if character.isprintable() and _drawable(character):
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+@cache
+def _drawable(character: str) -> bool:
+    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
+    return font.get_char_index(ord(character)) != 0
+
+
+def level_label(level: Level, layer: int | None, head: int | None) -> str:
+    """The level and what it was taken of, for captions."""
+    return {
+        "head": f"level: head (layer {layer}, head {head})",
+        "layer": f"level: layer {layer}, mean over heads",
+        "model": "level: model, mean over layers and heads",
+    }[level]
+
+
+def caption(parts: Sequence[str], width: float) -> str:
+    """The parts of a caption, broken into lines that fit `width` inches in 8 point."""
+    return "\n".join(textwrap.wrap(" · ".join(parts), width=max(40, int(width * 14))))

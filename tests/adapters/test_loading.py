@@ -1,0 +1,206 @@
+import json
+import logging
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import dlm_lens
+from dlm_lens.testing import tiny
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "llada"
+
+
+def copy_golden(directory: Path, **changes: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    shutil.copy(GOLDEN / "model.safetensors", directory)
+    config = json.loads((GOLDEN / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+    return directory
+
+
+def booby_trap(directory: Path, marker: Path) -> Path:
+    """A checkpoint every Python file of which writes `marker` when executed."""
+    trap = f"open({str(marker)!r}, 'w').write('executed')\n"
+    copy_golden(directory)
+    for name in ("configuration_llada", "modeling_llada", "tokenization_llada"):
+        (directory / f"{name}.py").write_text(trap + "class LLaDAConfig: ...\nclass LLaDAModelLM: ...\n")
+    (directory / "custom_generate").mkdir()
+    (directory / "custom_generate" / "generate.py").write_text(trap + "def generate(model, **kw): ...\n")
+    tiny("llada").tokenizer.save_pretrained(directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "LLaDATokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_llada.LLaDATokenizer", "tokenization_llada.LLaDATokenizer"]},
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.mark.parametrize("environment", [{}, {"HF_HUB_TRUST_REMOTE_CODE": "1", "TRUST_REMOTE_CODE": "true"}])
+def test_code_that_came_with_a_checkpoint_is_never_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    marker = tmp_path / "marker"
+    path = booby_trap(tmp_path / "trap", marker)
+    for options in ({}, {"dtype": "float32"}, {"attn_implementation": "hooked"}, {"mask_token_id": 247}):
+        model = dlm_lens.load(path, **options)
+        assert type(model).__module__ == "dlm_lens.adapters.llada"
+        assert model.tokenizer("w3 w4")["input_ids"] == [3, 4]
+    run = dlm_lens.denoise(model, "w3 w4", gen_length=4)
+    assert run.masks_left.tolist() == [0]
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_auto_classes_take_the_native_ones_even_when_told_to_trust(tmp_path: Path, trust: bool) -> None:
+    marker = tmp_path / "marker"
+    path = booby_trap(tmp_path / "trap", marker)
+    dlm_lens.families()
+    assert type(AutoConfig.from_pretrained(path, trust_remote_code=trust)).__name__ == "LLaDAConfig"
+    for auto in (AutoModel, AutoModelForCausalLM):
+        model = auto.from_pretrained(path, trust_remote_code=trust)
+        assert type(model).__module__ == "dlm_lens.adapters.llada"
+    assert not marker.exists()
+
+
+def test_pickled_weights_are_refused_and_never_opened(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return open, (str(marker), "w")
+
+    copy_golden(tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm": Bomb()}))
+    with pytest.raises(ValueError, match=r"pickled weights are refused .* convert them to safetensors"):
+        dlm_lens.load(tmp_path / "pickled")
+    assert not marker.exists()
+
+
+def change_weights(path: Path, change: Any) -> Path:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_weights_that_do_not_fit_are_an_error_that_names_them(tmp_path: Path) -> None:
+    missing = change_weights(copy_golden(tmp_path / "a"), lambda w: w.pop("model.transformer.ln_f.weight"))
+    with pytest.raises(ValueError, match=r"missing keys .*model.norm.weight"):
+        dlm_lens.load(missing)
+    extra = change_weights(copy_golden(tmp_path / "b"), lambda w: w.update({"model.surplus": torch.ones(1)}))
+    with pytest.raises(ValueError, match=r"unexpected keys .*model.surplus"):
+        dlm_lens.load(extra)
+    name = "model.transformer.ln_f.weight"
+    with pytest.raises((ValueError, RuntimeError), match=r"model.norm.weight"):
+        dlm_lens.load(change_weights(copy_golden(tmp_path / "c"), lambda w: w.update({name: torch.ones(3)})))
+
+
+def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="is no directory; give a checkpoint's directory or a hub name"):
+        dlm_lens.load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
+        dlm_lens.load(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is neither an embedded model"):
+        dlm_lens.load("nobody/nothing")
+    with pytest.raises(ValueError, match=r"no family loads model_type 'bert'; known model types: .*llada"):
+        dlm_lens.load(copy_golden(tmp_path / "bert", model_type="bert"))
+
+
+def test_a_mask_token_must_exist(tmp_path: Path) -> None:
+    path = copy_golden(tmp_path / "silent", mask_token_id="absent")
+    with pytest.raises(
+        ValueError, match=r"neither config.json nor the tokenizer names a mask token; pass mask_tok"
+    ):
+        dlm_lens.load(path)
+    assert dlm_lens.load(path, mask_token_id=247).config.mask_token_id == 247
+    with pytest.raises(ValueError, match=r"mask_token_id 300 has no row in an embedding of 256"):
+        dlm_lens.load(path, mask_token_id=300)
+
+
+def test_the_tokenizer_supplies_a_mask_token_that_the_config_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copy_golden(tmp_path / "silent", mask_token_id="absent")
+    tiny("llada").tokenizer.save_pretrained(path)
+    assert dlm_lens.load(path).config.mask_token_id == 63
+    with caplog.at_level(logging.WARNING, logger="dlm_lens"):
+        assert dlm_lens.load(path, mask_token_id=247).config.mask_token_id == 247
+    assert "the tokenizer's mask token is 63, the config's 247" in caplog.text
+
+
+def test_special_ids_can_be_given(tmp_path: Path) -> None:
+    model = dlm_lens.load(GOLDEN, mask_token_id=5, eos_token_id=6, eot_token_id=7)
+    assert (model.config.mask_token_id, model.config.eos_token_id, model.config.eot_token_id) == (5, 6, 7)
+
+
+def test_a_model_is_ready_after_loading() -> None:
+    model = dlm_lens.load(str(GOLDEN))
+    assert not model.training
+    assert model.tokenizer is None
+    assert model.sampler_defaults["remasking"] == "low_confidence"
+    assert model.config._attn_implementation == "sdpa"
+    assert dlm_lens.load(GOLDEN, dtype=torch.float16).dtype == torch.float16
+    assert dlm_lens.load(GOLDEN, attn_implementation="hooked").config._attn_implementation == "hooked"
+
+
+def test_device_maps_work_as_in_transformers() -> None:
+    model = dlm_lens.load(GOLDEN, device_map="cpu")
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.equal(dlm_lens.load(GOLDEN)(input_ids=ids).logits)
+
+
+def test_masked_models_refuse_left_to_right_generation() -> None:
+    with pytest.raises(NotImplementedError, match=r"use dlm_lens.denoise"):
+        tiny("llada").generate(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_labels_give_the_unshifted_loss() -> None:
+    model = tiny("sink_qwen")
+    ids = torch.tensor([[3, 63, 5, 63]])
+    labels = torch.tensor([[-100, 4, -100, 6]])
+    with torch.no_grad():
+        out = model(input_ids=ids, labels=labels)
+    by_hand = -out.logits[0, [1, 3]].double().log_softmax(-1)[[0, 1], [4, 6]].mean()
+    assert out.loss.item() == pytest.approx(by_hand.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llada", "sink_qwen", "causal"])
+def test_every_family_round_trips(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    again = dlm_lens.load(tmp_path)
+    assert type(again) is type(model)
+    assert all(again.state_dict()[name].equal(value) for name, value in model.state_dict().items())
+    assert again.tokenizer("w1 w9")["input_ids"] == [1, 9]
+    assert again.sampler_defaults == model.sampler_defaults
+    assert AutoTokenizer.from_pretrained(tmp_path)("w1")["input_ids"] == [1]
+
+
+def test_sampler_defaults_travel_with_a_checkpoint(tmp_path: Path) -> None:
+    model = tiny("sink_qwen", sampler_defaults={"steps": 8, "gen_length": 16, "block_length": 4})
+    assert model.sampler_defaults["gen_length"] == 16
+    model.save_pretrained(tmp_path)
+    defaults = dlm_lens.load(tmp_path).sampler_defaults
+    assert (defaults["steps"], defaults["block_length"], defaults["temperature"]) == (8, 4, 0.0)
+
+
+def test_families_tell_what_they_load() -> None:
+    families = {family.name: family for family in dlm_lens.families()}
+    assert {"llada", "causal", "sink_qwen"} <= families.keys()
+    assert "GSAI-ML/LLaDA-8B-Instruct" in families["llada"].hub_names
+    assert families["llada"].special_ids[126464] == {"mask": 126336, "eos": 126081, "eot": 126348}
+    assert families["causal"].sampler == "causal"

@@ -1,0 +1,107 @@
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import dlm_lens
+from dlm_lens.testing import tiny
+
+
+def first(model: PreTrainedModel, prompt: Any, attention_mask: Any = None) -> dlm_lens.Denoised:
+    return dlm_lens.denoise(model, prompt, attention_mask, gen_length=2)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["w4 w5", ["w4 w5"], [4, 5], [[4, 5]], torch.tensor([4, 5]), torch.tensor([[4, 5]]),
+     {"input_ids": torch.tensor([[4, 5]]), "attention_mask": torch.ones(1, 2)}],
+    ids=["text", "texts", "ids", "rows", "vector", "matrix", "encoding"],
+)  # fmt: skip
+def test_a_prompt_in_any_form_is_the_same_run(tiny_llada: PreTrainedModel, prompt: Any) -> None:
+    assert first(tiny_llada, prompt).canvases.equal(first(tiny_llada, [[4, 5]]).canvases)
+
+
+def test_unequal_prompts_are_padded_on_the_left(tiny_llada: PreTrainedModel) -> None:
+    run = first(tiny_llada, ["w4 w5 w6", "w7"])
+    assert run.canvases[0].tolist() == [[4, 5, 6, 63, 63], [61, 61, 7, 63, 63]]
+    assert run.attention_mask.tolist() == [[True] * 5, [False, False, True, True, True]]
+    assert run.prompt_length == 3
+    explicit = first(tiny_llada, torch.tensor([[4, 5, 6], [9, 9, 7]]), torch.tensor([[1, 1, 1], [0, 0, 1]]))
+    assert explicit.tokens[:, 3:].equal(run.tokens[:, 3:])
+
+
+def test_padding_is_never_the_mask() -> None:
+    model = tiny("llada", pad_token_id=63)
+    model.tokenizer.pad_token = "[MASK]"
+    run = dlm_lens.denoise(model, [[1, 2, 3], [4]], gen_length=2)
+    assert (run.canvases[0, 1, :2] != 63).all()
+    assert run.masked[0].sum(-1).tolist() == [2, 2]
+
+
+def test_chat_messages_go_through_the_template(tiny_llada: PreTrainedModel) -> None:
+    chat = [{"role": "user", "content": "w4 w5"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        first(tiny_llada, chat)
+    tiny_llada.tokenizer.chat_template = (
+        "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+    )
+    expected = first(tiny_llada, [[1, 4, 5, 2]]).canvases
+    assert first(tiny_llada, chat).canvases.equal(expected)
+    both = first(tiny_llada, [chat, chat])
+    assert both.canvases[:, 1].equal(expected[:, 0])
+
+
+def test_texts_end_at_the_end_token(tiny_llada: PreTrainedModel) -> None:
+    def spell(step: int, canvas: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        forced = torch.zeros_like(logits)
+        forced[:, torch.arange(2, 6), torch.tensor([10, 62, 11, 12])] = 50
+        return forced
+
+    run = dlm_lens.denoise(tiny_llada, ["w4 <eos>", "w7"], gen_length=4, on_logits=spell)
+    assert run.tokens[0].tolist() == [4, 62, 10, 62, 11, 12]
+    # An end inside the prompt is content: only the answer is cut.
+    assert run.texts == ["w4 w10", "w7 w10"]
+    assert run.answers == ["w10", "w10"]
+
+
+def test_without_a_tokenizer_ids_work_and_text_does_not(tiny_llada: PreTrainedModel) -> None:
+    tiny_llada.tokenizer = None
+    run = first(tiny_llada, [[4, 5], [6]])
+    assert run.attention_mask[1].tolist() == [False, True, True, True]
+    with pytest.raises(ValueError, match="no tokenizer, so it takes token ids only"):
+        first(tiny_llada, "w4")
+    with pytest.raises(ValueError, match=r"no tokenizer; read \.tokens"):
+        _ = run.texts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt 0 is empty"),
+        (["w4", "  "], "prompt 1 is empty"),
+        ([], "the prompt is empty or of an unknown kind"),
+        ([[]], "the prompt is empty"),
+        ([[1], []], "prompt 1 is empty"),
+        (torch.zeros(1, 0, dtype=torch.long), "the prompt is empty"),
+        (torch.zeros(1, 3), r"must be integers .* got torch.float32 \[1, 3\]"),
+        ([[1, 64]], r"token id 64 \(row 0, position 1\) has no row in the model's embedding of 64"),
+        ([[-1]], "token id -1"),
+        (3.5, "of an unknown kind: 3.5"),
+    ],
+)
+def test_prompts_that_cannot_work(tiny_llada: PreTrainedModel, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        first(tiny_llada, prompt)
+
+
+def test_attention_masks_that_cannot_work(tiny_llada: PreTrainedModel) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"row 0 is padded on the right; .* pad on the left"):
+        first(tiny_llada, ids, torch.tensor([[1, 1, 0]]))
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 2\], the prompt ids \[1, 3\]"):
+        first(tiny_llada, ids, torch.tensor([[1, 1]]))
+    with pytest.raises(ValueError, match="prompt 0 is empty: its attention_mask has no 1"):
+        first(tiny_llada, ids, torch.tensor([[0, 0, 0]]))
+    with pytest.raises(ValueError, match="beside prompts of unequal length"):
+        first(tiny_llada, [[1], [2, 3]], torch.ones(2, 2))
