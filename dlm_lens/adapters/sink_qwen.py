@@ -1,4 +1,4 @@
-"""Qwen2.5 turned masked DLM (2601.19657's setting): Qwen2 layers without causality."""
+"""Qwen2.5 turned masked DLM, as in "One Token Is Enough": Qwen2 layers without causality."""
 
 from typing import Any
 

@@ -1,0 +1,94 @@
+"""The console script `dlm-lens`."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import dlm_lens
+
+app = typer.Typer(
+    name="dlm-lens",
+    help="Mechanistic interpretability of diffusion language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Mechanistic interpretability of diffusion language models."""
+    if version:
+        typer.echo(dlm_lens.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str | None, typer.Option(help="What to continue; a word problem by default.")] = None,
+    model: Annotated[str, typer.Option(help="Embedded model (toy, toy-ar), directory or hub name.")] = "toy",
+    out: Annotated[Path, typer.Option(help="Directory for the figures and the numbers.")] = Path("dlm-lens-demo"),
+) -> None:
+    """Denoise a prompt, find its attention sinks at every step, and draw them."""
+    from dlm_lens.demo import PROMPT, run_demo
+
+    _quiet_transformers()
+    run_demo(PROMPT if prompt is None else prompt, model, out)
+
+
+@app.command()
+def families() -> None:
+    """List the model families, their checkpoints, special token ids and samplers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dlm_lens.adapters import embedded_models
+
+    console = Console()
+    for family in dlm_lens.families():
+        ids = [
+            ", ".join(f"{name} {value}" for name, value in held.items()) + f" (vocabulary of {vocabulary})"
+            for vocabulary, held in family.special_ids.items()
+        ]
+        defaults = ", ".join(f"{name}={value}" for name, value in family.sampler_defaults.items())
+        rows = {
+            "model_type": ", ".join(family.layouts),
+            "checkpoints": "\n".join(family.hub_names) or "your own",
+            "special ids": "\n".join(ids) or "from config.json",
+            "sampler": f"{family.sampler}: {defaults}",
+        }
+        grid = Table.grid(padding=(0, 2))
+        for name, value in rows.items():
+            grid.add_row(f"  {name}", value)
+        console.print(f"[bold]{family.name}[/bold]")
+        console.print(grid)
+    console.print(f"[bold]embedded models[/bold]: {', '.join(embedded_models())}")
+
+
+def _quiet_transformers() -> None:
+    """One model of a megabyte needs no progress bar of its weights."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def main() -> None:
+    """Run the command line; an expected error is one sentence and exit status 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        typer.secho(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.secho("dlm-lens: interrupted", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

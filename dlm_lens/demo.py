@@ -1,0 +1,156 @@
+"""The main job in one go: denoise a prompt, find the sinks, write two figures and the numbers."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel
+
+import dlm_lens
+from dlm_lens.adapters import load
+from dlm_lens.sampling import Denoised, denoise
+from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_over_steps
+from dlm_lens.viz import emerging_lines, incoming_attention, sink_positions
+from dlm_lens.viz.labels import printable, token_label
+
+PROMPT = "tom has 5 apples . tom buys 4 more . how many apples ? :"
+"""A sentence of the embedded models' language."""
+
+SHOWN_STEPS = 24
+SHOWN_SINKS = 10
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demo computed and where it wrote it."""
+
+    run: Denoised
+    received: Received
+    sinks: Sinks
+    layer: int
+    head: int
+    files: tuple[Path, ...]
+
+
+def run_demo(
+    prompt: str = PROMPT,
+    model: str = "toy",
+    out: Path = Path("dlm-lens-demo"),
+    *,
+    console: Console | None = None,
+) -> Demo:
+    """Denoise `prompt`, find its attention sinks at every step, show them, and write figures and numbers to `out`.
+
+    The rule is Eq. 3 of 2510.15731 with eps = 3 on received attention relative to uniform, per head. The figures
+    show the head whose strongest key, averaged over steps, scores highest.
+
+    Raises:
+        ValueError: a prompt or a model that cannot work, before anything is written.
+    """
+    console = console or Console()
+    started = time.perf_counter()
+    loaded = load(model)
+    console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - started:.1f} s")
+    run = denoise(loaded, prompt, progress=console.is_terminal)
+    _print_text(console, run)
+    received = received_over_steps(loaded, run, progress=console.is_terminal)
+    sinks = find_sinks(received, AboveMean(eps=3.0))
+    _print_sinks(console, sinks)
+    layer, head = strongest_head(received)
+    out.mkdir(parents=True, exist_ok=True)
+    files = _write(out, model, run, received, sinks, layer, head)
+    console.print(f"\nThe figures show layer {layer}, head {head}, whose strongest key scores highest on average.")
+    for path in files:
+        console.print(Text(f"  {path}"))
+    console.print(f"Done in {time.perf_counter() - started:.1f} s.")
+    return Demo(run, received, sinks, layer, head, files)
+
+
+def strongest_head(received: Received) -> tuple[int, int]:
+    """Layer and head whose highest score over keys, averaged over steps and rows, is highest."""
+    peak = received.values.nan_to_num(nan=-torch.inf).amax(-1)
+    peak = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
+    layer, head = divmod(int(peak.argmax()), peak.shape[1])
+    return received.layers[layer], head
+
+
+def _described(model: PreTrainedModel, name: str) -> str:
+    config: Any = model.config
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    return (
+        f"{name}: {type(model).__name__}, {millions:.2f} million parameters, {config.num_hidden_layers} layers "
+        f"of {config.num_attention_heads} heads"
+    )
+
+
+def _print_text(console: Console, run: Denoised) -> None:
+    every = max(1, -(-run.steps // SHOWN_STEPS))
+    steps = sorted({*range(0, run.steps, every), run.steps - 1})
+    console.print(f"\n[bold]The answer, step by step[/bold] ({len(steps)} of {run.steps} steps; ▢ is still masked)")
+    width = len(str(run.steps - 1))
+    for step, line in zip(steps, emerging_lines(run, steps=steps), strict=True):
+        console.print(Text(f"{step:{width}d}  ", style="cyan") + line, soft_wrap=True)
+    console.print(Text(f"\n{printable(run.texts[0])}", style="bold"))
+
+
+def _print_sinks(console: Console, sinks: Sinks) -> None:
+    rows = sinks.table(top=SHOWN_SINKS)
+    total = int(sinks.is_sink.sum())
+    table = Table(
+        title=f"The {len(rows)} strongest of {total} sinks (step, layer, head, position)", title_justify="left"
+    )
+    for name in ("step", "layer", "head", "position", "token", "masked", "score"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    for _, row in rows.iterrows():
+        cells = [str(row[name]) for name in ("step", "layer", "head", "position")]
+        masked = "yes" if row["masked"] else "no"
+        table.add_row(*cells, Text(token_label(str(row["token"]))), masked, f"{row['score']:.1f}")
+    console.print()
+    console.print(table)
+    console.print(Text(f"Rule: {sinks.rule}.", style="dim"))
+
+
+def _write(
+    out: Path, model: str, run: Denoised, received: Received, sinks: Sinks, layer: int, head: int
+) -> tuple[Path, ...]:
+    figures = {
+        "incoming-attention.png": incoming_attention(received, layer=layer, head=head, title=model),
+        "sink-positions.png": sink_positions(
+            received, sinks.detector, layer=layer, head=head, blocks=run.spans, title=model
+        ),
+    }
+    for name, figure in figures.items():
+        figure.savefig(out / name, dpi=150, bbox_inches="tight")
+    numbers = out / "sinks.json"
+    numbers.write_text(json.dumps(_numbers(model, run, received, sinks, layer, head), indent=1, allow_nan=False))
+    return (*(out / name for name in figures), numbers)
+
+
+def _numbers(model: str, run: Denoised, received: Received, sinks: Sinks, layer: int, head: int) -> dict[str, Any]:
+    largest = received.values[:, 0].nan_to_num(nan=-torch.inf)
+    return {
+        "model": model,
+        "dlm_lens": dlm_lens.__version__,
+        "settings": {key: list(v) if isinstance(v, tuple) else v for key, v in run.settings.items()},
+        "text": run.texts[0],
+        "answer": run.answers[0],
+        "tokens": run.canvases[:, 0].tolist(),
+        "masked": run.masked[:, 0].int().tolist(),
+        "rule": sinks.rule,
+        "scale": sinks.scale,
+        "level": sinks.level,
+        "figure": {"layer": layer, "head": head},
+        "largest": {
+            "axes": ["step", "layer", "head"],
+            "position": largest.argmax(-1).tolist(),
+            "score": [[[round(v, 4) for v in heads] for heads in layers] for layers in largest.amax(-1).tolist()],
+            "is_sink": (sinks.main()[:, 0] >= 0).int().tolist(),
+        },
+        "sinks": json.loads(sinks.table(sort="place").drop(columns=["scale", "level"]).to_json(orient="records")),
+    }

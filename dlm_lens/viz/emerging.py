@@ -1,0 +1,58 @@
+"""Text emerging step by step, for a terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from dlm_lens.sampling import Denoised
+from dlm_lens.viz.labels import token_labels
+
+MASK = "▢"
+
+
+def emerging_lines(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
+    """One line per step with the answer as the step leaves it: new tokens highlighted, masks as ▢.
+
+    Tokens are shown by `token_labels`, so that nothing in a text can command the terminal. A tail of equal
+    tokens (end-of-text, mostly) is shown once with its count.
+
+    Args:
+        run: from `denoise`.
+        row: which sequence of the batch.
+        steps: the steps to show; None for all.
+
+    Raises:
+        ValueError: a row or a step that is not there.
+    """
+    if not 0 <= row < len(run.tokens):
+        raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
+    for step in range(run.steps) if steps is None else steps:
+        if not 0 <= step < run.steps:
+            raise ValueError(f"step {step} of {run.steps}: steps go from 0")
+        yield _line(run, row, step)
+
+
+def _line(run: Denoised, row: int, step: int) -> Text:
+    shown = run.attention_mask[row].clone()
+    shown[: run.prompt_length] &= run.masked[0, row, : run.prompt_length]
+    labels = token_labels(run.canvases[step + 1, row, shown].tolist(), run.tokenizer, length=24)
+    masked = run.masked[step + 1, row, shown].tolist()
+    new = run.selected[step, row, shown].tolist()
+    cells = [
+        (MASK, "dim") if hidden else (label, "bold green" if fresh else "")
+        for label, hidden, fresh in zip(labels, masked, new, strict=True)
+    ]
+    return Text(" ").join(_collapsed(cells))
+
+
+def _collapsed(cells: list[tuple[str, str]]) -> Iterator[Text]:
+    """The cells, with a run of four or more equal labels at the end written once."""
+    tail = 0
+    while tail < len(cells) and cells[-1 - tail][0] == cells[-1][0]:
+        tail += 1
+    kept = cells if tail < 4 else cells[: len(cells) - tail]
+    for label, style in kept:
+        yield Text(label, style=style)
+    if len(kept) < len(cells):
+        style = "bold green" if any(style == "bold green" for _, style in cells[len(kept) :]) else "dim"
+        yield Text(f"{cells[-1][0]} ×{tail}", style=style)

@@ -1,0 +1,99 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dlm_lens
+from dlm_lens import cli
+from dlm_lens.testing import tiny
+from dlm_lens.viz import emerging_lines
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    defaults = {"steps": 8, "gen_length": 16, "block_length": 8}
+    model = tiny("sink_qwen", sampler_defaults=defaults)
+    path = tmp_path / "checkpoint"
+    model.save_pretrained(path)
+    model.tokenizer.save_pretrained(path)
+    return path
+
+
+def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    result = CliRunner().invoke(
+        cli.app, ["demo", "--model", str(checkpoint), "--prompt", "w1 w2 w3", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in out.iterdir()) == [
+        "incoming-attention.png",
+        "sink-positions.png",
+        "sinks.json",
+    ]
+    for name in ("incoming-attention.png", "sink-positions.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((out / "sinks.json").read_text())
+    run = dlm_lens.denoise(dlm_lens.load(checkpoint), "w1 w2 w3")
+    assert numbers["tokens"] == run.canvases[:, 0].tolist()
+    assert numbers["text"] == run.texts[0]
+    received = dlm_lens.received_over_steps(dlm_lens.load(checkpoint), run)
+    largest = received.values[:, 0].amax(-1)
+    assert numbers["largest"]["score"][3][1][2] == pytest.approx(largest[3, 1, 2].item(), abs=1e-4)
+    assert len(numbers["sinks"]) == int(dlm_lens.find_sinks(received, dlm_lens.AboveMean(3.0)).is_sink.sum())
+    assert numbers["rule"] == "AboveMean(eps=3.0); scale: relative to uniform; level: head; queries: all"
+    assert numbers["rule"] in " ".join(result.output.split())
+    assert run.texts[0].split()[-1] in result.output
+
+
+def test_the_families_are_listed() -> None:
+    output = CliRunner().invoke(cli.app, ["families"]).output
+    for word in ("llada", "GSAI-ML/LLaDA-8B-Instruct", "126336", "sink_qwen", "causal", "low_confidence", "toy-ar"):
+        assert word in output
+
+
+def test_the_version() -> None:
+    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == dlm_lens.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "./nowhere"], "nowhere is no directory; give a checkpoint's directory or a hub name"),
+        (["--prompt", ""], "prompt 0 is empty"),
+    ],
+)
+def test_an_expected_error_is_one_sentence_and_writes_nothing(
+    arguments: list[str], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "dlm_lens.cli", "demo", "--out", str(tmp_path / "out")]
+    if "--model" not in arguments:
+        arguments = ["--model", str(checkpoint), *arguments]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_cannot_command_the_terminal() -> None:
+    model = tiny("llada")
+    hostile = {"w5": "[bold red]\x1b[2J\x07"}
+    vocabulary = {hostile.get(word, word): i for word, i in model.tokenizer.get_vocab().items()}
+    inner = json.loads(model.tokenizer.backend_tokenizer.to_str())
+    inner["model"]["vocab"] = vocabulary
+    tokenizer = type(model.tokenizer.backend_tokenizer).from_str(json.dumps(inner))
+    model.tokenizer = type(model.tokenizer)(tokenizer_object=tokenizer, unk_token="w0")
+
+    def always_five(step: int, canvas: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill(-1, torch.tensor([5]), 50.0)
+
+    run = dlm_lens.denoise(model, [[1]], gen_length=2, on_logits=always_five)
+    assert run.tokens[0, 1:].tolist() == [5, 5]
+    shown = "".join(line.plain for line in emerging_lines(run))
+    assert "[bold␣red]" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown

@@ -1,0 +1,96 @@
+"""The package as a user installs and imports it."""
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import dlm_lens
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout
+
+
+def test_importing_loads_neither_torch_nor_a_host() -> None:
+    heavy = ("torch", "transformers", "nnsight", "transformer_lens", "numpy", "matplotlib", "pandas")
+    loaded = python(f"import sys, dlm_lens; print([m for m in {heavy} if m in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_importing_is_quick() -> None:
+    code = "import time; t = time.perf_counter(); import dlm_lens; print(time.perf_counter() - t)"
+    best = min(float(python(code)) for _ in range(5))
+    assert best < 0.05
+
+
+def test_without_a_host_the_core_works() -> None:
+    """The rooms up to hooks import neither nnsight nor TransformerLens."""
+    code = (
+        "import sys\n"
+        "sys.modules['nnsight'] = sys.modules['transformer_lens'] = None\n"
+        "import dlm_lens as dl\n"
+        "from dlm_lens.testing import tiny\n"
+        "run = dl.denoise(tiny('llada'), [[1, 2]], gen_length=8)\n"
+        "print(dl.find_sinks(dl.received_over_steps(tiny('llada'), run), dl.TopK(1)))\n"
+        "from dlm_lens.hooks import mask_positions\n"
+    )
+    assert python(code).startswith("Sinks(")
+
+
+def test_every_public_name_resolves_and_none_is_a_module_too() -> None:
+    assert {"load", "denoise", "find_sinks", "hooks", "viz"} <= set(dlm_lens.__all__)
+    for name in dlm_lens.__all__:
+        value = getattr(dlm_lens, name)
+        assert value is not None
+        if callable(value):
+            with pytest.raises(ModuleNotFoundError):
+                __import__(f"dlm_lens.{name}")
+
+
+def test_every_room_exports_what_it_lists() -> None:
+    for room in ("attention", "adapters", "sampling", "sinks", "hooks", "viz", "testing"):
+        module = getattr(dlm_lens, room)
+        assert all(hasattr(module, name) for name in module.__all__)
+        files = {path.stem for path in Path(module.__file__).parent.glob("*.py")}
+        assert not files & set(module.__all__)
+
+
+def test_hooks_are_the_top_level_folder() -> None:
+    link = ROOT / "dlm_lens" / "hooks"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../hooks"
+    for path in (ROOT / "hooks").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.ImportFrom) or node.level == 0, f"{path}: imports relatively"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_hooks_types_and_checkpoints(tmp_path: Path) -> None:
+    # In a copy: a build leaves files behind.
+    source = tmp_path / "source"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*command, str(source)], check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    for name in ("py.typed", "__init__.pyi", "hooks/__init__.py", "hooks/positions.py"):
+        assert f"dlm_lens/{name}" in names
+    for model in dlm_lens.adapters.embedded_models():
+        assert f"dlm_lens/checkpoints/{model}/model.safetensors" in names
+    code = "import dlm_lens, dlm_lens.hooks as h; print(dlm_lens.__file__, h.mask_positions(1))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
+    )
+    assert str(tmp_path / "installed") in done.stdout
+    assert "MaskPositions(positions=(1,)" in done.stdout
