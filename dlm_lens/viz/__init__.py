@@ -3,7 +3,8 @@
 Save with `figure.savefig(path, bbox_inches="tight")`.
 """
 
+from dlm_lens.viz.emerging import emerging_lines
 from dlm_lens.viz.incoming import incoming_attention
 from dlm_lens.viz.positions import sink_positions
 
-__all__ = ["incoming_attention", "sink_positions"]
+__all__ = ["emerging_lines", "incoming_attention", "sink_positions"]

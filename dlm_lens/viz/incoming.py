@@ -3,15 +3,19 @@
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Bool
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from dlm_lens.sinks import Received
 from dlm_lens.viz.choice import Shown, choose
-from dlm_lens.viz.labels import PLAIN, SCALE_LABELS, caption, level_label, token_labels
+from dlm_lens.viz.labels import PLAIN, SCALE_LABELS, WRITTEN_LATER, caption, level_label, token_labels
 
-COLOURS = "cividis"
+COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
 
 
@@ -45,18 +49,21 @@ def incoming_attention(
     chosen = _steps(shown, steps)
     positions = shown.content.tolist()
     scores = shown.scores[chosen][:, shown.content].numpy()
-    width = min(20.0, max(5.5, 0.165 * len(positions) + 1.8))
-    figure = Figure(figsize=(width, min(14.0, max(3.2, 0.1 * len(chosen) + 2.2))), layout="constrained")
+    width = min(20.0, max(5.5, 0.125 * len(positions) + 1.6))
+    figure = Figure(figsize=(width, min(14.0, max(3.6, 0.1 * len(chosen) + 2.0))), layout="constrained")
     axes = figure.add_subplot()
-    colours = colormaps[COLOURS].copy()
-    colours.set_bad(UNDEFINED)
+    colours = colormaps[COLOURS].with_extremes(bad=UNDEFINED)
     mesh = axes.pcolormesh(np.ma.masked_invalid(scores), cmap=colours, vmin=0)
     axes.invert_yaxis()
-    if shown.masked is not None:
-        _mark_masked(axes, shown.masked[chosen][:, shown.content].numpy())
+    masked = None if shown.masked is None else shown.masked[chosen][:, shown.content].numpy()
+    if masked is not None:
+        _mark_masked(axes, masked)
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.04)
+    bar.ax.tick_params(labelsize=7)
     bar.set_label(f"{SCALE_LABELS[received.scale]}\n{level_label(shown.level, layer, head)}", fontsize=8, **PLAIN)
     _name_axes(axes, shown, positions, chosen)
+    dots = masked is not None and bool(masked.any())
+    _explain(figure, received.min_viewers, masked=dots, undefined=bool(np.isnan(scores).any()))
     sentences = [
         *([title] if title else []),
         "Incoming attention",
@@ -80,21 +87,42 @@ def _steps(shown: Shown, steps: Sequence[int] | None) -> list[int]:
     return chosen
 
 
-def _mark_masked(axes: Axes, masked: np.ndarray) -> None:
+def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
     step, position = masked.nonzero()
-    dots = axes.scatter(position + 0.5, step + 0.5, s=2.5, c="white", linewidths=0, label="still masked")
-    dots.set_gid("masked")
+    # White with a dark rim: visible on both ends of the colour map.
+    size = 5.0 if max(masked.shape) <= 128 else 0.6
+    axes.scatter(position + 0.5, step + 0.5, s=size, c="white", edgecolors="black", linewidths=0.25, gid="masked")
 
 
 def _name_axes(axes: Axes, shown: Shown, positions: list[int], chosen: list[int]) -> None:
+    """Tokens below, canvas positions above, steps on the left."""
     every = -(-len(positions) // 110)
-    places = range(0, len(positions), every)
-    labels = [str(positions[i]) for i in places]
-    if shown.final is not None:
-        tokens = token_labels([shown.final[positions[i]] for i in places], shown.received.tokenizer)
-        labels = [f"{token}  {position}" for token, position in zip(tokens, labels, strict=True)]
-    axes.set_xticks([i + 0.5 for i in places], labels, rotation=90, fontsize=6.5, **PLAIN)
+    named = range(0, len(positions), every)
+    if shown.final is None:
+        axes.set_xticks([])
+    else:
+        tokens = token_labels([shown.final[positions[i]] for i in named], shown.received.tokenizer)
+        axes.set_xticks([i + 0.5 for i in named], tokens, rotation=90, fontsize=6.5, **PLAIN)
+        axes.set_xlabel("token in the final text", fontsize=8)
+    above = axes.secondary_xaxis("top")
+    numbered = [i for i, position in enumerate(positions) if position % (8 * every) == 0]
+    above.set_xticks([i + 0.5 for i in numbered], [str(positions[i]) for i in numbered], fontsize=7)
+    above.set_xlabel("canvas position", fontsize=8)
     skip = -(-len(chosen) // 16)
     axes.set_yticks([i + 0.5 for i in range(0, len(chosen), skip)], [str(s) for s in chosen[::skip]], fontsize=7)
-    axes.set_xlabel("token of the final text, canvas position", fontsize=8)
-    axes.set_ylabel("denoising step", fontsize=8)
+    axes.set_ylabel("step", fontsize=8)
+
+
+def _explain(figure: Figure, viewers: int, *, masked: bool, undefined: bool) -> None:
+    """Legend of the marks that occur."""
+    handles: list[Artist] = []
+    if masked:
+        dot = Line2D([], [], linestyle="", marker="o", markersize=4, mfc="white", mec="black", mew=0.4)
+        dot.set_label(WRITTEN_LATER)
+        handles.append(dot)
+    if undefined:
+        handles.append(
+            Patch(facecolor=UNDEFINED, label=f"undefined (seen by fewer than {viewers} counted queries)")
+        )
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=7, frameon=False)

@@ -12,10 +12,12 @@ from dlm_lens.sinks import Level, Scale
 PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
 """For every text that may hold a token: nothing in it is markup ($ would start a formula, \\ a TeX command)."""
 
+WRITTEN_LATER = "masked (not yet written)"
+
 SCALE_LABELS: dict[Scale, str] = {
-    "relative to uniform": "received attention relative to uniform (1 = even)",
-    "column sum": "received attention, column sum (in queries)",
-    "share of attention": "share of all attention (0 to 1)",
+    "relative to uniform": "received attention\nrelative to uniform (1 = even)",
+    "column sum": "received attention\ncolumn sum (in queries)",
+    "share of attention": "share of attention\n(of all counted queries', 0 to 1)",
 }
 
 
@@ -27,11 +29,16 @@ def token_labels(ids: Sequence[int], tokenizer: Any = None, length: int = 12) ->
     return [texts[i] for i in ids]
 
 
-def token_label(text: str, length: int = 12) -> str:
-    """One token's text in at most `length` characters, all of them visible and in the font.
+def printable(text: str) -> str:
+    """The text with everything but line breaks that could command a terminal written as its escape."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
-    A space is shown as ␣ (left out in front of a word), what cannot be printed or drawn as its escape (\\n,
-    \\u4f60); longer text ends in ….
+
+def token_label(text: str, length: int = 12) -> str:
+    r"""One token's text in at most `length` characters, all of them visible and in the font.
+
+    A space is shown as ␣ (left out in front of a word), what cannot be printed or drawn as its escape (\n,
+    \u4f60); longer text ends in ….
     """
     if text[:1] == " " and text.strip():
         text = text[1:]
@@ -57,11 +64,18 @@ def level_label(level: Level, layer: int | None, head: int | None) -> str:
     """The level and what it was taken of, for captions."""
     return {
         "head": f"level: head (layer {layer}, head {head})",
-        "layer": f"level: layer {layer}, mean over heads",
-        "model": "level: model, mean over layers and heads",
+        "layer": f"level: layer (head mean of layer {layer})",
+        "model": "level: model (mean over layers and heads)",
     }[level]
 
 
 def caption(parts: Sequence[str], width: float) -> str:
-    """The parts of a caption, broken into lines that fit `width` inches in 8 point."""
-    return "\n".join(textwrap.wrap(" · ".join(parts), width=max(40, int(width * 14))))
+    """The parts of a caption on as many lines as fit `width` inches in 8 point; no part is broken if it fits."""
+    room = max(40, int(width * 14))
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) + 3 <= room:
+            lines[-1] += f" · {part}"
+        else:
+            lines += textwrap.wrap(part, width=room)
+    return "\n".join(lines)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, find_sinks
 from dlm_lens.viz.choice import choose, index_of, level_of
-from dlm_lens.viz.labels import PLAIN, caption, level_label, token_labels
+from dlm_lens.viz.labels import PLAIN, WRITTEN_LATER, caption, level_label, token_labels
 
 SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
 
@@ -55,7 +56,8 @@ def sink_positions(
         track = _track_of(sinks, layer, head, row)
     else:
         shown = choose(sinks, layer, head, row)
-        found = find_sinks(shown.received, AboveMean(3.0) if detector is None else detector)
+        rule = AboveMean(3.0) if detector is None else detector
+        found = find_sinks(shown.received, rule, level=shown.level)
         track = _track(found, {}, shown.content.tolist(), shown.final)
     steps, positions = len(track.largest), len(track.content)
     if blocks is not None and len(blocks) != steps:
@@ -67,6 +69,7 @@ def sink_positions(
     _draw_blocks(axes, blocks or ())
     _draw_marks(axes, track)
     _name_axes(figure, axes, track)
+    _explain(figure, masked=track.masked is not None, blocks=bool(blocks))
     sentences = [
         *([title] if title else []),
         "Position that receives most",
@@ -103,12 +106,17 @@ def _track_of(sinks: Sinks, layer: int | None, head: int | None, row: int) -> _T
             f"{level_of(layer, head)!r}; find_sinks again with level="
         )
     sizes = dict(zip(sinks.dims, sinks.is_sink.shape, strict=True))
-    wanted = {"batch": (row, range(sizes.get("batch", 1))), "head": (head, range(sizes.get("head", 1)))}
-    wanted["layer"] = (layer, sinks.layers)
+    wanted: dict[str, tuple[int | None, Sequence[int]]] = {
+        "batch": (row, range(sizes.get("batch", 1))),
+        "layer": (layer, sinks.layers),
+        "head": (head, range(sizes.get("head", 1))),
+    }
     place = {n: index_of(n, i, there) for n, (i, there) in wanted.items() if n in sizes and i is not None}
-    defined = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
+    there = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
+    if sinks.masked is not None:
+        there = there | _at(sinks.masked, _rows(sinks), place).any(0)
     tokens = None if sinks.tokens is None else _at(sinks.tokens, _rows(sinks), place)[-1].tolist()
-    return _track(sinks, place, defined.nonzero().flatten().tolist(), tokens)
+    return _track(sinks, place, there.nonzero().flatten().tolist(), tokens)
 
 
 def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list[int] | None) -> _Track:
@@ -171,47 +179,52 @@ def _draw_marks(axes: Axes, track: _Track) -> None:
     steps = range(len(track.largest))
     sinks = [t for t in steps if track.passes[t]]
     others = [t for t in steps if track.largest[t] >= 0 and not track.passes[t]]
-    kinds = (
-        ("sink", sinks, {"facecolors": SINK, "edgecolors": SINK}),
-        ("largest", others, {"facecolors": "white", "edgecolors": LARGEST}),
-    )
-    for name, chosen, colours in kinds:
-        marks = axes.scatter(chosen, [track.largest[t] for t in chosen], s=16, linewidths=0.9, zorder=3, **colours)
-        marks.set_gid(name)
+    for name, chosen, face, edge in (("sink", sinks, SINK, SINK), ("largest", others, "white", LARGEST)):
+        places = [track.largest[t] for t in chosen]
+        axes.scatter(chosen, places, s=16, linewidths=0.9, zorder=3, facecolors=face, edgecolors=edge, gid=name)
 
 
 def _name_axes(figure: Figure, axes: Axes, track: _Track) -> None:
     axes.set_xlim(-0.5, len(track.largest) - 0.5)
     low, high = (min(track.content), max(track.content)) if track.content else (0, 0)
-    axes.set_ylim(low - 1, high + 1)
+    axes.set_ylim(low - 0.8, high + 0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=7)
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel("canvas position", fontsize=8)
     if track.tokens is not None:
-        _name_tokens(axes, track, spacing=(high - low + 2) / (figure.get_size_inches()[1] * 8))
-    handles = [
+        _name_tokens(axes, track, spacing=(high - low + 2) / (figure.get_size_inches()[1] * 7))
+
+
+def _explain(figure: Figure, *, masked: bool, blocks: bool) -> None:
+    """Legend of the marks that can occur."""
+    handles: list[Artist] = [
         Line2D([], [], linestyle="", marker="o", markersize=4, color=SINK, label="largest, a sink by the rule"),
-        Line2D([], [], linestyle="", marker="o", markersize=4, color=LARGEST, markerfacecolor="white"),
-        Patch(facecolor=MASKED, label="masked"),
-        Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"),
+        Line2D(
+            [], [], linestyle="", marker="o", markersize=4, color=LARGEST, mfc="white", label="largest, no sink"
+        ),
     ]
-    handles[1].set_label("largest, no sink")
+    if masked:
+        handles.append(Patch(facecolor=MASKED, label=WRITTEN_LATER))
+    if blocks:
+        handles.append(Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=7, frameon=False)
 
 
 def _name_tokens(axes: Axes, track: _Track, spacing: float) -> None:
-    """Tokens on the right, those of sinks held longest first; where two would overlap, the later is left out."""
+    """Tokens on the right, at their positions; those too close for lines of their own share one."""
     assert track.tokens is not None
-    held: dict[int, int] = {}
-    for position, passes in zip(track.largest, track.passes, strict=True):
-        if position >= 0:
-            held[position] = held.get(position, 0) + 1 + 1000 * passes
-    kept: list[int] = []
-    for position in sorted(held, key=lambda p: -held[p]):
-        if all(abs(position - other) >= spacing for other in kept):
-            kept.append(position)
+    lines: dict[int, list[int]] = {}
+    first = -1
+    for position in sorted({p for p in track.largest if p >= 0}):
+        if not lines or position - first >= spacing:
+            first = position
+        lines.setdefault(first, []).append(track.tokens[position])
+    texts = []
+    for tokens in lines.values():
+        shown = token_labels(tokens[:3], track.tokenizer) + ["…"] * (len(tokens) > 3)
+        texts.append(", ".join(shown))
     right = axes.secondary_yaxis("right")
-    right.set_yticks(kept, token_labels([track.tokens[p] for p in kept], track.tokenizer), fontsize=6.5, **PLAIN)
+    right.set_yticks(list(lines), texts, fontsize=6.5, **PLAIN)
     right.tick_params(length=2)

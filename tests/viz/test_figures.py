@@ -1,0 +1,271 @@
+"""The figures hold the numbers they were given, mark what is masked, and survive hostile tokens."""
+
+import io
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from dlm_lens.sinks import AboveMean, Received, Share, TopK, find_sinks
+from dlm_lens.viz import incoming_attention, sink_positions
+from dlm_lens.viz.labels import caption, token_label, token_labels
+
+STEPS, BATCH, LAYERS, HEADS, KEYS = 6, 2, 2, 3, 10
+HOSTILE = ["$x_1$", "$\\frac{1}{0}$", "$", "$$a^{", "\n\t", "你好", "\u202e\x1b[31m", "\\", "{}%#&~", ""]
+
+
+class Hostile:
+    def decode(self, ids):
+        return HOSTILE[ids[0] % len(HOSTILE)]
+
+
+@pytest.fixture
+def received():
+    generator = torch.Generator().manual_seed(0)
+    values = 10 * (2 * torch.randn(STEPS, BATCH, LAYERS, HEADS, KEYS, generator=generator)).softmax(-1)
+    valid = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    valid[1, :3] = False
+    values = values.masked_fill(~valid[None, :, None, None], torch.nan)
+    # Positions 5 to 9 are written from left to right, one per step.
+    masked = (torch.arange(KEYS) >= 5 + torch.arange(STEPS)[:, None])[:, None].repeat(1, BATCH, 1)
+    tokens = torch.arange(KEYS).repeat(STEPS, BATCH, 1).masked_fill(masked, 99)
+    return Received(
+        values=values,
+        expected=torch.ones(STEPS, BATCH, 1, 1, KEYS),
+        counted=torch.tensor([KEYS, KEYS - 3]).expand(STEPS, BATCH),
+        tokens=tokens,
+        masked=masked,
+        valid=valid,
+        final_tokens=torch.arange(KEYS).repeat(BATCH, 1),
+        layers=(4, 7),
+        min_viewers=5,
+    )
+
+
+def rendered(figure: Figure) -> bytes:
+    target = io.BytesIO()
+    figure.savefig(target, format="png", bbox_inches="tight", dpi=60)
+    return target.getvalue()
+
+
+def marks(figure, gid):
+    found = [c for c in figure.axes[0].collections if c.get_gid() == gid]
+    assert len(found) == 1
+    return [tuple(point) for point in found[0].get_offsets().tolist()]
+
+
+def texts(figure):
+    return " ".join(t.get_text() for axes in figure.axes for t in (axes._left_title, axes.yaxis.label))
+
+
+def mesh(figure):
+    return figure.axes[0].collections[0].get_array()
+
+
+def test_heat_map_holds_the_scores_of_the_chosen_head(received):
+    drawn = mesh(incoming_attention(received, layer=7, head=2))
+    np.testing.assert_array_equal(drawn.filled(np.nan), received.values[:, 0, 1, 2].numpy())
+
+
+def test_heat_map_leaves_padding_out_and_takes_chosen_steps(received):
+    figure = incoming_attention(received, layer=4, head=0, row=1, steps=[5, 2])
+    np.testing.assert_array_equal(mesh(figure).filled(np.nan), received.values[[5, 2], 1, 0, 0, 3:].numpy())
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == [str(i) for i in range(3, 10)]
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["5", "2"]
+    assert marks(figure, "masked") == [(i - 3 + 0.5, 1.5) for i in range(7, 10)]
+
+
+@pytest.mark.parametrize(("layer", "axes"), [(7, (-2,)), (None, (1, 2))])
+def test_heat_map_of_means(received, layer, axes):
+    drawn = mesh(incoming_attention(received, layer=layer, head=None))
+    values = received.values[:, 0]
+    wanted = values[:, 1].mean(1) if layer else values.mean(axes)
+    np.testing.assert_allclose(drawn.filled(np.nan), wanted.numpy(), rtol=1e-6)
+
+
+def test_dots_are_on_the_masked_cells(received):
+    dots = marks(incoming_attention(received, layer=4, head=1), "masked")
+    assert dots == [(i + 0.5, t + 0.5) for t in range(STEPS) for i in range(5 + t, KEYS)]
+
+
+def test_undefined_cells_are_blank_and_explained(received):
+    values = received.values.clone()
+    values[2, 0, 0, 0, 4] = math.nan
+    figure = incoming_attention(replace(received, values=values), layer=4, head=0)
+    assert np.argwhere(np.ma.getmaskarray(mesh(figure))).tolist() == [[2, 4]]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
+        "masked (not yet written)",
+        "undefined (seen by fewer than 5 counted queries)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scale", "layer", "head", "sentences"),
+    [
+        ("relative to uniform", 7, 2, ["relative to uniform (1 = even)", "level: head (layer 7, head 2)"]),
+        ("column sum", 4, None, ["column sum (in queries)", "level: layer (head mean of layer 4)"]),
+        ("relative to uniform", None, None, ["level: model (mean over layers and heads)"]),
+    ],
+)
+def test_every_figure_names_scale_level_and_n(received, scale, layer, head, sentences):
+    received = received.on_scale(scale)
+    figure = incoming_attention(received, layer=layer, head=head, title="a model")
+    written = texts(figure).replace("\n", " ")
+    expected = [f"scale: {scale}", "queries: all", "10 positions, 6 steps, n = 1 sequence (row 0)", "a model"]
+    for sentence in [*expected, *sentences]:
+        assert sentence in written
+    assert sentences[-1] in figure.axes[-1].get_ylabel()  # the colour bar's
+    path = texts(sink_positions(received, TopK(1), layer=layer, head=head)).replace("\n", " ")
+    for sentence in [f"rule: TopK(k=1); scale: {scale}", sentences[-1], "queries: all", "n = 1 sequence"]:
+        assert sentence in path
+
+
+def test_positions_of_the_largest_and_whether_it_is_a_sink(received):
+    rule = AboveMean(4.0)
+    figure = sink_positions(received, rule, layer=4, head=1)
+    scores = received.values[:, 0, 0, 1]
+    largest = scores.argmax(-1).tolist()
+    passes = rule.detect(scores).any(-1).tolist()
+    assert 0 < sum(passes) < STEPS  # both kinds occur
+    assert marks(figure, "sink") == [(t, largest[t]) for t in range(STEPS) if passes[t]]
+    assert marks(figure, "largest") == [(t, largest[t]) for t in range(STEPS) if not passes[t]]
+    assert f"sink in {sum(passes)} of 6 steps" in texts(figure)
+
+
+def test_masked_region_is_shaded_where_it_is_masked(received):
+    shading = sink_positions(received, layer=4, head=1).axes[0].collections[0]
+    np.testing.assert_array_equal(shading.get_array(), received.masked[:, 0].T.numpy().astype(float))
+    # Cell (position, step) is centred on its numbers.
+    corners = shading.get_coordinates()
+    assert corners[0, 0].tolist() == [-0.5, -0.5]
+    assert corners[-1, -1].tolist() == [STEPS - 0.5, KEYS - 0.5]
+
+
+def test_blocks_are_outlined_over_their_steps(received):
+    spans = ((5, 7), (5, 7), (7, 9), (7, 9), (9, 10), (9, 10))
+    boxes = sink_positions(received, layer=4, head=1, blocks=spans).axes[0].patches
+    assert [(*box.get_xy(), box.get_width(), box.get_height()) for box in boxes] == [
+        (-0.5, 4.5, 2, 2),
+        (1.5, 6.5, 2, 2),
+        (3.5, 8.5, 2, 1),
+    ]
+    with pytest.raises(ValueError, match="2 blocks for 6 steps"):
+        sink_positions(received, layer=4, head=1, blocks=spans[:2])
+
+
+@pytest.mark.parametrize(("level", "layer", "head"), [("head", 7, 2), ("layer", 7, None), ("model", None, None)])
+@pytest.mark.parametrize("rule", [AboveMean(3.0), Share(0.4)], ids=repr)
+def test_sinks_and_received_draw_the_same(received, level, layer, head, rule):
+    sinks = find_sinks(received, rule, level=level)
+    for row in (0, 1):
+        ours = sink_positions(sinks, layer=layer, head=head, row=row)
+        theirs = sink_positions(received, rule, layer=layer, head=head, row=row)
+        for gid in ("sink", "largest"):
+            assert marks(ours, gid) == marks(theirs, gid)
+        assert ours.axes[0].get_ylim() == theirs.axes[0].get_ylim() == ((-0.8, 9.8) if row == 0 else (2.2, 9.8))
+        np.testing.assert_array_equal(
+            ours.axes[0].collections[0].get_array(), theirs.axes[0].collections[0].get_array()
+        )
+
+
+def test_a_step_without_a_defined_key_has_no_mark(received):
+    values = received.values.clone()
+    values[3] = math.nan
+    figure = sink_positions(replace(received, values=values), layer=4, head=1)
+    steps = [x for gid in ("sink", "largest") for x, _ in marks(figure, gid)]
+    assert sorted(steps) == [0, 1, 2, 4, 5]
+
+
+def test_tokens_beside_the_positions_are_those_of_the_largest(received):
+    values = torch.zeros_like(received.values)
+    values[:3, ..., 1] = 9
+    values[3:, ..., 8] = 9
+    figure = sink_positions(replace(received, values=values, tokenizer=Hostile()), layer=4, head=1)
+    right = figure.axes[0].child_axes[0]
+    assert right.get_yticks().tolist() == [1, 8]
+    assert [t.get_text() for t in right.get_yticklabels()] == [token_label(HOSTILE[1]), token_label(HOSTILE[8])]
+
+
+@pytest.mark.filterwarnings("error")
+def test_hostile_tokens_and_titles_render_without_warnings(received):
+    received = replace(received, tokenizer=Hostile())
+    title = "$\\frac{$ \\unknown{ $x$"
+    for figure in (
+        incoming_attention(received, layer=4, head=1, title=title),
+        sink_positions(received, layer=4, head=1, title=title),
+    ):
+        assert rendered(figure).startswith(b"\x89PNG")
+        assert title in figure.axes[0]._left_title.get_text()
+
+
+def test_a_dollar_is_drawn_as_it_is_and_not_as_a_formula(received):
+    received = replace(received, tokenizer=Hostile())
+    labels = incoming_attention(received, layer=4, head=1).axes[0].get_xticklabels()
+    assert labels[0].get_text() == "$x_1$"
+    assert not any(label.get_parse_math() or label.get_usetex() for label in labels)
+
+
+def test_figures_leave_pyplot_alone(received):
+    before = "matplotlib.pyplot" in sys.modules
+    incoming_attention(received, layer=4, head=1)
+    sink_positions(received, layer=4, head=1)
+    assert ("matplotlib.pyplot" in sys.modules) is before
+    if before:
+        assert sys.modules["matplotlib.pyplot"].get_fignums() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        (" apples", "apples"),
+        (" ", "␣"),
+        ("a b", "a␣b"),
+        ("", "∅"),
+        ("\n\n", "\\n\\n"),
+        ("你", "\\u4f60"),
+        ("\u202e", "\\u202e"),
+        ("$x$", "$x$"),
+        ("abcdefghijkl", "abcdefghijkl"),
+        ("abcdefghijklm", "abcdefghijk…"),
+    ],
+)
+def test_token_labels_are_visible_and_short(text, label):
+    assert token_label(text) == label
+
+
+def test_token_labels_without_a_tokenizer_are_ids():
+    assert token_labels([7, 3, 7]) == ["7", "3", "7"]
+
+
+def test_captions_break_between_parts():
+    assert caption(["a" * 20, "b" * 15, "c" * 10], width=1) == f"{'a' * 20} · {'b' * 15}\n{'c' * 10}"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda r: incoming_attention(r, layer=5, head=0), ValueError, "layer 5 is not among the layers 4, 7"),
+        (lambda r: incoming_attention(r, layer=4, head=3), ValueError, "head 3 is not among the heads 0, 1, 2"),
+        (lambda r: incoming_attention(r, layer=4, head=0, row=2), ValueError, "row 2 is not among the rows 0, 1"),
+        (lambda r: incoming_attention(r, layer=None, head=0), ValueError, "head 0 of which layer"),
+        (lambda r: incoming_attention(r, layer=4, head=0, steps=[6]), ValueError, "steps go from 0 to 5"),
+        (lambda r: incoming_attention(r, layer=4, head=0, steps=[]), ValueError, "steps is empty"),
+        (lambda r: incoming_attention(r.values, layer=4, head=0), TypeError, "first argument is a Tensor"),
+        (lambda r: sink_positions(find_sinks(r, TopK(1)), TopK(1), layer=4, head=0), TypeError, "a detector goes"),
+        (lambda r: sink_positions(find_sinks(r, TopK(1)), layer=4, head=None), ValueError, "asks for 'layer'"),
+        (lambda r: sink_positions(find_sinks(r, TopK(1)), layer=5, head=0), ValueError, "layer 5 is not among"),
+    ],
+)
+def test_what_is_not_there_is_refused(received, call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(received)
+
+
+def test_sinks_without_steps_cannot_be_followed():
+    pattern = torch.full((2, 12, 12), 1 / 12)
+    with pytest.raises(TypeError, match="no steps to follow"):
+        sink_positions(find_sinks(pattern, TopK(1)), layer=0, head=0)
