@@ -4,6 +4,7 @@ Written from the formulas, with loops over heads and without any module of trans
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,30 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, edit: Callable
     return torch.stack([pattern[:, h] @ v[:, :, h // groups] for h in range(q.shape[2])], 2)
 
 
+def with_sinks(
+    hidden: Tensor, visible: Tensor, positions: Tensor, sinks: Tensor, config: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Canvas states, visibility and positions with the learned sinks, row by row and token by token."""
+    batch, length, _ = hidden.shape
+    count, front = len(sinks), config.sink_placement == "front"
+    states, places = [], []
+    allowed = torch.zeros(batch, 1, length + count, length + count, dtype=torch.bool)
+    for row in range(batch):
+        where = positions[row % len(positions)]
+        own = [sinks[i] for i in range(count)]
+        tokens = [hidden[row, i] for i in range(length)]
+        states.append(torch.stack(own + tokens if front else tokens + own))
+        after = [int(where.max()) + 1 + i for i in range(count)]
+        shifted = [int(p) + count for p in where]
+        places.append(list(range(count)) + shifted if front else where.tolist() + after)
+        offset, first = (count, 0) if front else (0, length)
+        allowed[row, 0, offset : offset + length, offset : offset + length] = visible[row, 0]
+        allowed[row, 0, offset : offset + length, first : first + count] = True
+        for i in range(count):
+            allowed[row, 0, first + i, first + i] = True
+    return torch.stack(states), allowed, torch.tensor(places)
+
+
 def forward64(
     model: torch.nn.Module,
     ids: Tensor,
@@ -57,7 +82,20 @@ def forward64(
         visible = visible & torch.ones(length, length, dtype=torch.bool).tril()
     if positions is None:
         positions = torch.arange(length)[None]
+        if mask is not None and getattr(config, "num_sinks", 0):
+            # The distance to a sink counts from the row's own first token.
+            positions = torch.tensor([[max(0, int(row[: i + 1].sum()) - 1) for i in range(length)] for row in mask])
     hidden = weights["model.embed_tokens.weight"][ids]
+    sinks = getattr(config, "num_sinks", 0)
+    if sinks:
+        hidden, visible, positions = with_sinks(
+            hidden, visible, positions, weights["model.embed_tokens.sinks"], config
+        )
+        length += sinks
+    at_sink = torch.zeros(length, dtype=torch.bool)
+    at_sink[
+        slice(0, sinks) if getattr(config, "sink_placement", "front") == "front" else slice(length - sinks, None)
+    ] = True
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
 
@@ -71,27 +109,23 @@ def forward64(
             return x @ weights[f"{prefix}{name}.weight"].T + (0 if bias is None else bias)
 
         x = normed(hidden, weights[f"{prefix}input_layernorm.weight"], config.rms_norm_eps)
-        q, k, v = (
-            edit(
-                name,
-                linear(f"self_attn.{name}_proj", x).reshape(
-                    batch, length, heads, config.hidden_size // config.num_attention_heads
-                ),
-            )
-            for name, heads in (
-                ("q", config.num_attention_heads),
-                ("k", config.num_key_value_heads),
-                ("v", config.num_key_value_heads),
-            )
-        )
+        width, groups = config.hidden_size // config.num_attention_heads, config.num_key_value_heads
+        q = edit("q", linear("self_attn.q_proj", x).reshape(batch, length, -1, width))
+        k = edit("k", linear("self_attn.k_proj", x).reshape(batch, length, groups, width))
+        v = linear("self_attn.v_proj", x).reshape(batch, length, groups, width)
+        if getattr(config, "zero_sink_value", False):
+            v = torch.where(at_sink[:, None, None], torch.zeros_like(v), v)
+        v = edit("v", v)
         theta = config.rope_parameters["rope_theta"]
         q, k = edit("rot_q", rotated(q, positions, theta)), edit("rot_k", rotated(k, positions, theta))
         z = edit("z", attention64(q, k, v, visible, edit))
-        hidden = hidden + linear("self_attn.o_proj", z.flatten(-2))
+        if getattr(config, "gated_attention", False):
+            z = z.flatten(-2) / (1 + torch.exp(-linear("self_attn.gate_proj", x)))
+        hidden = hidden + linear("self_attn.o_proj", z.reshape(batch, length, -1))
         x = normed(hidden, weights[f"{prefix}post_attention_layernorm.weight"], config.rms_norm_eps)
         gate = linear("mlp.gate_proj", x)
         hidden = hidden + linear("mlp.down_proj", gate * torch.sigmoid(gate) * linear("mlp.up_proj", x))
         kept[f"resid{layer}"] = hidden
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    kept["logits"] = normed(hidden, weights["model.norm.weight"], config.rms_norm_eps) @ head.T
+    kept["logits"] = (normed(hidden, weights["model.norm.weight"], config.rms_norm_eps) @ head.T)[:, ~at_sink]
     return kept

@@ -1,13 +1,13 @@
 """What every masked DLM adds to its host's layers: no causality, hook points, honest refusals."""
 
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from dlm_lens.attention import add_hook_points
+from dlm_lens.attention import HookedAttention, add_hook_points
 
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):
@@ -25,17 +25,22 @@ class MaskedDiffusion(nn.Module):
 
     The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on
     each layer covers calls of a bare layer. The head predicts the token of its own position, so `labels` give
-    an unshifted cross entropy.
+    an unshifted cross entropy. A family whose attention or decoder does something of its own names its classes.
     """
+
+    attention_class: ClassVar[type[HookedAttention]] = HookedAttention
+    decoder_class: ClassVar[type[Any] | None] = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         model = cast(Any, self)
+        if self.decoder_class is not None:
+            model.model = self.decoder_class(config)
         for layer in model.model.layers:
             layer.self_attn.is_causal = False
         if getattr(config, "float32_rotation", False):
             model.model.rotary_emb = Float32RotaryEmbedding(config)
-        add_hook_points(model)
+        add_hook_points(model, self.attention_class)
         model.loss_type = "ForMaskedLM"
 
     def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -57,19 +57,11 @@ class HookedAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, host.layer_idx)
-        z, pattern = self._attention_function()(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            scaling=host.scaling,
-            dropout=host.attention_dropout if self.training else 0.0,
-            sliding_window=getattr(host, "sliding_window", None),
-            **kwargs,
-        )
-        z = host.hook_z(z)
-        return host.o_proj(z.flatten(-2)), pattern
+        kwargs["scaling"] = host.scaling
+        kwargs["dropout"] = host.attention_dropout if self.training else 0.0
+        kwargs["sliding_window"] = getattr(host, "sliding_window", None)
+        z, pattern = self._attend(q, k, v, attention_mask, **kwargs)
+        return self._output(host.hook_z(z), hidden_states), pattern
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         host = cast(Any, self)
@@ -87,6 +79,18 @@ class HookedAttention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
         return host.hook_rot_q(q.to(dtype)), host.hook_rot_k(k.to(dtype))
 
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mixing of values: z [batch, position, head, d_head], and the pattern where it was materialised."""
+        z, pattern = self._attention_function()(self, q, k, v, attention_mask, **kwargs)
+        return z, pattern
+
+    def _output(self, z: Tensor, hidden_states: Tensor) -> Tensor:
+        """What is added to the residual stream, from z and the module's own input."""
+        output: Tensor = cast(Any, self).o_proj(z.flatten(-2))
+        return output
+
     def _attention_function(self) -> Any:
         host = cast(Any, self)
         if listened_to(host.hook_scores) or listened_to(host.hook_pattern):
@@ -99,22 +103,21 @@ def listened_to(point: nn.Module) -> bool:
     return bool(point._forward_hooks or point._forward_pre_hooks)
 
 
-_HOOKED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _hooked_class(host: type[nn.Module]) -> type[nn.Module]:
-    if host not in _HOOKED_CLASSES:
-        name = f"Hooked{host.__name__}"
-        _HOOKED_CLASSES[host] = type(name, (HookedAttention, host), {"__module__": host.__module__})
-    return _HOOKED_CLASSES[host]
+def _hooked_class(mixin: type[HookedAttention], host: type[nn.Module]) -> type[nn.Module]:
+    if (mixin, host) not in _CLASSES:
+        _CLASSES[mixin, host] = type(f"Hooked{host.__name__}", (mixin, host), {"__module__": host.__module__})
+    return _CLASSES[mixin, host]
 
 
-def add_hook_points(model: Model) -> Model:
+def add_hook_points(model: Model, attention_class: type[HookedAttention] = HookedAttention) -> Model:
     """Give every attention module of `model` its hook points, in place, and return the model.
 
     The module keeps its parameters and its place in the tree and changes its class to a subclass, as
     `torch.nn.utils.parametrize` does, so that weights load and save under the same names. Calling it twice
-    changes nothing.
+    changes nothing. `attention_class` is for families whose attention does something of its own.
 
     Raises:
         ValueError: no attention module with `q_proj`, `k_proj`, `v_proj` and `o_proj` was found.
@@ -127,7 +130,7 @@ def add_hook_points(model: Model) -> Model:
         )
     for attention in found:
         if not isinstance(attention, HookedAttention):
-            attention.__class__ = _hooked_class(type(attention))
+            attention.__class__ = _hooked_class(attention_class, type(attention))
             for name in HOOK_POINTS:
                 attention.add_module(f"hook_{name}", HookPoint())
     return model

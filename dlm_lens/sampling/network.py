@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.sink_tokens import SinkLayout
+
 
 class NonFiniteLogitsError(RuntimeError):
     """The model produced NaN or infinite logits; `partial` holds the steps that had finished."""
@@ -36,6 +38,11 @@ class CanvasLogits:
         mask_token_id: int | None = None,
     ) -> None:
         self.model, self.cfg_scale, self.fixed, self.mask_token_id = model, cfg_scale, fixed, mask_token_id
+        self.sinks = SinkLayout.of(model)
+        # With a logit shift the output at i - 1 predicts position i; a row's first token uses its own output.
+        index = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
+        first = attention_mask.int().argmax(-1, keepdim=True)
+        self.source = (index - 1).maximum(first) if getattr(model.config, "logit_shift", False) else None
         halves = 2 if cfg_scale else 1
         self.inputs: dict[str, Any] = {"use_cache": False}
         if not bool(attention_mask.all()):
@@ -46,16 +53,24 @@ class CanvasLogits:
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position, through the model's own forward."""
-        return self._guided(self.model(input_ids=self._halves(canvas), **self.inputs).logits)
+        logits = self._guided(self.model(input_ids=self._halves(canvas), **self.inputs).logits)
+        return logits if self.source is None else logits[self._rows(canvas), self.source]
 
     def at(
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "needed d_vocab"]:
         """Logits of the `needed` positions, in row-major order; the head runs on those rows only."""
         states = self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs).last_hidden_state
+        states = states[:, self.sinks.canvas(states.shape[1])]
         halves = states.reshape(-1, *canvas.shape, states.shape[-1])
-        wanted = halves[:, needed]
+        if self.source is None:
+            wanted = halves[:, needed]
+        else:
+            wanted = halves[:, self._rows(canvas).expand_as(canvas)[needed], self.source[needed]]
         return self._guided(self.model.get_output_embeddings()(wanted.flatten(0, 1)))
+
+    def _rows(self, canvas: Tensor) -> Int[Tensor, "batch 1"]:
+        return torch.arange(len(canvas), device=canvas.device)[:, None]
 
     def _halves(self, canvas: Tensor) -> Tensor:
         if not self.cfg_scale:

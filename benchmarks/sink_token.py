@@ -1,0 +1,55 @@
+"""What a sink token costs: a forward pass with and without it, at the same canvas length.
+
+`python -m benchmarks.sink_token [--hidden 512 --layers 4 --length 512]`, on the CPU or on a GPU if there is one.
+"masked row" is the alternative that `SinkAttention` avoids: one fused call with a mask for the sink's row.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.timing import machine, print_table, side_by_side
+from dlm_lens.adapters.sink_qwen import SinkAttention
+from dlm_lens.adapters.sink_tokens import SinkLayout
+from dlm_lens.attention import HookedAttention
+from dlm_lens.testing import tiny
+
+
+def masked_row(self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    """Attention with the sink's row in the same call."""
+    visible = SinkLayout.of(self).visible(attention_mask, q.shape[2], q.device)
+    return HookedAttention._attend(self, q, k, v, visible, **kwargs)
+
+
+def main(hidden: int = 512, layers: int = 4, heads: int = 8, length: int = 512, threads: int = 1) -> None:
+    """Time one forward pass, side by side."""
+    torch.set_num_threads(threads)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    fields: dict[str, Any] = {
+        "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": length + 8,
+    }  # fmt: skip
+    models = {
+        "plain": tiny("sink_qwen", **fields),
+        "1 sink": tiny("sink_qwen", num_sinks=1, **fields),
+        "4 sinks": tiny("sink_qwen", num_sinks=4, **fields),
+        "1 sink, masked row": tiny("sink_qwen", num_sinks=1, **fields),
+        "gated attention": tiny("sink_qwen", gated_attention=True, **fields),
+    }
+    alternative = type("MaskedRow", (SinkAttention,), {"_attend": masked_row})
+    for layer in models["1 sink, masked row"].model.layers:
+        host = type(layer.self_attn)
+        layer.self_attn.__class__ = type(host.__name__, (alternative, host), {})
+    ids = torch.randint(0, 60, (1, length), device=device)
+    runs = {name: partial(model.to(device, dtype), input_ids=ids) for name, model in models.items()}
+    with torch.no_grad():
+        seconds = side_by_side(runs)
+    title = f"forward, {layers} layers of width {hidden}, {length} positions, {dtype}; {machine()}"
+    print_table(title, seconds, "plain")
+
+
+if __name__ == "__main__":
+    typer.run(main)
