@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.attention import HookContext, Site
+from dlm_lens.attention import HookContext, SinkLayout, SinkToken, Site
 
 Stage = Literal["before_softmax", "after"]
 
@@ -16,7 +16,7 @@ Stage = Literal["before_softmax", "after"]
 class MaskPositions:
     """Hide keys from all queries but their own; build it with `mask_positions`."""
 
-    positions: tuple[int, ...]
+    positions: tuple[int | SinkToken, ...]
     stage: Stage = "before_softmax"
 
     @property
@@ -29,26 +29,28 @@ class MaskPositions:
     ) -> Float[Tensor, "batch head query key"]:
         """Return the scores or the pattern without the hidden columns.
 
+        A bare call takes the tensor for a model without sink tokens; `attached` knows the model.
+
         Raises:
-            ValueError: a position lies outside the canvas.
+            ValueError: a position lies outside the canvas, or a sink is addressed in a bare call.
         """
+        layout = getattr(hook, "sinks", None)
+        if layout is None and any(isinstance(position, SinkToken) for position in self.positions):
+            raise ValueError(
+                f"{self}: where a sink stands depends on the model; run it with dlm_lens.hooks.attached(model, ...)"
+            )
         queries, keys = tensor.shape[-2:]
-        for position in self.positions:
-            if not -keys <= position < keys:
-                raise ValueError(f"mask_positions hides position {position}, but there are {keys} keys")
         hidden = torch.zeros(keys, dtype=torch.bool, device=tensor.device)
-        hidden[list(self.positions)] = True
+        for position in self.positions:
+            hidden[(layout or SinkLayout()).locate(position, keys)] = True
         # With fewer queries than keys (cached decoding) the queries are the last ones.
-        own = (
-            torch.arange(keys, device=tensor.device)
-            == torch.arange(keys - queries, keys, device=tensor.device)[:, None]
-        )
-        gone = hidden & ~own
-        return tensor.masked_fill(gone, torch.finfo(tensor.dtype).min if self.site == "scores" else 0.0)
+        index = torch.arange(keys, device=tensor.device)
+        own = index == index[keys - queries :, None]
+        return tensor.masked_fill(hidden & ~own, torch.finfo(tensor.dtype).min if self.site == "scores" else 0.0)
 
 
-def mask_positions(*positions: int, stage: Stage = "before_softmax") -> MaskPositions:
-    """Hide the keys at `positions` (canvas positions, negative from the end) from every query.
+def mask_positions(*positions: int | SinkToken, stage: Stage = "before_softmax") -> MaskPositions:
+    """Hide the keys at `positions` (canvas positions, negative from the end, or `sink(0)`) from every query.
 
     Before the softmax the other keys take over the attention; after it, the rows lose it and sum to less than
     1. A query always keeps its own position, so that no row becomes empty.

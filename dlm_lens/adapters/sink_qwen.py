@@ -11,8 +11,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
 from dlm_lens.adapters.registry import Family
-from dlm_lens.adapters.sink_tokens import Placement, SinkEmbedding, SinkLayout
-from dlm_lens.attention import HookedAttention, hooked_attention
+from dlm_lens.adapters.sink_tokens import SinkEmbedding
+from dlm_lens.attention import HookedAttention, Placement, SinkLayout, hooked_attention
 
 
 class SinkQwenConfig(Qwen2Config):

@@ -1,80 +1,12 @@
-"""Learned sink tokens: where they stand around the canvas, and who sees what."""
+"""The embedding of learned sink tokens."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-Placement = Literal["front", "end"]
-
-
-@dataclass(frozen=True)
-class SinkLayout:
-    """`count` sink tokens in front of or behind a canvas of S positions; the network sees S + count.
-
-    Canvas positions are never shifted for the user: `canvas` and `sinks` say where they lie inside the network.
-
-    Raises:
-        ValueError: a negative count or an unknown placement.
-    """
-
-    count: int = 0
-    placement: Placement = "front"
-
-    def __post_init__(self) -> None:
-        if self.count < 0 or self.placement not in ("front", "end"):
-            raise ValueError(
-                f"{self.count} sink tokens at {self.placement!r}: give 0 or more, and the place 'front' or 'end'"
-            )
-
-    @classmethod
-    def of(cls, model: Any) -> "SinkLayout":
-        """The layout of a model; no sinks for families that have none."""
-        config = model.config
-        return cls(getattr(config, "num_sinks", 0), getattr(config, "sink_placement", "front"))
-
-    def canvas(self, length: int) -> slice:
-        """Where the canvas lies among `length` positions of the network."""
-        return slice(self.count, length) if self.placement == "front" else slice(0, length - self.count)
-
-    def sinks(self, length: int) -> slice:
-        """Where the sinks lie among `length` positions of the network."""
-        return slice(0, self.count) if self.placement == "front" else slice(length - self.count, length)
-
-    def surround(self, canvas: Tensor, sinks: Tensor) -> Tensor:
-        """[batch, S, ...] and [batch, count, ...] as the network sees them, side by side."""
-        return torch.cat([sinks, canvas] if self.placement == "front" else [canvas, sinks], 1)
-
-    def is_sink(self, length: int, device: torch.device) -> Bool[Tensor, "position"]:
-        """True at the sinks, for `length` positions of the network."""
-        flags = torch.zeros(length, dtype=torch.bool, device=device)
-        flags[self.sinks(length)] = True
-        return flags
-
-    def attention_mask(self, keep: Int[Tensor, "batch canvas"]) -> Int[Tensor, "batch position"]:
-        """A padding mask of the canvas, widened: sinks are never padding."""
-        return self.surround(keep, keep.new_ones(keep.shape[0], self.count))
-
-    def position_ids(self, canvas: Int[Tensor, "batch canvas"]) -> Int[Tensor, "batch position"]:
-        """Rotary positions: sinks in front take 0, ..., count - 1 and shift the canvas; at the end they go on.
-
-        "Go on" from the row's own last position, so that a padded row is what it is alone.
-        """
-        index = torch.arange(self.count, device=canvas.device).expand(canvas.shape[0], -1)
-        if self.placement == "front":
-            return self.surround(canvas + self.count, index)
-        return self.surround(canvas, canvas.amax(-1, keepdim=True) + 1 + index)
-
-    def visible(
-        self, keep: Bool[Tensor, "batch #head #query position"] | None, length: int, device: torch.device
-    ) -> Bool[Tensor, "#batch #head query position"]:
-        """Who sees whom: a sink only itself (Eq. 6 of "One Token Is Enough"), everyone else what `keep` allows."""
-        itself = torch.eye(length, dtype=torch.bool, device=device)
-        rows = self.is_sink(length, device)[:, None]
-        everyone = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if keep is None else keep
-        return torch.where(rows, itself, everyone)
+from dlm_lens.attention import SinkLayout
 
 
 class SinkEmbedding(nn.Embedding):

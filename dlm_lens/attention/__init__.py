@@ -9,8 +9,9 @@ from dlm_lens.attention.columns import (
     viewers,
 )
 from dlm_lens.attention.functions import hooked_attention, register_attention_functions
+from dlm_lens.attention.layout import Placement, SinkLayout, SinkToken, sink
 from dlm_lens.attention.points import HOOK_POINTS, HookedAttention, HookPoint, add_hook_points
-from dlm_lens.attention.protocols import ColumnEdit, Hook, HookContext, Site
+from dlm_lens.attention.protocols import ColumnEdit, Hook, HookContext, RunContext, Site
 from dlm_lens.attention.reduce import AttentionInputs, Reducer, pattern_tiles, reduce_attention
 from dlm_lens.attention.visibility import visible_keys
 
@@ -23,7 +24,11 @@ __all__ = [
     "HookContext",
     "HookPoint",
     "HookedAttention",
+    "Placement",
     "Reducer",
+    "RunContext",
+    "SinkLayout",
+    "SinkToken",
     "Site",
     "add_hook_points",
     "column_sums",
@@ -33,6 +38,7 @@ __all__ = [
     "received_attention",
     "reduce_attention",
     "register_attention_functions",
+    "sink",
     "top_columns",
     "viewers",
     "visible_keys",

@@ -6,26 +6,44 @@ from typing import Literal, Protocol, runtime_checkable
 from jaxtyping import Bool
 from torch import Tensor
 
+from dlm_lens.attention.layout import SinkLayout
+
 Site = Literal["q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "resid"]
 """Where a hook belongs: a hook point of attention, or the residual stream."""
 
 
 class HookContext(Protocol):
-    """What a run tells a hook about the place it is called at; TransformerLens's HookPoint has the first two.
+    """What a hook is told of the place it is called at; TransformerLens's HookPoint has `name` and `layer()`.
+
+    `sinks` says where the network's learned sink tokens stand around the canvas.
+    """
+
+    @property
+    def name(self) -> str | None:
+        """The hook point, by TransformerLens's name."""
+        ...
+
+    @property
+    def sinks(self) -> SinkLayout:
+        """Where canvas and sinks lie."""
+        ...
+
+    def layer(self) -> int:
+        """Index of the layer."""
+        ...
+
+
+class RunContext(HookContext, Protocol):
+    """What a denoising run tells a hook on top.
 
     `step` counts denoising steps from the most masked canvas, `tokens` is the canvas `[batch, position]`,
     `masked` says which of its positions are still masked, `valid` which are content rather than padding.
     """
 
-    name: str | None
     step: int
     tokens: Tensor
     masked: Tensor
     valid: Tensor
-
-    def layer(self) -> int:
-        """Index of the layer."""
-        ...
 
 
 @runtime_checkable

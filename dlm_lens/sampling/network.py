@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters.sink_tokens import SinkLayout
+from dlm_lens.attention import SinkLayout
 
 
 class NonFiniteLogitsError(RuntimeError):

@@ -83,6 +83,7 @@ def _judge(received: Received, detector: Detector) -> Sinks:
         masked=_squeeze(received.masked, received, ("step", "batch", "key")),
         layers=received.layers,
         queries=received.queries,
+        sinks=received.sinks,
         tokenizer=received.tokenizer,
     )
 

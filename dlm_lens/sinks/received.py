@@ -45,6 +45,8 @@ class Received:
         queries: which queries count, in words.
         min_viewers: fewest counted queries that must see a key for it to have a score.
         dims: names of the axes that mean something, a part of ("step", "batch", "layer", "head", "key").
+        sinks: how many of the keys, the last ones, are the model's learned sink tokens: they have no canvas
+            position, and in `tokens` sink i has the id -1 - i.
         tokenizer: decodes token ids; None if there is none.
 
     Raises:
@@ -64,6 +66,7 @@ class Received:
     queries: str = "all"
     min_viewers: int = 1
     dims: tuple[str, ...] = AXES
+    sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

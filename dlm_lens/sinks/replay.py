@@ -11,7 +11,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import MIN_VIEWERS, HookedAttention, expected_received, received_attention, visible_keys
+from dlm_lens.attention import (
+    MIN_VIEWERS,
+    HookedAttention,
+    SinkLayout,
+    expected_received,
+    received_attention,
+    visible_keys,
+)
 from dlm_lens.sampling import Denoised
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received
 
@@ -39,8 +46,9 @@ def received_over_steps(
     attention would give. Step t is replayed on `run.canvases[t]`, which is what it saw; with guidance, on the
     conditional half. Every pattern is reduced as it appears, so that one layer's is in memory at a time.
 
-    Padding is never counted nor seen. In a causal model what is not yet written is neither: step t has the
-    written positions as queries and keys, all of them, also where decoding used a cache.
+    The keys of a sink model are the canvas's and, behind them, its learned sink tokens; the sinks' own rows do
+    not count as queries. Padding is never counted nor seen. In a causal model what is not yet written is neither:
+    step t has the written positions as queries and keys, all of them, also where decoding used a cache.
 
     Args:
         model: the model of the run; its attention implementation may be any, and stays as it is.
@@ -80,14 +88,15 @@ def received_over_steps(
         values=torch.cat(values).unflatten(0, (steps, batch)),
         expected=torch.cat(expected).unflatten(0, (steps, batch)).unsqueeze(3),
         counted=canvases.counted.sum(-1).unflatten(0, (steps, batch)),
-        tokens=run.canvases[:-1],
-        masked=run.masked[:-1],
-        valid=run.attention_mask,
-        final_tokens=run.tokens,
+        tokens=canvases.beside_sinks(run.canvases[:-1], canvases.sink_ids),
+        masked=canvases.beside_sinks(run.masked[:-1], 0),
+        valid=canvases.beside_sinks(run.attention_mask, 1),
+        final_tokens=canvases.beside_sinks(run.tokens, canvases.sink_ids),
         scale=RELATIVE if relative else COLUMN_SUM,
         layers=tuple(points),
         queries=queries,
         min_viewers=min_viewers,
+        sinks=canvases.layout.count,
         tokenizer=run.tokenizer,
     )
 
@@ -99,15 +108,20 @@ class _View:
     inputs: Mapping[str, Any]
     visible: Bool[Tensor, "row 1 query key"]
     queries: Bool[Tensor, "row query"]
+    layout: SinkLayout
     place: str
 
     def reduce(
-        self, pattern: Float[Tensor, "row head query key"], relative: bool, min_viewers: int
+        self, pattern: Float[Tensor, "row head position position"], relative: bool, min_viewers: int
     ) -> Float[Tensor, "row head key"]:
+        """Received attention of the canvas's keys and, behind them, the sinks'; sinks are no queries."""
+        canvas, sinks = self.layout.canvas(pattern.shape[-1]), self.layout.sinks(pattern.shape[-1])
+        rows = pattern[..., canvas, :]
+        pattern = torch.cat([rows[..., canvas], rows[..., sinks]], -1) if self.layout.count else pattern
         if pattern.shape[-2:] != self.visible.shape[-2:]:
             raise ValueError(
-                f"the pattern has {pattern.shape[-2]} queries and {pattern.shape[-1]} keys for "
-                f"{self.visible.shape[-1]} positions; models with tokens of their own cannot be replayed yet"
+                f"the pattern has {pattern.shape[-2]} queries and {pattern.shape[-1]} keys, the run "
+                f"{self.visible.shape[-2]} and {self.visible.shape[-1]}; is it another model's?"
             )
         if not bool(pattern.isfinite().all()):
             raise RuntimeError(f"a pattern of {self.place} is not finite; check the model's weights and dtype")
@@ -127,6 +141,8 @@ class _Canvases:
         if self.causal and queries == "masked":
             raise ValueError("an AR baseline has no masked queries; take queries='all'")
         self.device, self.batch, self.length = model.device, len(run.tokens), run.tokens.shape[1]
+        self.layout = SinkLayout.of(model)
+        self.sink_ids = -1 - torch.arange(self.layout.count)
         self.tokens = run.canvases[:-1].flatten(0, 1)
         rows, highest = model.get_input_embeddings().weight.shape[0], int(self.tokens.amax())
         if highest >= rows:
@@ -150,9 +166,17 @@ class _Canvases:
             positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
             inputs |= {"attention_mask": padding.long().to(self.device), "position_ids": positions.to(self.device)}
         visible = visible_keys(self.seen[rows].to(self.device), causal=self.causal)
+        visible = torch.nn.functional.pad(visible, (0, self.layout.count), value=True)
         last = min(stop, len(self)) - 1
         place = f"steps {start // self.batch} to {last // self.batch}"
-        return _View(inputs, visible, self.counted[rows].to(self.device), place)
+        return _View(inputs, visible, self.counted[rows].to(self.device), self.layout, place)
+
+    def beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Tensor:
+        """A tensor over canvas positions with `value` for every learned sink behind them."""
+        if not self.layout.count:
+            return canvas
+        sinks = torch.as_tensor(value, dtype=canvas.dtype).expand(*canvas.shape[:-1], self.layout.count)
+        return torch.cat([canvas, sinks], -1)
 
 
 def _points(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:

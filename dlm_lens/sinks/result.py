@@ -29,6 +29,7 @@ class Sinks:
         masked: which keys are still masked, on the same axes; None if unknown.
         layers: index of each layer in the model; empty without a layer axis.
         queries: which queries count, in words.
+        sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
         tokenizer: decodes token ids; None if there is none.
 
     Raises:
@@ -46,6 +47,7 @@ class Sinks:
     masked: Bool[Tensor, "*rows key"] | None = None
     layers: tuple[int, ...] = ()
     queries: str = "all"
+    sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +74,10 @@ class Sinks:
         return f"{self.detector}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
 
     def main(self) -> Int[Tensor, "*axes"]:
-        """Position of the largest sink of every pattern; -1 where there is none. Of equals, the earlier one."""
+        """Key of the largest sink of every pattern; -1 where there is none. Of equals, the earlier one.
+
+        A key is a canvas position, or, behind the canvas, a learned sink token.
+        """
         best = self.scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
         return best.masked_fill(~self.is_sink.any(-1), -1)
 
@@ -81,7 +86,7 @@ class Sinks:
 
         Axes that were merged or never there have no column, nor have token and masked where they are unknown.
         `token` is text if there is a tokenizer, else the id. `step` counts from 0, `layer` as in the model,
-        `position` on the canvas.
+        `position` on the canvas; missing (NA) for a learned sink token, whose token is "sink(0)".
 
         Args:
             top: at most so many lines.
@@ -107,11 +112,16 @@ class Sinks:
         columns["score"] = self.scores[where].tolist()
         columns["threshold"] = self.threshold[where].tolist()
         table = pd.DataFrame(columns).assign(scale=self.scale, level=self.level)
+        if self.sinks:
+            canvas = self.is_sink.shape[-1] - self.sinks
+            table["position"] = table["position"].astype("Int64").mask(table["position"] >= canvas)
         if sort == "score":
             table = table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
         return table if top is None else table.head(top)
 
     def _token(self, token: int) -> str | int:
+        if token < 0:
+            return f"sink({-1 - token})"
         if self.tokenizer is None:
             return token
         if token not in self._decoded:

@@ -13,7 +13,15 @@ from matplotlib.patches import Patch
 
 from dlm_lens.sinks import Received
 from dlm_lens.viz.choice import Shown, choose
-from dlm_lens.viz.labels import PLAIN, SCALE_LABELS, WRITTEN_LATER, caption, level_label, token_labels
+from dlm_lens.viz.labels import (
+    PLAIN,
+    SCALE_LABELS,
+    WRITTEN_LATER,
+    caption,
+    counted_keys,
+    level_label,
+    token_labels,
+)
 
 COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
@@ -70,7 +78,7 @@ def incoming_attention(
         f"scale: {received.scale}",
         level_label(shown.level, layer, head),
         f"queries: {received.queries}",
-        f"{len(positions)} positions, {len(chosen)} steps, n = 1 sequence (row {row})",
+        f"{counted_keys(len(positions), received.sinks)}, {len(chosen)} steps, n = 1 sequence (row {row})",
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure
@@ -105,7 +113,10 @@ def _name_axes(axes: Axes, shown: Shown, positions: list[int], chosen: list[int]
         axes.set_xticks([i + 0.5 for i in named], tokens, rotation=90, fontsize=6.5, **PLAIN)
         axes.set_xlabel("token in the final text", fontsize=8)
     above = axes.secondary_xaxis("top")
-    numbered = [i for i, position in enumerate(positions) if position % (8 * every) == 0]
+    sinks = shown.received.sinks
+    if sinks:
+        axes.axvline(len(positions) - sinks, color="white", linewidth=2.5, gid="sinks")
+    numbered = [i for i, position in enumerate(positions[: len(positions) - sinks]) if position % (8 * every) == 0]
     above.set_xticks([i + 0.5 for i in numbered], [str(positions[i]) for i in numbered], fontsize=7)
     above.set_xlabel("canvas position", fontsize=8)
     skip = -(-len(chosen) // 16)

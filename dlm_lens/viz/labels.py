@@ -22,10 +22,14 @@ SCALE_LABELS: dict[Scale, str] = {
 
 
 def token_labels(ids: Sequence[int], tokenizer: Any = None, length: int = 12) -> list[str]:
-    """Token ids as short printable labels: the token's text, or the id where there is no tokenizer."""
+    """Token ids as short printable labels: the token's text, or the id where there is no tokenizer.
+
+    The negative ids -1, -2, ... are a model's learned sink tokens: sink(0), sink(1), ....
+    """
     if tokenizer is None:
-        return [str(i) for i in ids]
-    texts = {i: token_label(str(tokenizer.decode([i])), length) for i in set(ids)}
+        return [str(i) if i >= 0 else f"sink({-1 - i})" for i in ids]
+    texts = {i: token_label(str(tokenizer.decode([i])), length) for i in set(ids) if i >= 0}
+    texts |= {i: f"sink({-1 - i})" for i in set(ids) if i < 0}
     return [texts[i] for i in ids]
 
 
@@ -58,6 +62,12 @@ def _visible(character: str) -> str:
 def _drawable(character: str) -> bool:
     font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
     return font.get_char_index(ord(character)) != 0
+
+
+def counted_keys(keys: int, sinks: int) -> str:
+    """How many positions, and learned sink tokens among the keys, for captions."""
+    learned = f" and {sinks} learned sink token{'s' * (sinks > 1)}" if sinks else ""
+    return f"{keys - sinks} positions{learned}"
 
 
 def level_label(level: Level, layer: int | None, head: int | None) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, find_sinks
 from dlm_lens.viz.choice import choose, index_of, level_of
-from dlm_lens.viz.labels import PLAIN, WRITTEN_LATER, caption, level_label, token_labels
+from dlm_lens.viz.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
 
 SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
 
@@ -75,7 +75,7 @@ def sink_positions(
         "Position that receives most",
         f"rule: {track.rule}",
         level_label(track.level, layer, head),
-        f"{positions} positions, {steps} steps, n = 1 sequence (row {row})",
+        f"{counted_keys(positions, track.sinks)}, {steps} steps, n = 1 sequence (row {row})",
         f"sink in {sum(track.passes)} of {steps} steps",
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
@@ -94,6 +94,7 @@ class _Track:
     tokenizer: Any
     rule: str
     level: Level
+    sinks: int
 
 
 def _track_of(sinks: Sinks, layer: int | None, head: int | None, row: int) -> _Track:
@@ -133,6 +134,7 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         tokenizer=sinks.tokenizer,
         rule=f"{sinks.detector}; scale: {sinks.scale}; queries: {sinks.queries}",
         level=sinks.level,
+        sinks=sinks.sinks,
     )
 
 
@@ -187,12 +189,16 @@ def _draw_marks(axes: Axes, track: _Track) -> None:
 def _name_axes(figure: Figure, axes: Axes, track: _Track) -> None:
     axes.set_xlim(-0.5, len(track.largest) - 0.5)
     low, high = (min(track.content), max(track.content)) if track.content else (0, 0)
+    if track.sinks:
+        # Behind the canvas, a row of its own for every learned sink token.
+        axes.axhline(high + 0.5 - track.sinks, color="black", linewidth=1.2, gid="sinks")
     axes.set_ylim(low - 0.8, high + 0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=7)
     axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel("canvas position", fontsize=8)
+    learned = "; above the line: learned sink" if track.sinks else ""
+    axes.set_ylabel(f"canvas position{learned}", fontsize=8)
     if track.tokens is not None:
         _name_tokens(axes, track, spacing=(high - low + 2) / (figure.get_size_inches()[1] * 7))
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import dlm_lens
 from dlm_lens.adapters.sink_qwen import SinkQwenConfig
-from dlm_lens.adapters.sink_tokens import SinkLayout
-from dlm_lens.attention import HOOK_POINTS
+from dlm_lens.attention import HOOK_POINTS, SinkLayout
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 

@@ -1,8 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 
 from dlm_lens.attention import Hook
-from dlm_lens.hooks import MaskPositions, mask_positions
+from dlm_lens.hooks import MaskPositions, attached, mask_positions, sink
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -31,6 +33,84 @@ def test_hiding_positions_equals_float64(stage: str) -> None:
     assert (got - forward64(model, ids)["logits"]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("place", ["front", "end"])
+@pytest.mark.parametrize("stage", ["before_softmax", "after"])
+@torch.no_grad()
+def test_sinks_and_canvas_positions_are_addressed_in_a_sink_model(stage: str, place: str) -> None:
+    model = tiny("sink_qwen", num_sinks=2, sink_placement=place)
+    ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    hidden = (1, 2 + 3, 2 + 8) if place == "front" else (9 + 1, 3, 8)
+
+    def by_hand(value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        for query in range(11):
+            for key in hidden:
+                if query != key:
+                    value[:, :, query, key] = torch.finfo(torch.float32).min if stage == "before_softmax" else 0
+        return value
+
+    hook = mask_positions(sink(1), 3, -1, stage=stage)
+    expected = forward64(model, ids, edits={(1, hook.site): by_hand})["logits"]
+    plain = model(input_ids=ids).logits
+    with attached(model, hook, layers=[-1]):
+        got = model(input_ids=ids).logits.double()
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    assert (got - plain).abs().max() > 1e-2
+    assert model(input_ids=ids).logits.equal(plain)
+
+
+def test_attached_hooks_run_in_order_know_their_place_and_leave_on_errors() -> None:
+    model = tiny("llada")
+    seen = []
+
+    class Watch:
+        site = "pattern"
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+            seen.append((self.name, hook.name, hook.layer(), hook.sinks.count))
+            return tensor
+
+    def interrupted() -> None:
+        with attached(model, Watch("a"), Watch("b")):
+            model(input_ids=torch.tensor([[1, 2]]))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in (0, 1)]
+    assert seen == [(who, names[layer], layer, 0) for layer in (0, 1) for who in ("a", "b")]
+    model(input_ids=torch.tensor([[1, 2]]))
+    assert len(seen) == 4
+
+
+def test_attaching_what_does_not_fit_is_refused() -> None:
+    model = tiny("llada")
+    with pytest.raises(ValueError, match="layer 2 of 2: layers go from 0 to 1"), attached(model, layers=[2]):
+        pass
+    with pytest.raises(ValueError, match="Linear has no hook points"), attached(torch.nn.Linear(1, 1)):
+        pass
+    wrong = type("Wrong", (), {"site": "resid", "__call__": lambda self, x, hook=None: x})()
+    with pytest.raises(ValueError, match="belongs at 'resid', which is none of q, k"), attached(model, wrong):
+        pass
+
+
+def test_a_sink_needs_the_model_and_must_exist() -> None:
+    assert repr(mask_positions(sink(0), 3)) == "MaskPositions(positions=(sink(0), 3), stage='before_softmax')"
+    with pytest.raises(ValueError, match=r"where a sink stands depends on the model; run it with .*attached"):
+        mask_positions(sink(0))(torch.zeros(1, 1, 4, 4))
+    with pytest.raises(ValueError, match=r"sink\(-1\): sinks are counted from 0"):
+        sink(-1)
+    model = tiny("sink_qwen", num_sinks=1)
+    with (
+        pytest.raises(ValueError, match=r"position sink\(1\) is not there; the model has 1 sink tokens"),
+        attached(model, mask_positions(sink(1))),
+    ):
+        model(input_ids=torch.tensor([[1, 2]]))
+
+
 def test_with_a_cache_the_queries_are_the_last_ones() -> None:
     scores = torch.zeros(1, 1, 2, 6)
     hidden = mask_positions(5, 1)(scores) < 0
@@ -52,5 +132,5 @@ def test_bad_settings_are_refused() -> None:
         mask_positions()
     with pytest.raises(ValueError, match="stage is 'during'"):
         mask_positions(1, stage="during")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="position 7, but there are 4 keys"):
+    with pytest.raises(ValueError, match="position 7 is not there; the model has 4 canvas positions"):
         mask_positions(7)(torch.zeros(1, 1, 4, 4))
