@@ -19,7 +19,7 @@ from dlm_lens.testing import tiny
 
 def masked_row(self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     """Attention with the sink's row in the same call."""
-    visible = SinkLayout.of(self).visible(attention_mask, q.shape[2], q.device)
+    visible = SinkLayout.of(self).restrict(attention_mask, q.shape[2], q.device)
     return HookedAttention._attend(self, q, k, v, visible, **kwargs)
 
 

@@ -75,8 +75,7 @@ class SinkAttention(HookedAttention):
             return super()._attend(q, k, v, attention_mask, **kwargs)
         length = q.shape[2]
         if function is hooked_attention:
-            visible = layout.visible(attention_mask, length, q.device)
-            return hooked_attention(self, q, k, v, visible, **kwargs)
+            return hooked_attention(self, q, k, v, layout.restrict(attention_mask, length, q.device), **kwargs)
         canvas = layout.canvas(length)
         rows = attention_mask if attention_mask is None else attention_mask[:, :, canvas]
         z, _ = function(self, q[:, :, canvas], k, v, rows, **kwargs)
@@ -109,7 +108,7 @@ class SinkQwenModel(Qwen2Model):
     def forward(
         self,
         input_ids: Int[Tensor, "batch canvas"] | None = None,
-        attention_mask: Int[Tensor, "batch canvas"] | Bool[Tensor, "batch 1 position position"] | None = None,
+        attention_mask: Int[Tensor, "batch canvas"] | Bool[Tensor, "batch 1 canvas canvas"] | None = None,
         position_ids: Int[Tensor, "batch canvas"] | None = None,
         inputs_embeds: Float[Tensor, "batch position d_model"] | None = None,
         **kwargs: Any,
@@ -127,14 +126,14 @@ class SinkQwenModel(Qwen2Model):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, length = inputs_embeds.shape[0], inputs_embeds.shape[1] - layout.count
-        if attention_mask is not None and attention_mask.ndim == 2:
-            if attention_mask.shape != (batch, length):
+        if attention_mask is not None:
+            if attention_mask.shape[-1] != length or attention_mask.ndim not in (2, 4):
                 raise ValueError(
                     f"attention_mask has shape {list(attention_mask.shape)}; the canvas is [{batch}, {length}]"
                 )
-            if position_ids is None:
+            if position_ids is None and attention_mask.ndim == 2:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-            attention_mask = layout.attention_mask(attention_mask)
+            attention_mask = layout.widen(attention_mask)
         if position_ids is None:
             position_ids = torch.arange(length, device=inputs_embeds.device)[None]
         return super().forward(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Placement = Literal["front", "end"]
@@ -87,9 +87,17 @@ class SinkLayout:
         flags[self.sinks(length)] = True
         return flags
 
-    def attention_mask(self, keep: Int[Tensor, "batch canvas"]) -> Int[Tensor, "batch position"]:
-        """A padding mask of the canvas, widened: sinks are never padding."""
-        return self.surround(keep, keep.new_ones(keep.shape[0], self.count))
+    def widen(self, mask: Tensor) -> Tensor:
+        """A mask of the canvas, `[batch, S]` or `[batch, heads, S, S]`, with the sinks visible to everyone.
+
+        1, True or (additive) 0.0 stand for visible; who sees what in a sink's own row is `restrict`'s matter.
+        """
+        visible = 0.0 if mask.is_floating_point() and mask.ndim == 4 else 1
+        sides = (self.count, 0) if self.placement == "front" else (0, self.count)
+        padding = sides * (2 if mask.ndim == 4 else 1)
+        if mask.dtype == torch.bool:
+            return torch.nn.functional.pad(mask.byte(), padding, value=visible).bool()
+        return torch.nn.functional.pad(mask, padding, value=visible)
 
     def position_ids(self, canvas: Int[Tensor, "batch canvas"]) -> Int[Tensor, "batch position"]:
         """Rotary positions: sinks in front take 0, ..., count - 1 and shift the canvas; at the end they go on.
@@ -101,11 +109,18 @@ class SinkLayout:
             return self.surround(canvas + self.count, index)
         return self.surround(canvas, canvas.amax(-1, keepdim=True) + 1 + index)
 
-    def visible(
-        self, keep: Bool[Tensor, "batch #head #query position"] | None, length: int, device: torch.device
-    ) -> Bool[Tensor, "#batch #head query position"]:
-        """Who sees whom: a sink only itself (Eq. 6 of "One Token Is Enough"), everyone else what `keep` allows."""
+    def restrict(
+        self, mask: Tensor | None, length: int, device: torch.device
+    ) -> Bool[Tensor, "#batch #head query position"] | Float[Tensor, "#batch #head query position"]:
+        """Who sees whom: a sink only itself (Eq. 6 of "One Token Is Enough"), everyone else what `mask` allows.
+
+        `mask` is boolean or additive over all `length` positions of the network, or None where all is visible.
+        """
         itself = torch.eye(length, dtype=torch.bool, device=device)
         rows = self.is_sink(length, device)[:, None]
-        everyone = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if keep is None else keep
-        return torch.where(rows, itself, everyone)
+        if mask is None:
+            return torch.where(rows, itself, True)[None, None]
+        if mask.dtype == torch.bool:
+            return torch.where(rows, itself, mask)
+        hidden = torch.zeros(length, length, dtype=mask.dtype, device=device)
+        return torch.where(rows, hidden.masked_fill(~itself, torch.finfo(mask.dtype).min), mask)

@@ -90,7 +90,7 @@ def test_every_hook_point_sees_the_sinks_and_equals_float64(options: dict[str, A
     model(input_ids=ids, attention_mask=mask)
     expected = forward64(model, ids, mask)
     layout = SinkLayout.of(model)
-    content = layout.attention_mask(mask).bool()
+    content = layout.widen(mask).bool()
     for key, value in seen.items():
         want, got = expected[key], value.double()
         if key.startswith(("scores", "pattern")):
@@ -195,6 +195,21 @@ def test_embeddings_in_place_of_ids_hold_the_sinks() -> None:
         model.model(input_ids=ids, inputs_embeds=embeds)
     with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 10\]; the canvas is \[2, 9\]"):
         model(input_ids=ids, attention_mask=torch.ones(2, 10))
+
+
+@pytest.mark.parametrize("place", ["front", "end"])
+@torch.no_grad()
+def test_four_dimensional_masks_are_the_canvas_s_boolean_or_additive(place: str) -> None:
+    model = tiny("sink_qwen", num_sinks=2, sink_placement=place)
+    ids, padding = canvas()
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    boolean = padding.bool()[:, None, None, :].expand(2, 1, 9, 9)
+    additive = torch.zeros(2, 1, 9, 9).masked_fill(~boolean, -1e9)
+    expected = forward64(model, ids, padding)["logits"][padding.bool()]
+    for implementation, mask in product(("sdpa", "hooked"), (boolean, additive)):
+        model.set_attn_implementation(implementation)
+        got = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.double()
+        torch.testing.assert_close(got[padding.bool()], expected, **CLOSE)
 
 
 def test_labels_and_logits_to_keep_mean_the_canvas() -> None:
