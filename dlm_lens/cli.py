@@ -55,12 +55,15 @@ def families() -> None:
             ", ".join(f"{name} {value}" for name, value in held.items()) + f" (vocabulary of {vocabulary})"
             for vocabulary, held in family.special_ids.items()
         ]
-        defaults = ", ".join(f"{name}={value}" for name, value in family.sampler_defaults.items())
+        samplers = [
+            f"{sampler}: {', '.join(f'{name}={value}' for name, value in defaults.items())}"
+            for sampler, defaults in family.samplers.items()
+        ]
         rows = {
             "model_type": ", ".join(family.layouts),
             "checkpoints": "\n".join(family.hub_names) or "your own",
             "special ids": "\n".join(ids) or "from config.json",
-            "sampler": f"{family.sampler}: {defaults}",
+            "sampler": "\n".join(samplers),
         }
         grid = Table.grid(padding=(0, 2))
         for name, value in rows.items():

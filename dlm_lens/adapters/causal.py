@@ -7,8 +7,7 @@ from dlm_lens.adapters.registry import Family
 FAMILY = Family(
     name="causal",
     layouts={"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)},
-    sampler="causal",
-    sampler_defaults={"gen_length": 128, "temperature": 0.0},
+    samplers={"causal": {"gen_length": 128, "temperature": 0.0}},
     hub_names=(
         "meta-llama/Llama-3.1-8B-Instruct",
         "Qwen/Qwen2.5-0.5B",

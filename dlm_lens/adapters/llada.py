@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
+from dlm_lens.adapters.masked_diffusion import LLADA_SAMPLER, MaskedDiffusion
 from dlm_lens.adapters.registry import Family
 
 HUB_NAMES = {
@@ -98,15 +98,7 @@ _BLOCK = {
 FAMILY = Family(
     name="llada",
     layouts={"llada": (LLaDAConfig, LLaDAModelLM)},
-    sampler="llada",
-    sampler_defaults={
-        "steps": 128,
-        "gen_length": 128,
-        "block_length": 128,
-        "temperature": 0.0,
-        "cfg_scale": 0.0,
-        "remasking": "low_confidence",
-    },
+    samplers={"llada": LLADA_SAMPLER},
     hub_names=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5", "GSAI-ML/iLLaDA-8B-Base"),
     special_ids={126464: {"mask": 126336, "eos": 126081, "eot": 126348}, 155136: {"mask": 5}},
     renames=(

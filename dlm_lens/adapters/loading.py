@@ -74,7 +74,8 @@ def attach(model: PreTrainedModel, family: Family, tokenizer: Any = None) -> Pre
     add_hook_points(model)
     extras: Any = model  # attributes that transformers' class does not declare
     extras.tokenizer = tokenizer
-    extras.sampler_defaults = {**family.sampler_defaults, **(getattr(model.config, "sampler_defaults", None) or {})}
+    own = getattr(model.config, "sampler_defaults", None) or {}
+    extras.sampler_defaults = {**family.samplers[family.sampler_of(model.config)], **own}
     return model.eval()
 
 
@@ -82,9 +83,10 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     """Fill in the special ids and check them.
 
     Raises:
-        ValueError: a masked DLM without a mask token id, or with one that has no embedding row.
+        ValueError: an unknown sampler, a masked DLM without a mask token id, or with one that has no embedding row.
     """
-    if family.sampler == "causal":
+    family.sampler_of(config)
+    if family.causal:
         return
     vocabulary = config.vocab_size
     for name, value in family.special_ids.get(vocabulary, {}).items():

@@ -9,6 +9,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dlm_lens.attention import HookedAttention, add_hook_points
 
+LLADA_SAMPLER = {
+    "steps": 128,
+    "gen_length": 128,
+    "block_length": 128,
+    "temperature": 0.0,
+    "cfg_scale": 0.0,
+    "remasking": "low_confidence",
+}
+"""The defaults of ML-GSAI/LLaDA's generate.py."""
+
+DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
+"""The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
+
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):
     """Rotary tables that stay in float32 whatever the model's dtype (LLaDA's `rope_full_precision`)."""

@@ -23,8 +23,9 @@ class Family:
     Args:
         name: how users call it.
         layouts: `model_type` of config.json -> (config class, model class).
-        sampler: name of its sampling algorithm in `dlm_lens.sampling`.
-        sampler_defaults: settings of `denoise` where neither the checkpoint nor the caller says otherwise.
+        samplers: sampling algorithms of `dlm_lens.sampling` that its checkpoints use -> the settings of `denoise`
+            where neither the checkpoint nor the caller says otherwise. The first is the family's; a checkpoint's
+            config.json may name another in its field `sampler`.
         hub_names: released checkpoints that load.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs that do
             not name them.
@@ -33,11 +34,28 @@ class Family:
 
     name: str
     layouts: Mapping[str, tuple[type[Any], type[Any]]]
-    sampler: str
-    sampler_defaults: Mapping[str, Any]
+    samplers: Mapping[str, Mapping[str, Any]]
     hub_names: tuple[str, ...] = ()
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
+
+    def sampler_of(self, config: Any) -> str:
+        """The algorithm that a checkpoint's config asks for, or the family's.
+
+        Raises:
+            ValueError: one that the family does not have.
+        """
+        name = getattr(config, "sampler", None) or next(iter(self.samplers))
+        if name not in self.samplers:
+            raise ValueError(
+                f"config.json asks for the sampler {name!r}; {self.name} has {', '.join(self.samplers)}"
+            )
+        return str(name)
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is autoregressive."""
+        return "causal" in self.samplers
 
     def register(self) -> None:
         """Make the family's own model types known to transformers' Auto classes and its weight loader.

@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
+from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, LLADA_SAMPLER, MaskedDiffusion
 from dlm_lens.adapters.registry import Family
 from dlm_lens.adapters.sink_tokens import SinkEmbedding
 from dlm_lens.attention import HookedAttention, Placement, SinkLayout, hooked_attention
@@ -24,6 +24,7 @@ class SinkQwenConfig(Qwen2Config):
         zero_sink_value: force the sinks' values to zero in every layer (Table 5).
         gated_attention: z times sigmoid(W_g x), elementwise, before the output projection (appendix A.2).
         logit_shift: position i is predicted by the output at i - 1, for models that began autoregressive.
+        sampler: "llada" or "dream"; None for LLaDA's.
         sampler_defaults: settings of `denoise` that travel with the checkpoint.
 
     Raises:
@@ -39,6 +40,7 @@ class SinkQwenConfig(Qwen2Config):
     zero_sink_value: bool = False
     gated_attention: bool = False
     logit_shift: bool = False
+    sampler: str | None = None
     sampler_defaults: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -182,13 +184,5 @@ class SinkQwenForMaskedLM(MaskedDiffusion, Qwen2ForCausalLM):
 FAMILY = Family(
     name="sink_qwen",
     layouts={"sink_qwen": (SinkQwenConfig, SinkQwenForMaskedLM)},
-    sampler="llada",
-    sampler_defaults={
-        "steps": 128,
-        "gen_length": 128,
-        "block_length": 128,
-        "temperature": 0.0,
-        "cfg_scale": 0.0,
-        "remasking": "low_confidence",
-    },
+    samplers={"llada": LLADA_SAMPLER, "dream": DREAM_SAMPLER},
 )

@@ -8,14 +8,22 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.sampling.causal import CausalSettings, decode
+from dlm_lens.sampling.dream import DreamSampler, DreamSettings
 from dlm_lens.sampling.history import History
-from dlm_lens.sampling.llada import LLaDASampler, LLaDASettings, SpecialIds
+from dlm_lens.sampling.llada import LLaDASampler, LLaDASettings
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
 from dlm_lens.sampling.result import Denoised
-from dlm_lens.sampling.settings import block_settings, only_known, row_seeds
+from dlm_lens.sampling.sampler import SpecialIds
+from dlm_lens.sampling.settings import answer_settings, block_settings, only_known, row_seeds
+
+ALGORITHMS: dict[str, tuple[type[Any], type[Any], Any]] = {
+    "llada": (LLaDASettings, LLaDASampler, block_settings),
+    "dream": (DreamSettings, DreamSampler, answer_settings),
+}
+"""Sampling algorithms: settings, sampler, and how the settings follow from defaults and arguments."""
 
 
 @torch.no_grad()
@@ -54,7 +62,8 @@ def denoise(
         block_length: length of the blocks decoded from left to right; it divides gen_length.
         temperature: 0 takes the most likely token, above 0 samples.
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
-        remasking: what decides which proposals are written: LLaDA "low_confidence" or "random".
+        remasking: what decides which proposals are written: LLaDA "low_confidence" or "random"; Dream "origin",
+            "maskgit_plus", "topk_margin" or "entropy".
         seed: one number, or one per row.
         logits: evaluate the head only where the sampler needs it, or everywhere.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
@@ -63,10 +72,11 @@ def denoise(
             finished one. Returns a replacement or None; whatever it masks again is filled again.
         progress: show a progress bar.
         reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a
-            single seed), block budgets fixed when a block starts (masks in the prompt compete for them and as
-            many stay), [MASK] allowed as a proposal, EOS confidence kept at temperature > 0.
+            single seed), [MASK] allowed as a proposal; LLaDA: block budgets fixed when a block starts (masks in
+            the prompt compete for them and as many stay), EOS confidence kept at temperature > 0; Dream: one
+            budget averaged over the rows.
         **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
-            AR: use_cache).
+            Dream: top_p, top_k, alg_temp, eps; AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.
@@ -88,23 +98,30 @@ def denoise(
         raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
     prompts = read_prompts(model, prompt, attention_mask)
     seeds = row_seeds(seed, len(prompts.ids))
-    if family_of(model.config.model_type).sampler == "causal":
+    sampler = family_of(model.config.model_type).sampler_of(model.config)
+    if sampler == "causal":
         if reference_quirks or on_canvas is not None:
             raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")
         return _decode(model, prompts, given, seeds, on_logits=on_logits, progress=progress)
-    run = _prepare(model, prompts, given, seeds, reference_quirks)
+    run = _prepare(model, prompts, sampler, given, seeds, reference_quirks)
     where: Any = "masked" if reference_quirks and logits == "needed" else logits
     return run_sampler(**run, logits=where, on_logits=on_logits, on_canvas=on_canvas, progress=progress)
 
 
 def _prepare(
-    model: Any, prompts: Prompts, given: Mapping[str, Any], seeds: tuple[int, ...], reference_quirks: bool
+    model: Any,
+    prompts: Prompts,
+    algorithm: str,
+    given: Mapping[str, Any],
+    seeds: tuple[int, ...],
+    reference_quirks: bool,
 ) -> dict[str, Any]:
-    """The parts of a run with LLaDA's sampler."""
+    """The parts of a run."""
     mask_id = model.config.mask_token_id
     holes = (prompts.ids == mask_id) & prompts.attention_mask
-    values = block_settings(model.sampler_defaults, given, masks=int(holes.sum(-1).amax()))
-    settings: LLaDASettings = only_known(LLaDASettings, values, "llada")
+    settings_class, sampler_class, resolve = ALGORITHMS[algorithm]
+    values = resolve(model.sampler_defaults, given, masks=int(holes.sum(-1).amax()))
+    settings = only_known(settings_class, values, algorithm)
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
     rows = len(prompts.ids)
@@ -118,12 +135,13 @@ def _prepare(
     def is_masked(canvas: Tensor) -> Tensor:
         return (canvas == mask_id) & (content | reference_quirks)
 
-    record = {"sampler": "llada", **values, "seeds": seeds, "reference_quirks": reference_quirks}
+    sampler = sampler_class(settings, noise, ids, reference_quirks=reference_quirks)
+    record = {"sampler": algorithm, **values, "seeds": seeds, "reference_quirks": reference_quirks}
     return {
         "network": CanvasLogits(
-            model, content, cfg_scale=settings.cfg_scale, fixed=canvas != mask_id, mask_token_id=mask_id
+            model, content, cfg_scale=sampler.cfg_scale, fixed=canvas != mask_id, mask_token_id=mask_id
         ),
-        "sampler": LLaDASampler(settings, noise, ids, reference_quirks=reference_quirks),
+        "sampler": sampler,
         "canvas": canvas,
         "history": History(model, content, prompts.ids.shape[1], record),
         "is_masked": is_masked,

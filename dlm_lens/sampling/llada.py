@@ -8,18 +8,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.sampler import Proposal, Sampler, Select, StepPlan
+from dlm_lens.sampling.sampler import Proposal, Sampler, Select, SpecialIds, StepPlan
 
 REMASKING = ("low_confidence", "random")
-
-
-@dataclass(frozen=True)
-class SpecialIds:
-    """Token ids that the sampler treats specially."""
-
-    mask: int
-    eos: int | None = None
-    eot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +137,7 @@ class LLaDASampler(Sampler):
                 "logits_eos_inf and confidence_eos_eot_inf need an end-of-text token; "
                 "pass eos_token_id= to dlm_lens.load"
             )
-        self.settings, self.reference_quirks = settings, reference_quirks
+        self.settings, self.reference_quirks, self.cfg_scale = settings, reference_quirks, settings.cfg_scale
         self.propose = LLaDAPropose(settings, noise, ids, reference_quirks)
         self.select = Select()
         self._block_masks: Tensor | None = None

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -18,6 +18,28 @@ class Noise(Protocol):
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """A float32 number per position."""
+        ...
+
+    def masked_positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
+        """A float32 number per eligible position; 1 elsewhere."""
+        ...
+
+    def tokens(
+        self,
+        probabilities: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Int[Tensor, "evaluated"]:
+        """One column per evaluated position, drawn by its probabilities (up to a factor)."""
+        ...
+
+    def draw(
+        self,
+        weights: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """`count` positions per row, drawn without replacement from softmax(weights)."""
         ...
 
 
@@ -53,6 +75,31 @@ class RowNoise:
             values[row, keep] = torch.rand(int(keep.sum()), generator=generator)
         return values
 
+    def masked_positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
+        """A float32 number per eligible position; 1 elsewhere."""
+        return self.positions(eligible).masked_fill(~eligible.cpu(), 1.0)
+
+    def tokens(
+        self,
+        probabilities: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Int[Tensor, "evaluated"]:
+        """One column per evaluated position, by the Gumbel trick on that row's own numbers."""
+        uniform = self.columns(evaluated, eligible, probabilities.shape[-1])
+        return add_gumbel(probabilities.double().log(), uniform, 1.0).argmax(-1)
+
+    def draw(
+        self,
+        weights: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """The `count` largest of weights plus Gumbel noise, which is drawing without replacement."""
+        scores = add_gumbel(weights, self.positions(eligible).double(), 1.0)
+        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        return rank < count[:, None]
+
 
 class SharedNoise:
     """The reference's stream: one generator for the batch, numbers for every position, in its order."""
@@ -70,6 +117,37 @@ class SharedNoise:
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """Draw for all positions of the batch."""
         return torch.rand(*eligible.shape, generator=self.generator)
+
+    def masked_positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
+        """Draw for the eligible positions of the batch, one row after the other."""
+        wanted = eligible.cpu()
+        return torch.ones(wanted.shape).masked_scatter(
+            wanted, torch.rand(int(wanted.sum()), generator=self.generator)
+        )
+
+    def tokens(
+        self,
+        probabilities: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Int[Tensor, "evaluated"]:
+        """`torch.multinomial`, whose stream belongs to the installed torch."""
+        drawn = torch.multinomial(probabilities.cpu(), 1, generator=self.generator)
+        return drawn.squeeze(-1).to(probabilities.device)
+
+    def draw(
+        self,
+        weights: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """`torch.multinomial` for the whole batch at once."""
+        chosen = torch.zeros(weights.shape, dtype=torch.bool)
+        number = int(count[0])
+        if number:
+            drawn = torch.multinomial(weights.softmax(-1).cpu(), number, generator=self.generator)
+            chosen.scatter_(-1, drawn, True)
+        return chosen.to(weights.device)
 
 
 def add_gumbel(

@@ -39,11 +39,23 @@ class Select(nn.Module):
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
         """Return the positions to write now."""
-        order = confidence.masked_fill(~eligible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        order = confidence.argsort(dim=-1, descending=True, stable=True)
+        # Eligible positions first, whatever their confidence: -inf among them must not tie with the others.
+        first = eligible.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, first)
         rank = torch.empty_like(order).scatter_(
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )
         return (rank < count[:, None]) & eligible
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Token ids that samplers treat specially."""
+
+    mask: int
+    eos: int | None = None
+    eot: int | None = None
 
 
 class Sampler(nn.Module):
@@ -55,6 +67,7 @@ class Sampler(nn.Module):
 
     propose: nn.Module
     select: nn.Module
+    cfg_scale: float = 0.0
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of the run, in order."""

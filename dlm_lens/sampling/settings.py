@@ -5,12 +5,10 @@ from dataclasses import fields
 from typing import Any
 
 
-def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """Settings of a block-wise sampler.
+def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """Settings of a sampler without blocks; `masks` is the number of masks in the prompt.
 
-    With `gen_length` but no `steps`, one token per step; the default `block_length` holds where it divides
-    the answer and the steps, otherwise the answer is one block. `masks` is the number of masks in the prompt:
-    with `gen_length=0` they alone are filled, in one block.
+    With `gen_length` but no `steps`, as many steps as tokens. `gen_length=0` fills the prompt's masks alone.
 
     Raises:
         ValueError: there is nothing to write.
@@ -24,6 +22,20 @@ def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks:
         )
     if "steps" not in given and ("gen_length" in given or length == 0):
         values["steps"] = length or masks
+    return values
+
+
+def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """Settings of a block-wise sampler: those of `answer_settings`, and blocks.
+
+    The default `block_length` holds where it divides
+    the answer and the steps, otherwise the answer is one block.
+
+    Raises:
+        ValueError: there is nothing to write.
+    """
+    values = answer_settings(defaults, given, masks)
+    length = values["gen_length"]
     if length == 0:
         return values | {"block_length": 1}
     if "block_length" not in given:

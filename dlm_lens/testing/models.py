@@ -51,7 +51,7 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
         "bos_token_id": None,
         "eos_token_id": EOS,
     }
-    if known[family].sampler != "causal":
+    if not known[family].causal:
         values["mask_token_id"] = MASK
     settings = config_class(**{**values, **config})
     tokenizer = _tokenizer(settings.vocab_size)

@@ -8,60 +8,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import dlm_lens
 from dlm_lens.adapters.llada import LLaDAConfig
+from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "llada"
-VARIANTS = [GOLDEN, GOLDEN / "variants" / "gqa_tied"]
-# Several times the float32 noise of the reference itself (1.7e-5 on logits of up to 13).
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-def cases() -> list[Any]:
-    return [
-        pytest.param(path, case["name"], id=f"{path.name}-{case['name']}")
-        for path in VARIANTS
-        for case in json.loads((path / "forward.json").read_text())["cases"]
-    ]
+LLADA = GOLDEN / "llada"
+VARIANTS = [LLADA, LLADA / "variants" / "gqa_tied"]
 
 
-def collect(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """Every intermediate of one forward under the golden's names."""
-    seen: dict[str, Tensor] = {}
-    handles = []
-
-    def keep(module: torch.nn.Module, name: str) -> None:
-        handles.append(module.register_forward_hook(lambda _m, _a, out: seen.__setitem__(name, out)))
-
-    keep(model.model.embed_tokens, "hidden.embed")
-    keep(model.model.norm, "hidden.final_norm")
-    for index, layer in enumerate(model.model.layers):
-        keep(layer, f"hidden.block{index}")
-        keep(layer.self_attn.o_proj, f"attn_out{index}")
-        keep(layer.mlp, f"mlp_out{index}")
-        for point, name in (("rot_q", "q"), ("rot_k", "k"), ("v", "v"), ("pattern", "probs"), ("z", "z")):
-            keep(getattr(layer.self_attn, f"hook_{point}"), f"{name}{index}")
-    seen["logits"] = model(input_ids=ids, attention_mask=mask).logits
-    for handle in handles:
-        handle.remove()
-    for name in seen:
-        if name[0] in "qkv":
-            seen[name] = seen[name].transpose(1, 2)
-        elif name.startswith("z"):
-            seen[name] = seen[name].flatten(-2)
-    return seen
-
-
-@pytest.mark.parametrize(("path", "case"), cases())
+@pytest.mark.parametrize(("path", "case"), cases(*VARIANTS))
 @torch.no_grad()
 def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
     model = dlm_lens.load(path)
     golden = load_file(path / "forward.safetensors")
     mask = golden.get(f"{case}.attention_mask")
-    seen = collect(model, golden[f"{case}.input_ids"], mask)
+    seen = collect(model, golden[f"{case}.input_ids"], attention_mask=mask)
     plain = model(input_ids=golden[f"{case}.input_ids"], attention_mask=mask).logits
     torch.testing.assert_close(plain, golden[f"{case}.logits"], **CLOSE)
     compared = 0
@@ -111,8 +75,8 @@ def test_bfloat16_equals_hugging_face_layers_with_float32_rotation(
 
 @torch.no_grad()
 def test_bfloat16_is_near_the_stored_run_of_the_original() -> None:
-    golden = load_file(GOLDEN / "forward.safetensors")
-    got = dlm_lens.load(GOLDEN, dtype="bfloat16")(input_ids=golden["plain_b1.input_ids"]).logits
+    golden = load_file(LLADA / "forward.safetensors")
+    got = dlm_lens.load(LLADA, dtype="bfloat16")(input_ids=golden["plain_b1.input_ids"]).logits
     difference = (got.float() - golden["plain_b1.logits_bfloat16"].float()).abs()
     # bfloat16 sums depend on the CPU: allow four ulps of the largest logits (8 to 16: 1/16 each), and on average
     # half of what bfloat16 itself costs against float32 (0.02 to 0.04).
@@ -122,8 +86,8 @@ def test_bfloat16_is_near_the_stored_run_of_the_original() -> None:
 
 def test_bfloat16_tables_would_differ() -> None:
     """The float32 rotation is what the test above sees: without it the logits move."""
-    model = dlm_lens.load(GOLDEN, dtype="bfloat16")
-    ids = load_file(GOLDEN / "forward.safetensors")["plain_b1.input_ids"]
+    model = dlm_lens.load(LLADA, dtype="bfloat16")
+    ids = load_file(LLADA / "forward.safetensors")["plain_b1.input_ids"]
     with torch.no_grad():
         before = model(input_ids=ids).logits
         model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
@@ -181,13 +145,13 @@ def test_special_ids_of_the_released_vocabulary_are_known(tmp_path: Path) -> Non
 
 
 def test_a_sharded_checkpoint_loads(tmp_path: Path) -> None:
-    weights = load_file(GOLDEN / "model.safetensors")
+    weights = load_file(LLADA / "model.safetensors")
     names = sorted(weights)
     shards = {"model-00001-of-00002.safetensors": names[:10], "model-00002-of-00002.safetensors": names[10:]}
     for shard, held in shards.items():
         save_file({name: weights[name] for name in held}, tmp_path / shard, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: shard for shard, held in shards.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "config.json").write_text((GOLDEN / "config.json").read_text())
-    whole, sharded = dlm_lens.load(GOLDEN).state_dict(), dlm_lens.load(tmp_path).state_dict()
+    (tmp_path / "config.json").write_text((LLADA / "config.json").read_text())
+    whole, sharded = dlm_lens.load(LLADA).state_dict(), dlm_lens.load(tmp_path).state_dict()
     assert all(whole[name].equal(sharded[name]) for name in whole)

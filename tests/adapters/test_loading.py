@@ -203,4 +203,11 @@ def test_families_tell_what_they_load() -> None:
     assert {"llada", "causal", "sink_qwen"} <= families.keys()
     assert "GSAI-ML/LLaDA-8B-Instruct" in families["llada"].hub_names
     assert families["llada"].special_ids[126464] == {"mask": 126336, "eos": 126081, "eot": 126348}
-    assert families["causal"].sampler == "causal"
+    assert families["causal"].causal
+    assert not families["llada"].causal
+    assert list(families["sink_qwen"].samplers) == ["llada", "dream"]
+
+
+def test_an_unknown_sampler_in_a_config_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"asks for the sampler .os\.system.; sink_qwen has llada, dream"):
+        tiny("sink_qwen", sampler="os.system")

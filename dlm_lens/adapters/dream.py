@@ -1,0 +1,45 @@
+"""Dream and DiffuCoder: Qwen2 layers without causality, whose output at i - 1 predicts position i."""
+
+from typing import Any
+
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, MaskedDiffusion
+from dlm_lens.adapters.registry import Family
+
+
+class DreamConfig(Qwen2Config):
+    """Config of Dream; the hub's says `use_cache: true`, which a bidirectional model cannot."""
+
+    model_type = "Dream"
+    is_causal: bool = False
+    logit_shift: bool = True
+    mask_token_id: int | None = None
+    eot_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Switch the cache off: every step sees the whole canvas anew."""
+        kwargs.pop("auto_map", None)
+        super().__post_init__(**kwargs)
+        self.use_cache = False
+
+
+class DreamModel(MaskedDiffusion, Qwen2ForCausalLM):
+    """Dream-7B; parity with the original: tests/adapters/test_dream.py. Its logits are not shifted."""
+
+    config_class = DreamConfig
+
+
+FAMILY = Family(
+    name="dream",
+    layouts={"Dream": (DreamConfig, DreamModel)},
+    samplers={"dream": DREAM_SAMPLER},
+    hub_names=(
+        "Dream-org/Dream-v0-Base-7B",
+        "Dream-org/Dream-v0-Instruct-7B",
+        "apple/DiffuCoder-7B-Base",
+        "apple/DiffuCoder-7B-Instruct",
+        "apple/DiffuCoder-7B-cpGRPO",
+    ),
+    special_ids={152064: {"mask": 151666, "eos": 151643}},
+)

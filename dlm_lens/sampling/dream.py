@@ -1,0 +1,182 @@
+"""Dream's sampler: a timestep schedule over the whole answer, four rules of what to write."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.sampler import Proposal, Sampler, Select, SpecialIds, StepPlan
+
+REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy")
+
+
+@dataclass(frozen=True)
+class DreamSettings:
+    """Settings of Dream's `diffusion_generate`; `remasking` is its `alg`.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    temperature: float = 0.0
+    remasking: str = "origin"
+    top_p: float | None = None
+    top_k: int | None = None
+    alg_temp: float | None = None
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; it must be at least 1")
+        for name in ("temperature", "alg_temp"):
+            if (getattr(self, name) or 0.0) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 (greedy) or positive")
+        if self.remasking not in REMASKING:
+            raise ValueError(f"remasking {self.remasking!r} is none of Dream's: {', '.join(REMASKING)}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
+        if not 0 < self.eps < 1:
+            raise ValueError(f"eps is {self.eps}; it must lie between 0 and 1")
+
+
+def filtered(
+    logits: Float[Tensor, "n d_vocab"], top_p: float | None, top_k: int | None
+) -> Float[Tensor, "n d_vocab"]:
+    """Logits outside the nucleus or the top k become the dtype's minimum; the token that crosses top_p stays."""
+    floor = torch.finfo(logits.dtype).min
+    if top_p is not None and top_p < 1:
+        values, order = logits.sort(descending=True)
+        beyond = values.softmax(-1).cumsum(-1) > top_p
+        beyond = torch.cat([torch.zeros_like(beyond[:, :1]), beyond[:, :-1]], -1)
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), floor)
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, floor)
+    return logits
+
+
+class DreamPropose(nn.Module):
+    """x0 from softmax(filtered(logits / temperature)), and the confidence of the rule.
+
+    maskgit_plus: the probability of x0; topk_margin: largest minus second largest probability; entropy:
+    sum p ln(p + 1e-10). With `origin` the confidence is not used. [MASK] is never an x0 unless
+    `reference_quirks`.
+    """
+
+    def __init__(self, settings: DreamSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.noise = settings, noise
+        self.never = None if reference_quirks else ids.mask
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        settings = self.settings
+        if settings.temperature > 0:
+            logits = logits / settings.temperature
+        likely = filtered(logits, settings.top_p, settings.top_k).softmax(-1)
+        choice = likely
+        if self.never is not None:
+            choice = likely.index_fill(-1, torch.tensor([self.never], device=likely.device), 0.0)
+        chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
+        confidence = torch.full(canvas.shape, -torch.inf, device=canvas.device)
+        if settings.remasking != "origin":
+            confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        if self.settings.remasking == "topk_margin":
+            first, second = likely.topk(2).values.unbind(-1)
+            return first - second
+        if self.settings.remasking == "entropy":
+            return (likely * torch.log(likely + 1e-10)).sum(-1)
+        return likely.gather(-1, chosen[:, None]).squeeze(-1)
+
+
+class SelectDrawn(nn.Module):
+    """Draw `count` eligible positions per row without replacement, from softmax(confidence / alg_temp)."""
+
+    def __init__(self, noise: Noise, alg_temp: float) -> None:
+        super().__init__()
+        self.noise, self.alg_temp = noise, alg_temp
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions to write now."""
+        weights = (confidence / self.alg_temp).masked_fill(~eligible, -torch.inf)
+        return self.noise.draw(weights, eligible, count) & eligible
+
+
+class DreamSampler(Sampler):
+    """Step i writes the fraction 1 - t[i+1] / t[i] of what is masked now, t = linspace(1, eps, steps + 1).
+
+    The number is truncated, so that `steps` equal to the answer's length is not one token a step; the last step
+    writes all that is left. It is taken of each row's own masks, which recounts what an intervention changed;
+    `reference_quirks` takes it of the average over the batch. With `origin` every masked position is written
+    with that probability.
+    """
+
+    def __init__(
+        self, settings: DreamSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__()
+        self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
+        self.propose = DreamPropose(settings, noise, ids, reference_quirks)
+        drawn = settings.alg_temp and settings.remasking != "origin"
+        self.select: nn.Module = SelectDrawn(noise, settings.alg_temp or 0.0) if drawn else Select()
+        times = torch.linspace(1, settings.eps, settings.steps + 1)
+        self.fractions = [1 - times[i + 1] / times[i] for i in range(settings.steps)]
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step; there are no blocks."""
+        total = self.settings.steps
+        span = (0 if self.settings.gen_length == 0 else prompt_length, positions)
+        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Every masked position."""
+        return masked
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """How many positions each row writes now; float32 arithmetic, truncated, as in the reference."""
+        left = eligible.sum(-1)
+        if plan.remaining == 1 or self.settings.remasking == "origin":
+            return left
+        masks = (left.sum() / len(left)).expand(len(left)) if self.reference_quirks else left.float()
+        return (masks * self.fractions[plan.index].to(masks.device)).long()
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step; with `origin` the positions are drawn first and only theirs are proposed for."""
+        if self.settings.remasking == "origin":
+            fraction = 1.0 if plan.remaining == 1 else float(self.fractions[plan.index])
+            drawn = self.noise.masked_positions(masked).to(canvas.device) < fraction
+            logits, evaluated = logits[drawn[evaluated]], evaluated & drawn
+            eligible = masked & drawn
+            proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
+            selected = self.select(proposal.confidence, eligible, eligible.sum(-1))
+            return torch.where(selected, proposal.tokens, canvas), proposal, selected
+        return super().forward(canvas, logits, evaluated, masked, plan)

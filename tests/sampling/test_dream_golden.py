@@ -1,0 +1,126 @@
+"""Every stored trajectory of Dream's sampler, token for token."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import dlm_lens
+from dlm_lens.testing import tiny
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "dream"
+SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
+SETTINGS = SAMPLING["settings"]
+MASK = SAMPLING["mask_token_id"]
+
+
+def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.Denoised, dict[str, Tensor]]:
+    model = dlm_lens.load(GOLDEN)
+    prefix = setting["name"] + "."
+    stored = load_file(GOLDEN / "sampling.safetensors")
+    golden = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+    arguments = dict(setting["args"])
+    arguments |= {"remasking": arguments.pop("alg"), "gen_length": arguments.pop("max_new_tokens")}
+    if suffix := setting.get("tokens_hook_fixed_suffix_row0"):
+
+        def plant(step: int, canvas: Tensor) -> Tensor:
+            canvas[0, -len(suffix) :] = torch.tensor(suffix)
+            return canvas
+
+        options["on_canvas"] = plant
+    if banned := setting.get("logits_hook_banned_token"):
+        options["on_logits"] = lambda _s, _c, logits: logits.index_fill(-1, torch.tensor([banned]), -1e4)
+    seed, mask = setting["seed"] or 0, golden.get("attention_mask")
+    return dlm_lens.denoise(model, golden["prompt"], mask, seed=seed, **arguments, **options), golden
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["name"])
+def test_reference_quirks_reproduce_the_original(setting: dict[str, Any]) -> None:
+    if setting["kind"] == "stochastic_inject" and not torch.__version__.startswith("2.13"):
+        pytest.skip("torch.multinomial's stream belongs to a torch build; the golden's is 2.13")
+    got, golden = run(setting, reference_quirks=True)
+    assert got.canvases.equal(golden["trajectory"])
+    assert got.counts.tolist() == setting["transferred_per_step"]
+    finite = golden["confidence"].isfinite()
+    assert got.confidence.isfinite().equal(finite)
+    torch.testing.assert_close(got.confidence[finite], golden["confidence"][finite], atol=1e-5, rtol=1e-5)
+    proposed = golden["x0"] >= 0
+    assert got.proposals[proposed].equal(golden["x0"][proposed])
+
+
+PLAIN = [
+    s for s in SETTINGS if s["kind"] == "deterministic" and s["name"] != "maskgit_more_steps"
+]  # there the original writes [MASK] itself
+
+
+@pytest.mark.parametrize("setting", PLAIN, ids=lambda setting: setting["name"])
+def test_without_noise_the_default_is_the_original(setting: dict[str, Any]) -> None:
+    got, golden = run(setting)
+    assert got.canvases.equal(golden["trajectory"])
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["name"])
+def test_the_default_leaves_no_mask_and_touches_nothing_else(setting: dict[str, Any]) -> None:
+    got, golden = run(setting)
+    assert not (got.tokens == MASK).any()
+    if "tokens_hook_fixed_suffix_row0" not in setting:
+        assert (got.selected.sum(0) == got.masked[0]).all()
+    kept = golden["prompt"] != MASK
+    assert got.tokens[:, : kept.shape[1]][kept].equal(golden["prompt"][kept])
+
+
+@pytest.mark.parametrize("remasking", ["origin", "maskgit_plus", "topk_margin", "entropy"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("alg_temp", [None, 0.3])
+def test_a_row_is_what_it_is_alone(remasking: str, temperature: float, alg_temp: float | None) -> None:
+    model = tiny("sink_qwen", sampler="dream", num_sinks=1)
+    options: dict[str, Any] = {
+        "gen_length": 9, "steps": 5, "remasking": remasking, "temperature": temperature, "alg_temp": alg_temp,
+        "top_p": 0.9, "seed": 5,
+    }  # fmt: skip
+    prompts = [[1, 2, 3, 4], [5, 63, 7], [8]]
+    together = dlm_lens.denoise(model, prompts, **options)
+    assert together.settings["sampler"] == "dream"
+    assert together.masks_left.tolist() == [0, 0, 0]
+    for row, prompt in enumerate(prompts):
+        alone = dlm_lens.denoise(model, [prompt], **options)
+        kept = together.attention_mask[row]
+        assert together.canvases[:, row, kept].equal(alone.canvases[:, 0])
+
+
+def test_drawing_positions_follows_the_confidence() -> None:
+    """With one position a step, the first draw has probability softmax(confidence / alg_temp)."""
+    model, rows = tiny("dream"), 1200
+    options: dict[str, Any] = {"gen_length": 4, "steps": 4, "remasking": "maskgit_plus", "eps": 1e-3}
+    greedy = dlm_lens.denoise(model, [[1, 2]], **options | {"steps": 1})
+    expected = (greedy.confidence[0, 0, 2:] / 0.05).softmax(-1)
+    run = dlm_lens.denoise(
+        model, [[1, 2]] * rows, alg_temp=0.05, seed=list(range(rows)), **options | {"steps": 2, "eps": 0.4}
+    )
+    assert run.counts[0].unique().tolist() == [1]
+    observed = run.selected[0, :, 2:].float().mean(0)
+    # Standard error of a share of 1,200 draws: at most 0.015.
+    torch.testing.assert_close(observed, expected, atol=0.05, rtol=0)
+    assert expected.max() - expected.min() > 0.15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remasking": "low_confidence"}, "none of Dream's: origin, maskgit_plus, topk_margin, entropy"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"eps": 1.0}, "eps is 1.0"),
+        ({"alg_temp": -1.0}, "alg_temp is -1.0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"block_length": 4}, "the dream sampler has no setting 'block_length'"),
+        ({"gen_length": 0}, "gen_length is 0 and the prompt holds no mask token"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dlm_lens.denoise(tiny("dream"), [[1, 2]], **{"gen_length": 4, **options})
