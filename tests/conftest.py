@@ -4,8 +4,6 @@ import torch
 # The models are tiny: more threads only get in each other's way.
 torch.set_num_threads(1)
 
-pytest_plugins = ["dlm_lens.testing.fixtures"]
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

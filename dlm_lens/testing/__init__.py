@@ -1,5 +1,6 @@
 """Tiny random models for tests, of this library and of those who build on it."""
 
-from dlm_lens.testing.models import tiny
+import lazy_loader
 
-__all__ = ["tiny"]
+# Lazily, because the pytest plugin beside it is imported in every pytest run of an environment.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,24 +1,39 @@
-"""Pytest fixtures: put `pytest_plugins = ["dlm_lens.testing.fixtures"]` into the top conftest.py."""
+"""Pytest fixtures, available in every environment that has dlm_lens installed (entry point `pytest11`)."""
+
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import PreTrainedModel
 
-from dlm_lens.testing.models import tiny
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
 
 
 @pytest.fixture
-def tiny_llada() -> PreTrainedModel:
+def tiny_model() -> "Callable[..., PreTrainedModel]":
+    """`dlm_lens.testing.tiny`, to build a tiny model of any family: `tiny_model("sink_qwen", num_sinks=1)`."""
+    from dlm_lens.testing import tiny
+
+    return tiny
+
+
+@pytest.fixture
+def tiny_llada(tiny_model: Any) -> "PreTrainedModel":
     """A tiny LLaDA with grouped queries."""
-    return tiny("llada")
+    model: PreTrainedModel = tiny_model("llada")
+    return model
 
 
 @pytest.fixture
-def tiny_sink_qwen() -> PreTrainedModel:
-    """A tiny masked DLM of Qwen2 layers."""
-    return tiny("sink_qwen")
+def tiny_sink_qwen(tiny_model: Any) -> "PreTrainedModel":
+    """A tiny masked DLM of Qwen2 layers with one learned sink token in front."""
+    model: PreTrainedModel = tiny_model("sink_qwen", num_sinks=1)
+    return model
 
 
 @pytest.fixture
-def tiny_causal() -> PreTrainedModel:
+def tiny_causal(tiny_model: Any) -> "PreTrainedModel":
     """A tiny AR Llama."""
-    return tiny("causal")
+    model: PreTrainedModel = tiny_model("causal")
+    return model

@@ -1,0 +1,3 @@
+from .models import tiny as tiny
+
+__all__ = ["tiny"]
