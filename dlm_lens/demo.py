@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -28,13 +29,12 @@ SHOWN_SINKS = 10
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo computed and where it wrote it."""
+    """What the demo computed and where it wrote it; `heads` are the (layer, head) of the figures."""
 
     run: Denoised
     received: Received
     sinks: Sinks
-    layer: int
-    head: int
+    heads: dict[str, tuple[int, int]]
     files: tuple[Path, ...]
 
 
@@ -48,7 +48,8 @@ def run_demo(
     """Denoise `prompt`, find its attention sinks at every step, show them, and write figures and numbers to `out`.
 
     The rule is Eq. 3 of 2510.15731 with eps = 3 on received attention relative to uniform, per head. The figures
-    show the head whose strongest key, averaged over steps, scores highest.
+    show the head whose strongest key scores highest on average over steps, and the head whose main sink moves
+    most often.
 
     Raises:
         ValueError: a prompt or a model that cannot work, before anything is written.
@@ -56,20 +57,23 @@ def run_demo(
     console = console or Console()
     started = time.perf_counter()
     loaded = load(model)
-    console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - started:.1f} s")
+    console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - started:.1f} s", soft_wrap=True)
     run = denoise(loaded, prompt, progress=console.is_terminal)
     _print_text(console, run)
     received = received_over_steps(loaded, run, progress=console.is_terminal)
     sinks = find_sinks(received, AboveMean(eps=3.0))
     _print_sinks(console, sinks)
-    layer, head = strongest_head(received)
+    heads = {"strongest": strongest_head(received), "moving": most_moving_head(sinks)}
     out.mkdir(parents=True, exist_ok=True)
-    files = _write(out, model, run, received, sinks, layer, head)
-    console.print(f"\nThe figures show layer {layer}, head {head}, whose strongest key scores highest on average.")
+    files = _write(out, model, run, received, sinks, heads)
+    console.print(
+        "\nFigures: the head whose strongest key scores highest on average (layer {}, head {}), and the head whose "
+        "main sink moves most often (layer {}, head {}).".format(*heads["strongest"], *heads["moving"])
+    )
     for path in files:
         console.print(Text(f"  {path}"))
     console.print(f"Done in {time.perf_counter() - started:.1f} s.")
-    return Demo(run, received, sinks, layer, head, files)
+    return Demo(run, received, sinks, heads, files)
 
 
 def strongest_head(received: Received) -> tuple[int, int]:
@@ -78,6 +82,15 @@ def strongest_head(received: Received) -> tuple[int, int]:
     peak = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
     layer, head = divmod(int(peak.argmax()), peak.shape[1])
     return received.layers[layer], head
+
+
+def most_moving_head(sinks: Sinks) -> tuple[int, int]:
+    """Layer and head in which the main sink changes its key most often; of equals, the one with sinks longest."""
+    main = sinks.main()  # [step, batch, layer, head], -1 where there is no sink
+    moves = ((main[1:] != main[:-1]) & (main[1:] >= 0) & (main[:-1] >= 0)).sum((0, 1))
+    order = moves * (main.shape[0] * main.shape[1] + 1) + (main >= 0).sum((0, 1))
+    layer, head = divmod(int(order.argmax()), order.shape[1])
+    return sinks.layers[layer], head
 
 
 def _described(model: PreTrainedModel, name: str) -> str:
@@ -92,7 +105,9 @@ def _described(model: PreTrainedModel, name: str) -> str:
 def _print_text(console: Console, run: Denoised) -> None:
     every = max(1, -(-run.steps // SHOWN_STEPS))
     steps = sorted({*range(0, run.steps, every), run.steps - 1})
-    console.print(f"\n[bold]The answer, step by step[/bold] ({len(steps)} of {run.steps} steps; ▢ is still masked)")
+    console.print(
+        f"\n[bold]The answer, step by step[/bold] ({len(steps)} of {run.steps} steps; ▢ still masked, ∎ end of text)"
+    )
     width = len(str(run.steps - 1))
     for step, line in zip(steps, emerging_lines(run, steps=steps), strict=True):
         console.print(Text(f"{step:{width}d}  ", style="cyan") + line, soft_wrap=True)
@@ -100,40 +115,57 @@ def _print_text(console: Console, run: Denoised) -> None:
 
 
 def _print_sinks(console: Console, sinks: Sinks) -> None:
-    rows = sinks.table(top=SHOWN_SINKS)
-    total = int(sinks.is_sink.sum())
+    """The strongest sinks, each (layer, head, position) once: at the step at which it is strongest."""
+    found = sinks.table()
+    key = ["layer", "head", "position"]
+    lives = found.groupby(key, dropna=False).size().rename("steps").reset_index()
+    peaks = found.drop_duplicates(key).merge(lives, on=key, how="left").head(SHOWN_SINKS)
     table = Table(
-        title=f"The {len(rows)} strongest of {total} sinks (step, layer, head, position)", title_justify="left"
+        title=f"The {len(peaks)} strongest of {len(lives)} sinks, at their strongest step; score: {sinks.scale}",
+        title_justify="left",
     )
-    for name in ("step", "layer", "head", "position", "token", "masked", "score"):
-        table.add_column(name, justify="left" if name == "token" else "right")
-    for _, row in rows.iterrows():
-        cells = [str(row[name]) for name in ("step", "layer", "head", "position")]
-        masked = "yes" if row["masked"] else "no"
-        table.add_row(*cells, Text(token_label(str(row["token"]))), masked, f"{row['score']:.1f}")
+    names = ("layer", "head", "position", "token", "masked", "step", "score", "sink for")
+    for name in names:
+        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
+    for _, row in peaks.iterrows():
+        cells = {name: str(row[name]) for name in names[:-1]}
+        cells["position"] = "-" if pd.isna(row["position"]) else cells["position"]
+        cells |= {"token": token_label(cells["token"]), "masked": "yes" if row["masked"] else "no"}
+        cells |= {"score": f"{row['score']:.1f}", "sink for": f"{row['steps']} steps"}
+        table.add_row(*(Text(cells[name]) for name in names))
     console.print()
-    console.print(table)
+    if len(peaks):
+        console.print(table)
+    else:
+        console.print("No key passes the rule at any step.")
     console.print(Text(f"Rule: {sinks.rule}.", style="dim"))
 
 
 def _write(
-    out: Path, model: str, run: Denoised, received: Received, sinks: Sinks, layer: int, head: int
+    out: Path, model: str, run: Denoised, received: Received, sinks: Sinks, heads: dict[str, tuple[int, int]]
 ) -> tuple[Path, ...]:
-    figures = {
-        "incoming-attention.png": incoming_attention(received, layer=layer, head=head, title=model),
-        "sink-positions.png": sink_positions(
-            received, sinks.detector, layer=layer, head=head, blocks=run.spans, title=model
-        ),
-    }
-    for name, figure in figures.items():
-        figure.savefig(out / name, dpi=150, bbox_inches="tight")
+    paths = []
+    for name, (layer, head) in heads.items():
+        figures = {
+            f"incoming-attention-{name}.png": incoming_attention(received, layer=layer, head=head, title=model),
+            f"sink-positions-{name}.png": sink_positions(
+                received, sinks.detector, layer=layer, head=head, blocks=run.spans, title=model
+            ),
+        }
+        for file, figure in figures.items():
+            figure.savefig(out / file, dpi=150, bbox_inches="tight")
+            paths.append(out / file)
     numbers = out / "sinks.json"
-    numbers.write_text(json.dumps(_numbers(model, run, received, sinks, layer, head), indent=1, allow_nan=False))
-    return (*(out / name for name in figures), numbers)
+    numbers.write_text(json.dumps(_numbers(model, run, received, sinks, heads), indent=1, allow_nan=False))
+    return (*paths, numbers)
 
 
-def _numbers(model: str, run: Denoised, received: Received, sinks: Sinks, layer: int, head: int) -> dict[str, Any]:
+def _numbers(
+    model: str, run: Denoised, received: Received, sinks: Sinks, heads: dict[str, tuple[int, int]]
+) -> dict[str, Any]:
+    defined = received.values[:, 0].isnan().logical_not().any(-1)
     largest = received.values[:, 0].nan_to_num(nan=-torch.inf)
+    scores = largest.amax(-1).where(defined, 0.0).tolist()
     return {
         "model": model,
         "dlm_lens": dlm_lens.__version__,
@@ -145,11 +177,11 @@ def _numbers(model: str, run: Denoised, received: Received, sinks: Sinks, layer:
         "rule": sinks.rule,
         "scale": sinks.scale,
         "level": sinks.level,
-        "figure": {"layer": layer, "head": head},
+        "figures": {name: {"layer": layer, "head": head} for name, (layer, head) in heads.items()},
         "largest": {
             "axes": ["step", "layer", "head"],
-            "position": largest.argmax(-1).tolist(),
-            "score": [[[round(v, 4) for v in heads] for heads in layers] for layers in largest.amax(-1).tolist()],
+            "position": largest.argmax(-1).where(defined, -1).tolist(),
+            "score": [[[round(v, 4) for v in heads] for heads in layers] for layers in scores],
             "is_sink": (sinks.main()[:, 0] >= 0).int().tolist(),
         },
         "sinks": json.loads(sinks.table(sort="place").drop(columns=["scale", "level"]).to_json(orient="records")),

@@ -30,12 +30,14 @@ def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path
     )
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in out.iterdir()) == [
-        "incoming-attention.png",
-        "sink-positions.png",
+        "incoming-attention-moving.png",
+        "incoming-attention-strongest.png",
+        "sink-positions-moving.png",
+        "sink-positions-strongest.png",
         "sinks.json",
     ]
-    for name in ("incoming-attention.png", "sink-positions.png"):
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    for picture in out.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "sinks.json").read_text())
     run = dlm_lens.denoise(dlm_lens.load(checkpoint), "w1 w2 w3")
     assert numbers["tokens"] == run.canvases[:, 0].tolist()

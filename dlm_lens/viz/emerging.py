@@ -7,14 +7,14 @@ from rich.text import Text
 from dlm_lens.sampling import Denoised
 from dlm_lens.viz.labels import token_labels
 
-MASK = "▢"
+MASK, END = "▢", "∎"
 
 
 def emerging_lines(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
     """One line per step with the answer as the step leaves it: new tokens highlighted, masks as ▢.
 
-    Tokens are shown by `token_labels`, so that nothing in a text can command the terminal. A tail of equal
-    tokens (end-of-text, mostly) is shown once with its count.
+    Tokens are shown by `token_labels`, so that nothing in a text can command the terminal; end-of-text is a
+    dim ∎, and a tail of equal tokens is shown once with its count.
 
     Args:
         run: from `denoise`.
@@ -35,7 +35,9 @@ def emerging_lines(run: Denoised, *, row: int = 0, steps: Sequence[int] | None =
 def _line(run: Denoised, row: int, step: int) -> Text:
     shown = run.attention_mask[row].clone()
     shown[: run.prompt_length] &= run.masked[0, row, : run.prompt_length]
-    labels = token_labels(run.canvases[step + 1, row, shown].tolist(), run.tokenizer, length=24)
+    ids = run.canvases[step + 1, row, shown].tolist()
+    names = token_labels(ids, run.tokenizer, length=24)
+    labels = [END if i in run.eos_token_ids else name for i, name in zip(ids, names, strict=True)]
     masked = run.masked[step + 1, row, shown].tolist()
     new = run.selected[step, row, shown].tolist()
     cells = [
