@@ -45,7 +45,7 @@ def run_demo(
     *,
     console: Console | None = None,
 ) -> Demo:
-    """Denoise `prompt`, find its attention sinks at every step, show them, and write figures and numbers to `out`.
+    """Denoise `prompt`, find its attention sinks at every step, show them, and write it all to `out`.
 
     The rule is Eq. 3 of 2510.15731 with eps = 3 on received attention relative to uniform, per head. The figures
     show the head whose strongest key scores highest on average over steps, and the head whose main sink moves
@@ -85,9 +85,13 @@ def strongest_head(received: Received) -> tuple[int, int]:
 
 
 def most_moving_head(sinks: Sinks) -> tuple[int, int]:
-    """Layer and head in which the main sink changes its key most often; of equals, the one with sinks longest."""
+    """Layer and head in which a main sink most often gives way to another and is no sink any more.
+
+    A change between two sinks that both stay is not counted. Of equals, the head that has sinks for longest.
+    """
     main = sinks.main()  # [step, batch, layer, head], -1 where there is no sink
-    moves = ((main[1:] != main[:-1]) & (main[1:] >= 0) & (main[:-1] >= 0)).sum((0, 1))
+    stayed = sinks.is_sink[1:].gather(-1, main[:-1, ..., None].clamp(min=0)).squeeze(-1)
+    moves = ((main[1:] != main[:-1]) & (main[1:] >= 0) & (main[:-1] >= 0) & ~stayed).sum((0, 1))
     order = moves * (main.shape[0] * main.shape[1] + 1) + (main >= 0).sum((0, 1))
     layer, head = divmod(int(order.argmax()), order.shape[1])
     return sinks.layers[layer], head

@@ -1,5 +1,6 @@
 """`load`: a checkpoint as a ready model, without executing anything that came with it."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from transformers.utils import cached_file
 
 from dlm_lens.adapters.registry import CHECKPOINTS, Family, embedded_models, family_of
 from dlm_lens.attention import add_hook_points
+
+WHOLE_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names in tokenizer_config.json that say: tokenizer.json is the whole tokenizer."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +142,9 @@ def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
     held = {name: _optional_file(source, name, options) for name in names}
     if not any(held.values()):
         return None
+    if held["tokenizer.json"] and _named_class(held["tokenizer_config.json"]) in WHOLE_TOKENIZERS:
+        # For some model types (qwen2) AutoTokenizer takes its own class whatever the checkpoint names.
+        return PreTrainedTokenizerFast.from_pretrained(source, **options)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except ValueError as error:
@@ -148,6 +155,13 @@ def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
                 "tokenizer.json to read instead"
             ) from error
         return PreTrainedTokenizerFast.from_pretrained(source, **options)
+
+
+def _named_class(tokenizer_config: str | None) -> str | None:
+    if tokenizer_config is None:
+        return None
+    name: str | None = json.loads(Path(tokenizer_config).read_text(encoding="utf-8")).get("tokenizer_class")
+    return name
 
 
 def _optional_file(source: str, name: str, options: dict[str, Any]) -> str | None:
