@@ -110,7 +110,7 @@ def _print_text(console: Console, run: Denoised) -> None:
     every = max(1, -(-run.steps // SHOWN_STEPS))
     steps = sorted({*range(0, run.steps, every), run.steps - 1})
     console.print(
-        f"\n[bold]The answer, step by step[/bold] ({len(steps)} of {run.steps} steps; ▢ still masked, ∎ end of text)"
+        f"\n[bold]The answer, step by step[/bold] ({len(steps)} of {run.steps} steps; ▢ masked, ∎ end of text)"
     )
     width = len(str(run.steps - 1))
     for step, line in zip(steps, emerging_lines(run, steps=steps), strict=True):
