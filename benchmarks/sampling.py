@@ -1,0 +1,118 @@
+"""Only the logits that are needed: `denoise` against a restatement of LLaDA's loop that computes all of them.
+
+`python -m benchmarks.sampling [--steps 8 --temperature 0.0]`. Each side runs in a process of its own, so that the
+peak of its memory (max RSS) is its own; both must write the same tokens.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from jaxtyping import Int
+from torch import Tensor
+
+import dlm_lens
+from benchmarks.timing import machine
+from dlm_lens.testing import tiny
+
+VOCABULARY = 126_464
+
+
+def build(hidden: int, layers: int, length: int) -> Any:
+    """A random LLaDA with the real vocabulary."""
+    return tiny(
+        "llada",
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=length,
+        mask_token_id=VOCABULARY - 1,
+    )
+
+
+@torch.no_grad()
+def restated(
+    model: Any, prompt: Int[Tensor, "1 prompt"], steps: int, length: int, block: int, temperature: float
+) -> Int[Tensor, "1 position"]:
+    """The published loop in our words: all logits, noise for all of them, at every step."""
+    mask_id, generator = model.config.mask_token_id, torch.Generator().manual_seed(0)
+    canvas = torch.cat([prompt, prompt.new_full((1, length), mask_id)], 1)
+    blocks, width = length // block, prompt.shape[1]
+    each = steps // blocks
+    for number in range(blocks):
+        for step in range(each):
+            logits = model(input_ids=canvas).logits
+            scores = logits
+            if temperature > 0:
+                noise = torch.rand(logits.shape, dtype=torch.float64, generator=generator)
+                scores = logits.double().exp() / (-noise.log()) ** temperature
+            proposal = scores.argmax(-1)
+            confidence = logits.softmax(-1).gather(-1, proposal[..., None])[..., 0]
+            confidence[:, width + (number + 1) * block :] = -torch.inf
+            masked = canvas == mask_id
+            confidence = confidence.masked_fill(~masked, -torch.inf)
+            count = block // each + (step < block % each)
+            chosen = confidence[0].topk(count).indices
+            canvas = canvas.clone()
+            canvas[0, chosen] = proposal[0, chosen]
+    return canvas
+
+
+def measure(side: str, hidden: int, layers: int, length: int, steps: int, temperature: float) -> dict[str, Any]:
+    """Run one side: seconds, peak memory in MiB (in all, and beyond the loaded model), and the tokens written."""
+    torch.set_num_threads(1)
+    model = build(hidden, layers, length)
+    prompt = torch.randint(0, 1000, (1, length // 2), generator=torch.Generator().manual_seed(0))
+    options = {"steps": steps, "temperature": temperature}
+    answer = length - prompt.shape[1]
+    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    started = time.perf_counter()
+    if side == "ours":
+        tokens = dlm_lens.denoise(model, prompt, gen_length=answer, block_length=32, **options).tokens
+    else:
+        tokens = restated(model, prompt, length=answer, block=32, **options)
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": seconds, "peak": peak, "beyond": peak - loaded, "tokens": tokens[0].tolist()}
+
+
+def main(
+    hidden: int = 384,
+    layers: int = 6,
+    length: int = 512,
+    steps: int = 8,
+    temperature: float = 0.0,
+    side: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure both sides and print the ratios."""
+    settings = [f"--{n}={v}" for n, v in [("hidden", hidden), ("layers", layers), ("length", length)]]
+    settings += [f"--steps={steps}", f"--temperature={temperature}"]
+    if side:
+        print(json.dumps(measure(side, hidden, layers, length, steps, temperature)))
+        return
+    torch.set_num_threads(1)  # as the sides do
+    results: dict[str, Any] = {}
+    for name in ("theirs", "ours"):
+        command = [sys.executable, "-m", "benchmarks.sampling", *settings, f"--side={name}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+    same = results["theirs"]["tokens"] == results["ours"]["tokens"]
+    print(f"\ndenoising, {length} positions, block 32, {steps} steps, temperature {temperature}; {machine()}\n")
+    print("| | seconds | peak MiB | beyond the loaded model |\n|---|---:|---:|---:|")
+    for name, result in results.items():
+        print(f"| {name} | {result['seconds']:.2f} | {result['peak']:.0f} | {result['beyond']:.0f} |")
+    keys = ("seconds", "peak", "beyond")
+    print("| ratio | " + " | ".join(f"{results['ours'][k] / results['theirs'][k]:.2f}" for k in keys) + " |")
+    print(f"\nThe same tokens: {'yes' if same else 'no (other random numbers)' if temperature else 'NO'}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
