@@ -1,0 +1,1 @@
+"""One folder or script per figure, table or checkpoint; nothing here is installed with the package."""

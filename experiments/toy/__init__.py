@@ -1,0 +1,1 @@
+"""The embedded checkpoints: their language, tokenizer, training, measurements and model cards."""

@@ -1,0 +1,122 @@
+"""Paired seeds of the plain, sink-token and gated models: `python -m experiments.toy.seeds --runs runs/seeds`.
+
+Runs with one seed see the same batches and masks, so that their losses differ by the model alone. The budget is
+smaller than the shipped checkpoints'. A killed sweep goes on by the same command; `--only` takes a part of it, so
+that two processes can share the work. The numbers go to `experiments/toy/results/seeds.json`, and
+`docs/toy.md` holds the table that this module prints.
+"""
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import dlm_lens
+from experiments.toy.card import markdown_table
+from experiments.toy.corpus import TEST_SEED, Corpus, HeldOut, build_corpus, held_out
+from experiments.toy.evaluate import answers
+from experiments.toy.language import is_correct
+from experiments.toy.phenomena import differs, replay
+from experiments.toy.statistics import wilson
+from experiments.toy.train import RECORD_FILE, Settings, train
+
+VARIANTS = ("toy", "toy-sink", "toy-gated")
+RESULTS = Path(__file__).parent / "results" / "seeds.json"
+LAST_POINTS = 4
+# Two-sided 95% quantiles of Student's t by degrees of freedom, for the mean of up to ten paired differences.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def measure(directory: Path, tests: dict[str, HeldOut], prompts: int = 16) -> dict[str, Any]:
+    """Loss at the end, exact match per task (block 8), and how often the main sink moves."""
+    model = dlm_lens.load(directory)
+    curve = json.loads((directory / RECORD_FILE).read_text())["progress"]["loss_curve"]
+    correct = {}
+    for task, test in tests.items():
+        given = answers(model, test.examples)
+        right = sum(is_correct(text, e.target) for text, e in zip(given, test.examples, strict=True))
+        correct[task] = asdict(wilson(right, len(given)))
+    run = dlm_lens.denoise(model, [e.prompt for e in tests["A"].examples[:prompts]], seed=0)
+    maps = replay(model, run)
+    found = {"loss": mean(loss for _, loss in curve[-LAST_POINTS:]), "correct": correct}
+    found["main_sink_differs"] = asdict(differs(maps.score))
+    if model.config.to_dict().get("num_sinks"):
+        exempt = maps.score[..., : -model.config.num_sinks]
+        found["main_sink_differs_exempted"] = asdict(differs(exempt))
+        share = maps.column_sum[..., -1] / maps.column_sum.nansum(-1)
+        found["sink_share_per_layer"] = share.mean((0, 1, 3)).tolist()
+    return found
+
+
+def paired(results: dict[str, dict[str, Any]], variant: str, seeds: list[int]) -> tuple[float, float, int]:
+    """Mean difference of the final loss to the plain model's, half its 95% interval (Student), and n."""
+    both = [s for s in seeds if f"{variant}-{s}" in results and f"toy-{s}" in results]
+    differences = [results[f"{variant}-{s}"]["loss"] - results[f"toy-{s}"]["loss"] for s in both]
+    if len(differences) < 2:
+        return (differences or [float("nan")])[0], float("nan"), len(differences)
+    half = STUDENT[len(differences) - 1] * stdev(differences) / len(differences) ** 0.5
+    return mean(differences), half, len(differences)
+
+
+def table(results: dict[str, dict[str, Any]], seeds: list[int], steps: int) -> str:
+    """The comparison as Markdown."""
+    rows = []
+    for variant in VARIANTS:
+        own = [results[f"{variant}-{seed}"] for seed in seeds if f"{variant}-{seed}" in results]
+        if not own:
+            continue
+        difference, half, n = paired(results, variant, seeds)
+        change = "-" if variant == "toy" else f"{difference:+.4f} ± {half:.4f}, n {n}"
+        cells = [f"{mean(r['correct'][task]['value'] for r in own):.2f}" for task in own[0]["correct"]]
+        moved = mean(r["main_sink_differs"]["value"] for r in own)
+        exempted = [r["main_sink_differs_exempted"]["value"] for r in own if "main_sink_differs_exempted" in r]
+        rows.append(
+            [variant, str(len(own)), f"{mean(r['loss'] for r in own):.4f}", change, *cells, f"{moved:.3f}",
+             f"{mean(exempted):.3f}" if exempted else "-"]
+        )  # fmt: skip
+    tasks = [f"exact match {task}" for task in ("A", "L", "F")]
+    moves = ["main sink differs, first to last step", "the same, learned sink exempted"]
+    head = ["model", "seeds", f"loss (last 200 of {steps:,} steps)", "paired difference to `toy`", *tasks, *moves]
+    return markdown_table(head, rows)
+
+
+def main(
+    runs: Annotated[Path, typer.Option(help="Directory for the runs.")] = Path("runs/seeds"),
+    steps: Annotated[int, typer.Option(help="Optimiser steps of every run.")] = 1000,
+    seeds: Annotated[int, typer.Option(help="Seeds 0, 1, ....")] = 5,
+    tests: Annotated[int, typer.Option(help="Test prompts per task.")] = 64,
+    only: Annotated[str, typer.Option(help="Train these seeds only, such as 0,1,2; nothing is measured.")] = "",
+) -> None:
+    """Train what is missing, measure, and print the table."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    everyone = list(range(seeds))
+    chosen = [int(seed) for seed in only.split(",")] if only else everyone
+    corpus, seen = build_corpus()
+    train_all(corpus, runs, chosen, steps)
+    if only:
+        return
+    held = {task: held_out(task, tests, seen, TEST_SEED) for task in ("A", "L", "F")}
+    names = [f"{variant}-{seed}" for variant in VARIANTS for seed in everyone]
+    results = {name: measure(runs / name, held) for name in names}
+    RESULTS.write_text(json.dumps({"steps": steps, "runs": results}, indent=1) + "\n")
+    typer.echo(table(results, everyone, steps))
+
+
+def train_all(corpus: Corpus, runs: Path, seeds: list[int], steps: int) -> None:
+    """Every variant with every seed; finished runs are left alone."""
+    for seed in seeds:
+        for variant in VARIANTS:
+            directory = runs / f"{variant}-{seed}"
+            if not (directory / "model.safetensors").exists():
+                torch.compiler.reset()
+                train(Settings(variant, seed=seed, steps=steps), directory, corpus)
+
+
+if __name__ == "__main__":
+    typer.run(main)
