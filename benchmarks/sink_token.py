@@ -12,7 +12,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.timing import machine, print_table, side_by_side
-from dlm_lens.adapters.sink_qwen import SinkAttention
+from dlm_lens.adapters.sink_tokens import SinkAttention
 from dlm_lens.attention import HookedAttention, SinkLayout
 from dlm_lens.testing import tiny
 

@@ -8,7 +8,9 @@ from . import viz as viz
 from .adapters import families as families
 from .adapters import load as load
 from .sampling import Denoised as Denoised
+from .sampling import LogLikelihood as LogLikelihood
 from .sampling import denoise as denoise
+from .sampling import log_likelihood as log_likelihood
 from .sinks import AboveMean as AboveMean
 from .sinks import AboveStd as AboveStd
 from .sinks import Received as Received

@@ -16,12 +16,15 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate [batch, position, head, d_head] by position * theta^(-2i/h), halves paired."""
+def rotated(x: Tensor, positions: Tensor, theta: float, rounded: bool = False) -> Tensor:
+    """Rotate [batch, position, head, d_head] by position * theta^(-2i/h), halves paired; SMDM rounds the tables."""
     half = x.shape[-1] // 2
     angle = positions[..., None, None].double() * theta ** (-torch.arange(half).double() / half)
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    cos, sin = angle.cos(), angle.sin()
+    if rounded:
+        cos, sin = cos.bfloat16().double(), sin.bfloat16().double()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def attention64(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, edit: Callable[[str, Tensor], Tensor]) -> Tensor:
@@ -116,8 +119,8 @@ def forward64(
         if getattr(config, "zero_sink_value", False):
             v = torch.where(at_sink[:, None, None], torch.zeros_like(v), v)
         v = edit("v", v)
-        theta = config.rope_parameters["rope_theta"]
-        q, k = edit("rot_q", rotated(q, positions, theta)), edit("rot_k", rotated(k, positions, theta))
+        turn = (positions, config.rope_parameters["rope_theta"], config.model_type == "smdm")
+        q, k = edit("rot_q", rotated(q, *turn)), edit("rot_k", rotated(k, *turn))
         z = edit("z", attention64(q, k, v, visible, edit))
         if getattr(config, "gated_attention", False):
             z = z.flatten(-2) / (1 + torch.exp(-linear("self_attn.gate_proj", x)))

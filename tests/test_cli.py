@@ -53,7 +53,8 @@ def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path
 
 def test_the_families_are_listed() -> None:
     output = CliRunner().invoke(cli.app, ["families"]).output
-    for word in ("llada", "GSAI-ML/LLaDA-8B-Instruct", "126336", "sink_qwen", "causal", "low_confidence", "toy-ar"):
+    names = ("llada", "mmada", "dream", "smdm", "sink_qwen", "causal", "GSAI-ML/LLaDA-8B-Instruct", "toy-ar")
+    for word in (*names, "126336", "134656", "151666", "32000", "low_confidence", "origin"):
         assert word in output
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from dlm_lens.adapters.bare import bare_config, bare_file
 from dlm_lens.adapters.registry import CHECKPOINTS, Family, embedded_models, family_of
 from dlm_lens.attention import add_hook_points
 
@@ -25,6 +26,7 @@ def load(
     attn_implementation: str = "sdpa",
     revision: str | None = None,
     *,
+    size: str | None = None,
     mask_token_id: int | None = None,
     eos_token_id: int | None = None,
     eot_token_id: int | None = None,
@@ -36,12 +38,15 @@ def load(
     never executed, whatever its `auto_map` says, and pickled weights are refused.
 
     Args:
-        path_or_hub_name: an embedded model ("toy", "toy-ar"), a directory, or a hub name.
+        path_or_hub_name: an embedded model ("toy", "toy-ar"), a directory, a hub name; weights without a config:
+            a safetensors file, here or behind a hub name ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
         dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own.
         device_map: as in transformers: "cuda", "auto", a mapping.
         attn_implementation: "sdpa" (patterns are computed only while somebody watches them), "hooked" (always),
             or any other of transformers'.
         revision: branch, tag or commit on the hub.
+        size: of weights that came without a config ("1028M", an SMDM's); otherwise a JSON file beside them
+            describes it, of the weights' name or called config.json.
         mask_token_id: id of [MASK], where config.json is silent or wrong.
         eos_token_id: likewise for the end of the text.
         eot_token_id: likewise for the end of a turn.
@@ -50,20 +55,20 @@ def load(
         FileNotFoundError: nothing loadable under that name.
         ValueError: unknown family, weights that do not fit, pickled weights, or no valid mask token id.
     """
-    source = _resolve(path_or_hub_name)
     options = {"revision": revision} if revision else {}
-    values = _config_dict(source, options)
+    source = _resolve(path_or_hub_name, options)
+    values, weights = _describe(source, size, options)
     family = family_of(str(values.get("model_type")))
     config_class, model_class = family.layouts[values["model_type"]]
     ids = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
     values.update({name: value for name, value in ids.items() if value is not None})
     values.pop("auto_map", None)
     config = config_class.from_dict(values)
-    tokenizer = _load_tokenizer(source, options)
+    tokenizer = _load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options)
     prepare_config(config, family, tokenizer)
     model = _load_weights(
         model_class,
-        source,
+        weights,
         config=config,
         dtype="auto" if dtype is None else dtype,
         device_map=device_map,
@@ -103,9 +108,10 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
         raise ValueError(
             "neither config.json nor the tokenizer names a mask token; pass mask_token_id= to dlm_lens.load"
         )
-    if not 0 <= config.mask_token_id < vocabulary:
+    rows = getattr(config, "embedding_rows", vocabulary)
+    if not 0 <= config.mask_token_id < rows:
         raise ValueError(
-            f"mask_token_id {config.mask_token_id} has no row in an embedding of {vocabulary}; "
+            f"mask_token_id {config.mask_token_id} has no row in an embedding of {rows}; "
             "pass the right mask_token_id= to dlm_lens.load"
         )
     if known is not None and known != config.mask_token_id:
@@ -114,15 +120,43 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
         )
 
 
-def _resolve(name: str | Path) -> str:
+def _resolve(name: str | Path, options: dict[str, Any]) -> str:
     if str(name) in embedded_models():
         return str(CHECKPOINTS / str(name))
     path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         raise FileNotFoundError(f"{path} holds no config.json; give the directory that does, or a hub name")
-    if not path.is_dir() and (isinstance(name, Path) or str(name).startswith((".", "/", "~"))):
+    if not path.exists() and (isinstance(name, Path) or str(name).startswith((".", "/", "~"))):
         raise FileNotFoundError(f"{path} is no directory; give a checkpoint's directory or a hub name")
+    if not path.exists() and path.suffix == ".safetensors" and len(path.parts) > 2:
+        return _hub_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
     return str(name)
+
+
+def _hub_file(repository: str, name: str, options: dict[str, Any]) -> str:
+    try:
+        return str(cached_file(repository, name, **options))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{repository}/{name} is no file here, and {name} could not be read from the hub's {repository!r}: "
+            f"{error}"
+        ) from error
+
+
+def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The config's values, and where the weights are: those of a transformers checkpoint, or weights alone."""
+    path = Path(source)
+    alone = path.is_file() or (path.is_dir() and not (path / "config.json").is_file())
+    values = {} if alone else _config_dict(source, options)
+    if "model_type" in values:
+        if size is not None:
+            raise ValueError(f"size is for weights without a config; {source} has one: leave size out")
+        return values, source
+    held = _optional_file(source, "model.safetensors", options) if not path.exists() else None
+    weights = bare_file(path) if path.exists() else held and Path(held)
+    if not weights:
+        raise ValueError(f"the config.json of {source} names no model_type, and there are no safetensors weights")
+    return bare_config(weights, size), str(weights)
 
 
 def _config_dict(source: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +212,10 @@ def _optional_file(source: str, name: str, options: dict[str, Any]) -> str | Non
 def _load_weights(model_class: type[PreTrainedModel], source: str, **options: Any) -> PreTrainedModel:
     weights = ("model.safetensors", "model.safetensors.index.json")
     revision = {"revision": options["revision"]} if "revision" in options else {}
-    if not any(_optional_file(source, name, revision) for name in weights):
+    if Path(source).is_file():
+        # Weights alone: there is no config.json from which transformers could read how to generate.
+        options["generation_config"] = GenerationConfig.from_model_config(options["config"])
+    elif not any(_optional_file(source, name, revision) for name in weights):
         raise ValueError(
             f"{source} holds no model.safetensors; pickled weights are refused because loading them executes "
             "code: convert them to safetensors first"

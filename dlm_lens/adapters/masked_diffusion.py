@@ -22,6 +22,16 @@ LLADA_SAMPLER = {
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 
+SMDM_SAMPLER = {
+    "steps": 512,
+    "gen_length": 128,
+    "temperature": 1.0,
+    "cfg_scale": 2.0,
+    "remasking": "origin",
+    "eps": 1e-5,
+}
+"""The defaults of ML-GSAI/SMDM's diff_sample; gen_length is ours (its context_length counts the prompt)."""
+
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):
     """Rotary tables that stay in float32 whatever the model's dtype (LLaDA's `rope_full_precision`)."""

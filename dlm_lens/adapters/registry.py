@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -10,10 +10,31 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
 """Where the embedded models live, one directory each."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Names of a checkpoint's tensors -> their shapes."""
+
+
+@dataclass(frozen=True)
+class BareWeights:
+    """How a family reads weights that came without transformers' config.json.
+
+    Args:
+        model_type: of the model that they make.
+        recognise: whether a checkpoint with these tensors is the family's.
+        sizes: config values of released models, under the names that users pass as `size`.
+        complete: config values with what only the tensors tell; raises ValueError where they contradict.
+    """
+
+    model_type: str
+    recognise: Callable[[Shapes], bool]
+    sizes: Mapping[str, Mapping[str, Any]]
+    complete: Callable[[Mapping[str, Any], Shapes], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +51,8 @@ class Family:
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs that do
             not name them.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names.
+        conversions: what becomes of renamed tensors that the host holds split or joined.
+        bare: for checkpoints that are weights alone.
     """
 
     name: str
@@ -38,6 +61,8 @@ class Family:
     hub_names: tuple[str, ...] = ()
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
+    conversions: tuple[WeightConverter, ...] = ()
+    bare: BareWeights | None = None
 
     def sampler_of(self, config: Any) -> str:
         """The algorithm that a checkpoint's config asks for, or the family's.
@@ -69,9 +94,9 @@ class Family:
             AutoConfig.register(model_type, config_class, exist_ok=True)
             for auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
                 auto.register(config_class, model_class, exist_ok=True)
-            renames = [WeightRenaming(pattern, name) for pattern, name in self.renames]
-            if renames:
-                register_checkpoint_conversion_mapping(model_type, renames, overwrite=True)
+            mapping = [*(WeightRenaming(pattern, name) for pattern, name in self.renames), *self.conversions]
+            if mapping:
+                register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
 
 
 @cache

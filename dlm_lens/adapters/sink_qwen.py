@@ -1,18 +1,14 @@
 """Qwen2.5 turned masked DLM, as in "One Token Is Enough": sink tokens, or gated attention, or neither."""
 
-from typing import Any, cast
+from typing import Any
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, LLADA_SAMPLER, MaskedDiffusion
+from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, LLADA_SAMPLER
 from dlm_lens.adapters.registry import Family
-from dlm_lens.adapters.sink_tokens import SinkEmbedding
-from dlm_lens.attention import HookedAttention, Placement, SinkLayout, hooked_attention
+from dlm_lens.adapters.sink_tokens import SinkDecoder, SinkMaskedDiffusion
+from dlm_lens.attention import Placement, SinkLayout
 
 
 class SinkQwenConfig(Qwen2Config):
@@ -51,134 +47,15 @@ class SinkQwenConfig(Qwen2Config):
         self.use_cache = False
 
 
-class SinkAttention(HookedAttention):
-    """Attention in which a sink sees only itself (Eq. 6) and everyone sees all sinks.
-
-    A sink's z is its own value, so the fused kernel runs on the canvas's queries alone: with the row of the
-    sink in it, it would need a mask, which costs more than the sink (benchmarks/README.md).
-    """
-
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        host = cast(Any, self)
-        if host.config.num_sinks and host.config.zero_sink_value:
-            heads = (*hidden_states.shape[:-1], -1, host.head_dim)
-            layout = SinkLayout.of(self)
-            flags = layout.is_sink(heads[1], hidden_states.device)
-            values = host.v_proj(hidden_states).view(heads).masked_fill(flags[:, None, None], 0.0)
-            q = host.hook_q(host.q_proj(hidden_states).view(heads))
-            return q, host.hook_k(host.k_proj(hidden_states).view(heads)), host.hook_v(values)
-        return super()._project(hidden_states)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Bool[Tensor, "..."] | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        layout, function = SinkLayout.of(self), self._attention_function()
-        if not layout.count:
-            return super()._attend(q, k, v, attention_mask, **kwargs)
-        length = q.shape[2]
-        if function is hooked_attention:
-            return hooked_attention(self, q, k, v, layout.restrict(attention_mask, length, q.device), **kwargs)
-        canvas = layout.canvas(length)
-        rows = attention_mask if attention_mask is None else attention_mask[:, :, canvas]
-        z, _ = function(self, q[:, :, canvas], k, v, rows, **kwargs)
-        own = v[:, :, layout.sinks(length)].transpose(1, 2)
-        return layout.surround(z, own.repeat_interleave(q.shape[1] // v.shape[1], 2)), None
-
-    def _output(self, z: Tensor, hidden_states: Tensor) -> Tensor:
-        host = cast(Any, self)
-        if host.config.gated_attention:
-            z = z * host.gate_proj(hidden_states).sigmoid().view(z.shape)
-        return super()._output(z, hidden_states)
+class SinkQwenModel(SinkDecoder, Qwen2Model):
+    """Qwen2's decoder with sinks around the canvas."""
 
 
-class SinkQwenModel(Qwen2Model):
-    """Qwen2's decoder with sinks: takes a canvas, and its states have S + num_sinks positions.
-
-    `inputs_embeds`, where given, hold the sinks already, as the embedding returns them.
-    """
-
-    def __init__(self, config: SinkQwenConfig) -> None:
-        super().__init__(config)
-        if config.num_sinks:
-            self.embed_tokens = SinkEmbedding(config)
-        if config.gated_attention:
-            for layer in self.layers:
-                width = config.num_attention_heads * layer.self_attn.head_dim
-                layer.self_attn.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Int[Tensor, "batch canvas"] | None = None,
-        attention_mask: Int[Tensor, "batch canvas"] | Bool[Tensor, "batch 1 canvas canvas"] | None = None,
-        position_ids: Int[Tensor, "batch canvas"] | None = None,
-        inputs_embeds: Float[Tensor, "batch position d_model"] | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """States of the canvas and its sinks; masks and positions are the canvas's.
-
-        Raises:
-            ValueError: both or neither of ids and embeddings, or a mask of another length.
-        """
-        layout = SinkLayout.of(self)
-        if not layout.count:
-            return super().forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds (with the sinks in them)")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        batch, length = inputs_embeds.shape[0], inputs_embeds.shape[1] - layout.count
-        if attention_mask is not None:
-            if attention_mask.shape[-1] != length or attention_mask.ndim not in (2, 4):
-                raise ValueError(
-                    f"attention_mask has shape {list(attention_mask.shape)}; the canvas is [{batch}, {length}]"
-                )
-            if position_ids is None and attention_mask.ndim == 2:
-                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-            attention_mask = layout.widen(attention_mask)
-        if position_ids is None:
-            position_ids = torch.arange(length, device=inputs_embeds.device)[None]
-        return super().forward(
-            attention_mask=attention_mask,
-            position_ids=layout.position_ids(position_ids),
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-
-
-class SinkQwenForMaskedLM(MaskedDiffusion, Qwen2ForCausalLM):
+class SinkQwenForMaskedLM(SinkMaskedDiffusion, Qwen2ForCausalLM):
     """Qwen2 layers that see the whole canvas; inside are S + num_sinks positions, the logits are the canvas's."""
 
     config_class = SinkQwenConfig
-    attention_class = SinkAttention
     decoder_class = SinkQwenModel
-
-    def forward(
-        self,
-        input_ids: Int[Tensor, "batch canvas"] | None = None,
-        labels: Int[Tensor, "batch canvas"] | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits `[batch, canvas, d_vocab]`; with `labels` (-100: not counted) the cross entropy too.
-
-        The head runs on all positions, so that whoever watches it sees the sinks, which then leave. The logits
-        are as they come; with `logit_shift` the loss compares label i with the output at i - 1 (label 0 with
-        its own).
-        """
-        host, layout = cast(Any, self), SinkLayout.of(self)
-        output = super().forward(input_ids=input_ids, **kwargs)
-        output.logits = output.logits[:, layout.canvas(output.logits.shape[1])]
-        if labels is not None:
-            predictions = output.logits
-            if host.config.logit_shift:
-                predictions = torch.cat([predictions[:, :1], predictions[:, :-1]], 1)
-            output.loss = host.loss_function(predictions.contiguous(), labels, host.config.vocab_size)
-        if isinstance(logits_to_keep, Tensor):
-            output.logits = output.logits[:, logits_to_keep]
-        elif logits_to_keep:
-            output.logits = output.logits[:, -logits_to_keep:]
-        return output
 
 
 FAMILY = Family(

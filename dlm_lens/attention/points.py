@@ -4,6 +4,7 @@ The hosts' Llama and Qwen2 attention modules keep their parameters, their names 
 their `forward` is replaced by one that passes each quantity through an identity module first.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,7 +28,13 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class HookPoint(nn.Module):
-    """The identity; a PyTorch forward hook on it sees, and may replace, what passes through."""
+    """The identity; a PyTorch forward hook on it sees, and may replace, what passes through.
+
+    A host that watches modules without hooks (nnsight) adds to `watchers` a function that says whether it is
+    about to read this point.
+    """
+
+    watchers: tuple[Callable[[], bool], ...] = ()
 
     def forward(self, value: Tensor) -> Tensor:
         """Return `value` itself."""
@@ -99,8 +106,10 @@ class HookedAttention(nn.Module):
 
 
 def listened_to(point: nn.Module) -> bool:
-    """Whether a forward hook or pre-hook is registered on `point`."""
-    return bool(point._forward_hooks or point._forward_pre_hooks)
+    """Whether a forward hook or pre-hook is registered on `point`, or a watcher is about to read it."""
+    if point._forward_hooks or point._forward_pre_hooks:
+        return True
+    return any(watches() for watches in cast(HookPoint, point).watchers)
 
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}

@@ -1,8 +1,19 @@
 """Denoising: the families' own samplers, row by row, with everything that happened kept."""
 
 from dlm_lens.sampling.denoising import denoise
+from dlm_lens.sampling.likelihood import log_likelihood
+from dlm_lens.sampling.likelihood_result import LogLikelihood
 from dlm_lens.sampling.network import NonFiniteLogitsError
 from dlm_lens.sampling.result import Denoised
 from dlm_lens.sampling.sampler import Proposal, Sampler, StepPlan
 
-__all__ = ["Denoised", "NonFiniteLogitsError", "Proposal", "Sampler", "StepPlan", "denoise"]
+__all__ = [
+    "Denoised",
+    "LogLikelihood",
+    "NonFiniteLogitsError",
+    "Proposal",
+    "Sampler",
+    "StepPlan",
+    "denoise",
+    "log_likelihood",
+]

@@ -1,5 +1,6 @@
 """Autoregressive decoding for the baselines, with the result type of a denoising run."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.sampling.history import History
+from dlm_lens.sampling.host import Host
 from dlm_lens.sampling.loop import OnLogits
 from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.noise import RowNoise, add_gumbel
@@ -49,10 +51,12 @@ def decode(
     placeholder: int,
     on_logits: OnLogits | None = None,
     progress: bool = False,
+    host: Host | None = None,
 ) -> Denoised:
     """Decode token by token; a row that has ended goes on with its end token until every row has ended.
 
-    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet.
+    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet. `host` is
+    told of every step; the canvas of a prefix is not its to edit.
 
     Raises:
         NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
@@ -61,10 +65,14 @@ def decode(
     canvas = torch.cat([prompt, prompt.new_full((len(prompt), length), placeholder)], 1)
     ends = _end_ids(model.config, prompt.device)
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    prefix = _Prefix(model, padding, settings.use_cache)
+    prefix = _Prefix(model, padding, settings.use_cache, host)
     masked = torch.arange(width + length, device=prompt.device).expand_as(canvas) >= width
+    if host is not None:
+        host.start(None, padding)
     for step in tqdm(range(length), desc="decoding", unit="token", disable=not progress):
-        here = width + step
+        here, plan = width + step, StepPlan(step, length, 0, (width, width + length), length - step)
+        if host is not None:
+            host.step(plan, canvas, masked)
         history.start(canvas, masked)
         logits = prefix.next_logits(canvas, here)
         if on_logits is not None:
@@ -85,18 +93,22 @@ def decode(
             torch.full(canvas.shape, -torch.inf, device=canvas.device).masked_scatter(evaluated, confidence),
         )
         canvas, masked = proposal.tokens, masked & ~evaluated
-        history.finish(StepPlan(step, length, 0, (width, width + length), length - step), proposal, evaluated)
+        history.finish(plan, proposal, evaluated)
         if bool(ended.all()):
             break
+    if host is not None:
+        host.stop()
     history.start(canvas, masked)
     return _shortened(history, width)
 
 
 class _Prefix:
-    """Forward passes over what is written so far, with or without a cache."""
+    """Forward passes over what is written so far, with or without a cache; a host sees the model's own forward."""
 
-    def __init__(self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool) -> None:
-        self.model, self.padding, self.use_cache = model, padding, use_cache
+    def __init__(
+        self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, host: Host | None = None
+    ) -> None:
+        self.model, self.padding, self.use_cache, self.host = model, padding, use_cache, host
         self.positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
         self.cache: Any = None
         self.seen = 0
@@ -107,11 +119,21 @@ class _Prefix:
         if not bool(self.padding.all()):
             inputs["attention_mask"] = self.padding[:, :stop].long()
         span = slice(self.seen, stop)
-        states = self.model.get_decoder()(input_ids=canvas[:, span], position_ids=self.positions[:, span], **inputs)
-        if self.use_cache:
-            self.cache, self.seen = states.past_key_values, stop
+        inputs |= {"input_ids": canvas[:, span], "position_ids": self.positions[:, span]}
+        if self.host is not None:
+            with torch.enable_grad() if self.host.grad else nullcontext():
+                output = self.model(**inputs)
+            self._keep(output.past_key_values, stop)
+            last: Tensor = output.logits[:, -1].detach()
+            return last
+        states = self.model.get_decoder()(**inputs)
+        self._keep(states.past_key_values, stop)
         logits: Tensor = self.model.get_output_embeddings()(states.last_hidden_state[:, -1])
         return logits
+
+    def _keep(self, cache: Any, stop: int) -> None:
+        if self.use_cache:
+            self.cache, self.seen = cache, stop
 
 
 def _choose(

@@ -10,6 +10,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.sampling.causal import CausalSettings, decode
 from dlm_lens.sampling.dream import DreamSampler, DreamSettings
 from dlm_lens.sampling.history import History
+from dlm_lens.sampling.host import Host
 from dlm_lens.sampling.llada import LLaDASampler, LLaDASettings
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits
@@ -18,10 +19,12 @@ from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
 from dlm_lens.sampling.result import Denoised
 from dlm_lens.sampling.sampler import SpecialIds
 from dlm_lens.sampling.settings import answer_settings, block_settings, only_known, row_seeds
+from dlm_lens.sampling.smdm import SMDMSampler, SMDMSettings
 
 ALGORITHMS: dict[str, tuple[type[Any], type[Any], Any]] = {
     "llada": (LLaDASettings, LLaDASampler, block_settings),
     "dream": (DreamSettings, DreamSampler, answer_settings),
+    "smdm": (SMDMSettings, SMDMSampler, answer_settings),
 }
 """Sampling algorithms: settings, sampler, and how the settings follow from defaults and arguments."""
 
@@ -44,6 +47,7 @@ def denoise(
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
     reference_quirks: bool = False,
+    host: Host | None = None,
     **settings: Any,
 ) -> Denoised:
     """Denoise prompts with the family's own sampler and keep what happened at every step.
@@ -56,14 +60,14 @@ def denoise(
     Args:
         model: from `dlm_lens.load`.
         prompt: text, chat messages, token ids, or a list of any of them.
-        attention_mask: for ids: 1 content, 0 padding on the left.
+        attention_mask: for ids: 1 content, 0 padding on the left; it may go on over the answer.
         steps: denoising steps, a multiple of the number of blocks; one per token if only gen_length is given.
         gen_length: tokens of the answer.
         block_length: length of the blocks decoded from left to right; it divides gen_length.
         temperature: 0 takes the most likely token, above 0 samples.
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
         remasking: what decides which proposals are written: LLaDA "low_confidence" or "random"; Dream "origin",
-            "maskgit_plus", "topk_margin" or "entropy".
+            "maskgit_plus", "topk_margin" or "entropy"; SMDM "origin" or "greedy" (also as its code spells it).
         seed: one number, or one per row.
         logits: evaluate the head only where the sampler needs it, or everywhere.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
@@ -73,10 +77,13 @@ def denoise(
         progress: show a progress bar.
         reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a
             single seed), [MASK] allowed as a proposal; LLaDA: block budgets fixed when a block starts (masks in
-            the prompt compete for them and as many stay), EOS confidence kept at temperature > 0; Dream: one
-            budget averaged over the rows.
+            the prompt compete for them and as many stay), EOS confidence kept at temperature > 0; MMaDA: those of
+            the blocks, and padding seen as content under guidance; Dream: one budget averaged over the rows;
+            SMDM: one budget and one ranking for the batch, noise drawn at temperature 0.
+        host: what follows the run from inside, step by step (`dlm_lens.DiffusionLM`'s); all logits are computed.
         **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
-            Dream: top_p, top_k, alg_temp, eps; AR: use_cache).
+            MMaDA: eot_token, which ends a row behind the block that ends with it; Dream: top_p, top_k, alg_temp,
+            eps; SMDM: eps; AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.
@@ -102,10 +109,10 @@ def denoise(
     if sampler == "causal":
         if reference_quirks or on_canvas is not None:
             raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")
-        return _decode(model, prompts, given, seeds, on_logits=on_logits, progress=progress)
+        return _decode(model, prompts, given, seeds, on_logits=on_logits, progress=progress, host=host)
     run = _prepare(model, prompts, sampler, given, seeds, reference_quirks)
     where: Any = "masked" if reference_quirks and logits == "needed" else logits
-    return run_sampler(**run, logits=where, on_logits=on_logits, on_canvas=on_canvas, progress=progress)
+    return run_sampler(**run, logits=where, on_logits=on_logits, on_canvas=on_canvas, progress=progress, host=host)
 
 
 def _prepare(
@@ -137,10 +144,12 @@ def _prepare(
 
     sampler = sampler_class(settings, noise, ids, reference_quirks=reference_quirks)
     record = {"sampler": algorithm, **values, "seeds": seeds, "reference_quirks": reference_quirks}
+    seen = torch.ones_like(content) if sampler.unpadded else content
+    fixed = canvas != mask_id
+    if sampler.hides_prompt:
+        fixed = torch.arange(canvas.shape[1], device=canvas.device).expand_as(canvas) < prompts.ids.shape[1]
     return {
-        "network": CanvasLogits(
-            model, content, cfg_scale=sampler.cfg_scale, fixed=canvas != mask_id, mask_token_id=mask_id
-        ),
+        "network": CanvasLogits(model, seen, cfg_scale=sampler.cfg_scale, fixed=fixed, mask_token_id=mask_id),
         "sampler": sampler,
         "canvas": canvas,
         "history": History(model, content, prompts.ids.shape[1], record),

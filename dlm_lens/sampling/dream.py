@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.sampler import Proposal, Sampler, Select, SpecialIds, StepPlan
+from dlm_lens.sampling.sampler import Proposal, Select, SpecialIds, StepPlan
+from dlm_lens.sampling.timesteps import TimestepSampler
 
 REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
@@ -122,61 +123,28 @@ class SelectDrawn(nn.Module):
         return self.noise.draw(weights, eligible, count) & eligible
 
 
-class DreamSampler(Sampler):
-    """Step i writes the fraction 1 - t[i+1] / t[i] of what is masked now, t = linspace(1, eps, steps + 1).
+class DreamSampler(TimestepSampler):
+    """The timestep schedule, truncated, so that `steps` equal to the answer's length is not one token a step.
 
-    The number is truncated, so that `steps` equal to the answer's length is not one token a step; the last step
-    writes all that is left. It is taken of each row's own masks, which recounts what an intervention changed;
-    `reference_quirks` takes it of the average over the batch. With `origin` every masked position is written
-    with that probability.
+    The number is taken of each row's own masks, which recounts what an intervention changed; `reference_quirks`
+    takes it of the average over the batch.
     """
 
     def __init__(
         self, settings: DreamSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__()
-        self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
+        super().__init__(settings, noise)
+        self.settings, self.reference_quirks = settings, reference_quirks
         self.propose = DreamPropose(settings, noise, ids, reference_quirks)
         drawn = settings.alg_temp and settings.remasking != "origin"
         self.select: nn.Module = SelectDrawn(noise, settings.alg_temp or 0.0) if drawn else Select()
-        times = torch.linspace(1, settings.eps, settings.steps + 1)
-        self.fractions = [1 - times[i + 1] / times[i] for i in range(settings.steps)]
-
-    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
-        """Every step; there are no blocks."""
-        total = self.settings.steps
-        span = (0 if self.settings.gen_length == 0 else prompt_length, positions)
-        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
-
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Every masked position."""
-        return masked
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
         """How many positions each row writes now; float32 arithmetic, truncated, as in the reference."""
         left = eligible.sum(-1)
-        if plan.remaining == 1 or self.settings.remasking == "origin":
+        if plan.remaining == 1:
             return left
         masks = (left.sum() / len(left)).expand(len(left)) if self.reference_quirks else left.float()
         return (masks * self.fractions[plan.index].to(masks.device)).long()
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step; with `origin` the positions are drawn first and only theirs are proposed for."""
-        if self.settings.remasking == "origin":
-            fraction = 1.0 if plan.remaining == 1 else float(self.fractions[plan.index])
-            drawn = self.noise.masked_positions(masked).to(canvas.device) < fraction
-            logits, evaluated = logits[drawn[evaluated]], evaluated & drawn
-            eligible = masked & drawn
-            proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
-            selected = self.select(proposal.confidence, eligible, eligible.sum(-1))
-            return torch.where(selected, proposal.tokens, canvas), proposal, selected
-        return super().forward(canvas, logits, evaluated, masked, plan)

@@ -15,7 +15,21 @@ REMASKING = ("low_confidence", "random")
 
 @dataclass(frozen=True)
 class LLaDASettings:
-    """Settings of LLaDA's sampler (ML-GSAI/LLaDA, generate.py), under its own names.
+    """Settings of LLaDA's sampler (ML-GSAI/LLaDA, generate.py), under its own names, and of MMaDA's copy of it.
+
+    Args:
+        steps: denoising steps in all.
+        gen_length: tokens of the answer.
+        block_length: tokens of a block.
+        temperature: 0 takes the most likely token.
+        cfg_scale: guidance; 0 for none.
+        remasking: "low_confidence" or "random".
+        logits_eos_inf: never propose the end of the text.
+        confidence_eos_eot_inf: write the end of the text or turn last.
+        float64_confidence: softmax of the confidence in float64 (MMaDA; LLaDA before June 2025).
+        eot_token: a row ends behind a block whose last token is this one, and its later blocks stay masked
+            (MMaDA's mmu_generate_fast); None: every row is written to its end.
+        unpadded_guidance: with `reference_quirks`, a run with guidance sees the padding as content (MMaDA).
 
     Raises:
         ValueError: lengths and steps do not fit each other, or a value is out of its range.
@@ -29,6 +43,9 @@ class LLaDASettings:
     remasking: str = "low_confidence"
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
+    float64_confidence: bool = False
+    eot_token: int | None = None
+    unpadded_guidance: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "block_length"):
@@ -60,9 +77,9 @@ class LLaDASettings:
 class LLaDAPropose(nn.Module):
     """x0 = argmax of the (noisy) logits; confidence = softmax probability of x0 under the clean ones.
 
-    The softmax runs in the dtype of the logits, as in the reference since June 2025. With random remasking the
-    confidence is a uniform number instead. [MASK] is never an x0, since writing it answers nothing; the
-    reference allows it. `eos`, `eot` serve the two switches that postpone the end.
+    The softmax runs in the dtype of the logits, as in the reference since June 2025, or in float64. With random
+    remasking the confidence is a uniform number instead. [MASK] is never an x0, since writing it answers nothing;
+    the reference allows it. `eos`, `eot` serve the two switches that postpone the end.
     """
 
     def __init__(
@@ -99,8 +116,10 @@ class LLaDAPropose(nn.Module):
         else:
             if self.settings.confidence_eos_eot_inf:
                 logits = _without(logits, self.unlikely)
-            likely = logits.softmax(-1).gather(-1, chosen[:, None]).squeeze(-1).float()
-            confidence = torch.zeros(canvas.shape, device=canvas.device).masked_scatter(evaluated, likely)
+            wide = torch.float64 if self.settings.float64_confidence else logits.dtype
+            likely = logits.softmax(-1, dtype=wide).gather(-1, chosen[:, None]).squeeze(-1)
+            likely = likely if self.settings.float64_confidence else likely.float()
+            confidence = likely.new_zeros(canvas.shape).masked_scatter(evaluated, likely)
         tokens = canvas.masked_scatter(evaluated, chosen)
         return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
 
@@ -120,6 +139,8 @@ class LLaDASampler(Sampler):
     front of the block (in the prompt, or put back by an intervention) are eligible and counted.
     `reference_quirks` fixes the counts when the block starts, from the block alone: masks in the prompt then
     compete for its budget, and as many are left at the end.
+
+    With `eot_token` a row whose block ends with it is done; `reference_quirks` stops only when all rows are.
     """
 
     def __init__(
@@ -140,7 +161,9 @@ class LLaDASampler(Sampler):
         self.settings, self.reference_quirks, self.cfg_scale = settings, reference_quirks, settings.cfg_scale
         self.propose = LLaDAPropose(settings, noise, ids, reference_quirks)
         self.select = Select()
+        self.unpadded = reference_quirks and settings.unpadded_guidance and settings.cfg_scale > 0
         self._block_masks: Tensor | None = None
+        self._done: Tensor | None = None
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step: steps / blocks of them for each block."""
@@ -155,8 +178,9 @@ class LLaDASampler(Sampler):
         return found
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Masked positions up to the end of the block."""
-        return masked & (torch.arange(masked.shape[1], device=masked.device) < plan.span[1])
+        """Masked positions up to the end of the block, in rows that go on."""
+        until = masked & (torch.arange(masked.shape[1], device=masked.device) < plan.span[1])
+        return until if self._done is None else until & ~self._done[:, None]
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
@@ -169,3 +193,13 @@ class LLaDASampler(Sampler):
         if done == 0 or self._block_masks is None:
             self._block_masks = masked[:, slice(*plan.span)].sum(-1)
         return self._block_masks // each + (done < self._block_masks % each)
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row ended with this step's block."""
+        if self.settings.eot_token is None or plan.remaining > 1:
+            return False
+        ends = canvas[:, plan.span[1] - 1] == self.settings.eot_token
+        if self.reference_quirks:
+            return bool(ends.all())
+        self._done = ends if self._done is None else self._done | ends
+        return bool(self._done.all())

@@ -1,6 +1,7 @@
 """The denoising loop: a plain function over a `Sampler`, which never edits a canvas in place."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.sampling.history import History
+from dlm_lens.sampling.host import Host
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.result import Denoised
 from dlm_lens.sampling.sampler import Sampler
@@ -28,23 +30,30 @@ def run_sampler(
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
+    host: Host | None = None,
 ) -> Denoised:
-    """Run every step of `sampler` from `canvas`.
+    """Run every step of `sampler` from `canvas`, or those until it has finished.
 
     `logits` says where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
-    Masks are recounted from the canvas at every step.
+    Masks are recounted from the canvas at every step. With a `host`, which is told of every step, the head is
+    evaluated everywhere.
 
     Raises:
         NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
+    if host is not None:
+        host.start(sampler, history.attention_mask)
     for plan in tqdm(plans, desc="denoising", unit="step", disable=not progress):
         canvas = _edited(on_canvas, plan.index, canvas)
+        if host is not None:
+            canvas = _same_shape("the host", canvas, host.step(plan, canvas, is_masked(canvas)))
         masked = is_masked(canvas)
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
-        if logits == "all" or on_logits is not None:
-            everywhere = network.everywhere(canvas)
+        if logits == "all" or on_logits is not None or host is not None:
+            with torch.enable_grad() if host is not None and host.grad else nullcontext():
+                everywhere = network.everywhere(canvas)
             replaced = on_logits(plan.index, canvas, everywhere) if on_logits is not None else None
             rows = (everywhere if replaced is None else _same_shape("on_logits", everywhere, replaced))[evaluated]
         else:
@@ -56,7 +65,11 @@ def run_sampler(
             raise
         canvas, proposal, selected = sampler(canvas, rows, evaluated, masked, plan)
         history.finish(plan, proposal, selected)
-    canvas = _edited(on_canvas, len(plans), canvas)
+        if sampler.finished(canvas, plan):
+            break
+    if host is not None:
+        host.stop()
+    canvas = _edited(on_canvas, len(history.plans), canvas)
     history.start(canvas, is_masked(canvas))
     return history.result()
 

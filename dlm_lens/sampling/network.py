@@ -10,12 +10,12 @@ from dlm_lens.attention import SinkLayout
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """The model produced NaN or infinite logits; `partial` holds the steps that had finished."""
+    """The model produced NaN or infinite logits, `where`; `partial` holds the steps that had finished."""
 
-    def __init__(self, step: int, row: int, position: int) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__(
-            f"step {step}: the logits of row {row}, position {position} are not finite; check the model's "
-            "weights, its dtype (bfloat16 or float32 rather than float16), and any hook that edits activations"
+            f"{where} are not finite; check the model's weights, its dtype (bfloat16 or float32 rather than "
+            "float16), and any hook that edits activations"
         )
         self.partial: Any = None
 
@@ -26,6 +26,8 @@ class CanvasLogits:
     Guidance (ML-GSAI/LLaDA, generate.py): u + (scale + 1) (c - u), where u comes from a canvas
     whose `fixed` positions (everything that was no mask at the start) are masked. Both halves go through one
     forward, conditional first.
+
+    With `shift` the output at i - 1 predicts position i; None for what the model's config says.
     """
 
     def __init__(
@@ -36,13 +38,15 @@ class CanvasLogits:
         cfg_scale: float = 0.0,
         fixed: Bool[Tensor, "batch position"] | None = None,
         mask_token_id: int | None = None,
+        shift: bool | None = None,
     ) -> None:
         self.model, self.cfg_scale, self.fixed, self.mask_token_id = model, cfg_scale, fixed, mask_token_id
         self.sinks = SinkLayout.of(model)
-        # With a logit shift the output at i - 1 predicts position i; a row's first token uses its own output.
+        # A row's first token has no predecessor and uses its own output.
         index = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
         first = attention_mask.int().argmax(-1, keepdim=True)
-        self.source = (index - 1).maximum(first) if getattr(model.config, "logit_shift", False) else None
+        shift = getattr(model.config, "logit_shift", False) if shift is None else shift
+        self.source = (index - 1).maximum(first) if shift else None
         halves = 2 if cfg_scale else 1
         self.inputs: dict[str, Any] = {"use_cache": False}
         if not bool(attention_mask.all()):
@@ -97,4 +101,4 @@ def check_finite(
     bad = ~logits.amax(-1).isfinite()
     if bool(bad.any()):
         row, position = evaluated.nonzero()[bad.nonzero()[0, 0]].tolist()
-        raise NonFiniteLogitsError(step, row, position)
+        raise NonFiniteLogitsError(f"step {step}: the logits of row {row}, position {position}")

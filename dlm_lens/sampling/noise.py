@@ -16,6 +16,12 @@ class Noise(Protocol):
         """A float64 number per evaluated position and vocabulary column."""
         ...
 
+    def masked_columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """Likewise, where the reference draws for the evaluated positions alone."""
+        ...
+
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """A float32 number per position."""
         ...
@@ -67,6 +73,12 @@ class RowNoise:
         )
         return values
 
+    def masked_columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """The same as `columns`, which draws no more than that."""
+        return self.columns(evaluated, eligible, width)
+
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """A float32 number per eligible position, 0 elsewhere."""
         wanted = eligible.cpu()
@@ -113,6 +125,12 @@ class SharedNoise:
         """Draw for all positions of the batch, return the evaluated ones'."""
         values = torch.rand(*evaluated.shape, width, generator=self.generator, dtype=torch.float64)
         return values[evaluated.cpu()]
+
+    def masked_columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """Draw for the evaluated positions of the batch, one row after the other."""
+        return torch.rand(int(evaluated.sum()), width, generator=self.generator, dtype=torch.float64)
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """Draw for all positions of the batch."""

@@ -26,7 +26,8 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
         prompt: a text or a list of texts; a list of chat messages ({"role", "content"}) or a list of such lists;
             ids as a tensor `[position]` or `[batch, position]`, a list, or lists of unequal length; or what a
             tokenizer returns (a mapping with "input_ids" and perhaps "attention_mask").
-        attention_mask: 1 for content, 0 for padding on the left; only beside rectangular ids.
+        attention_mask: 1 for content, 0 for padding on the left; only beside rectangular ids. It may go on over
+            the answer, which is content, as MMaDA's does.
 
     Raises:
         ValueError: an empty prompt, ids without an embedding row, padding on the right, no tokenizer for text.
@@ -42,11 +43,13 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
         if attention_mask is not None and len({len(row) for row in ids}) > 1:
             raise ValueError("attention_mask beside prompts of unequal length: leave it out, padding is added here")
         width = max(len(row) for row in ids)
-        pad = _padding_id(model)
+        pad = padding_id(model)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in ids])
         mask = mask if attention_mask is None else torch.as_tensor(attention_mask)
     mask = mask.reshape(1, -1) if mask.ndim == 1 else mask
+    if mask.ndim == 2 and bool(mask[:, ids.shape[1] :].all()):
+        mask = mask[:, : ids.shape[1]]
     _check(ids, mask, rows=embedding.shape[0])
     return Prompts(ids.to(embedding.device), mask.bool().to(embedding.device))
 
@@ -57,7 +60,7 @@ def warn_beyond_context(model: Any, positions: int) -> None:
     if trained is not None and positions > trained:
         warnings.warn(
             f"the canvas has {positions} positions, but the model was trained on {trained} at most; "
-            "shorten the prompt or gen_length, or read the result with care",
+            "shorten the prompt or the answer, or read the result with care",
             stacklevel=3,
         )
 
@@ -111,7 +114,7 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-def _padding_id(model: Any) -> int:
+def padding_id(model: Any) -> int:
     """Some id that is not the mask; padding is invisible, so which one does not matter."""
     config = model.config
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id

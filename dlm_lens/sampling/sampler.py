@@ -68,6 +68,8 @@ class Sampler(nn.Module):
     propose: nn.Module
     select: nn.Module
     cfg_scale: float = 0.0
+    unpadded: bool = False  # whether the network sees padding as content: a quirk
+    hides_prompt: bool = False  # whether guidance masks all of the prompt's positions, or what was no mask at first
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of the run, in order."""
@@ -82,6 +84,10 @@ class Sampler(nn.Module):
     ) -> Int[Tensor, "batch"]:
         """How many positions each row writes at this step."""
         raise NotImplementedError
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether the run ends with this step, whatever the plans say; asked once, behind every step."""
+        return False
 
     def forward(
         self,

@@ -19,7 +19,8 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     """A random model of `family` in float32 and eval mode, with a tokenizer of the words w0, w1, ....
 
     2 layers, width 32, 4 query heads on 2 key/value heads, a vocabulary of 64 whose last three ids are padding,
-    end of text and mask. Weights are large enough for attention to be far from even.
+    end of text and mask (SMDM: the mask is id 64, behind its vocabulary). Weights are large enough for attention to
+    be far from even.
 
     Args:
         family: a name of `dlm_lens.families()`.
@@ -51,10 +52,10 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
         "bos_token_id": None,
         "eos_token_id": EOS,
     }
-    if not known[family].causal:
-        values["mask_token_id"] = MASK
     settings = config_class(**{**values, **config})
-    tokenizer = _tokenizer(settings.vocab_size)
+    if not known[family].causal and settings.mask_token_id is None:
+        settings.mask_token_id = MASK
+    tokenizer = _tokenizer(settings.vocab_size, getattr(settings, "mask_token_id", None))
     prepare_config(settings, known[family], tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -62,8 +63,10 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     return attach(model, known[family], tokenizer)
 
 
-def _tokenizer(size: int) -> PreTrainedTokenizerFast:
+def _tokenizer(size: int, mask: int | None) -> PreTrainedTokenizerFast:
     words = [f"w{i}" for i in range(size - 3)] + ["<pad>", "<eos>", "[MASK]"]
+    if mask == size:  # a mask behind the vocabulary
+        words = [*words[:-1], f"w{size - 1}", "[MASK]"]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(

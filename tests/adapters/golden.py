@@ -39,12 +39,20 @@ def collect(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> dict[str, Ten
         keep(layer.mlp, f"mlp_out{index}")
         for point, name in (("rot_q", "q"), ("rot_k", "k"), ("v", "v"), ("pattern", "probs"), ("z", "z")):
             keep(getattr(layer.self_attn, f"hook_{point}"), f"{name}{index}")
+        if hasattr(layer.self_attn, "gate_proj"):
+            keep(layer.self_attn.gate_proj, f"gate{index}")
+            gated = layer.self_attn.o_proj.register_forward_pre_hook(
+                lambda _m, args, name=f"z_gated{index}": seen.__setitem__(name, args[0])
+            )
+            handles.append(gated)
     seen["logits"] = model(input_ids=ids, **inputs).logits
     for handle in handles:
         handle.remove()
     for name in seen:
         if name[0] in "qkv":
             seen[name] = seen[name].transpose(1, 2)
-        elif name.startswith("z"):
+        elif name.startswith("gate"):
+            seen[name] = seen[name].sigmoid()
+        elif name.startswith("z") and "gated" not in name:
             seen[name] = seen[name].flatten(-2)
     return seen

@@ -1,0 +1,199 @@
+"""`log_likelihood`: how likely a model finds a given answer, by the method of its family."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.adapters import family_of
+from dlm_lens.sampling.completion import greedy_completions
+from dlm_lens.sampling.corruption import CountCorruption, RateCorruption, chain_masks
+from dlm_lens.sampling.estimate import monte_carlo, strata_of
+from dlm_lens.sampling.likelihood_result import LogLikelihood
+from dlm_lens.sampling.pairs import Pair, read_pairs
+from dlm_lens.sampling.prompts import warn_beyond_context
+from dlm_lens.sampling.scoring import Query, Scorer
+from dlm_lens.sampling.settings import row_seeds
+
+METHODS = ("mc", "chain_rule", "greedy_completion")
+
+CORRUPTIONS: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
+    "llada": (CountCorruption, {}),
+    "dream": (RateCorruption, {"eps": 1e-3, "protect_ends": True}),
+    "smdm": (RateCorruption, {}),
+}
+"""Sampling algorithm -> how its authors mask texts for a likelihood, and with which settings."""
+
+
+@torch.no_grad()
+def log_likelihood(
+    model: Any,
+    prompt: Any,
+    answer: Any,
+    method: str | None = None,
+    *,
+    samples: int = 128,
+    cfg_scale: float = 0.0,
+    seed: int | list[int] = 0,
+    strata: int | None = None,
+    batch_size: int | None = None,
+    progress: bool = False,
+    reference_quirks: bool = False,
+    **settings: Any,
+) -> LogLikelihood:
+    """Log-likelihood of given answers, ln p(answer | prompt) in nats.
+
+    "mc" estimates the lower bound E[sum over masked positions of ln p(token | canvas) / masking rate] from
+    random masks, drawn as the family's authors do (ML-GSAI/LLaDA, get_log_likelihood.py; HKUNLP/Dream,
+    eval/eval.py; ML-GSAI/SMDM, evaluate_diff.py). "chain_rule" sums ln p(token i | prompt,
+    answer before i, everything else masked); of an AR model it is exact, in one forward. "greedy_completion"
+    writes the answer's positions one by one, the surest first, and says whether the answer comes out.
+
+    Items are independent: each has a random generator of its own, so that a value depends neither on the
+    other items nor on the batches. The same seed gives answers of equal length the same masks.
+
+    Args:
+        model: from `dlm_lens.load`.
+        prompt: as for `denoise`: text, chat messages, token ids, or a list of any of them.
+        answer: text, token ids, or a list of either; one per prompt, or several for one prompt.
+        method: "mc", "chain_rule" or "greedy_completion"; None for "mc", and "chain_rule" of an AR model.
+        samples: random masks per item, for "mc".
+        cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); u sees a masked prompt.
+        seed: one number, or one per item.
+        strata: samples of one stratified draw (the authors' batch size); a divisor of `samples`. None for the
+            largest one up to 16 that leaves four draws, from which the standard error comes.
+        batch_size: canvases per forward; None for as many as fit into bounded memory. The values do not
+            depend on it.
+        progress: show a progress bar.
+        reference_quirks: the authors' evaluation loops: one random stream over all items in their order (needs
+            a single seed), `batch_size` is `strata` too, [MASK] allowed in a greedy completion.
+        **settings: "mc" of Dream and SMDM: eps, protect_ends, scope ("answer" or "both"); "chain_rule": order
+            ("left_to_right" or "right_to_left").
+
+    Raises:
+        ValueError: items or settings that cannot work, before anything is computed.
+        NonFiniteLogitsError: naming the item and the position.
+    """
+    if not hasattr(model, "sampler_defaults"):
+        raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
+    algorithm = family_of(model.config.model_type).sampler_of(model.config)
+    causal = algorithm == "causal"
+    method = method or ("chain_rule" if causal else "mc")
+    _check(method, algorithm, samples, cfg_scale, batch_size)
+    pairs = read_pairs(model, prompt, answer)
+    seeds = row_seeds(seed, len(pairs))
+    if reference_quirks and len(set(seeds)) > 1:
+        raise ValueError("reference_quirks has one random stream for all items; give a single seed")
+    warn_beyond_context(model, max(len(pair.tokens) for pair in pairs))
+    scorer = Scorer(model, cfg_scale, batch_size, shift=True if causal else None)
+    order = _longest_first(pairs, answers=method == "greedy_completion")
+    bar = tqdm(order, desc="likelihood", unit="item", disable=not progress)
+    record = {"sampler": algorithm, "cfg_scale": cfg_scale, "reference_quirks": reference_quirks}
+    if method == "greedy_completion":
+        _known(settings, (), method, algorithm)
+        return _greedy(scorer, pairs, bar, causal, record)
+    if method == "chain_rule":
+        _known(settings, () if causal else ("order",), method, algorithm)
+        return _chain_rule(scorer, pairs, bar, causal, settings.get("order", "left_to_right"), record)
+    corruption = _corruption(algorithm, settings, pairs, cfg_scale, reference_quirks)
+    if reference_quirks:
+        strata = strata or batch_size
+        bar = tqdm(range(len(pairs)), desc="likelihood", unit="item", disable=not progress)
+    record |= {"samples": samples, "strata": strata_of(samples, strata), "seeds": seeds, **asdict(corruption)}
+    return monte_carlo(scorer, pairs, bar, corruption, record)
+
+
+def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:
+    """Like sizes share a batch, and what does not fit into memory fails at once; `answers`: their length first."""
+    return sorted(
+        range(len(pairs)), key=lambda item: (-len(pairs[item].answer) * answers, -len(pairs[item].tokens))
+    )
+
+
+def _check(method: str, algorithm: str, samples: int, cfg_scale: float, batch_size: int | None) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+    if algorithm == "causal" and method == "mc":
+        raise ValueError("an AR model has no masks to draw, its likelihood is exact; use method='chain_rule'")
+    if algorithm == "causal" and cfg_scale:
+        raise ValueError(f"cfg_scale is {cfg_scale}, but an AR model has no mask token to guide with; leave it out")
+    if method == "mc" and algorithm not in CORRUPTIONS:
+        raise ValueError(f"no mc likelihood is known for the sampler {algorithm!r}; use method='chain_rule'")
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; at least one random mask is needed")
+    if cfg_scale < 0:
+        raise ValueError(f"cfg_scale is {cfg_scale}; it must be 0 (no guidance) or positive")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None")
+
+
+def _known(settings: Mapping[str, Any], names: Sequence[str], method: str, algorithm: str) -> None:
+    for name in settings:
+        if name not in names:
+            has = ", ".join(names) or "none"
+            raise ValueError(f"the {method} likelihood of {algorithm} has no setting {name!r}; it has {has}")
+
+
+def _corruption(
+    algorithm: str, settings: Mapping[str, Any], pairs: Sequence[Pair], cfg_scale: float, reference_quirks: bool
+) -> Any:
+    kind, defaults = CORRUPTIONS[algorithm]
+    _known(settings, [field.name for field in fields(kind)], "mc", algorithm)
+    corruption = kind(**{**defaults, **settings})
+    values = asdict(corruption)
+    if cfg_scale and values.get("scope") == "both":
+        raise ValueError("guidance masks the prompt, which scope='both' scores; use scope='answer' or cfg_scale=0")
+    if values.get("protect_ends") and values["scope"] == "answer" and not reference_quirks:
+        for item, pair in enumerate(pairs):
+            if len(pair.answer) == 1:
+                raise ValueError(
+                    f"answer {item} has a single token, and protect_ends never masks the last position: nothing "
+                    "would be scored; use method='chain_rule' or protect_ends=False"
+                )
+    return corruption
+
+
+def _chain_rule(
+    scorer: Scorer, pairs: Sequence[Pair], items: Any, causal: bool, order: str, record: Mapping[str, Any]
+) -> LogLikelihood:
+    def queries(item: int) -> list[Query]:
+        pair = pairs[item]
+        if causal:
+            return [Query(item, pair, torch.zeros_like(pair.in_answer), pair.in_answer)]
+        return [Query(item, pair, *masks) for masks in zip(*chain_masks(pair, order), strict=True)]
+
+    terms: dict[int, list[Float[Tensor, "scored"]]] = {}
+    for query, loss in scorer.losses(query for item in items for query in queries(item)):
+        terms.setdefault(query.item, []).append(loss)
+    losses = tuple(torch.cat(terms[item]) for item in range(len(pairs)))
+    value = -torch.stack([loss.sum() for loss in losses])
+    return LogLikelihood(
+        value,
+        torch.zeros_like(value),
+        losses,
+        torch.tensor([len(pair.answer) for pair in pairs]),
+        "chain_rule",
+        {**record, "order": order},
+    )
+
+
+def _greedy(
+    scorer: Scorer, pairs: Sequence[Pair], items: Any, causal: bool, record: Mapping[str, Any]
+) -> LogLikelihood:
+    allow = bool(record["reference_quirks"])
+    written = dict(greedy_completions(scorer, pairs, items, causal=causal, allow_mask=allow))
+    same = torch.tensor([written[item].equal(pair.answer) for item, pair in enumerate(pairs)])
+    value = torch.zeros(len(pairs), dtype=torch.float64).masked_fill(~same, -torch.inf)
+    return LogLikelihood(
+        value,
+        torch.zeros_like(value),
+        (value.new_empty(0),) * len(pairs),
+        torch.tensor([len(pair.answer) for pair in pairs]),
+        "greedy_completion",
+        record,
+        tuple(written[item] for item in range(len(pairs))),
+    )

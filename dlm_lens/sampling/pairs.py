@@ -1,0 +1,104 @@
+"""Prompts with their given answers, in every form a user has them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.sampling.prompts import read_prompts
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One item: a prompt and the answer whose likelihood is asked for, on the CPU."""
+
+    prompt: Int[Tensor, "prompt"]
+    answer: Int[Tensor, "answer"]
+
+    @property
+    def tokens(self) -> Int[Tensor, "position"]:
+        """Prompt and answer in one."""
+        return torch.cat([self.prompt, self.answer])
+
+    @property
+    def in_answer(self) -> Bool[Tensor, "position"]:
+        """Which positions are the answer's."""
+        return torch.arange(len(self.prompt) + len(self.answer)) >= len(self.prompt)
+
+
+def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
+    """Pair every prompt with its answer; a single prompt that is not in a list serves every answer.
+
+    Text is tokenised by itself, the answer without special tokens: the space before it is part of the answer.
+
+    Raises:
+        ValueError: what `read_prompts` refuses, an empty answer, one that holds ids that no logit stands for or
+            the mask token, or another number of answers than of prompts.
+    """
+    read = read_prompts(model, prompt)
+    prompts = [ids[keep].cpu() for ids, keep in zip(read.ids, read.attention_mask, strict=True)]
+    answers = _read_answers(model, answer)
+    if len(prompts) == 1 and _is_single(prompt):
+        prompts *= len(answers)
+    if len(prompts) != len(answers):
+        raise ValueError(
+            f"{len(prompts)} prompts, but {len(answers)} answers; give one answer for every prompt, or one prompt "
+            "(not in a list) for all answers"
+        )
+    pairs = [Pair(*both) for both in zip(prompts, answers, strict=True)]
+    for item, pair in enumerate(pairs):
+        _check(model, item, pair.answer)
+    return pairs
+
+
+def _is_single(value: Any) -> bool:
+    if isinstance(value, Mapping) and "input_ids" in value:
+        value = value["input_ids"]
+    if isinstance(value, Tensor):
+        return value.ndim == 1
+    return isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int | Mapping))
+
+
+def _read_answers(model: Any, answer: Any) -> list[Tensor]:
+    if not isinstance(answer, str | Tensor | Sequence):
+        raise ValueError(
+            f"the answer is of an unknown kind: {answer!r:.80}; give text, token ids, or a list of them"
+        )
+    if isinstance(answer, Tensor) and answer.ndim == 2:
+        return [_ids(model, row) for row in answer]
+    if not isinstance(answer, str) and len(answer) and not isinstance(answer[0], int) and not _is_vector(answer):
+        return [_ids(model, one) for one in answer]
+    return [_ids(model, answer)]
+
+
+def _is_vector(answer: Any) -> bool:
+    return isinstance(answer, Tensor) and answer.ndim == 1
+
+
+def _ids(model: Any, answer: Any) -> Tensor:
+    if isinstance(answer, str):
+        if model.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it takes token ids only; or set model.tokenizer")
+        answer = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ids = torch.as_tensor(answer)
+    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim != 1):
+        raise ValueError(f"answer ids must be integers [position], got {ids.dtype} {list(ids.shape)}")
+    return ids.long().cpu().flatten()
+
+
+def _check(model: Any, item: int, answer: Tensor) -> None:
+    if not len(answer):
+        raise ValueError(f"answer {item} is empty; the likelihood of nothing is 1, give at least one token")
+    columns = model.get_output_embeddings().weight.shape[0]
+    outside = answer[(answer < 0) | (answer >= columns)]
+    mask = getattr(model.config, "mask_token_id", None)
+    if mask is not None and bool((answer == mask).any()):
+        raise ValueError(f"answer {item} holds the mask token {mask}; the answer is what the masks stand for")
+    if len(outside):
+        raise ValueError(
+            f"answer {item} holds token id {int(outside[0])}, but the model's logits have {columns} columns; was "
+            "it tokenized for another model?"
+        )

@@ -1,0 +1,146 @@
+"""Cross entropies of many corrupted texts, packed into batches of bounded size."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError
+from dlm_lens.sampling.pairs import Pair
+from dlm_lens.sampling.prompts import padding_id
+
+POSITIONS = {"cpu": 1024, "cuda": 8192}
+"""Canvas positions of one forward, where the caller does not say how many canvases. More only costs memory."""
+LOGITS = 2**26
+"""Logits of one forward likewise: 256 MiB in float32."""
+
+
+class Query(NamedTuple):
+    """A text with some positions masked, and which positions' tokens are asked for."""
+
+    item: int
+    pair: Pair
+    masked: Bool[Tensor, "position"]
+    scored: Bool[Tensor, "position"]
+
+
+class Batch(NamedTuple):
+    """Left-padded rows on the model's device."""
+
+    canvas: Int[Tensor, "row position"]
+    content: Bool[Tensor, "row position"]
+    prompt: Bool[Tensor, "row position"]
+    scored: Bool[Tensor, "row position"]
+    targets: Int[Tensor, "scored"]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Evaluates queries: one forward per batch, the head on the scored positions only.
+
+    Args:
+        model: from `dlm_lens.load`.
+        cfg_scale: guidance; the unconditional canvas masks the prompt.
+        batch_size: canvases per forward; None for as many as `POSITIONS`, `LOGITS` and padding allow.
+        shift: as `CanvasLogits` has it; True for an AR model.
+    """
+
+    model: Any
+    cfg_scale: float = 0.0
+    batch_size: int | None = None
+    shift: bool | None = None
+
+    def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
+        """Every query with minus the log-probabilities of its scored tokens, float64, in the order given.
+
+        Raises:
+            NonFiniteLogitsError: naming the item and the position.
+        """
+        for batch in self.batches(queries):
+            yield from zip(batch, self._evaluate(batch), strict=True)
+
+    def batches(self, queries: Iterable[Query]) -> Iterator[list[Query]]:
+        """Cut the stream of queries where the next one would not fit any more."""
+        batch: list[Query] = []
+        width = scored = 0
+        for query in queries:
+            wider, more = max(width, len(query.masked)), scored + int(query.scored.sum())
+            if batch and not self._fits(len(batch) + 1, wider, more, len(query.masked)):
+                yield batch
+                batch, wider, more = [], len(query.masked), int(query.scored.sum())
+            batch.append(query)
+            width, scored = wider, more
+        if batch:
+            yield batch
+
+    def network(self, content: Bool[Tensor, "row position"], prompt: Bool[Tensor, "row position"]) -> CanvasLogits:
+        """The logits of a batch."""
+        return CanvasLogits(
+            self.model,
+            content,
+            cfg_scale=self.cfg_scale,
+            fixed=prompt | ~content,
+            mask_token_id=getattr(self.model.config, "mask_token_id", None),
+            shift=self.shift,
+        )
+
+    def _fits(self, rows: int, width: int, scored: int, shortest: int) -> bool:
+        if self.batch_size is not None:
+            return rows <= self.batch_size
+        halves = 2 if self.cfg_scale else 1
+        head = self.model.get_output_embeddings().weight
+        most = POSITIONS.get(head.device.type, max(POSITIONS.values()))
+        # A forward that is half full is better finished than padded by more than an eighth.
+        wasteful = 2 * halves * (rows - 1) * width > most and 8 * (width - shortest) > width
+        return halves * rows * width <= most and halves * scored * head.shape[0] <= LOGITS and not wasteful
+
+    def _evaluate(self, queries: Sequence[Query]) -> tuple[Float[Tensor, "scored"], ...]:
+        batch = assemble(self.model, queries)
+        logits = self.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
+        check_items(logits, batch.scored, batch.content, queries)
+        # With a device map the head may live elsewhere than the embedding.
+        targets = batch.targets.to(logits.device)
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+        return loss.double().cpu().split([int(query.scored.sum()) for query in queries])
+
+
+def check_items(
+    logits: Float[Tensor, "scored d_vocab"],
+    scored: Bool[Tensor, "row position"],
+    content: Bool[Tensor, "row position"],
+    queries: Sequence[Query],
+) -> None:
+    """Raise if a row has no finite largest logit.
+
+    Raises:
+        NonFiniteLogitsError: naming the item and the position in its text.
+    """
+    bad = ~logits.amax(-1).isfinite()
+    if bool(bad.any()):
+        row, position = scored.nonzero()[int(bad.nonzero()[0, 0])].tolist()
+        position -= int((~content[row]).sum())
+        raise NonFiniteLogitsError(f"item {queries[row].item}: the logits of position {position}")
+
+
+def assemble(model: Any, queries: Sequence[Query]) -> Batch:
+    """Put queries into rows, padded on the left."""
+    device = model.get_input_embeddings().weight.device
+    width = max(len(query.masked) for query in queries)
+
+    def padded(rows: list[Tensor], fill: int) -> Tensor:
+        out = torch.full((len(rows), width), fill, dtype=rows[0].dtype)
+        for line, row in zip(out, rows, strict=True):
+            line[width - len(row) :] = row
+        return out
+
+    tokens = padded([query.pair.tokens for query in queries], padding_id(model))
+    masked = padded([query.masked for query in queries], False)
+    scored = padded([query.scored for query in queries], False)
+    content = padded([torch.ones_like(query.masked) for query in queries], False)
+    prompt = padded([~query.pair.in_answer for query in queries], False)
+    # An AR model has no mask token, and nothing of its text is masked.
+    canvas = tokens.masked_fill(masked, getattr(model.config, "mask_token_id", None) or 0)
+    return Batch(*(part.to(device) for part in (canvas, content, prompt, scored, tokens[scored])))
