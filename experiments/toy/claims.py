@@ -103,7 +103,7 @@ def _robust(by_name: Mapping[str, Result]) -> tuple[str, str, str]:
         "random hidden": lambda name: _brief(by_name[name]["without_a_column"]["random"]),
     }
     n = by_name["toy"]["without_a_column"]["strongest"]["n"]
-    intact = next(e["correct"] for e in by_name["toy"]["accuracy"] if e["task"] == "A")
+    intact = _task_a(by_name["toy"])
     hidden = by_name["toy"]["without_a_column"]["strongest"]
     measured = "; ".join(f"{what}: {show('toy')}, AR {show('toy-ar')}" for what, show in cells.items())
     return (
@@ -113,13 +113,27 @@ def _robust(by_name: Mapping[str, Result]) -> tuple[str, str, str]:
     )
 
 
+def _task_a(result: Result) -> Result:
+    """Exact match on task A under the first way of decoding."""
+    return next(entry["correct"] for entry in result["accuracy"] if entry["task"] == "A")
+
+
+def _last_loss(result: Result) -> float:
+    return result["training"]["progress"]["loss_curve"][-1][1]
+
+
 def _optimizer(by_name: Mapping[str, Result]) -> str:
     """One sentence on each number that Muon may have changed (2506.19697), with its verdict."""
     if "toy-adamw" not in by_name:
         return "\n\nNo AdamW twin was measured: which of this is due to Muon is unknown."
     ours, twin = by_name["toy"]["phenomena"], by_name["toy-adamw"]["phenomena"]
-    words = {True: "lower", False: "higher", None: "not distinguishable"}
+    words = {True: "lower with Muon", False: "higher with Muon", None: "no clear difference"}
     pairs = {
+        "exact match on task A": (_task_a(by_name["toy"]), _task_a(by_name["toy-adamw"])),
+        "the same with the strongest column of every head hidden": (
+            by_name["toy"]["without_a_column"]["strongest"],
+            by_name["toy-adamw"]["without_a_column"]["strongest"],
+        ),
         "maps with a sink": (ours["maps_with_a_sink"], twin["maps_with_a_sink"]),
         "main sink differs from first to last step": (
             ours["main_sink_differs_first_to_last"],
@@ -131,11 +145,12 @@ def _optimizer(by_name: Mapping[str, Result]) -> str:
         ),
     }
     lines = [
-        f"- {what}: Muon {_brief(muon)}, AdamW {_brief(adamw)}: {words[below(muon, adamw)]} with Muon"
+        f"- {what}: Muon {_brief(muon)}, AdamW {_brief(adamw)}: {words[below(muon, adamw)]}"
         for what, (muon, adamw) in pairs.items()
     ]
     return (
         "\n\nMuon is reported to remove activation outliers (2506.19697). Against the AdamW twin (same data, "
-        "steps, seed and learning rate; one run each, so a difference may also be chance of training):\n\n"
-        + "\n".join(lines)
+        f"steps, seed and learning rate, final loss {_last_loss(by_name['toy']):.3f} and "
+        f"{_last_loss(by_name['toy-adamw']):.3f}; one run each, so a difference may also be chance "
+        "of training, or come from how far each has got):\n\n" + "\n".join(lines)
     )
