@@ -58,6 +58,7 @@ def run_demo(
     started = time.perf_counter()
     loaded = load(model)
     console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - started:.1f} s", soft_wrap=True)
+    _warn_of_unknown_words(console, loaded, prompt)
     run = denoise(loaded, prompt, progress=console.is_terminal)
     _print_text(console, run)
     received = received_over_steps(loaded, run, progress=console.is_terminal)
@@ -106,6 +107,15 @@ def _described(model: PreTrainedModel, name: str) -> str:
     )
 
 
+def _warn_of_unknown_words(console: Console, model: Any, prompt: str) -> None:
+    tokenizer = model.tokenizer
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    words = [word for word in prompt.split() if unknown is not None and unknown in tokenizer(word)["input_ids"]]
+    if words:
+        listed = printable(", ".join(dict.fromkeys(words)))
+        console.print(Text(f"Not in this model's language, and read as {tokenizer.unk_token}: {listed}", "yellow"))
+
+
 def _print_text(console: Console, run: Denoised) -> None:
     every = max(1, -(-run.steps // SHOWN_STEPS))
     steps = sorted({*range(0, run.steps, every), run.steps - 1})
@@ -125,7 +135,7 @@ def _print_sinks(console: Console, sinks: Sinks) -> None:
     lives = found.groupby(key, dropna=False).size().rename("steps").reset_index()
     peaks = found.drop_duplicates(key).merge(lives, on=key, how="left").head(SHOWN_SINKS)
     table = Table(
-        title=f"The {len(peaks)} strongest of {len(lives)} sinks, at their strongest step; score: {sinks.scale}",
+        title=f"{len(peaks)} of {len(lives)} sinks, each at its strongest step; score: {sinks.scale}",
         title_justify="left",
     )
     names = ("layer", "head", "position", "token", "masked", "step", "score", "sink for")
@@ -135,7 +145,7 @@ def _print_sinks(console: Console, sinks: Sinks) -> None:
         cells = {name: str(row[name]) for name in names[:-1]}
         cells["position"] = "-" if pd.isna(row["position"]) else cells["position"]
         cells |= {"token": token_label(cells["token"]), "masked": "yes" if row["masked"] else "no"}
-        cells |= {"score": f"{row['score']:.1f}", "sink for": f"{row['steps']} steps"}
+        cells |= {"score": f"{row['score']:.1f}", "sink for": f"{row['steps']} step{'s' * (row['steps'] > 1)}"}
         table.add_row(*(Text(cells[name]) for name in names))
     console.print()
     if len(peaks):

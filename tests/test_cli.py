@@ -51,6 +51,12 @@ def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path
     assert run.texts[0].split()[-1] in result.output
 
 
+def test_words_that_the_model_does_not_know_are_named(tmp_path: Path) -> None:
+    prompt = "tom has 5 zebras . tom buys 4 more . how many zebras ? :"
+    output = CliRunner().invoke(cli.app, ["demo", "--prompt", prompt, "--out", str(tmp_path)]).output
+    assert "Not in this model's language, and read as <unk>: zebras" in output
+
+
 def test_the_families_are_listed() -> None:
     output = CliRunner().invoke(cli.app, ["families"]).output
     names = ("llada", "mmada", "dream", "smdm", "sink_qwen", "causal", "GSAI-ML/LLaDA-8B-Instruct", "toy-ar")
