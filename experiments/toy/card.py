@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.toy import claims
+from experiments.toy import claims, sink_tables
 from experiments.toy.corpus import CORPUS_SEED, TEST_SEED
 from experiments.toy.language import COLOURS
 from experiments.toy.model import VARIANTS
-from experiments.toy.phenomena import CLASSES
+from experiments.toy.statistics import interval, markdown_table
 
 Result = Mapping[str, Any]
 
@@ -50,22 +50,12 @@ def write_card(name: str, results: Mapping[str, Result]) -> str:
         _usage(name),
         "## Accuracy\n\n" + _accuracy(result, results),
         "## Training\n\n" + _training(name, result, results),
-        "## Attention sinks\n\n" + _sinks(compared),
+        "## Attention sinks\n\n" + sink_tables.all_models(compared),
+        *sink_tables.learned(result),
         "## Which phenomena of the two papers show here\n\n" + claims.table(compared, LABELS),
         "Numbers and card: `python -m experiments.toy.release`. Every number above is one training run.",
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def interval(estimate: Result, digits: int = 2) -> str:
-    """`0.94 [0.90, 0.96]`."""
-    value, low, high = (f"{estimate[key]:.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
-
-
-def markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def _size(result: Result) -> str:
@@ -121,15 +111,18 @@ def _training(name: str, result: Result, results: Mapping[str, Result]) -> str:
         "next-token cross entropy" if VARIANTS[name].causal else "masked cross entropy divided by the masking ratio"
     )
     machine = result["training"]["machine"]
+    plain = results.get("toy", {}).get("training", {}).get("progress", {}).get("loss_curve")
+    lines = [["loss", *(f"{v:.3f}" for _, v in points)]]
+    if name in ("toy-sink", "toy-gated") and plain:
+        at = dict(plain)
+        lines.append(["loss of `toy`, same seed", *(f"{at[step]:.3f}" for step, _ in points)])
     return (
         f"{OPTIMIZERS[settings['optimizer']]}, seed {settings['seed']}, "
         f"{settings['steps']:,} steps of {settings['batch_size']} sequences of 64 tokens, drawn from "
         f"{settings['corpus_size']:,} sequences; {objective}, nats per token, `<eos>` tail included. "
         f"{progress['seconds'] / 60:.0f} minutes on {machine['threads']} thread of a shared CPU "
         f"({'compiled' if machine['compiled'] else 'not compiled'}, torch {machine['torch']}).\n\n"
-        + markdown_table(
-            ["step", *(f"{step:,}" for step, _ in points)], [["loss", *(f"{v:.3f}" for _, v in points)]]
-        )
+        + markdown_table(["step", *(f"{step:,}" for step, _ in points)], lines)
         + "\n\n(means of 50 steps)"
         + _seeds(name, results)
     )
@@ -154,58 +147,4 @@ def _seeds(name: str, results: Mapping[str, Result]) -> str:
     return (
         "\n\nThe shipped run is the best of those below, chosen by these very test prompts, so its accuracy "
         "is slightly flattered.\n\n" + markdown_table(["seed", "steps", "exact match"], rows)
-    )
-
-
-def _sinks(compared: Mapping[str, Result]) -> str:
-    found = {label: result["phenomena"] for label, result in compared.items()}
-    first = next(iter(found.values()))
-    measures = {
-        "maps with a sink": "maps_with_a_sink",
-        "sinks per map": "sinks_per_map",
-        "keys that are no sink": "tokens_filtered_out",
-        "main sink differs, first to last step": "main_sink_differs_first_to_last",
-        "the same, among keys with a score at the first step": "main_sink_differs_same_keys",
-        "the same, by raw column sum": "main_sink_differs_by_column_sum",
-        "the same, where it passes eps in both": "main_sink_differs_where_both_pass",
-        "main sink changes from one step to the next": "main_sink_changes_per_step",
-        "distinct main sinks over all steps": "main_sink_distinct_positions",
-    }
-    rows = [
-        [title, *(f"{interval(p[key], 3)}, n {p[key]['n']:,}" for p in found.values())]
-        for title, key in measures.items()
-    ]
-    norms = {
-        "value norm, sinks": "sinks",
-        "value norm, other keys": "others",
-        "value norm, sinks / others in the same map": "ratio_within_map",
-    }
-    rows += [
-        [
-            title,
-            *(f"{interval(p['value_norm'][key])}, n {p['value_norm'][key]['n']:,}" for p in found.values()),
-        ]
-        for title, key in norms.items()
-    ]
-    classes = [
-        [
-            name,
-            *(
-                f"{interval(p['classes'][name]['sinks'])} ({p['classes'][name]['base_rate']['value']:.2f})"
-                for p in found.values()
-            ),
-        ]
-        for name in CLASSES
-        if any(p["classes"][name]["base_rate"]["value"] > 0 for p in found.values())
-    ]
-    return (
-        f"Scale: received attention relative to uniform attention, per head; a sink is a key above the "
-        f"mean of the others + {first['eps']:g}. In a full bidirectional pass that is the column sum. In the "
-        f"causal baseline it is the column sum divided by the sum of 1/(i + 1) over its viewers i >= j; keys "
-        f"with fewer than 8 viewers have no score, and a step sees the prefix only. {first['prompts']} test "
-        f"prompts of task A, every step; a map is one (prompt, step, layer, head). Intervals: 95%, bootstrap "
-        f"over prompts.\n\n"
-        + markdown_table(["", *found], rows)
-        + "\n\nToken classes among the sinks; in parentheses, among all keys that have a score:\n\n"
-        + markdown_table(["class", *found], classes)
     )

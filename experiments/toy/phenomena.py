@@ -51,7 +51,8 @@ class Maps:
 
 def measure(model: Any, run: Denoised) -> dict[str, Any]:
     """All statistics of one run, each with n and an interval clustered by prompt."""
-    return summarise(replay(model, run))
+    maps, sinks = replay(model, run), SinkLayout.of(model).count
+    return summarise(maps) | ({"learned_sink": learned_sink(maps, sinks)} if sinks else {})
 
 
 def replay(model: Any, run: Denoised) -> Maps:
@@ -118,6 +119,29 @@ def summarise(maps: Maps) -> dict[str, Any]:
         "main_sink_differs_where_both_pass": _differs_where_both_pass(maps),
         "main_sink_changes_per_step": _share(main[1:] != main[:-1]),
         "main_sink_distinct_positions": _distinct(main),
+    }
+
+
+def learned_sink(maps: Maps, count: int) -> dict[str, Any]:
+    """What the learned sink tokens receive per layer, their value norms, and movement without them.
+
+    share: their part of all attention; is_main: whether one of them is the map's largest key.
+    """
+    canvas = maps.score.shape[-1] - count
+    layers = range(maps.score.shape[2])
+    received = maps.column_sum.nan_to_num()
+    ones = torch.ones_like(maps.main)
+
+    def per_layer(top: torch.Tensor, bottom: torch.Tensor) -> list[Estimate]:
+        return [_ratio(top[:, :, layer], bottom[:, :, layer]) for layer in layers]
+
+    norm, defined = maps.value_norm, maps.defined
+    return {
+        "share": per_layer(received[..., canvas:].sum(-1) / received.sum(-1), ones),
+        "is_main": per_layer(maps.main >= canvas, ones),
+        "value_norm": per_layer(norm[..., canvas:].mean(-1), ones),
+        "value_norm_others": per_layer((norm * defined)[..., :canvas], defined[..., :canvas]),
+        "main_sink_differs_exempted": differs(maps.score[..., :canvas]),
     }
 
 

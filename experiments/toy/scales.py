@@ -13,9 +13,8 @@ from torch import Tensor
 import dlm_lens
 from dlm_lens import AboveMean, AboveStd, Received, Share, Sinks
 from dlm_lens.sinks import Detector, Level
-from experiments.toy.card import markdown_table
 from experiments.toy.corpus import TEST_SEED, held_out, training_prompts
-from experiments.toy.statistics import Estimate, clustered_ratio
+from experiments.toy.statistics import Estimate, clustered_ratio, markdown_table
 
 RULES: tuple[tuple[Detector, bool], ...] = (
     (AboveMean(1.0), True),

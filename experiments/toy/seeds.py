@@ -17,12 +17,11 @@ import torch
 import typer
 
 import dlm_lens
-from experiments.toy.card import markdown_table
 from experiments.toy.corpus import TEST_SEED, Corpus, HeldOut, build_corpus, held_out
 from experiments.toy.evaluate import answers
 from experiments.toy.language import is_correct
 from experiments.toy.phenomena import differs, replay
-from experiments.toy.statistics import wilson
+from experiments.toy.statistics import markdown_table, wilson
 from experiments.toy.train import RECORD_FILE, Settings, train
 
 VARIANTS = ("toy", "toy-sink", "toy-gated")

@@ -1,7 +1,9 @@
 """Intervals: Wilson's for accuracies, a bootstrap over prompts for everything that comes many to a prompt."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,3 +54,14 @@ def clustered_ratio(
     ratios = top[draws].sum(axis=1)[sums > 0] / sums[sums > 0]
     low, high = np.quantile(ratios, (0.025, 0.975))
     return Estimate(float(top.sum() / bottom.sum()), float(low), float(high), n, len(top))
+
+
+def interval(estimate: Mapping[str, Any], digits: int = 2) -> str:
+    """`0.94 [0.90, 0.96]`."""
+    value, low, high = (f"{estimate[key]:.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))

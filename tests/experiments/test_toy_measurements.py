@@ -8,7 +8,7 @@ import torch
 
 from experiments.toy.claims import below
 from experiments.toy.knockout import hide_column
-from experiments.toy.phenomena import CLASSES, Maps, differs, summarise, token_classes
+from experiments.toy.phenomena import CLASSES, Maps, differs, learned_sink, summarise, token_classes
 from experiments.toy.statistics import clustered_ratio, wilson
 from experiments.toy.tokenizer import build_tokenizer
 
@@ -77,6 +77,23 @@ def test_statistics_of_hand_made_maps() -> None:
     # Sinks have norms 1 and 2, the others of their maps mean 3 and 2.5; key 3 counts nowhere.
     assert found["value_norm"]["sinks"].value == 1.5
     assert found["value_norm"]["ratio_within_map"].value == pytest.approx((1 / 3 + 2 / 2.5) / 2)
+
+
+def test_a_learned_sink_of_hand_made_maps() -> None:
+    # Two layers of one head, two steps; the last of four keys is the learned sink.
+    first = torch.tensor([[[1.0, 0.5, 0.5, 2.0]], [[2.0, 1.0, 0.5, 0.5]]])
+    last = torch.tensor([[[0.5, 1.0, 0.5, 2.0]], [[2.0, 1.0, 0.5, 0.5]]])
+    score = torch.stack([first, last]).view(2, 1, 2, 1, 4)
+    norm = torch.tensor([1.0, 2.0, 6.0, 0.5]).expand_as(score)
+    maps = Maps(score, score, norm, torch.zeros(2, 1, 4, dtype=torch.long))
+    found = learned_sink(maps, 1)
+    assert [share.value for share in found["share"]] == [0.5, 0.125]
+    assert [share.value for share in found["is_main"]] == [1.0, 0.0]
+    assert [norm.value for norm in found["value_norm"]] == [0.5, 0.5]
+    assert [norm.value for norm in found["value_norm_others"]] == [3.0, 3.0]
+    assert summarise(maps)["main_sink_differs_first_to_last"].value == 0.0
+    # Without the learned sink, layer 0's largest key moves from 0 to 1.
+    assert found["main_sink_differs_exempted"].value == 0.5
 
 
 def test_a_new_key_counts_as_a_move_unless_keys_are_kept_equal() -> None:
