@@ -85,7 +85,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, ImportError, MemoryError) as error:
         typer.secho(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except KeyboardInterrupt:

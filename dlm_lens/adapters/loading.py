@@ -6,15 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import cached_file
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from dlm_lens.adapters.bare import bare_config, bare_file
+from dlm_lens.adapters.hub import config_values, needed_file, optional_file
+from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory
+from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
 from dlm_lens.adapters.registry import CHECKPOINTS, Family, embedded_models, family_of
 from dlm_lens.attention import add_hook_points
 
 WHOLE_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names in tokenizer_config.json that say: tokenizer.json is the whole tokenizer."""
+
+MISFITS = {
+    "missing_keys": "fetch the files again, or check that config.json is of the same model",
+    "unexpected_keys": "config.json describes a smaller or another model: take the one that came with the weights",
+    "mismatched_keys": "config.json describes another size: take the one that came with the weights",
+}
+"""What a loading report complains of -> the remedy."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +35,7 @@ def load(
     attn_implementation: str = "sdpa",
     revision: str | None = None,
     *,
+    quantization_config: Any = None,
     size: str | None = None,
     mask_token_id: int | None = None,
     eos_token_id: int | None = None,
@@ -41,10 +51,11 @@ def load(
         path_or_hub_name: an embedded model ("toy", "toy-ar"), a directory, a hub name; weights without a config:
             a safetensors file, here or behind a hub name ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
         dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own.
-        device_map: as in transformers: "cuda", "auto", a mapping.
+        device_map: as in transformers: "cuda", "auto", a mapping from modules to devices.
         attn_implementation: "sdpa" (patterns are computed only while somebody watches them), "hooked" (always),
             or any other of transformers'.
         revision: branch, tag or commit on the hub.
+        quantization_config: of transformers, for 8 or 4 bits (BitsAndBytesConfig, TorchAoConfig, ...).
         size: of weights that came without a config ("1028M", an SMDM's); otherwise a JSON file beside them
             describes it, of the weights' name or called config.json.
         mask_token_id: id of [MASK], where config.json is silent or wrong.
@@ -52,10 +63,14 @@ def load(
         eot_token_id: likewise for the end of a turn.
 
     Raises:
-        FileNotFoundError: nothing loadable under that name.
-        ValueError: unknown family, weights that do not fit, pickled weights, or no valid mask token id.
+        FileNotFoundError: nothing loadable under that name, or the hub cannot be reached.
+        ImportError: the package of a quantisation is not installed.
+        MemoryError: the weights are larger than the free memory.
+        ValueError: unknown family, weights that do not fit or are damaged, pickled weights, a dtype or a
+            quantisation that cannot be, or no valid mask token id.
     """
     options = {"revision": revision} if revision else {}
+    kept = floating_dtype(dtype)
     source = _resolve(path_or_hub_name, options)
     values, weights = _describe(source, size, options)
     family = family_of(str(values.get("model_type")))
@@ -66,16 +81,24 @@ def load(
     config = config_class.from_dict(values)
     tokenizer = _load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options)
     prepare_config(config, family, tokenizer)
+    quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
+    own = values.get("quantization_config")
+    width = check_quantisation(str(source), family, own, quantization_config, device_map)
+    _check_weights(weights, config, kept, device_map, own, width, options)
     model = _load_weights(
         model_class,
         weights,
         config=config,
-        dtype="auto" if dtype is None else dtype,
+        dtype="auto" if kept is None else kept,
         device_map=device_map,
         attn_implementation=attn_implementation,
+        **quantised,
         **options,
     )
-    return attach(model, family, tokenizer)
+    attach(model, family, tokenizer)
+    if quantised or own:
+        check_quantised(model, source)
+    return model
 
 
 def attach(model: PreTrainedModel, family: Family, tokenizer: Any = None) -> PreTrainedModel:
@@ -129,52 +152,38 @@ def _resolve(name: str | Path, options: dict[str, Any]) -> str:
     if not path.exists() and (isinstance(name, Path) or str(name).startswith((".", "/", "~"))):
         raise FileNotFoundError(f"{path} is no directory; give a checkpoint's directory or a hub name")
     if not path.exists() and path.suffix == ".safetensors" and len(path.parts) > 2:
-        return _hub_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
+        return needed_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
     return str(name)
-
-
-def _hub_file(repository: str, name: str, options: dict[str, Any]) -> str:
-    try:
-        return str(cached_file(repository, name, **options))
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{repository}/{name} is no file here, and {name} could not be read from the hub's {repository!r}: "
-            f"{error}"
-        ) from error
 
 
 def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The config's values, and where the weights are: those of a transformers checkpoint, or weights alone."""
     path = Path(source)
     alone = path.is_file() or (path.is_dir() and not (path / "config.json").is_file())
-    values = {} if alone else _config_dict(source, options)
+    values = {} if alone else config_values(source, options)
     if "model_type" in values:
         if size is not None:
             raise ValueError(f"size is for weights without a config; {source} has one: leave size out")
         return values, source
-    held = _optional_file(source, "model.safetensors", options) if not path.exists() else None
+    held = optional_file(source, "model.safetensors", options) if not path.exists() else None
     weights = bare_file(path) if path.exists() else held and Path(held)
     if not weights:
-        raise ValueError(f"the config.json of {source} names no model_type, and there are no safetensors weights")
+        raise ValueError(
+            f"the config.json of {source} names no model_type, and there are no safetensors weights to tell it "
+            "from; give a checkpoint's directory, or add the model_type"
+        )
     return bare_config(weights, size), str(weights)
-
-
-def _config_dict(source: str, options: dict[str, Any]) -> dict[str, Any]:
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(source, **options)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{source!r} is neither an embedded model ({', '.join(embedded_models())}) nor a directory, and no "
-            f"config.json could be read from the hub under that name: {error}"
-        ) from error
-    return dict(values)
 
 
 def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
     """The tokenizer, or None where the files hold none; never with the checkpoint's own code."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    held = {name: _optional_file(source, name, options) for name in names}
+    held = {name: optional_file(source, name, options) for name in names}
     if not any(held.values()):
+        if not Path(source).is_dir():
+            logger.warning(
+                "%s has no tokenizer in the cache or on the hub: ids work, text needs model.tokenizer", source
+            )
         return None
     if held["tokenizer.json"] and _named_class(held["tokenizer_config.json"]) in WHOLE_TOKENIZERS:
         # For some model types (qwen2) AutoTokenizer takes its own class whatever the checkpoint names.
@@ -185,8 +194,8 @@ def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
         # A tokenizer class that only the checkpoint's own Python defines; its data are usually complete.
         if held["tokenizer.json"] is None:
             raise ValueError(
-                f"the tokenizer of {source} needs its own Python code, which is not executed, and there is no "
-                "tokenizer.json to read instead"
+                f"the tokenizer of {source} needs further files, or its own Python code, which is not executed: "
+                "fetch its tokenizer.json, which holds a whole tokenizer"
             ) from error
         return PreTrainedTokenizerFast.from_pretrained(source, **options)
 
@@ -198,38 +207,53 @@ def _named_class(tokenizer_config: str | None) -> str | None:
     return name
 
 
-def _optional_file(source: str, name: str, options: dict[str, Any]) -> str | None:
-    return cached_file(
-        source,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-        **options,
-    )
+def _check_weights(
+    source: str,
+    config: Any,
+    dtype: torch.dtype | None,
+    device_map: Any,
+    own: Any,
+    width: float | None,
+    options: Any,
+) -> None:
+    """Weights are there, are no pickles, and fit into memory."""
+    if not Path(source).is_file() and not any(optional_file(source, name, options) for name in (INDEX, WEIGHTS)):
+        where = "holds" if Path(source).is_dir() else "has, in the cache or on the hub as far as it can be reached,"
+        raise ValueError(
+            f"{source} {where} no {WEIGHTS}; pickled weights are refused because loading them executes "
+            "code: convert them to safetensors first"
+        )
+    stored = getattr(config, "dtype", None)
+    stored = stored if isinstance(stored, torch.dtype) else None
+    # Quantised files are kept as they are; what they say of a dtype is that of their activations.
+    kept = None if own else dtype or stored
+    check_memory(source, kept, device_map, options=options, stored=None if own else stored, element_size=width)
 
 
 def _load_weights(model_class: type[PreTrainedModel], source: str, **options: Any) -> PreTrainedModel:
-    weights = ("model.safetensors", "model.safetensors.index.json")
-    revision = {"revision": options["revision"]} if "revision" in options else {}
     if Path(source).is_file():
         # Weights alone: there is no config.json from which transformers could read how to generate.
         options["generation_config"] = GenerationConfig.from_model_config(options["config"])
-    elif not any(_optional_file(source, name, revision) for name in weights):
-        raise ValueError(
-            f"{source} holds no model.safetensors; pickled weights are refused because loading them executes "
-            "code: convert them to safetensors first"
-        )
     # Sizes that do not match are reported like the rest, by name, instead of by an error that names nothing.
     model, report = model_class.from_pretrained(
         source, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(name if isinstance(name, str) else str(name[0]) for name in report.get(kind) or ())
+    for kind, remedy in MISFITS.items():
+        names = sorted(_described(key) for key in report.get(kind) or ())
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ValueError(
                 f"the weights in {source} do not fit {model_class.__name__}: {kind.replace('_', ' ')} "
-                f"{', '.join(names[:5])}{more}"
+                f"{', '.join(names[:5])}{more}; {remedy}"
             )
     return model
+
+
+def _described(key: Any) -> str:
+    """A weight's name; of one with another shape, the shapes too."""
+    if isinstance(key, str):
+        return key
+    name, *shapes = key
+    return (
+        f"{name} ({' in the file, '.join(str(list(shape)) for shape in shapes)} in the model)" if shapes else name
+    )

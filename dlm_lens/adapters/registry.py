@@ -122,7 +122,10 @@ def family_of(model_type: str) -> Family:
         if model_type in family.layouts:
             return family
     known = sorted(name for family in families() for name in family.layouts)
-    raise ValueError(f"no family loads model_type {model_type!r}; known model types: {', '.join(known)}")
+    raise ValueError(
+        f"no family loads model_type {model_type!r}; known model types: {', '.join(known)} (a checkpoint of one of "
+        "them under another name loads once its config.json says so)"
+    )
 
 
 def embedded_models() -> tuple[str, ...]:

@@ -155,11 +155,58 @@ def test_a_model_is_ready_after_loading() -> None:
     assert dlm_lens.load(GOLDEN, attn_implementation="hooked").config._attn_implementation == "hooked"
 
 
-def test_device_maps_work_as_in_transformers() -> None:
-    model = dlm_lens.load(GOLDEN, device_map="cpu")
+@pytest.mark.parametrize(
+    "device_map",
+    ["cpu", "auto", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}, torch.device("cpu")],
+    ids=["cpu", "auto", "whole", "parts", "device"],
+)
+def test_device_maps_work_as_in_transformers(device_map: Any) -> None:
+    model, plain = dlm_lens.load(GOLDEN, device_map=device_map), dlm_lens.load(GOLDEN)
     ids = torch.arange(5)[None]
     with torch.no_grad():
-        assert model(input_ids=ids).logits.equal(dlm_lens.load(GOLDEN)(input_ids=ids).logits)
+        logits = model(input_ids=ids).logits.cpu()
+    if model.device.type == "cpu":
+        assert logits.equal(plain(input_ids=ids).logits)
+    else:  # "auto" takes a GPU where there is one
+        torch.testing.assert_close(logits, plain(input_ids=ids).logits, atol=1e-3, rtol=1e-3)
+    run = dlm_lens.denoise(model, ids, gen_length=4)
+    assert run.tokens.tolist() == dlm_lens.denoise(plain, ids, gen_length=4).tokens.tolist()
+
+
+def test_a_sharded_checkpoint_is_spread_by_accelerate(tmp_path: Path) -> None:
+    model = dlm_lens.load(GOLDEN)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    again = dlm_lens.load(tmp_path, device_map="auto")
+    assert all(again.state_dict()[name].cpu().equal(value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), ("float64", torch.float64), ("auto", None)],
+)
+def test_dtypes_by_name(dtype: str, kept: torch.dtype | None) -> None:
+    assert dlm_lens.load(GOLDEN, dtype=dtype).dtype == (kept or dlm_lens.load(GOLDEN).dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "float8_e4m3fn", torch.int8, 3])
+def test_dtypes_that_cannot_be_are_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"dtype .* is none that weights are computed in; give .float32., "):
+        dlm_lens.load(GOLDEN, dtype=dtype)
+
+
+def test_errors_of_weights_name_sizes_and_remedies(tmp_path: Path) -> None:
+    smaller = copy_golden(tmp_path / "smaller", mlp_hidden_size=64)
+    sizes = r"gate_proj.weight \(\[96, 64\] in the file, \[64, 64\] in the model\)"
+    with pytest.raises(ValueError, match=sizes + r".* and 4 more; config.json describes another size: take"):
+        dlm_lens.load(smaller)
+    with pytest.raises(ValueError, match=r"and 4 more; config.json describes a smaller or another model: take the"):
+        dlm_lens.load(copy_golden(tmp_path / "shallow", n_layers=2))
+    with pytest.raises(ValueError, match=r"missing keys .*; fetch the files again, or check that config.json is"):
+        dlm_lens.load(copy_golden(tmp_path / "deep", n_layers=4))
+    (copy_golden(tmp_path / "broken") / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"the config.json of .*broken is no JSON file; fetch it again"):
+        dlm_lens.load(tmp_path / "broken")
 
 
 def test_masked_models_refuse_left_to_right_generation() -> None:

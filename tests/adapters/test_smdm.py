@@ -246,7 +246,7 @@ def test_one_file_of_a_hub_repository_is_read(tmp_path: Path, monkeypatch: pytes
         asked.append((repository, name, options.get("revision")))
         return str(file)
 
-    monkeypatch.setattr("dlm_lens.adapters.loading.cached_file", download)
+    monkeypatch.setattr("dlm_lens.adapters.hub.cached_file", download)
     name = "nieshen/SMDM/mdm_safetensors/mdm-tiny.safetensors"
     assert dlm_lens.load(name, size="tiny", revision="v1").config.num_sinks == 1
     assert asked == [("nieshen/SMDM", "mdm_safetensors/mdm-tiny.safetensors", "v1")]
@@ -255,7 +255,7 @@ def test_one_file_of_a_hub_repository_is_read(tmp_path: Path, monkeypatch: pytes
 def test_a_file_that_neither_disk_nor_hub_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"x.safetensors could not be read from the hub's 'nobody/nothing'"):
+    with pytest.raises(FileNotFoundError, match=r"on the hub 'nobody/nothing' has no weights/x.safetensors in"):
         dlm_lens.load("nobody/nothing/weights/x.safetensors", size="472M")
 
 

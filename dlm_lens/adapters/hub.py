@@ -1,0 +1,105 @@
+"""Files of a checkpoint, in a directory or behind a hub name, and why one cannot be had."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import PreTrainedConfig
+from transformers.utils import cached_file
+
+from dlm_lens.adapters.registry import embedded_models
+
+
+def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
+    """Path of a single file behind a hub name.
+
+    Raises:
+        FileNotFoundError: it cannot be had, with the reason.
+    """
+    try:
+        return str(cached_file(repository, name, **options))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{repository}/{name} is no file here, and on the hub {_why(error, repository, name, options)}"
+        ) from error
+
+
+def optional_file(source: str, name: str, options: dict[str, Any]) -> str | None:
+    """Path of a file of a directory or of a hub name, None where there is none."""
+    return cached_file(
+        source,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+        **options,
+    )
+
+
+def local_file(source: str, name: str, options: dict[str, Any]) -> Path | None:
+    """As `optional_file`, without asking the hub: only what is on this disk."""
+    if Path(source).is_dir():
+        return Path(source) / name if (Path(source) / name).is_file() else None
+    found = try_to_load_from_cache(source, name, revision=options.get("revision"))
+    return Path(found) if isinstance(found, str) else None
+
+
+def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The contents of config.json.
+
+    Raises:
+        FileNotFoundError: it cannot be had, with the reason.
+        ValueError: it is no JSON file.
+    """
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(source, **options)
+    except OSError as error:
+        if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
+            raise ValueError(f"the config.json of {source} is no JSON file; fetch it again") from error
+        raise FileNotFoundError(
+            f"{source!r} is neither an embedded model ({', '.join(embedded_models())}) nor a directory, and as a "
+            f"hub name {_why(error, source, 'config.json', options)}"
+        ) from error
+    return dict(values)
+
+
+def _why(error: BaseException, repository: str, name: str, options: dict[str, Any]) -> str:
+    """The rest of a sentence: what went wrong, and the remedy."""
+    causes: list[BaseException | None] = [error, error.__cause__, error.__context__]
+    revision = options.get("revision")
+    asked = f"{repository!r}" + (f" at revision {revision!r}" if revision else "")
+    reasons: tuple[tuple[Any, str], ...] = (
+        (GatedRepoError, f"{asked} is gated: accept its terms on its page, then run `hf auth login`"),
+        (
+            RevisionNotFoundError,
+            f"{asked} does not exist: give a branch, tag or commit of it, or leave revision out",
+        ),
+        (RepositoryNotFoundError, f"{asked} does not exist or is private: check the name, or run `hf auth login`"),
+        (HFValidationError, f"{repository!r} is not of the form 'organisation/name': check the spelling"),
+        ((LocalEntryNotFoundError, OfflineModeIsEnabled), _unreachable(asked, repository, name)),
+    )
+    for kinds, reason in reasons:
+        if any(isinstance(cause, kinds) for cause in causes):
+            return reason
+    return f"{asked} could not be read: {' '.join(str(error).split())}"
+
+
+def _unreachable(asked: str, repository: str, name: str) -> str:
+    cache = Path(constants.HF_HUB_CACHE)
+    snapshots = cache / f"models--{repository.replace('/', '--')}" / "snapshots"
+    commits = sorted(path.name for path in snapshots.glob("*") if (path / name).exists())
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    held = f"pass revision= one of the cached commits ({', '.join(commits[:3])}), or " if commits else ""
+    return (
+        f"{asked} has no {name} in the cache {cache} while {reason}: {held}load it once with a connection, or give "
+        "a checkpoint's directory"
+    )
