@@ -60,10 +60,10 @@ def run_sampler(
             rows = network.at(canvas, evaluated)
         try:
             check_finite(rows, evaluated, plan.index)
+            canvas, proposal, selected = sampler(canvas, rows, evaluated, masked, plan)
         except NonFiniteLogitsError as error:
             error.partial = history.result()
             raise
-        canvas, proposal, selected = sampler(canvas, rows, evaluated, masked, plan)
         history.finish(plan, proposal, selected)
         if sampler.finished(canvas, plan):
             break

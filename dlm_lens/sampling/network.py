@@ -47,13 +47,7 @@ class CanvasLogits:
         first = attention_mask.int().argmax(-1, keepdim=True)
         shift = getattr(model.config, "logit_shift", False) if shift is None else shift
         self.source = (index - 1).maximum(first) if shift else None
-        halves = 2 if cfg_scale else 1
-        self.inputs: dict[str, Any] = {"use_cache": False}
-        if not bool(attention_mask.all()):
-            padding = attention_mask.repeat(halves, 1)
-            # Positions count from a row's first token, so that a padded row is rotated as it is alone.
-            positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
-            self.inputs |= {"attention_mask": padding.long(), "position_ids": positions}
+        self.inputs = network_inputs(attention_mask.repeat(2 if cfg_scale else 1, 1))
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position, through the model's own forward."""
@@ -88,6 +82,15 @@ class CanvasLogits:
             return logits
         conditional, unconditional = logits.chunk(2)
         return unconditional + (self.cfg_scale + 1) * (conditional - unconditional)
+
+
+def network_inputs(content: Bool[Tensor, "batch position"]) -> dict[str, Any]:
+    """What the network is told beside the ids; `content` is False at the padding on the left."""
+    if bool(content.all()):
+        return {"use_cache": False}
+    # Positions count from a row's first token, so that a padded row is rotated as it is alone.
+    positions = (content.long().cumsum(-1) - 1).clamp(min=0)
+    return {"use_cache": False, "attention_mask": content.long(), "position_ids": positions}
 
 
 def check_finite(

@@ -137,3 +137,44 @@ def test_the_layout_of_a_model_begins_behind_its_tokenizer() -> None:
     model.tokenizer = None
     with pytest.raises(ValueError, match=r"this model has none; give ImageLayout\(text_tokens="):
         ImageLayout.of(model)
+
+
+DRAWING = ImageLayout(
+    text_tokens=122, codebook_size=64, soi=112, eoi=113, t2i=110, ipad=114, bos=4, eos=3, mask=119
+)
+
+
+def test_generation_prompts_are_padded_on_the_left() -> None:
+    prompt = DRAWING.generation([[7, 8, 9], [], [4, 7]], image_tokens=2)
+    assert prompt.tolist() == [
+        [110, 4, 7, 8, 9, 3, 112, 119, 119, 113],
+        [114, 114, 114, 110, 4, 3, 112, 119, 119, 113],
+        [114, 114, 110, 4, 7, 3, 112, 119, 119, 113],
+    ]
+    assert DRAWING.padding(prompt).sum(-1).tolist() == [0, 3, 2]
+    assert DRAWING.image(prompt) == (7, 9)
+    assert DRAWING.unconditional(prompt).tolist() == [[114, 114, 114, 110, 4, 3, 112, 119, 119, 113]] * 3
+    assert DRAWING.generation(torch.tensor([7, 8, 9]), 2).equal(prompt[:1])
+    assert DRAWING.generation([7, 8, 9], 2, length=7).tolist() == [[114, *prompt[0].tolist()]]
+    assert DRAWING.generation([[7]]).shape == (1, 4 + 1 + 1024 + 1)
+
+
+def test_a_generation_prompt_keeps_its_codes_without_its_text() -> None:
+    prompt = DRAWING.generation([[7, 8]], 3)
+    prompt[:, slice(*DRAWING.image(prompt))] = DRAWING.tokens([5, 6, 7])
+    assert DRAWING.unconditional(prompt)[0, -4:-1].tolist() == [127, 128, 129]
+
+
+def test_generation_prompts_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"the longest text takes 6 positions .* but length is 5; shorten"):
+        DRAWING.generation([[7], [7, 8, 9]], 2, length=5)
+    with pytest.raises(ValueError, match="image_tokens is 0; it must be at least 1"):
+        DRAWING.generation([[7]], 0)
+    apart = torch.tensor([[110, 4, 3, 112, 119, 119, 113], [110, 4, 8, 3, 112, 119, 113]])
+    with pytest.raises(ValueError, match="the image of prompt 1 begins at position 5, that of prompt 0 at 4"):
+        DRAWING.image(apart)
+    for row in ([110, 4, 3, 119, 113], [110, 4, 3, 112, 119], [110, 4, 3, 112, 113]):
+        with pytest.raises(ValueError, match=r"prompt 0 does not end with \[soi\] image \[eoi\]"):
+            DRAWING.image(torch.tensor([row]))
+    with pytest.raises(ValueError, match="have no room for an empty text"):
+        DRAWING.unconditional(torch.tensor([[4, 3, 112, 119, 113]]))
