@@ -4,6 +4,7 @@ from . import hooks as hooks
 from . import sampling as sampling
 from . import sinks as sinks
 from . import testing as testing
+from . import tracing as tracing
 from . import viz as viz
 from .adapters import families as families
 from .adapters import load as load
@@ -19,5 +20,6 @@ from .sinks import Sinks as Sinks
 from .sinks import TopK as TopK
 from .sinks import find_sinks as find_sinks
 from .sinks import received_over_steps as received_over_steps
+from .tracing import DiffusionLM as DiffusionLM
 
 __version__: str

@@ -69,6 +69,7 @@ class Sampler(nn.Module):
     select: nn.Module
     cfg_scale: float = 0.0
     unpadded: bool = False  # whether the network sees padding as content: a quirk
+    proposes_all: bool = False  # whether to propose where nothing would be written too, for a host to choose from
     hides_prompt: bool = False  # whether guidance masks all of the prompt's positions, or what was no mask at first
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:

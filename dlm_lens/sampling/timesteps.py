@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.noise import Noise, RowNoise
 from dlm_lens.sampling.sampler import Proposal, Sampler, StepPlan
 
 
@@ -69,7 +69,8 @@ class TimestepSampler(Sampler):
             return super().forward(canvas, logits, evaluated, masked, plan)
         fraction = 1.0 if plan.remaining == 1 else float(self.fractions[plan.index])
         drawn = self.noise.masked_positions(masked).to(canvas.device) < fraction
-        logits, evaluated = logits[drawn[evaluated]], evaluated & drawn
+        if not (self.proposes_all and isinstance(self.noise, RowNoise)):
+            logits, evaluated = logits[drawn[evaluated]], evaluated & drawn
         eligible = masked & drawn
         proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
         selected = self.select(proposal.confidence, eligible, eligible.sum(-1))

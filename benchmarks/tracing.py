@@ -1,0 +1,151 @@
+"""What a trace costs: `denoise` with all logits against the same run under nnsight.
+
+`python -m benchmarks.tracing` prints milliseconds per step. `--memory` measures instead the peak memory (max RSS)
+of runs that save one layer's reduced statistic at every step, each in a process of its own.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import dlm_lens
+from benchmarks.timing import machine, side_by_side
+from dlm_lens.testing import tiny
+
+LAYERS = 8
+
+
+def build(length: int, width: int = 128) -> Any:
+    """A random LLaDA of 8 layers."""
+    return tiny(
+        "llada",
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=length,
+        initializer_range=0.05,
+    )
+
+
+def untraced(lm: Any, ids: list[int], run: dict[str, int]) -> None:
+    """The plain call."""
+    lm.generate(ids, **run)
+
+
+def nothing(lm: Any, ids: list[int], run: dict[str, int]) -> None:
+    """A trace that visits every step and reads nothing."""
+    with lm.generate(ids, **run) as tracer:
+        for _step in tracer.steps:
+            pass
+
+
+def one_pattern(lm: Any, ids: list[int], run: dict[str, int]) -> None:
+    """One layer's column sums, saved at every step."""
+    with lm.generate(ids, **run) as tracer:
+        sums = [].save()
+        for _step in tracer.steps:
+            sums.append(lm.layers[4].attn.pattern.sum(-2))
+
+
+def all_patterns(lm: Any, ids: list[int], run: dict[str, int]) -> None:
+    """Every layer's column sums, saved at every step."""
+    with lm.generate(ids, **run) as tracer:
+        sums = [].save()
+        for _step in tracer.steps:
+            for layer in range(LAYERS):
+                sums.append(lm.layers[layer].attn.pattern.sum(-2))
+
+
+def all_edited(lm: Any, ids: list[int], run: dict[str, int]) -> None:
+    """Every layer's pattern, read and assigned at every step."""
+    with lm.generate(ids, **run) as tracer:
+        for _step in tracer.steps:
+            for layer in range(LAYERS):
+                lm.layers[layer].attn.pattern = lm.layers[layer].attn.pattern * 0.5
+
+
+TRACES = {
+    "wrapped, untraced": untraced,
+    "traced, nothing read": nothing,
+    "one pattern": one_pattern,
+    "all patterns": all_patterns,
+    "all patterns edited": all_edited,
+}
+
+
+def times(length: int, steps: int, rounds: int) -> None:
+    """The table of milliseconds per step."""
+    raw, ids = build(length), [1] * (length - steps)
+    lm = dlm_lens.DiffusionLM(build(length))
+    run = {"steps": steps, "gen_length": steps, "block_length": steps}
+    candidates: dict[str, Any] = {"denoise": lambda: dlm_lens.denoise(raw, ids, logits="all", **run)}
+    for name, trace in TRACES.items():
+        candidates[name] = lambda trace=trace: trace(lm, ids, run)
+    seconds = side_by_side(candidates, rounds)
+    per_step = {name: value * 1e3 / steps for name, value in seconds.items()}
+    print(f"\n{LAYERS} layers, {length} positions, {steps} steps ({machine()})\n")
+    print("| | ms per step | over denoise, ms | ratio |\n|---|---:|---:|---:|")
+    for name, value in per_step.items():
+        base = per_step["denoise"]
+        print(f"| {name} | {value:.2f} | {value - base:+.2f} | {value / base:.3f} |")
+
+
+def peaks(steps: int) -> None:
+    """The table of peak memory: what grows with the number of steps is held."""
+    print(
+        f"\nMax RSS, MiB ({machine()})\n\n| positions | one step's patterns | {steps} steps | {4 * steps} steps |"
+    )
+    print("|---:|---:|---:|---:|")
+    for length in (256, 512, 768):
+        row = [_peak(length, many) for many in (steps, 4 * steps)]
+        pattern = 8 * length**2 * 4 * LAYERS / 2**20
+        print(f"| {length} | {pattern:.0f} | {row[0]:.0f} | {row[1]:.0f} |")
+
+
+def _peak(length: int, steps: int) -> float:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.tracing",
+        "--length",
+        str(length),
+        "--steps",
+        str(steps),
+        "--child",
+    ]
+    # glibc raises its threshold when large blocks are freed; the heap then fragments and hides what is really held.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    return float(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
+
+
+def main(
+    length: Annotated[int, typer.Option(help="positions of the canvas")] = 96,
+    steps: Annotated[int, typer.Option(help="denoising steps, and tokens of the answer")] = 32,
+    rounds: Annotated[int, typer.Option(help="turns of each candidate")] = 7,
+    memory: Annotated[bool, typer.Option(help="measure peak memory instead of time")] = False,
+    child: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    if child:
+        all_patterns(
+            dlm_lens.DiffusionLM(build(length, width=64)),
+            [1] * (length - steps),
+            dict.fromkeys(("steps", "gen_length"), steps),
+        )
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    elif memory:
+        peaks(min(steps, 8))
+    else:
+        times(length, steps, rounds)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,60 @@
+"""The check of a wrapped model when it is loaded: are its patterns there, are they patterns, do edits arrive?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlm_lens.attention import SinkLayout
+
+LENGTH = 6
+
+
+class SelfCheckError(RuntimeError):
+    """The wrapped model does not behave as its names promise."""
+
+
+@torch.no_grad()
+def check_model(lm: Any) -> None:
+    """Trace two tiny forwards and compare what the hook points say.
+
+    Raises:
+        SelfCheckError: a pattern of the wrong shape, rows that do not sum to 1, a future that is hidden where it
+            should be seen (or seen where it should be hidden), or an edit that does not reach the logits.
+    """
+    module = lm._module
+    ids = torch.arange(LENGTH, device=lm.device)[None] % module.get_input_embeddings().weight.shape[0]
+    last = len(lm.layers) - 1
+    pattern, logits = _clean(lm, ids, last)
+    length = LENGTH + SinkLayout.of(module).count
+    expected = (1, module.config.num_attention_heads, length, length)
+    if tuple(pattern.shape) != expected:
+        raise SelfCheckError(_message(last, f"has shape {tuple(pattern.shape)}, not {expected}"))
+    error = float((pattern.float().sum(-1) - 1).abs().max())
+    if not error < 1e-2:
+        raise SelfCheckError(_message(last, f"has rows that miss 1 by {error:.2g}"))
+    if bool(pattern.float().triu(1).sum() > 0) == lm.causal:
+        raise SelfCheckError(_message(last, f"{'sees' if lm.causal else 'does not see'} later positions"))
+    if torch.equal(_edited(lm, ids, last), logits):
+        raise SelfCheckError(_message(last, "can be read, but an edit of it does not change the logits"))
+
+
+def _clean(lm: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    with lm.trace(ids):
+        pattern = lm.layers[layer].attn.pattern.save()
+        logits = lm.lm_head.output.save()
+    return pattern, logits
+
+
+def _edited(lm: Any, ids: Tensor, layer: int) -> Tensor:
+    with lm.trace(ids):
+        lm.layers[layer].attn.pattern = torch.zeros_like(lm.layers[layer].attn.pattern)
+        logits: Tensor = lm.lm_head.output.save()
+    return logits
+
+
+def _message(layer: int, what: str) -> str:
+    return (
+        f"self-check: the pattern of layer {layer} {what}; load the model with dlm_lens.load "
+        "(attn_implementation 'sdpa' or 'hooked'), or pass check=False to use it as it is"
+    )

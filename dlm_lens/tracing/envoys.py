@@ -1,0 +1,158 @@
+"""The views of attention and of the sampler that a trace reads and edits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from nnsight import Envoy
+from nnsight.intervention.eproperty import eproperty
+from nnsight.intervention.interleaver import Mediator
+from torch import Tensor
+
+from dlm_lens.attention import HOOK_POINTS, Hook, SinkLayout
+from dlm_lens.hooks import PointContext
+from dlm_lens.tracing.steps import Step
+
+
+@dataclass(frozen=True)
+class StepContext(PointContext):
+    """What a hook is told inside a step (the RunContext protocol).
+
+    With guidance the network sees every row twice, and so do these tensors.
+    """
+
+    step: int
+    tokens: Tensor
+    masked: Tensor
+    valid: Tensor
+
+
+class AttentionEnvoy(Envoy):
+    """An attention module: its hook points as values to read, to edit in place and to assign.
+
+    `q`, `k`, `v`, `rot_q`, `rot_k`, `z` are `[batch, position, head, d_head]`, `scores` and `pattern`
+    `[batch, head, query, key]`; in a sink model positions count the sink tokens, and with guidance the batch is the
+    conditional rows and then the unconditional ones. Scores and pattern exist only where somebody asks for them.
+    """
+
+    @eproperty(key="hook_q.output", description="queries before rotation")
+    def q(self, value: Tensor) -> Float[Tensor, "batch position head d_head"]:
+        """Queries before rotation."""
+        return value
+
+    @eproperty(key="hook_k.output", description="keys before rotation")
+    def k(self, value: Tensor) -> Float[Tensor, "batch position kv_head d_head"]:
+        """Keys before rotation, of the key/value heads."""
+        return value
+
+    @eproperty(key="hook_v.output", description="values")
+    def v(self, value: Tensor) -> Float[Tensor, "batch position kv_head d_head"]:
+        """Values, of the key/value heads."""
+        return value
+
+    @eproperty(key="hook_rot_q.output", description="queries after rotation")
+    def rot_q(self, value: Tensor) -> Float[Tensor, "batch position head d_head"]:
+        """Queries after rotation."""
+        return value
+
+    @eproperty(key="hook_rot_k.output", description="keys after rotation")
+    def rot_k(self, value: Tensor) -> Float[Tensor, "batch position kv_head d_head"]:
+        """Keys after rotation, of the key/value heads."""
+        return value
+
+    @eproperty(key="hook_scores.output", description="attention scores before the softmax")
+    def scores(self, value: Tensor) -> Float[Tensor, "batch head query key"]:
+        """Scores before the softmax, masked."""
+        return value
+
+    @eproperty(key="hook_pattern.output", description="attention probabilities")
+    def pattern(self, value: Tensor) -> Float[Tensor, "batch head query key"]:
+        """Attention probabilities; every row sums to 1."""
+        return value
+
+    @eproperty(key="hook_z.output", description="values mixed by the pattern")
+    def z(self, value: Tensor) -> Float[Tensor, "batch position head d_head"]:
+        """Values mixed by the pattern, before the output projection."""
+        return value
+
+    def apply(self, hook: Hook, step: Step | None = None) -> None:
+        """Run a hook of `dlm_lens.hooks` at its site in this layer, with the context of `step`.
+
+        Raises:
+            ValueError: its site is no hook point of attention.
+        """
+        if hook.site not in HOOK_POINTS:
+            raise ValueError(f"{hook} belongs at {hook.site!r}; attention has {', '.join(HOOK_POINTS)}")
+        value = getattr(self, hook.site)
+        setattr(self, hook.site, hook(value, self._context(hook.site, step, rows=len(value))))
+
+    def _context(self, site: str, step: Step | None, rows: int) -> PointContext:
+        layer = self._module.layer_idx
+        place = (f"blocks.{layer}.attn.hook_{site}", layer, SinkLayout.of(self.root))
+        if step is None:
+            return PointContext(*place)
+        halves = rows // len(step.tokens)
+        state = (value.repeat(halves, 1) for value in (step.tokens, step.masked, step.valid))
+        return StepContext(*place, int(step), *state)
+
+
+class SamplerEnvoy(Envoy):
+    """The sampler of the run: what it proposes, how sure it is, and what it writes."""
+
+    @eproperty(key="propose.output", description="tokens proposed for the positions evaluated [batch, position]")
+    def proposal(self, value: Any) -> Tensor:
+        """x0: the token proposed for every position that was evaluated; elsewhere the canvas's own."""
+        return value[0].clone()
+
+    @proposal.postprocess  # type: ignore[no-redef]
+    def proposal(self, value: Any) -> Any:
+        """Put assigned tokens beside the confidence."""
+        raw = self._raw_proposal()
+        return type(raw)(value, raw[1])
+
+    @proposal.transform  # type: ignore[no-redef]
+    def proposal(self, view: Any, raw: Any) -> Any:
+        """Put edited tokens beside the confidence."""
+        return type(raw)(view, raw[1])
+
+    @eproperty(key="propose.output", description="confidence that ranks the positions [batch, position]")
+    def confidence(self, value: Any) -> Tensor:
+        """What the ranking uses; -inf where a position is not eligible."""
+        return value[1].clone()
+
+    @confidence.postprocess  # type: ignore[no-redef]
+    def confidence(self, value: Any) -> Any:
+        """Put an assigned confidence beside the tokens."""
+        raw = self._raw_proposal()
+        return type(raw)(raw[0], value)
+
+    @confidence.transform  # type: ignore[no-redef]
+    def confidence(self, view: Any, raw: Any) -> Any:
+        """Put an edited confidence beside the tokens."""
+        return type(raw)(raw[0], view)
+
+    @eproperty(key="select.output", description="positions written at this step [batch, position]")
+    def unmasked(self, value: Tensor) -> Bool[Tensor, "batch position"]:
+        """Which positions are written at this step; assign to force an order."""
+        return value
+
+    @unmasked.postprocess  # type: ignore[no-redef]
+    def unmasked(self, value: Any) -> Tensor:
+        """Numbers 0 and 1 are taken as well."""
+        return torch.as_tensor(value).bool()
+
+    @property
+    def written(self) -> Tensor:
+        """The canvas behind the step, `[batch, position]`; a derived view."""
+        return self.output[0]
+
+    @written.setter
+    def written(self, value: Any) -> None:
+        raise AttributeError(
+            "lm.sampler.written follows from lm.sampler.proposal and lm.sampler.unmasked; assign to one of them, "
+            "or to lm.canvas in the next step"
+        )
+
+    def _raw_proposal(self) -> Any:
+        return Mediator.value(f"{self.path}.propose.output")

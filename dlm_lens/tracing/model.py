@@ -1,0 +1,219 @@
+"""`DiffusionLM`: a masked DLM (or an AR baseline) as an nnsight model whose runs have steps."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from nnsight.intervention.envoy import traceable
+from nnsight.intervention.eproperty import eproperty
+from nnsight.modeling.huggingface import HuggingFaceModel
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from dlm_lens.adapters import family_of, load
+from dlm_lens.attention import HookedAttention
+from dlm_lens.sampling import Denoised, Sampler
+from dlm_lens.sampling.prompts import Prompts, read_prompts
+from dlm_lens.tracing.batching import RowBatcher
+from dlm_lens.tracing.checking import check_model
+from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy
+from dlm_lens.tracing.run import Run, TracedRun
+from dlm_lens.tracing.scanning import run_or_scan
+from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
+
+NAMES = {
+    "model.layers": "layers",
+    "model.embed_tokens": "embed",
+    "model.norm": "ln_final",
+    "self_attn": "attn",
+}
+"""Modules -> what a trace calls them."""
+
+
+class _NoRun(Sampler):
+    """What `lm.sampler` wraps until a run brings its own sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.propose, self.select = nn.Identity(), nn.Identity()
+
+
+class DiffusionLM(HuggingFaceModel):
+    """A model of `dlm_lens.load` under nnsight, with the denoising step as an axis.
+
+    `lm.trace(text_or_ids)` is one forward pass (bidirectional; causal for an AR baseline), and
+    `with lm.generate(prompt, steps=...) as tracer:` a whole run with the family's own sampler, the loop of
+    `dlm_lens.denoise`. Inside, `for step in tracer.steps[...]` reads and edits any activation of any step:
+    `lm.canvas`, `lm.layers[i].attn.pattern` (`q k v rot_q rot_k scores pattern z`), `lm.layers[i].output` (the
+    residual stream), `lm.layers[i].mlp.output`, `lm.lm_head.output`, `lm.sampler.confidence`,
+    `lm.sampler.unmasked`. `tracer.result` is the `Denoised`.
+
+    Args:
+        model: an embedded model's name, a directory, a hub name, or a model of `dlm_lens.load`.
+        check: run two tiny forwards and check that patterns are there, are patterns, and can be edited.
+        **options: of `dlm_lens.load`, for a name.
+
+    Raises:
+        ValueError: options beside a loaded model, or a model that dlm_lens did not load.
+        SelfCheckError: the check failed.
+    """
+
+    _batcher_class = RowBatcher
+
+    def __init__(self, model: Any, *, check: bool = True, **options: Any) -> None:
+        if isinstance(model, str | Path):
+            model = load(model, **options)
+        elif options:
+            raise ValueError(f"{', '.join(options)}: options are for loading; this model is loaded already")
+        if not hasattr(model, "sampler_defaults"):
+            raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then wrap it")
+        self.causal = family_of(model.config.model_type).causal
+        super().__init__(
+            model, rename=NAMES, envoys={HookedAttention: AttentionEnvoy}, interleaver=RunInterleaver()
+        )
+        # A child outside the module's tree, as nnsight's own `generator` is; a run puts its sampler there.
+        self.sampler = SamplerEnvoy(
+            _NoRun(), path=f"{self.path}.sampler", interleaver=self.interleaver, parent=self
+        )
+        self._children.append(self.sampler)
+        _watch(self)
+        if check:
+            check_model(self)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None where it takes ids only."""
+        return self._module.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self._module.tokenizer = value
+
+    @eproperty(key="canvas", description="x_t: the tokens that a step starts from [batch, position]")
+    def canvas(self, value: Tensor) -> Int[Tensor, "batch position"]:
+        """x_t. Assign or edit it to plant tokens, or to mask some again (`lm.config.mask_token_id`)."""
+        return value.clone()
+
+    @canvas.transform  # type: ignore[no-redef]
+    def canvas(self, view: Tensor, raw: Tensor) -> Tensor:
+        """The edited copy; the canvas of the step before stays as it was."""
+        return view
+
+    @traceable
+    def generate(self, prompt: Any, attention_mask: Any = None, *, grad: bool = False, **settings: Any) -> Denoised:
+        """Denoise with the family's own sampler; traced (`with lm.generate(...) as tracer:`) or not.
+
+        Args:
+            prompt: text, chat messages, ids, or a list of any of them, as for `dlm_lens.denoise`.
+            attention_mask: for ids: 1 content, 0 padding on the left.
+            grad: keep the graphs of the forward passes, so that `with loss.backward():` works inside a step.
+            **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, seed, ...
+
+        Raises:
+            ValueError: a prompt or a setting that cannot work.
+            RuntimeError: inside the body of another trace, or while another thread traces.
+        """
+        self.interleaver.check_free()
+        run = TracedRun(self.interleaver, f"{self.path}.canvas", grad=grad, on_start=self._use_sampler)
+        return Run.of(run_or_scan(self._module, prompt, attention_mask, host=run, **settings))
+
+    def trace(self, *inputs: Any, **options: Any) -> Any:
+        """Open a trace of one forward pass of the model; see nnsight's `Envoy.trace`."""
+        self.interleaver.check_free()
+        options.setdefault("tracer_cls", RunTracer)
+        return super().trace(*inputs, **options)
+
+    def edit(self, *, inplace: bool = False, backend: Any = None) -> RunEditingTracer:
+        """Open an editing trace, whose interventions every later trace repeats; see nnsight's `Envoy.edit`."""
+        return RunEditingTracer(self, inplace=inplace, backend=backend)
+
+    def scan(self, *inputs: Any, fn: Any = None, backend: Any = None, **options: Any) -> RunScanningTracer:
+        """Open a trace that computes shapes only: of one forward pass, or of a run with `fn=lm.generate`."""
+        return RunScanningTracer(self, fn or "__call__", *inputs, backend=backend, **options)
+
+    def _use_sampler(self, sampler: Sampler | None) -> None:
+        if sampler is not None:
+            # An edit of lm.sampler.unmasked may then write any masked position.
+            sampler.proposes_all = True
+        self.sampler._update(sampler or _NoRun())
+        if self.interleaver.batcher is not None:
+            self.interleaver.batcher.guided = bool(sampler and sampler.cfg_scale)
+
+    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+        given = _prompt(inputs, kwargs)
+        return 0 if given is None else len(self._read(given, kwargs).ids)
+
+    def _batch(self, invokes: list[tuple[Any, Any]], fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The invokes' prompts as one left-padded batch, and their settings."""
+        settings: dict[str, Any] = {}
+        found = []
+        for inputs, kwargs in invokes:
+            found.append(self._read(_prompt(inputs, kwargs), kwargs))
+            settings |= {name: value for name, value in kwargs.items() if name not in PROMPT_NAMES}
+        if not found:
+            return (), settings
+        prompts = found[0] if len(found) == 1 else self._joined(found)
+        with unset_fake_temporarily():
+            if getattr(fn, "__name__", "") == "generate":
+                return (prompts.ids, prompts.attention_mask.long()), settings
+            return (), {**_forward_inputs(prompts), **settings}
+
+    def _joined(self, found: list[Prompts]) -> Prompts:
+        with unset_fake_temporarily():
+            rows = [row[keep].tolist() for part in found for row, keep in zip(*_fields(part), strict=True)]
+            return read_prompts(self._module, rows)
+
+    def _read(self, prompt: Any, kwargs: dict[str, Any]) -> Prompts:
+        # Under lm.scan the forward is fake; what the prompt says is not.
+        with unset_fake_temporarily():
+            return read_prompts(self._module, prompt, kwargs.get("attention_mask"))
+
+
+PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
+
+
+def _prompt(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(inputs) > 1:
+        raise ValueError(f"{len(inputs)} positional prompts; give one prompt, or a list of them")
+    return inputs[0] if inputs else kwargs.get("prompt", kwargs.get("input_ids"))
+
+
+def _fields(prompts: Prompts) -> tuple[Tensor, Tensor]:
+    return prompts.ids, prompts.attention_mask
+
+
+def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
+    """What a forward pass takes; positions count from a row's first token: a padded row is what it is alone."""
+    inputs: dict[str, Any] = {"input_ids": prompts.ids, "use_cache": False}
+    if not bool(prompts.attention_mask.all()):
+        mask = prompts.attention_mask.long()
+        inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return inputs
+
+
+def _watch(lm: DiffusionLM) -> None:
+    """Let attention know when a trace is about to read scores or a pattern, which it computes only then."""
+    interleaver = weakref.ref(lm.interleaver)
+    for envoy in lm.modules():
+        if isinstance(envoy, AttentionEnvoy):
+            for name in ("hook_scores", "hook_pattern"):
+                point: Any = envoy._module.get_submodule(name)
+                live = tuple(watch for watch in point.watchers if watch.interleaver() is not None)
+                point.watchers = (*live, _Watch(interleaver, f"{envoy.path}.{name}"))
+
+
+class _Watch:
+    """Whether a trace of this interleaver waits at a location for its present visit."""
+
+    def __init__(self, interleaver: "weakref.ref[Any]", path: str) -> None:
+        self.interleaver, self.locations = interleaver, (f"{path}.output", f"{path}.input", f"{path}.skip")
+
+    def __call__(self) -> bool:
+        interleaver = self.interleaver()
+        if interleaver is None or not interleaver.interleaving:
+            return False
+        return any(
+            location in interleaver.observers or (location in interleaver.parked and interleaver._ready(location))
+            for location in self.locations
+        )

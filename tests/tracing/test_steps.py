@@ -1,0 +1,326 @@
+"""`tracer.steps`: every form of selection, and what happens out of order."""
+
+import subprocess
+import sys
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from nnsight.intervention.interleaver import OutOfOrderError
+
+import dlm_lens as dl
+from dlm_lens.testing import tiny
+
+IDS = [5, 9, 14]
+RUN = {"steps": 8, "gen_length": 8, "block_length": 4}
+
+
+@pytest.fixture(scope="module")
+def lm() -> dl.DiffusionLM:
+    return dl.DiffusionLM(tiny("llada"))
+
+
+@pytest.fixture(scope="module")
+def plain(lm: Any) -> dl.Denoised:
+    return dl.denoise(lm._module, IDS, **RUN)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (2, [2]),
+        (-1, [7]),
+        (slice(2, 5), [2, 3, 4]),
+        (slice(None, None, 3), [0, 3, 6]),
+        (slice(-2, None), [6, 7]),
+        (slice(None, -5), [0, 1, 2]),
+        (slice(6, 100), [6, 7]),
+        (slice(5, 2), []),
+        ([0, -1], [0, 7]),
+        ([5, 1, 5], [1, 5]),
+        (range(3, 6), [3, 4, 5]),
+        (torch.tensor([1, 4]), [1, 4]),
+        ([], []),
+        (lambda step: step.block == 1, [4, 5, 6, 7]),
+        (lambda step: step.progress.mean() >= 0.5, [4, 5, 6, 7]),
+        (lambda step: False, []),
+    ],
+    ids=str,
+)
+def test_a_selection_visits_its_steps(lm: Any, plain: dl.Denoised, key: Any, expected: list[int]) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        behind = [].save()
+        for step in tracer.steps[key]:
+            seen.append((int(step), lm.layers[0].attn.pattern.sum().item()))
+        behind.append("ran")
+        run = tracer.result.save()
+    assert [index for index, _ in seen] == expected
+    assert behind == ["ran"]
+    assert run.tokens.equal(plain.tokens)
+    for index, total in seen:
+        assert total == pytest.approx(4 * 11, rel=1e-5), index
+
+
+def test_where_asks_each_step_as_it_begins(lm: Any, plain: dl.Denoised) -> None:
+    position = int(plain.step_of[0].argmax())
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps.where(lambda s: s.masked[0, position] and s.progress[0] > 0.2):
+            seen.append(int(step))
+    assert seen == [t for t in range(8) if plain.masked[t, 0, position] and plain.progress[t, 0] > 0.2]
+    assert len(seen) == 6
+
+
+def test_all_steps_without_an_index(lm: Any) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps:
+            seen.append(step.index)
+    assert seen == list(range(8))
+
+
+def test_each_step_is_served_its_own_values(lm: Any, plain: dl.Denoised) -> None:
+    """The confidence of a step is that of the untraced run, whichever steps were skipped before."""
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps[1::3]:
+            seen.append((int(step), lm.sampler.confidence, lm.sampler.unmasked.clone()))
+    for index, confidence, unmasked in seen:
+        torch.testing.assert_close(confidence.cpu(), plain.confidence[index])
+        assert unmasked.equal(plain.selected[index])
+
+
+def test_loops_in_a_row(lm: Any, plain: dl.Denoised) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps[1:3]:
+            seen.append((int(step), lm.canvas.clone()))
+        for step in tracer.steps[4]:
+            seen.append((int(step), lm.canvas.clone()))
+        for step in tracer.steps.where(lambda s: s.masked.sum() <= 2):
+            seen.append((int(step), lm.canvas.clone()))
+        run = tracer.result.save()
+    assert [index for index, _ in seen] == [1, 2, 4, 6, 7]
+    assert all(canvas.equal(plain.canvases[index]) for index, canvas in seen)
+    assert run.tokens.equal(plain.tokens)
+
+
+def test_an_open_loop_goes_on_where_the_last_one_stopped(lm: Any) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps:
+            seen.append(int(step))
+            if step == 2:
+                break
+        for step in tracer.steps:
+            seen.append(int(step))
+    assert seen == list(range(8))
+
+
+def test_an_early_stop_keeps_what_was_saved(lm: Any) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps:
+            seen.append(lm.layers[1].attn.pattern)
+            if step == 2:
+                tracer.stop()
+    assert len(seen) == 3
+    with lm.generate(IDS, **RUN) as tracer:
+        after = [].save()
+        for step in tracer.steps:
+            after.append(int(step))
+    assert after == list(range(8))
+
+
+@pytest.mark.parametrize("index", [0, 3, 7])
+def test_layers_out_of_order_raise_at_every_step(lm: Any, index: int) -> None:
+    with pytest.raises(OutOfOrderError, match=f"step {index}"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[index]:
+            lm.layers[1].output.sum()
+            lm.layers[0].output.sum()
+
+
+def test_the_pattern_before_the_queries_raises(lm: Any) -> None:
+    with pytest.raises(OutOfOrderError, match="order in which the model runs"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[:4]:
+            lm.layers[1].attn.pattern.sum()
+            lm.layers[1].attn.q.sum()
+
+
+def test_a_run_after_an_error_is_clean(lm: Any, plain: dl.Denoised) -> None:
+    with pytest.raises(ZeroDivisionError), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[2]:
+            lm.canvas[:, 0] = 1 / 0
+    assert lm.generate(IDS, **RUN).tokens.equal(plain.tokens)
+    assert dl.denoise(lm._module, IDS, **RUN).tokens.equal(plain.tokens)
+
+
+@pytest.mark.parametrize("key", [8, -9, [0, 12]])
+def test_a_step_that_is_not_there(lm: Any, key: Any) -> None:
+    with pytest.raises(IndexError, match="this run has 8 steps, 0 to 7"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[key]:
+            lm.canvas.sum()
+
+
+def test_a_step_that_has_passed(lm: Any) -> None:
+    with pytest.raises(OutOfOrderError, match="asked for step 1, but the run is at step 5"):
+        with lm.generate(IDS, **RUN) as tracer:
+            for step in tracer.steps[4]:
+                lm.canvas.sum()
+            for step in tracer.steps[1:3]:
+                lm.canvas.sum()
+
+
+def test_steps_when_the_run_is_over(lm: Any) -> None:
+    with pytest.raises(OutOfOrderError, match="the run is over"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps.where(lambda s: False):
+            lm.canvas.sum()
+        for step in tracer.steps[3]:
+            lm.canvas.sum()
+
+
+def test_a_value_behind_the_loop_has_passed(lm: Any) -> None:
+    with pytest.raises(OutOfOrderError, match="inside `for step in tracer"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[4]:
+            lm.canvas.sum()
+        lm.layers[0].output.sum()
+
+
+def test_steps_belong_to_a_run(lm: Any) -> None:
+    with pytest.raises(OutOfOrderError, match=r"lm\.generate"), lm.trace(IDS) as tracer:
+        for step in tracer.steps:
+            lm.canvas.sum()
+
+
+def test_the_canvas_belongs_to_a_run(lm: Any) -> None:
+    with pytest.raises(OutOfOrderError, match=r"model\.canvas"), lm.trace(IDS):
+        lm.canvas.sum()
+
+
+def test_with_instead_of_for(lm: Any) -> None:
+    with pytest.raises(TypeError, match="for step in"), lm.generate(IDS, **RUN) as tracer:
+        with tracer.steps[2]:
+            lm.canvas.sum()
+
+
+def test_where_wants_a_function(lm: Any) -> None:
+    with pytest.raises(TypeError, match="where takes a function"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps.where(3):
+            lm.canvas.sum()
+
+
+def test_steps_outside_of_a_trace(lm: Any) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        pass
+    with pytest.raises(ValueError, match=r"tracer\.steps"):
+        next(iter(tracer.steps))
+
+
+def test_guidance_does_not_shift_the_numbering(lm: Any) -> None:
+    guided = dl.denoise(lm._module, IDS, cfg_scale=1.5, **RUN)
+    with lm.generate(IDS, cfg_scale=1.5, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps[2::2]:
+            canvas = lm.canvas.clone()
+            pattern = lm.layers[1].attn.pattern
+            seen.append((int(step), canvas, pattern, lm.sampler.unmasked.clone()))
+        run = tracer.result.save()
+    assert [index for index, *_ in seen] == [2, 4, 6]
+    for index, canvas, pattern, unmasked in seen:
+        assert canvas.equal(guided.canvases[index])
+        assert unmasked.equal(guided.selected[index])
+        assert len(pattern) == 2  # conditional, unconditional
+        assert not torch.allclose(pattern[0], pattern[1])
+    assert run.tokens.equal(guided.tokens)
+
+
+def test_patterns_are_materialised_only_where_somebody_reads_them(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlm_lens.attention import points
+
+    calls: list[int] = []
+    hooked = points.hooked_attention
+
+    def counting(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module.layer_idx)
+        return hooked(module, *args, **kwargs)
+
+    monkeypatch.setattr(points, "hooked_attention", counting)
+    with lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[3:5]:
+            lm.layers[0].attn.v.sum()
+            lm.layers[1].attn.pattern.sum()
+    assert calls == [1, 1]
+    lm.generate(IDS, **RUN)
+    assert calls == [1, 1]
+
+
+def test_a_run_inside_a_run_is_refused(lm: Any) -> None:
+    with pytest.raises(RuntimeError, match="inside the body of another"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[2]:
+            lm.generate(IDS, **RUN)
+
+
+def test_a_second_thread_is_refused(lm: Any, plain: dl.Denoised) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with lm.generate(IDS, **RUN) as tracer:
+            for step in tracer.steps[2]:
+                error = pool.submit(lm.generate, IDS, **RUN).exception()
+                message = [str(error)].save()
+            run = tracer.result.save()
+    assert "another thread is tracing this model" in message[0]
+    assert run.tokens.equal(plain.tokens)
+
+
+def test_generate_in_a_function_says_what_to_do(lm: Any) -> None:
+    def wrapper() -> Any:
+        return lm.generate(IDS, **RUN)
+
+    with pytest.raises(TypeError, match="not in a function that returns it"), wrapper():
+        pass
+
+
+def test_code_from_stdin_says_what_to_do() -> None:
+    code = """
+import dlm_lens as dl
+from dlm_lens.testing import tiny
+lm = dl.DiffusionLM(tiny("llada"), check=False)
+with lm.generate([1, 2], steps=2, gen_length=2) as tracer:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "not on stdin" in done.stderr
+
+
+def test_what_was_not_saved_is_gone(lm: Any) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[2]:
+            forgotten = lm.layers[0].attn.pattern
+    with pytest.raises(NameError):
+        forgotten.sum()
+
+
+def test_one_layer_s_pattern_is_alive_at_a_time(lm: Any) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        alive = [].save()
+        for step in tracer.steps:
+            for layer in range(2):
+                pattern = lm.layers[layer].attn.pattern
+                seen.append(weakref.ref(pattern))
+                del pattern
+                lm.layers[layer].output.sum()
+                alive.append(sum(ref() is not None for ref in seen))
+    assert len(seen) == 16
+    assert max(alive) <= 1
