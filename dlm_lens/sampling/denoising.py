@@ -41,7 +41,7 @@ def denoise(
     temperature: float | None = None,
     cfg_scale: float | None = None,
     remasking: str | None = None,
-    seed: int | list[int] = 0,
+    seed: int | list[int] | None = 0,
     logits: Literal["needed", "all"] = "needed",
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
@@ -68,7 +68,7 @@ def denoise(
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
         remasking: what decides which proposals are written: LLaDA "low_confidence" or "random"; Dream "origin",
             "maskgit_plus", "topk_margin" or "entropy"; SMDM "origin" or "greedy" (also as its code spells it).
-        seed: one number, or one per row.
+        seed: one number, or one per row; None for a fresh number, which `settings["seeds"]` then tells.
         logits: evaluate the head only where the sampler needs it, or everywhere.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
             model the logits are [batch, d_vocab] of the next token. Returns a replacement or None.

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 
 def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
     """Settings of a sampler without blocks; `masks` is the number of masks in the prompt.
@@ -58,12 +60,16 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
     return kind(**values)
 
 
-def row_seeds(seed: int | list[int], rows: int) -> tuple[int, ...]:
+def row_seeds(seed: int | list[int] | None, rows: int) -> tuple[int, ...]:
     """One seed per row; a single number serves every row, so that a row is what it is alone.
+
+    None draws a number from torch's global generator; the run's record holds it.
 
     Raises:
         ValueError: as many seeds as rows are needed.
     """
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
     if isinstance(seed, int):
         return (seed,) * rows
     if len(seed) != rows:

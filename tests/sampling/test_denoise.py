@@ -140,6 +140,15 @@ def test_one_seed_serves_every_row_and_a_list_draws_different_texts(model: PreTr
     assert not different[1].equal(different[2])
 
 
+def test_without_a_seed_a_fresh_one_is_drawn_and_recorded(model: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"gen_length": 8, "temperature": 2.0}
+    torch.manual_seed(0)
+    first, second = (dlm_lens.denoise(model, [[1, 2]], seed=None, **options) for _ in range(2))
+    assert not first.tokens.equal(second.tokens)
+    again = dlm_lens.denoise(model, [[1, 2]], seed=list(first.settings["seeds"]), **options)
+    assert again.tokens.equal(first.tokens)
+
+
 def test_holes_are_filled_and_the_rest_is_left_alone(model: PreTrainedModel) -> None:
     ids = torch.tensor([[4, MASK, 6, MASK, 8], [MASK, 1, 2, 3, MASK]])
     run = dlm_lens.denoise(model, ids, gen_length=0)
