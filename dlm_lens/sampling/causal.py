@@ -74,16 +74,8 @@ def decode(
         if host is not None:
             host.step(plan, canvas, masked)
         history.start(canvas, masked)
-        logits = prefix.next_logits(canvas, here)
-        if on_logits is not None:
-            replaced = on_logits(step, canvas, logits)
-            logits = logits if replaced is None else replaced
         evaluated = torch.zeros_like(masked).index_fill(1, torch.tensor([here], device=canvas.device), True)
-        try:
-            check_finite(logits, evaluated, step)
-        except NonFiniteLogitsError as error:
-            error.partial = history.result()
-            raise
+        logits = _checked(prefix.next_logits(canvas, here), on_logits, canvas, evaluated, plan, history)
         token, confidence = _choose(logits, settings.temperature, noise, evaluated)
         if len(ends):
             token = torch.where(ended, ends[0], token)
@@ -134,6 +126,26 @@ class _Prefix:
     def _keep(self, cache: Any, stop: int) -> None:
         if self.use_cache:
             self.cache, self.seen = cache, stop
+
+
+def _checked(
+    logits: Float[Tensor, "batch d_vocab"],
+    on_logits: OnLogits | None,
+    canvas: Int[Tensor, "batch position"],
+    evaluated: Bool[Tensor, "batch position"],
+    plan: StepPlan,
+    history: History,
+) -> Float[Tensor, "batch d_vocab"]:
+    """The logits as the caller wants them, known to be finite."""
+    if on_logits is not None:
+        replaced = on_logits(plan.index, canvas, logits)
+        logits = logits if replaced is None else replaced
+    try:
+        check_finite(logits, evaluated, plan.index)
+    except NonFiniteLogitsError as error:
+        error.partial = history.result()
+        raise
+    return logits
 
 
 def _choose(
