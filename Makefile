@@ -4,12 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types rooms unit format clean
+.PHONY: demo test lint types rooms quantised unit format clean
 
 demo: $(INSTALLED)
 	$(BIN)/dlm-lens demo
 
-test: lint types rooms unit
+test: lint types rooms quantised unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -20,6 +20,13 @@ types: $(INSTALLED)
 
 rooms: $(INSTALLED)
 	$(BIN)/lint-imports
+
+# torchao in a folder of its own: installed beside the rest, it greets every command with warnings.
+$(VENV)/.torchao: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao -c constraints.txt
+
+quantised: $(VENV)/.torchao
+	PYTHONPATH=$(VENV)/.torchao $(BIN)/python -m pytest -q tests/adapters/test_quantisation.py
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest
