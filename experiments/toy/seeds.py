@@ -52,35 +52,38 @@ def measure(directory: Path, tests: dict[str, HeldOut], prompts: int = 16) -> di
     return found
 
 
-def paired(results: dict[str, dict[str, Any]], variant: str, seeds: list[int]) -> tuple[float, float, int]:
-    """Mean difference of the final loss to the plain model's, half its 95% interval (Student), and n."""
+def paired(results: dict[str, dict[str, Any]], variant: str, seeds: list[int]) -> list[float]:
+    """Differences of the final loss to the plain model's, seed by seed."""
     both = [s for s in seeds if f"{variant}-{s}" in results and f"toy-{s}" in results]
-    differences = [results[f"{variant}-{s}"]["loss"] - results[f"toy-{s}"]["loss"] for s in both]
-    if len(differences) < 2:
-        return (differences or [float("nan")])[0], float("nan"), len(differences)
-    half = STUDENT[len(differences) - 1] * stdev(differences) / len(differences) ** 0.5
-    return mean(differences), half, len(differences)
+    return [results[f"{variant}-{s}"]["loss"] - results[f"toy-{s}"]["loss"] for s in both]
+
+
+def over_seeds(values: list[float], digits: int) -> str:
+    """`mean ± half of the 95% interval` over runs (Student's t), the mean alone for a single run."""
+    if len(values) < 2:
+        return f"{mean(values):.{digits}f}"
+    half = STUDENT[len(values) - 1] * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):.{digits}f} ± {half:.{digits}f}"
 
 
 def table(results: dict[str, dict[str, Any]], seeds: list[int], steps: int) -> str:
-    """The comparison as Markdown."""
+    """The comparison as Markdown; every interval is over seeds."""
     rows = []
     for variant in VARIANTS:
         own = [results[f"{variant}-{seed}"] for seed in seeds if f"{variant}-{seed}" in results]
         if not own:
             continue
-        difference, half, n = paired(results, variant, seeds)
-        change = "-" if variant == "toy" else f"{difference:+.4f} ± {half:.4f}, n {n}"
-        cells = [f"{mean(r['correct'][task]['value'] for r in own):.2f}" for task in own[0]["correct"]]
-        moved = mean(r["main_sink_differs"]["value"] for r in own)
-        exempted = [r["main_sink_differs_exempted"]["value"] for r in own if "main_sink_differs_exempted" in r]
+        change = "-" if variant == "toy" else over_seeds(paired(results, variant, seeds), 3)
+        correct = [over_seeds([r["correct"][task]["value"] for r in own], 2) for task in own[0]["correct"]]
+        moved = over_seeds([r["main_sink_differs"]["value"] for r in own], 2)
+        exempt = [r["main_sink_differs_exempted"]["value"] for r in own if "main_sink_differs_exempted" in r]
+        loss = over_seeds([r["loss"] for r in own], 3)
         rows.append(
-            [variant, str(len(own)), f"{mean(r['loss'] for r in own):.4f}", change, *cells, f"{moved:.3f}",
-             f"{mean(exempted):.3f}" if exempted else "-"]
-        )  # fmt: skip
+            [f"`{variant}`", str(len(own)), loss, change, *correct, moved, over_seeds(exempt, 2) if exempt else "-"]
+        )
     tasks = [f"exact match {task}" for task in ("A", "L", "F")]
     moves = ["main sink differs, first to last step", "the same, learned sink exempted"]
-    head = ["model", "seeds", f"loss (last 200 of {steps:,} steps)", "paired difference to `toy`", *tasks, *moves]
+    head = ["model", "seeds", f"loss, last 200 of {steps:,} steps", "paired difference to `toy`", *tasks, *moves]
     return markdown_table(head, rows)
 
 
