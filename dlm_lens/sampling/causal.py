@@ -9,9 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from dlm_lens.sampling.checks import not_negative
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.host import Host
-from dlm_lens.sampling.loop import OnLogits
+from dlm_lens.sampling.loop import OnLogits, same_shape
 from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.noise import RowNoise, add_gumbel
 from dlm_lens.sampling.result import Denoised
@@ -36,8 +37,7 @@ class CausalSettings:
     def __post_init__(self) -> None:
         if self.gen_length < 1:
             raise ValueError(f"gen_length is {self.gen_length}; an AR model writes at least 1 token")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
+        not_negative(self, "temperature", zero="greedy")
 
 
 def decode(
@@ -139,7 +139,7 @@ def _checked(
     """The logits as the caller wants them, known to be finite."""
     if on_logits is not None:
         replaced = on_logits(plan.index, canvas, logits)
-        logits = logits if replaced is None else replaced
+        logits = logits if replaced is None else same_shape("on_logits", logits, replaced)
     try:
         check_finite(logits, evaluated, plan.index)
     except NonFiniteLogitsError as error:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.sampling.checks import at_least_one, inner_eps, known_remasking, not_negative
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.sampler import Proposal, Select, SpecialIds, StepPlan
 from dlm_lens.sampling.timesteps import TimestepSampler
@@ -31,19 +32,13 @@ class DreamSettings:
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; it must be at least 1")
-        for name in ("temperature", "alg_temp"):
-            if (getattr(self, name) or 0.0) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 (greedy) or positive")
-        if self.remasking not in REMASKING:
-            raise ValueError(f"remasking {self.remasking!r} is none of Dream's: {', '.join(REMASKING)}")
+        at_least_one(self, "steps")
+        not_negative(self, "temperature", "alg_temp", zero="greedy")
+        known_remasking(self.remasking, REMASKING, REMASKING, "Dream")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
-        if not 0 < self.eps < 1:
-            raise ValueError(f"eps is {self.eps}; it must lie between 0 and 1")
+        at_least_one(self, "top_k")
+        inner_eps(self.eps)
 
 
 def filtered(

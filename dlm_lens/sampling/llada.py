@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.sampling.checks import at_least_one, known_remasking, not_negative
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.sampler import Proposal, Sampler, Select, SpecialIds, StepPlan
 
@@ -48,9 +49,7 @@ class LLaDASettings:
     unpadded_guidance: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "block_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        at_least_one(self, "steps", "block_length")
         if self.gen_length % self.block_length:
             raise ValueError(
                 f"gen_length {self.gen_length} does not divide into blocks of block_length {self.block_length}; "
@@ -61,12 +60,9 @@ class LLaDASettings:
                 f"{self.steps} steps do not divide into {self.blocks} blocks (gen_length {self.gen_length} / "
                 f"block_length {self.block_length}); choose steps as a multiple of {self.blocks}"
             )
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
-        if self.cfg_scale < 0:
-            raise ValueError(f"cfg_scale is {self.cfg_scale}; it must be 0 (no guidance) or positive")
-        if self.remasking not in REMASKING:
-            raise ValueError(f"remasking {self.remasking!r} is none of LLaDA's: {', '.join(REMASKING)}")
+        not_negative(self, "temperature", zero="greedy")
+        not_negative(self, "cfg_scale", zero="no guidance")
+        known_remasking(self.remasking, REMASKING, REMASKING, "LLaDA")
 
     @property
     def blocks(self) -> int:

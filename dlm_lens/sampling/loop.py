@@ -47,7 +47,7 @@ def run_sampler(
     for plan in tqdm(plans, desc="denoising", unit="step", disable=not progress):
         canvas = _edited(on_canvas, plan.index, canvas)
         if host is not None:
-            canvas = _same_shape("the host", canvas, host.step(plan, canvas, is_masked(canvas)))
+            canvas = same_shape("the host", canvas, host.step(plan, canvas, is_masked(canvas)))
         masked = is_masked(canvas)
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
@@ -55,7 +55,7 @@ def run_sampler(
             with torch.enable_grad() if host is not None and host.grad else nullcontext():
                 everywhere = network.everywhere(canvas)
             replaced = on_logits(plan.index, canvas, everywhere) if on_logits is not None else None
-            rows = (everywhere if replaced is None else _same_shape("on_logits", everywhere, replaced))[evaluated]
+            rows = (everywhere if replaced is None else same_shape("on_logits", everywhere, replaced))[evaluated]
         else:
             rows = network.at(canvas, evaluated)
         try:
@@ -79,10 +79,15 @@ def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor) -> Tensor:
         return canvas
     # The callback gets its own copy: what it does to that in place must not rewrite history.
     replaced = on_canvas(step, canvas.clone())
-    return canvas if replaced is None else _same_shape("on_canvas", canvas, replaced)
+    return canvas if replaced is None else same_shape("on_canvas", canvas, replaced)
 
 
-def _same_shape(name: str, before: Tensor, after: Any) -> Tensor:
+def same_shape(name: str, before: Tensor, after: Any) -> Tensor:
+    """What a callback returned, if it can stand in for `before`.
+
+    Raises:
+        ValueError: it is no tensor, or of another shape.
+    """
     if not isinstance(after, torch.Tensor) or after.shape != before.shape:
         kind = f"a tensor of shape {list(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
         raise ValueError(f"{name} returned {kind}; it must return None or a tensor of shape {list(before.shape)}")

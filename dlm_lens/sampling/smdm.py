@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.sampling.checks import at_least_one, inner_eps, known_remasking, not_negative
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.sampler import Proposal, Select, SpecialIds, StepPlan
 from dlm_lens.sampling.timesteps import TimestepSampler
@@ -29,16 +30,11 @@ class SMDMSettings:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; it must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
-        if self.cfg_scale < 0:
-            raise ValueError(f"cfg_scale is {self.cfg_scale}; it must be 0 (no guidance) or positive")
-        if self.remasking not in REMASKING:
-            raise ValueError(f"remasking {self.remasking!r} is none of SMDM's: origin, greedy")
-        if not 0 < self.eps < 1:
-            raise ValueError(f"eps is {self.eps}; it must lie between 0 and 1")
+        at_least_one(self, "steps")
+        not_negative(self, "temperature", zero="greedy")
+        not_negative(self, "cfg_scale", zero="no guidance")
+        known_remasking(self.remasking, REMASKING, REMASKING[:2], "SMDM")
+        inner_eps(self.eps)
 
 
 class SMDMPropose(nn.Module):

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.adapters import ImageLayout
+from dlm_lens.sampling.checks import at_least_one, not_negative
 from dlm_lens.sampling.network import check_finite
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.sampler import Proposal, Sampler, Select, StepPlan
@@ -26,12 +27,9 @@ class ImageSettings:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; it must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (no noise) or positive")
-        if self.cfg_scale < 0:
-            raise ValueError(f"cfg_scale is {self.cfg_scale}; it must be 0 (no guidance) or positive")
+        at_least_one(self, "steps")
+        not_negative(self, "temperature", zero="no noise")
+        not_negative(self, "cfg_scale", zero="no guidance")
 
     def temperature_at(self, step: int) -> float:
         """Temperature times the product of 1 - (i + 1) / steps up to this step; 0 at the last."""

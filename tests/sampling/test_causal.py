@@ -90,6 +90,11 @@ def test_errors_of_ar_runs(model: PreTrainedModel) -> None:
         dlm_lens.denoise(model, [[1]], reference_quirks=True)
 
 
+def test_a_callback_that_returns_nonsense_is_told_so(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"on_logits returned a tensor of shape \[3\]; .* of shape \[1, 64\]"):
+        dlm_lens.denoise(model, [[1]], gen_length=2, on_logits=lambda *_: torch.ones(3))
+
+
 def test_nan_logits_name_the_step_and_keep_what_was_done(model: PreTrainedModel) -> None:
     def break_it(step: int, canvas: Tensor, logits: Tensor) -> Tensor:
         logits = torch.zeros_like(logits).index_fill(1, torch.tensor([7]), 9.0)
