@@ -48,7 +48,8 @@ def load(
     never executed, whatever its `auto_map` says, and pickled weights are refused.
 
     Args:
-        path_or_hub_name: an embedded model ("toy", "toy-ar"), a directory, a hub name; weights without a config:
+        path_or_hub_name: an embedded model ("toy", "toy-ar", ...; a directory of that name is "./toy"), a
+            directory, a hub name; weights without a config:
             a safetensors file, here or behind a hub name ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
         dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own.
         device_map: as in transformers: "cuda", "auto", a mapping from modules to devices.

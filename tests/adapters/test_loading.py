@@ -145,6 +145,15 @@ def test_special_ids_can_be_given(tmp_path: Path) -> None:
     assert (model.config.mask_token_id, model.config.eos_token_id, model.config.eot_token_id) == (5, 6, 7)
 
 
+def test_an_embedded_name_wins_over_a_directory_which_a_path_still_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_golden(tmp_path / "toy")
+    monkeypatch.chdir(tmp_path)
+    assert dlm_lens.load("toy").config.model_type == "sink_qwen"
+    assert dlm_lens.load("./toy").config.model_type == "llada"
+
+
 def test_a_model_is_ready_after_loading() -> None:
     model = dlm_lens.load(str(GOLDEN))
     assert not model.training
