@@ -99,6 +99,7 @@ def forward64(
     at_sink[
         slice(0, sinks) if getattr(config, "sink_placement", "front") == "front" else slice(length - sinks, None)
     ] = True
+    kept["resid-1"] = hidden
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
 
@@ -124,11 +125,11 @@ def forward64(
         z = edit("z", attention64(q, k, v, visible, edit))
         if getattr(config, "gated_attention", False):
             z = z.flatten(-2) / (1 + torch.exp(-linear("self_attn.gate_proj", x)))
-        hidden = hidden + linear("self_attn.o_proj", z.reshape(batch, length, -1))
+        hidden = hidden + edit("attn_out", linear("self_attn.o_proj", z.reshape(batch, length, -1)))
         x = normed(hidden, weights[f"{prefix}post_attention_layernorm.weight"], config.rms_norm_eps)
         gate = linear("mlp.gate_proj", x)
-        hidden = hidden + linear("mlp.down_proj", gate * torch.sigmoid(gate) * linear("mlp.up_proj", x))
-        kept[f"resid{layer}"] = hidden
+        mlp = linear("mlp.down_proj", gate * torch.sigmoid(gate) * linear("mlp.up_proj", x))
+        hidden = edit("resid", hidden + edit("mlp_out", mlp))
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     kept["logits"] = (normed(hidden, weights["model.norm.weight"], config.rms_norm_eps) @ head.T)[:, ~at_sink]
     return kept

@@ -1,6 +1,6 @@
 """Dream and DiffuCoder: Qwen2 layers without causality, whose output at i - 1 predicts position i."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -12,6 +12,7 @@ class DreamConfig(Qwen2Config):
     """Config of Dream; the hub's says `use_cache: true`, which a bidirectional model cannot."""
 
     model_type = "Dream"
+    original_architecture: ClassVar[str] = "DlmLensQwen2"
     is_causal: bool = False
     logit_shift: bool = True
     mask_token_id: int | None = None

@@ -48,6 +48,7 @@ class LLaDAConfig(LlamaConfig):
     model_type = "llada"
     is_causal: bool = False
     float32_rotation: ClassVar[bool] = True
+    original_architecture: ClassVar[str] = "DlmLensLlama"  # TransformerLens's word for its adapter
     mask_token_id: int | None = None
     eot_token_id: int | None = None
 

@@ -59,6 +59,7 @@ class MaskedDiffusion(nn.Module):
         model = cast(Any, self)
         if self.decoder_class is not None:
             model.model = self.decoder_class(config)
+            model.tie_weights()  # the head was tied to the embedding that left
         for layer in model.model.layers:
             layer.self_attn.is_causal = False
         if getattr(config, "float32_rotation", False):

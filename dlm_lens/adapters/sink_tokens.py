@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
+from dlm_lens.adapters.spare_softmax import spare_logits, with_spare_key
 from dlm_lens.attention import HookedAttention, SinkLayout, hooked_attention
+from dlm_lens.attention.points import column_calls
 
 
 class SinkEmbedding(nn.Embedding):
@@ -47,17 +49,45 @@ class SinkAttention(HookedAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Bool[Tensor, "..."] | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        layout, function = SinkLayout.of(self), self._attention_function()
+        layout, length = SinkLayout.of(self), q.shape[2]
         if not layout.count:
-            return super()._attend(q, k, v, attention_mask, **kwargs)
-        length = q.shape[2]
-        if function is hooked_attention:
-            return hooked_attention(self, q, k, v, layout.restrict(attention_mask, length, q.device), **kwargs)
+            logits = spare_logits(self)
+            spare = {} if logits is None else {"spare_logits": logits}
+            return super()._attend(q, k, v, attention_mask, **kwargs, **spare)
         canvas = layout.canvas(length)
         rows = attention_mask if attention_mask is None else attention_mask[:, :, canvas]
-        z, _ = function(self, q[:, :, canvas], k, v, rows, **kwargs)
+        part = (q[:, :, canvas], k, v, rows)
+        if self._materialises():
+            whole = layout.restrict(attention_mask, length, q.device)
+            z, pattern = hooked_attention(self, q, k, v, whole, **kwargs)
+            self._tell_readers(*part, canvas.start, pattern=pattern[:, :, canvas], z=z[:, canvas], **kwargs)
+            return z, pattern
+        z = self._mix(*part, own_start=canvas.start, **kwargs)
         own = v[:, :, layout.sinks(length)].transpose(1, 2)
         return layout.surround(z, own.repeat_interleave(q.shape[1] // v.shape[1], 2)), None
+
+    def _mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        own_start: int | None = None,
+        *,
+        spare_logits: Float[Tensor, "head"] | None = None,
+        **kwargs: Any,
+    ) -> Float[Tensor, "batch query head d_head"]:
+        if spare_logits is None:
+            return super()._mix(q, k, v, attention_mask, own_start, **kwargs)
+        learned = cast(Any, self).config.softmax == "sink_logits"
+        wide = with_spare_key(q, k, v, attention_mask, spare_logits if learned else None, kwargs["scaling"])
+        return super()._mix(*wide, own_start, **kwargs)[..., : v.shape[-1]]
+
+    def _materialises(self) -> bool:
+        # Streams take rows to sum to 1; with a spare entry they do not.
+        host = cast(Any, self)
+        streamed = self.readers or column_calls(host.hook_scores, host.hook_pattern)
+        return super()._materialises() or (bool(streamed) and spare_logits(host) is not None)
 
     def _output(self, z: Tensor, hidden_states: Tensor) -> Tensor:
         host = cast(Any, self)
@@ -84,6 +114,9 @@ class SinkDecoder(nn.Module):
             for layer in model.layers:
                 width = config.num_attention_heads * layer.self_attn.head_dim
                 layer.self_attn.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        if getattr(config, "softmax", "standard") == "sink_logits":
+            for layer in model.layers:
+                layer.self_attn.sink_logits = nn.Parameter(torch.zeros(config.num_attention_heads))
         model.post_init()
 
     def forward(

@@ -1,7 +1,7 @@
 """SMDM: Llama layers without causality, whose mask token is a row behind the vocabulary."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -67,6 +67,7 @@ class SMDMConfig(LlamaConfig):
     """
 
     model_type = "smdm"
+    original_architecture: ClassVar[str] = "DlmLensLlama"
     is_causal: bool = False
     mask_token_id: int | None = None
     eot_token_id: int | None = None

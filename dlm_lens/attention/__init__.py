@@ -1,5 +1,6 @@
 """Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
 
+from dlm_lens.attention.attaching import NAMES, attached, attention_blocks
 from dlm_lens.attention.columns import (
     MIN_VIEWERS,
     column_sums,
@@ -8,37 +9,67 @@ from dlm_lens.attention.columns import (
     top_columns,
     viewers,
 )
+from dlm_lens.attention.context import PointContext, RunStep, run_of
 from dlm_lens.attention.functions import hooked_attention, register_attention_functions
+from dlm_lens.attention.hiding import (
+    Columns,
+    Hidden,
+    Stage,
+    columns_of,
+    counted_queries,
+    hidden_per_map,
+    hide_columns,
+)
 from dlm_lens.attention.layout import Placement, SinkLayout, SinkToken, sink
 from dlm_lens.attention.points import HOOK_POINTS, HookedAttention, HookPoint, add_hook_points
-from dlm_lens.attention.protocols import ColumnEdit, Hook, HookContext, RunContext, Site
+from dlm_lens.attention.protocols import SITES, ColumnHook, Hook, HookContext, Site
+from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.reduce import AttentionInputs, Reducer, pattern_tiles, reduce_attention
+from dlm_lens.attention.streaming import ColumnCall, Reader, stream_columns
 from dlm_lens.attention.visibility import visible_keys
 
 __all__ = [
     "HOOK_POINTS",
     "MIN_VIEWERS",
+    "NAMES",
+    "SITES",
     "AttentionInputs",
-    "ColumnEdit",
+    "ColumnCall",
+    "ColumnHook",
+    "Columns",
+    "Hidden",
     "Hook",
     "HookContext",
     "HookPoint",
     "HookedAttention",
     "Placement",
+    "PointContext",
+    "Reader",
     "Reducer",
-    "RunContext",
+    "RunStep",
     "SinkLayout",
     "SinkToken",
     "Site",
+    "Stage",
     "add_hook_points",
+    "attached",
+    "attention_blocks",
+    "attention_lse",
     "column_sums",
+    "columns_of",
+    "counted_queries",
     "expected_received",
+    "hidden_per_map",
+    "hide_columns",
     "hooked_attention",
     "pattern_tiles",
     "received_attention",
+    "received_sums",
     "reduce_attention",
     "register_attention_functions",
+    "run_of",
     "sink",
+    "stream_columns",
     "top_columns",
     "viewers",
     "visible_keys",

@@ -25,12 +25,14 @@ def hooked_attention(
     attention_mask: Bool[Tensor, "batch #head query key"] | Float[Tensor, "batch #head query key"] | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    spare_logits: Float[Tensor, "head"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch head query key"]]:
     """Attention with explicit scores and pattern, both passed through the hook points of `module`.
 
     scores = q k^T scale (masked entries: the dtype's minimum), pattern = softmax over keys in float32,
-    z = pattern v. A query that sees no key gets a pattern of zeros, as in torch's fused kernel.
+    z = pattern v. A query that sees no key gets a pattern of zeros, as in torch's fused kernel. `spare_logits` b
+    give every row a spare entry, pattern = exp(scores) / (exp(b) + sum exp(scores)), which is left out.
     Works for every mask of transformers' `sdpa` and `eager`: none, boolean (True = visible) or additive.
 
     Raises:
@@ -43,7 +45,11 @@ def hooked_attention(
     scores = rearrange(grouped @ key.unsqueeze(2).mT, "b g n q k -> b (g n) q k") * scale
     scores, visible = _masked(scores, attention_mask, causal=getattr(module, "is_causal", False))
     scores = module.get_submodule("hook_scores")(scores)
-    pattern = scores.softmax(-1, dtype=torch.float32)
+    if spare_logits is None:
+        pattern = scores.softmax(-1, dtype=torch.float32)
+    else:
+        spare = spare_logits.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        pattern = torch.cat([scores, spare], -1).softmax(-1, dtype=torch.float32)[..., :-1]
     if visible is not None:
         pattern = pattern * visible.any(-1, keepdim=True)
     pattern = module.get_submodule("hook_pattern")(pattern.to(query.dtype))

@@ -5,6 +5,7 @@ their `forward` is replaced by one that passes each quantity through an identity
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +15,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from dlm_lens.attention.functions import hooked_attention
+from dlm_lens.attention.functions import HOOKED, hooked_attention
+from dlm_lens.attention.reduce import AttentionInputs
+from dlm_lens.attention.streaming import ColumnCall, Reader, stream_hidden, stream_mix
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 """Hook points of an attention module in the order in which they fire; the child is `hook_<name>`.
@@ -46,8 +49,12 @@ class HookedAttention(nn.Module):
 
     Mixed in front of the host's class by `add_hook_points`. While nothing listens to `hook_scores` or
     `hook_pattern` the attention function of the config runs (sdpa: no pattern is materialised); as soon as
-    somebody does, this module computes its pattern explicitly. Both agree to float error.
+    somebody does, this module computes its pattern explicitly. Both agree to float error. `readers` are handed
+    the inputs of every forward pass, and column hooks that wait as a `ColumnCall` run in stream: neither needs a
+    pattern.
     """
+
+    readers: tuple[Reader, ...] = ()
 
     def forward(
         self,
@@ -90,24 +97,97 @@ class HookedAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Mixing of values: z [batch, position, head, d_head], and the pattern where it was materialised."""
-        z, pattern = self._attention_function()(self, q, k, v, attention_mask, **kwargs)
+        if not self._materialises():
+            return self._mix(q, k, v, attention_mask, **kwargs), None
+        z, pattern = hooked_attention(cast(nn.Module, self), q, k, v, attention_mask, **kwargs)
+        self._tell_readers(q, k, v, attention_mask, pattern=pattern, z=z, **kwargs)
         return z, pattern
+
+    def _mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        own_start: int | None = None,
+        **kwargs: Any,
+    ) -> Float[Tensor, "batch query head d_head"]:
+        """Mixing without a pattern: the config's attention function, or the fused kernel under what hooks hide."""
+        host = cast(Any, self)
+        calls = column_calls(host.hook_scores, host.hook_pattern)
+        inputs = None
+        if calls:
+            given = self._inputs(q, k, v, attention_mask, own_start, kwargs["scaling"])
+            inputs = stream_hidden(given, calls)
+            inputs = None if inputs is given else inputs
+        if inputs is not None:
+            z = stream_mix(inputs)
+        else:
+            function = ALL_ATTENTION_FUNCTIONS.get_interface(host.config._attn_implementation, hooked_attention)
+            z, _ = function(self, q, k, v, attention_mask, **kwargs)
+        if self.readers:
+            inputs = inputs or self._inputs(q, k, v, attention_mask, own_start, kwargs["scaling"])
+            self._read(replace(inputs, z=z))
+        return z
+
+    def _tell_readers(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        own_start: int | None = None,
+        *,
+        pattern: Tensor,
+        z: Tensor,
+        **kwargs: Any,
+    ) -> None:
+        if self.readers:
+            inputs = self._inputs(q, k, v, attention_mask, own_start, kwargs["scaling"])
+            self._read(replace(inputs, pattern=pattern, z=z))
+
+    def _read(self, inputs: AttentionInputs) -> None:
+        for reader in self.readers:
+            reader(inputs)
+
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, own_start: int | None, scale: float
+    ) -> AttentionInputs:
+        host, visible = cast(Any, self), attention_mask
+        if visible is not None:
+            visible = visible[..., : k.shape[2]]
+            if visible.dtype != torch.bool:
+                visible = visible > torch.finfo(visible.dtype).min / 2
+        causal = visible is None and bool(getattr(host, "is_causal", False)) and q.shape[2] > 1
+        return AttentionInputs(host.layer_idx, q, k, v, scale, visible, causal=causal, own_start=own_start)
 
     def _output(self, z: Tensor, hidden_states: Tensor) -> Tensor:
         """What is added to the residual stream, from z and the module's own input."""
         output: Tensor = cast(Any, self).o_proj(z.flatten(-2))
         return output
 
-    def _attention_function(self) -> Any:
+    def _materialises(self) -> bool:
+        """Whether somebody needs the pattern itself."""
         host = cast(Any, self)
+        if host.config._attn_implementation in (HOOKED, "eager"):
+            return True
         if listened_to(host.hook_scores) or listened_to(host.hook_pattern):
-            return hooked_attention
-        return ALL_ATTENTION_FUNCTIONS.get_interface(host.config._attn_implementation, hooked_attention)
+            return True
+        # Hooks behind the softmax run in stream one at a time.
+        return len(column_calls(host.hook_pattern)) > 1
+
+
+def column_calls(*points: nn.Module) -> list[ColumnCall]:
+    """The column hooks at these points, in order."""
+    return [call for point in points for call in point._forward_hooks.values() if isinstance(call, ColumnCall)]
 
 
 def listened_to(point: nn.Module) -> bool:
-    """Whether a forward hook or pre-hook is registered on `point`, or a watcher is about to read it."""
-    if point._forward_hooks or point._forward_pre_hooks:
+    """Whether a hook that needs the value is registered on `point`, or a watcher is about to read it.
+
+    A `ColumnCall` does not need it: attention runs it in stream.
+    """
+    if len(point._forward_hooks) > len(column_calls(point)) or point._forward_pre_hooks:
         return True
     return any(watches() for watches in cast(HookPoint, point).watchers)
 

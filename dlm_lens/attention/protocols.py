@@ -1,31 +1,28 @@
 """What an intervention looks like to the rooms that run it."""
 
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
-from jaxtyping import Bool
 from torch import Tensor
 
-from dlm_lens.attention.layout import SinkLayout
+from dlm_lens.attention.hiding import Columns, Hidden
 
-Site = Literal["q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "resid"]
-"""Where a hook belongs: a hook point of attention, or the residual stream."""
+Site = Literal["q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"]
+"""Where a hook belongs: a hook point of attention, what attention or MLP add to the residual stream, or the
+residual stream behind a block."""
+
+SITES: tuple[Site, ...] = get_args(Site)
 
 
 class HookContext(Protocol):
     """What a hook is told of the place it is called at; TransformerLens's HookPoint has `name` and `layer()`.
 
-    `sinks` says where the network's learned sink tokens stand around the canvas.
+    `PointContext` also has `sinks` (where the network's learned sink tokens stand) and `run` (the `RunStep`).
     """
 
     @property
     def name(self) -> str | None:
-        """The hook point, by TransformerLens's name."""
-        ...
-
-    @property
-    def sinks(self) -> SinkLayout:
-        """Where canvas and sinks lie."""
+        """The point, by TransformerLens's name."""
         ...
 
     def layer(self) -> int:
@@ -33,25 +30,12 @@ class HookContext(Protocol):
         ...
 
 
-class RunContext(HookContext, Protocol):
-    """What a denoising run tells a hook on top.
-
-    `step` counts denoising steps from the most masked canvas, `tokens` is the canvas `[batch, position]`,
-    `masked` says which of its positions are still masked, `valid` which are content rather than padding.
-    """
-
-    step: int
-    tokens: Tensor
-    masked: Tensor
-    valid: Tensor
-
-
 @runtime_checkable
 class Hook(Protocol):
     """An intervention on one activation: a small frozen value, callable with TransformerLens's signature.
 
     It returns the new tensor and never edits its argument in place. What it needs to know of the run arrives
-    in `hook`; its own fields are settings only.
+    in `hook`; its own fields are settings only. A hook may declare `layers`, the only layers that it acts in.
     """
 
     @property
@@ -64,22 +48,17 @@ class Hook(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ColumnEdit:
-    """An intervention on attention columns as declared data, for attention that keeps no pattern.
+@runtime_checkable
+class ColumnHook(Hook, Protocol):
+    """A hook that hides columns of the pattern: attention can run it without a pattern.
 
-    Hide the given `keys`, or the `k` keys that receive most, from every query; a query keeps its own
-    position, so that no row becomes empty. `per` says over what the ranking for `k` is taken.
-
-    Raises:
-        ValueError: not exactly one of `keys` and `k` is given.
+    Its call is `hide_columns(self, tensor, hook)`; where nobody reads the pattern, attention asks `hidden` itself,
+    with statistics taken in stream, and runs the fused kernel on what is left. The numbers are the same.
     """
 
-    site: Literal["scores", "pattern"]
-    keys: Bool[Tensor, "batch #head key"] | None = None
-    k: int | None = None
-    per: Literal["head", "layer", "model"] = "head"
+    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+        """Which of the `keys` columns to hide in this layer, now; None for none.
 
-    def __post_init__(self) -> None:
-        if (self.keys is None) == (self.k is None):
-            raise ValueError("a ColumnEdit takes either keys (a mask) or k (how many of the top), not both or none")
+        `columns` computes what each key receives, at the cost of a pass over the scores.
+        """
+        ...

@@ -1,5 +1,6 @@
 """Autoregressive decoding for the baselines, with the result type of a denoising run."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from dlm_lens.sampling.loop import OnLogits, same_shape
 from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.noise import RowNoise, add_gumbel
 from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.resuming import Resumption, start_hosts, tell_state
 from dlm_lens.sampling.sampler import Proposal, StepPlan
 
 
@@ -51,12 +53,14 @@ def decode(
     placeholder: int,
     on_logits: OnLogits | None = None,
     progress: bool = False,
-    host: Host | None = None,
+    hosts: Sequence[Host] = (),
+    resume: Resumption | None = None,
 ) -> Denoised:
     """Decode token by token; a row that has ended goes on with its end token until every row has ended.
 
-    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet. `host` is
-    told of every step; the canvas of a prefix is not its to edit.
+    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet. `hosts`
+    are told of every step; the canvas of a prefix is not theirs to edit. `resume` goes on behind the steps of an
+    unfinished run.
 
     Raises:
         NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
@@ -65,13 +69,19 @@ def decode(
     canvas = torch.cat([prompt, prompt.new_full((len(prompt), length), placeholder)], 1)
     ends = _end_ids(model.config, prompt.device)
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    prefix = _Prefix(model, padding, settings.use_cache, host)
+    prefix = _Prefix(model, padding, settings.use_cache, hosts)
     masked = torch.arange(width + length, device=prompt.device).expand_as(canvas) >= width
-    if host is not None:
-        host.start(None, padding)
-    for step in tqdm(range(length), desc="decoding", unit="token", disable=not progress):
+    if resume is not None:
+        resume.enter(history)
+        noise.restore(resume.state.own)
+        canvas, ended = resume.canvas(history), resume.state.own["ended"].to(prompt.device)
+        masked = masked & (torch.arange(width + length, device=prompt.device) >= width + len(resume.steps))
+    start_hosts(hosts, None, history)
+    begun = len(history.plans)
+    steps = range(begun, begun if resume is not None and resume.state.over else length)
+    for step in tqdm(steps, desc="decoding", unit="token", disable=not progress):
         here, plan = width + step, StepPlan(step, length, 0, (width, width + length), length - step)
-        if host is not None:
+        for host in hosts:
             host.step(plan, canvas, masked)
         history.start(canvas, masked)
         evaluated = torch.zeros_like(masked).index_fill(1, torch.tensor([here], device=canvas.device), True)
@@ -86,21 +96,26 @@ def decode(
         )
         canvas, masked = proposal.tokens, masked & ~evaluated
         history.finish(plan, proposal, evaluated)
-        if bool(ended.all()):
+        for host in hosts:
+            host.finish(plan, canvas, proposal, evaluated)
+        over = bool(ended.all())
+        tell_state(hosts, canvas, noise, over=over or plan.remaining == 1, ended=ended)
+        if over:
             break
-    if host is not None:
+    for host in hosts:
         host.stop()
     history.start(canvas, masked)
     return _shortened(history, width)
 
 
 class _Prefix:
-    """Forward passes over what is written so far, with or without a cache; a host sees the model's own forward."""
+    """Forward passes over what is written so far, with or without a cache; hosts may want the whole forward."""
 
     def __init__(
-        self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, host: Host | None = None
+        self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, hosts: Sequence[Host] = ()
     ) -> None:
-        self.model, self.padding, self.use_cache, self.host = model, padding, use_cache, host
+        self.model, self.padding, self.use_cache = model, padding, use_cache
+        self.own_forward, self.grad = any(h.everywhere for h in hosts), any(h.grad for h in hosts)
         self.positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
         self.cache: Any = None
         self.seen = 0
@@ -112,8 +127,8 @@ class _Prefix:
             inputs["attention_mask"] = self.padding[:, :stop].long()
         span = slice(self.seen, stop)
         inputs |= {"input_ids": canvas[:, span], "position_ids": self.positions[:, span]}
-        if self.host is not None:
-            with torch.enable_grad() if self.host.grad else nullcontext():
+        if self.own_forward:
+            with torch.enable_grad() if self.grad else nullcontext():
                 output = self.model(**inputs)
             self._keep(output.past_key_values, stop)
             last: Tensor = output.logits[:, -1].detach()

@@ -1,22 +1,26 @@
 """`denoise`: one call from a prompt to a finished canvas, for every family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.attention import Hook
 from dlm_lens.sampling.causal import CausalSettings, decode
 from dlm_lens.sampling.dream import DreamSampler, DreamSettings
 from dlm_lens.sampling.history import History
+from dlm_lens.sampling.hooking import HookRunner
 from dlm_lens.sampling.host import Host
 from dlm_lens.sampling.llada import LLaDASampler, LLaDASettings
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
-from dlm_lens.sampling.network import CanvasLogits
+from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
 from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.resuming import Resumption
 from dlm_lens.sampling.sampler import SpecialIds
 from dlm_lens.sampling.settings import answer_settings, block_settings, only_known, row_seeds
 from dlm_lens.sampling.smdm import SMDMSampler, SMDMSettings
@@ -47,7 +51,9 @@ def denoise(
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
     reference_quirks: bool = False,
-    host: Host | None = None,
+    hooks: Sequence[Hook] = (),
+    host: Host | Sequence[Host] = (),
+    resume: Resumption | None = None,
     **settings: Any,
 ) -> Denoised:
     """Denoise prompts with the family's own sampler and keep what happened at every step.
@@ -80,7 +86,11 @@ def denoise(
             the prompt compete for them and as many stay), EOS confidence kept at temperature > 0; MMaDA: those of
             the blocks, and padding seen as content under guidance; Dream: one budget averaged over the rows;
             SMDM: one budget and one ranking for the batch, noise drawn at temperature 0.
-        host: what follows the run from inside, step by step (`dlm_lens.DiffusionLM`'s); all logits are computed.
+        hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass and told of the step.
+            Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
+            they act on every row of the prefix.
+        host: who follows the run from inside, step by step (`dlm_lens.DiffusionLM` and `dlm_lens.Recorder` do).
+        resume: the finished steps of an unfinished run with the same prompts and settings, to go on behind them.
         **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
             MMaDA: eot_token, which ends a row behind the block that ends with it; Dream: top_p, top_k, alg_temp,
             eps; SMDM: eps; AR: use_cache).
@@ -106,13 +116,25 @@ def denoise(
     prompts = read_prompts(model, prompt, attention_mask)
     seeds = row_seeds(seed, len(prompts.ids))
     sampler = family_of(model.config.model_type).sampler_of(model.config)
+    options: dict[str, Any] = {"on_logits": on_logits, "progress": progress, "resume": resume}
+    hosts = tuple(host) if isinstance(host, Sequence) else (host,)
     if sampler == "causal":
         if reference_quirks or on_canvas is not None:
             raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")
-        return _decode(model, prompts, given, seeds, on_logits=on_logits, progress=progress, host=host)
-    run = _prepare(model, prompts, sampler, given, seeds, reference_quirks)
-    where: Any = "masked" if reference_quirks and logits == "needed" else logits
-    return run_sampler(**run, logits=where, on_logits=on_logits, on_canvas=on_canvas, progress=progress, host=host)
+        watched = bool(hooks) or any(getattr(each, "whole_prefix", False) for each in hosts)
+        run, forward = _prepare_causal(model, prompts, given, seeds, watched)
+    else:
+        run = _prepare(model, prompts, sampler, given, seeds, reference_quirks)
+        forward = run["network"].forward
+        where = "masked" if reference_quirks and logits == "needed" else logits
+        options |= {"logits": where, "on_canvas": on_canvas}
+    run["history"].settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}
+    with ExitStack() as stack:
+        for each in hosts:
+            stack.callback(getattr(each, "close", lambda: None))
+        if hooks:
+            hosts += (stack.enter_context(HookRunner(model, hooks, forward, run["history"].settings)),)
+        return (decode if sampler == "causal" else run_sampler)(**run, **options, hosts=hosts)
 
 
 def _prepare(
@@ -154,12 +176,14 @@ def _prepare(
         "canvas": canvas,
         "history": History(model, content, prompts.ids.shape[1], record),
         "is_masked": is_masked,
+        "noise": noise,
     }
 
 
-def _decode(
-    model: Any, prompts: Prompts, given: dict[str, Any], seeds: tuple[int, ...], **options: Any
-) -> Denoised:
+def _prepare_causal(
+    model: Any, prompts: Prompts, given: dict[str, Any], seeds: tuple[int, ...], watched: bool
+) -> tuple[dict[str, Any], Callable[[Tensor], Any]]:
+    """The parts of an AR run, and a forward pass of its network."""
     values = {**model.sampler_defaults, **given}
     steps = values.pop("steps", None)
     if steps is not None and steps != values["gen_length"]:
@@ -167,17 +191,32 @@ def _decode(
             f"an AR model takes one step per token, so steps ({steps}) must equal gen_length "
             f"({values['gen_length']}) or be left out"
         )
+    if watched:
+        if given.get("use_cache"):
+            raise ValueError(
+                "use_cache=True with hooks or a recorder: they have to see the whole prefix; leave use_cache out"
+            )
+        values["use_cache"] = False
     settings: CausalSettings = only_known(CausalSettings, values, "causal")
     shape = (len(prompts.ids), settings.gen_length)
     answer = torch.ones(shape, dtype=torch.bool, device=prompts.ids.device)
     padding = torch.cat([prompts.attention_mask, answer], 1)
     warn_beyond_context(model, padding.shape[1])
     record = {"sampler": "causal", **values, "seeds": seeds}
-    history = History(model, padding, prompts.ids.shape[1], record)
-    placeholder = _first(model.config.pad_token_id, model.config.eos_token_id, 0)
-    return decode(
-        model, prompts.ids, padding, settings, RowNoise(seeds), history, placeholder=placeholder or 0, **options
-    )
+
+    def forward(canvas: Tensor) -> Any:
+        stop = int(canvas.shape[1])
+        return model.get_decoder()(input_ids=canvas, **network_inputs(padding[:, :stop]))
+
+    return {
+        "model": model,
+        "prompt": prompts.ids,
+        "padding": padding,
+        "settings": settings,
+        "noise": RowNoise(seeds),
+        "history": History(model, padding, prompts.ids.shape[1], record),
+        "placeholder": _first(model.config.pad_token_id, model.config.eos_token_id, 0) or 0,
+    }, forward
 
 
 def _first(*ids: Any) -> int | None:

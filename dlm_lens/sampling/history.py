@@ -25,7 +25,7 @@ class History:
         settings: Mapping[str, Any],
     ) -> None:
         self.model, self.attention_mask = model, attention_mask
-        self.prompt_length, self.settings = prompt_length, settings
+        self.prompt_length, self.settings = prompt_length, dict(settings)
         self.canvases: list[Tensor] = []
         self.masked: list[Tensor] = []
         self.proposals: list[Proposal] = []
@@ -66,7 +66,7 @@ class History:
             prompt_length=self.prompt_length,
             spans=tuple(plan.span for plan in self.plans),
             blocks=tuple(plan.block for plan in self.plans),
-            settings=dict(self.settings),
+            settings=self.settings,
             eos_token_ids=tuple(int(i) for i in ends if i is not None),
             tokenizer=getattr(self.model, "tokenizer", None),
         )

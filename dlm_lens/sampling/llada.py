@@ -1,6 +1,6 @@
 """LLaDA's sampler: block-wise, low-confidence or random remasking, classifier-free guidance."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -189,6 +189,15 @@ class LLaDASampler(Sampler):
         if done == 0 or self._block_masks is None:
             self._block_masks = masked[:, slice(*plan.span)].sum(-1)
         return self._block_masks // each + (done < self._block_masks % each)
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended, and with `reference_quirks` the counts of the block."""
+        found = {"done": self._done, "block_masks": self._block_masks}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from such a state."""
+        self._done, self._block_masks = state.get("done"), state.get("block_masks")
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row ended with this step's block."""

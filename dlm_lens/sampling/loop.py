@@ -1,6 +1,6 @@
 """The denoising loop: a plain function over a `Sampler`, which never edits a canvas in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from dlm_lens.sampling.history import History
 from dlm_lens.sampling.host import Host
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.resuming import Resumption, Stateful, start_hosts, tell_state
 from dlm_lens.sampling.sampler import Sampler
 
 OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
@@ -30,32 +31,38 @@ def run_sampler(
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
-    host: Host | None = None,
+    hosts: Sequence[Host] = (),
+    noise: Stateful | None = None,
+    resume: Resumption | None = None,
 ) -> Denoised:
     """Run every step of `sampler` from `canvas`, or those until it has finished.
 
     `logits` says where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
-    Masks are recounted from the canvas at every step. With a `host`, which is told of every step, the head is
-    evaluated everywhere.
+    Masks are recounted from the canvas at every step. `hosts` are told of every step, in order. `resume` goes on
+    behind the steps of an unfinished run; `noise` is where the sampler's random numbers come from.
 
     Raises:
         NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
-    if host is not None:
-        host.start(sampler, history.attention_mask)
+    everywhere = logits == "all" or on_logits is not None or any(host.everywhere for host in hosts)
+    grad = any(host.grad for host in hosts)
+    if resume is not None:
+        canvas = _go_on(resume, history, noise, sampler)
+        plans = [] if resume.state.over else plans[len(resume.steps) :]
+    start_hosts(hosts, sampler, history)
     for plan in tqdm(plans, desc="denoising", unit="step", disable=not progress):
         canvas = _edited(on_canvas, plan.index, canvas)
-        if host is not None:
+        for host in hosts:
             canvas = same_shape("the host", canvas, host.step(plan, canvas, is_masked(canvas)))
         masked = is_masked(canvas)
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
-        if logits == "all" or on_logits is not None or host is not None:
-            with torch.enable_grad() if host is not None and host.grad else nullcontext():
-                everywhere = network.everywhere(canvas)
-            replaced = on_logits(plan.index, canvas, everywhere) if on_logits is not None else None
-            rows = (everywhere if replaced is None else same_shape("on_logits", everywhere, replaced))[evaluated]
+        if everywhere:
+            with torch.enable_grad() if grad else nullcontext():
+                full = network.everywhere(canvas)
+            replaced = on_logits(plan.index, canvas, full) if on_logits is not None else None
+            rows = (full if replaced is None else same_shape("on_logits", full, replaced))[evaluated]
         else:
             rows = network.at(canvas, evaluated)
         try:
@@ -65,13 +72,27 @@ def run_sampler(
             error.partial = history.result()
             raise
         history.finish(plan, proposal, selected)
-        if sampler.finished(canvas, plan):
+        for host in hosts:
+            host.finish(plan, canvas, proposal, selected)
+        over = sampler.finished(canvas, plan)
+        tell_state(hosts, canvas, noise, sampler, over=over or plan.index == plan.total - 1)
+        if over:
             break
-    if host is not None:
+    for host in hosts:
         host.stop()
     canvas = _edited(on_canvas, len(history.plans), canvas)
     history.start(canvas, is_masked(canvas))
     return history.result()
+
+
+def _go_on(resume: Resumption, history: History, noise: Stateful | None, sampler: Sampler) -> Tensor:
+    """The canvas, with history, generators and sampler as the finished steps left them."""
+    resume.enter(history)
+    own = {name: value.to(history.attention_mask.device) for name, value in resume.state.own.items()}
+    if noise is not None:
+        noise.restore(own)
+    sampler.restore(own)
+    return resume.canvas(history)
 
 
 def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor) -> Tensor:

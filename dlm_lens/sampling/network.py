@@ -58,14 +58,28 @@ class CanvasLogits:
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "needed d_vocab"]:
         """Logits of the `needed` positions, in row-major order; the head runs on those rows only."""
-        states = self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs).last_hidden_state
+        return self.head(self.states(canvas, needed))
+
+    def states(
+        self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
+    ) -> Float[Tensor, "half needed d_model"]:
+        """What the head reads for the `needed` positions; with guidance twice, the conditional canvas's first."""
+        states = self.forward(canvas).last_hidden_state
         states = states[:, self.sinks.canvas(states.shape[1])]
         halves = states.reshape(-1, *canvas.shape, states.shape[-1])
         if self.source is None:
-            wanted = halves[:, needed]
+            wanted: Tensor = halves[:, needed]
         else:
             wanted = halves[:, self._rows(canvas).expand_as(canvas)[needed], self.source[needed]]
-        return self._guided(self.model.get_output_embeddings()(wanted.flatten(0, 1)))
+        return wanted
+
+    def head(self, states: Float[Tensor, "half needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
+        """Logits of (some of) these states."""
+        return self._guided(self.model.get_output_embeddings()(states.flatten(0, 1)))
+
+    def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
+        """The network without its head, as `at` runs it: for whoever only watches."""
+        return self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs)
 
     def _rows(self, canvas: Tensor) -> Int[Tensor, "batch 1"]:
         return torch.arange(len(canvas), device=canvas.device)[:, None]

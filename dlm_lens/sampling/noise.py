@@ -1,5 +1,6 @@
 """Random numbers of a run: one generator per row, or the reference's single stream."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -57,6 +58,15 @@ class RowNoise:
 
     def __init__(self, seeds: tuple[int, ...]) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def state(self) -> dict[str, Tensor]:
+        """The generators' states, row by row."""
+        return {"noise": torch.stack([generator.get_state() for generator in self.generators])}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Draw on from a state."""
+        for generator, row in zip(self.generators, state["noise"], strict=True):
+            generator.set_state(row.cpu().clone())
 
     def columns(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
@@ -118,6 +128,14 @@ class SharedNoise:
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+
+    def state(self) -> dict[str, Tensor]:
+        """The generator's state."""
+        return {"noise": self.generator.get_state()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Draw on from a state."""
+        self.generator.set_state(state["noise"].cpu().clone())
 
     def columns(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int

@@ -1,5 +1,6 @@
 """The two halves of a sampler, as modules: `propose` says what would be written, `select` what is written now."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,6 +86,13 @@ class Sampler(nn.Module):
     ) -> Int[Tensor, "batch"]:
         """How many positions each row writes at this step."""
         raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next step depends on beside the canvas and the random numbers; nothing, for most."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from such a state."""
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether the run ends with this step, whatever the plans say; asked once, behind every step."""

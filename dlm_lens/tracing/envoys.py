@@ -1,6 +1,5 @@
 """The views of attention and of the sampler that a trace reads and edits."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,22 +9,8 @@ from nnsight.intervention.eproperty import eproperty
 from nnsight.intervention.interleaver import Mediator
 from torch import Tensor
 
-from dlm_lens.attention import HOOK_POINTS, Hook, SinkLayout
-from dlm_lens.hooks import PointContext
+from dlm_lens.attention import HOOK_POINTS, NAMES, SITES, Hook, PointContext, SinkLayout
 from dlm_lens.tracing.steps import Step
-
-
-@dataclass(frozen=True)
-class StepContext(PointContext):
-    """What a hook is told inside a step (the RunContext protocol).
-
-    With guidance the network sees every row twice, and so do these tensors.
-    """
-
-    step: int
-    tokens: Tensor
-    masked: Tensor
-    valid: Tensor
 
 
 class AttentionEnvoy(Envoy):
@@ -79,22 +64,32 @@ class AttentionEnvoy(Envoy):
     def apply(self, hook: Hook, step: Step | None = None) -> None:
         """Run a hook of `dlm_lens.hooks` at its site in this layer, with the context of `step`.
 
+        Its site may also be what the layer's attention or MLP add to the residual stream ("attn_out", "mlp_out") or
+        what the layer leaves ("resid"): `lm.layers[i].attn.output`, `.mlp.output` and `lm.layers[i].output`.
+
         Raises:
-            ValueError: its site is no hook point of attention.
+            ValueError: its site is none.
         """
-        if hook.site not in HOOK_POINTS:
-            raise ValueError(f"{hook} belongs at {hook.site!r}; attention has {', '.join(HOOK_POINTS)}")
-        value = getattr(self, hook.site)
-        setattr(self, hook.site, hook(value, self._context(hook.site, step, rows=len(value))))
+        if hook.site not in SITES:
+            raise ValueError(f"{hook} belongs at {hook.site!r}, which is none of {', '.join(SITES)}")
+        if hook.site in HOOK_POINTS:
+            value = getattr(self, hook.site)
+            setattr(self, hook.site, hook(value, self._context(hook.site, step, rows=len(value))))
+            return
+        layer = self.root.layers[self._module.layer_idx]
+        place = {"attn_out": self, "mlp_out": layer.mlp, "resid": layer}[hook.site]
+        value = place.output
+        first = value[0] if isinstance(value, tuple) else value
+        edited = hook(first, self._context(hook.site, step, rows=len(first)))
+        place.output = (edited, *value[1:]) if isinstance(value, tuple) else edited
 
     def _context(self, site: str, step: Step | None, rows: int) -> PointContext:
+        root = self.root
+        causal = bool(getattr(root.config, "is_causal", True))
         layer = self._module.layer_idx
-        place = (f"blocks.{layer}.attn.hook_{site}", layer, SinkLayout.of(self.root))
-        if step is None:
-            return PointContext(*place)
-        halves = rows // len(step.tokens)
-        state = (value.repeat(halves, 1) for value in (step.tokens, step.masked, step.valid))
-        return StepContext(*place, int(step), *state)
+        name = f"blocks.{layer}.{NAMES[site]}"
+        run = None if step is None else root.told(step).for_rows(rows)
+        return PointContext(name, layer, SinkLayout.of(root), causal, run)
 
 
 class SamplerEnvoy(Envoy):

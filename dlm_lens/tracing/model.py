@@ -1,9 +1,12 @@
 """`DiffusionLM`: a masked DLM (or an AR baseline) as an nnsight model whose runs have steps."""
 
 import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from nnsight.intervention.envoy import traceable
 from nnsight.intervention.eproperty import eproperty
@@ -12,14 +15,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.adapters import family_of, load
-from dlm_lens.attention import HookedAttention
-from dlm_lens.sampling import Denoised, Sampler
+from dlm_lens.attention import Columns, HookedAttention, RunStep
+from dlm_lens.sampling import CanvasLogits, Denoised, Host, Sampler, collecting_columns
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.batching import RowBatcher
 from dlm_lens.tracing.checking import check_model
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy
 from dlm_lens.tracing.run import Run, TracedRun
 from dlm_lens.tracing.scanning import run_or_scan
+from dlm_lens.tracing.steps import Step
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
 
 NAMES = {
@@ -101,13 +105,22 @@ class DiffusionLM(HuggingFaceModel):
         return view
 
     @traceable
-    def generate(self, prompt: Any, attention_mask: Any = None, *, grad: bool = False, **settings: Any) -> Denoised:
+    def generate(
+        self,
+        prompt: Any,
+        attention_mask: Any = None,
+        *,
+        grad: bool = False,
+        host: Host | Sequence[Host] = (),
+        **settings: Any,
+    ) -> Denoised:
         """Denoise with the family's own sampler; traced (`with lm.generate(...) as tracer:`) or not.
 
         Args:
             prompt: text, chat messages, ids, or a list of any of them, as for `dlm_lens.denoise`.
             attention_mask: for ids: 1 content, 0 padding on the left.
             grad: keep the graphs of the forward passes, so that `with loss.backward():` works inside a step.
+            host: who else follows the run: a `dlm_lens.Recorder`.
             **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, seed, ...
 
         Raises:
@@ -116,7 +129,8 @@ class DiffusionLM(HuggingFaceModel):
         """
         self.interleaver.check_free()
         run = TracedRun(self.interleaver, f"{self.path}.canvas", grad=grad, on_start=self._use_sampler)
-        return Run.of(run_or_scan(self._module, prompt, attention_mask, host=run, **settings))
+        hosts = (run, *(host if isinstance(host, Sequence) else (host,)))
+        return Run.of(run_or_scan(self._module, prompt, attention_mask, host=hosts, **settings))
 
     def trace(self, *inputs: Any, **options: Any) -> Any:
         """Open a trace of one forward pass of the model; see nnsight's `Envoy.trace`."""
@@ -131,6 +145,35 @@ class DiffusionLM(HuggingFaceModel):
     def scan(self, *inputs: Any, fn: Any = None, backend: Any = None, **options: Any) -> RunScanningTracer:
         """Open a trace that computes shapes only: of one forward pass, or of a run with `fn=lm.generate`."""
         return RunScanningTracer(self, fn or "__call__", *inputs, backend=backend, **options)
+
+    def told(self, step: Step) -> RunStep:
+        """What a hook is told of a step, with a pass without hooks for those that want one."""
+
+        def clean() -> Mapping[int, Columns]:
+            held = step.run.memory
+            if held.get("clean", (None,))[0] != int(step):
+                held["clean"] = (int(step), self._clean_pass(run))
+            columns: Mapping[int, Columns] = held["clean"][1]
+            return columns
+
+        # An AR network sees what is written so far.
+        run = step.run.until(step.span.start + int(step)) if self.causal else step.run
+        run = replace(run, config=self.config, tokenizer=self.tokenizer, clean=clean)
+        return run
+
+    @torch.no_grad()
+    def _clean_pass(self, run: RunStep) -> Mapping[int, Columns]:
+        """What every layer's keys receive on the step's canvas, while no trace looks on."""
+        sampler = getattr(self.sampler._module, "cfg_scale", 0.0)
+        mask_id = getattr(self.config, "mask_token_id", None)
+        network = CanvasLogits(self._module, run.valid, cfg_scale=sampler, fixed=~run.answer, mask_token_id=mask_id)
+        self.interleaver.interleaving = False
+        try:
+            with collecting_columns(self._module, run) as columns:
+                network.forward(run.tokens)
+        finally:
+            self.interleaver.interleaving = True
+        return columns
 
     def _use_sampler(self, sampler: Sampler | None) -> None:
         if sampler is not None:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from nnsight.intervention.interleaver import Interleaver
 from torch import Tensor
 
-from dlm_lens.sampling import Denoised, Sampler, StepPlan
+from dlm_lens.sampling import Denoised, Proposal, Sampler, StepPlan
 from dlm_lens.tracing.steps import STEP
 
 
@@ -45,6 +45,7 @@ class TracedRun:
         self, interleaver: Interleaver, canvas: str, *, grad: bool, on_start: Callable[[Sampler | None], None]
     ) -> None:
         self.interleaver, self.location, self.grad, self.on_start = interleaver, canvas, grad, on_start
+        self.everywhere = True
         self.state: dict[str, Tensor] = {}
         self.editable = False
 
@@ -59,13 +60,16 @@ class TracedRun:
     ) -> Int[Tensor, "batch position"]:
         """A step begins: tell who waits for it, and offer its canvas for reading and editing."""
         if "answer" not in self.state:
-            self.state["answer"] = masked.sum(-1)
+            self.state["answer"] = masked
         state = {"tokens": canvas, "masked": masked, **self.state}
         self._handle(STEP, (plan, state))
         if not self.editable:
             return canvas
         edited: Any = self._handle(self.location, canvas)
         return torch.as_tensor(edited, device=canvas.device)
+
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, selected: Tensor) -> None:
+        """A step is over; the trace has seen it in the sampler."""
 
     def stop(self) -> None:
         """The run is over: whoever waits for another step goes on behind its loop."""

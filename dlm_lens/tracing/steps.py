@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from torch import Tensor
 
+from dlm_lens.attention import RunStep
 from dlm_lens.sampling import StepPlan
 
 STEP = "step"
@@ -19,7 +20,8 @@ class Step(int):
 
     Args:
         plan: block and total of the step.
-        state: "tokens", "masked", "valid" and "answer", the tensors below and how many masks each row began with.
+        state: "tokens", "masked", "valid" and "answer": what a `RunStep` has under these names.
+        memory: what hooks remember from step to step.
 
     Attributes:
         total: steps of the run, T.
@@ -29,6 +31,7 @@ class Step(int):
         masked: which of its positions are masked (not yet written), `[batch, position]`.
         valid: which of its positions are content rather than padding, `[batch, position]`.
         progress: share of the masks at the start of the run that are written, `[batch]`.
+        run: the same as a `RunStep`, which is what hooks are told.
     """
 
     total: int
@@ -38,13 +41,25 @@ class Step(int):
     masked: Bool[Tensor, "batch position"]
     valid: Bool[Tensor, "batch position"]
     progress: Float[Tensor, "batch"]
+    run: RunStep
 
-    def __new__(cls, plan: StepPlan, state: dict[str, Tensor]) -> "Step":
+    def __new__(cls, plan: StepPlan, state: dict[str, Tensor], memory: dict[Any, Any] | None = None) -> "Step":
         """The step of a plan; an int is made here."""
         self = int.__new__(cls, plan.index)
         self.total, self.block, self.span = plan.total, plan.block, slice(*plan.span)
         self.tokens, self.masked, self.valid = state["tokens"], state["masked"], state["valid"]
-        self.progress = 1 - self.masked.sum(-1) / state["answer"].clamp(min=1)
+        self.progress = 1 - self.masked.sum(-1) / state["answer"].sum(-1).clamp(min=1)
+        self.run = RunStep(
+            plan.index,
+            plan.total,
+            plan.block,
+            plan.span,
+            state["tokens"],
+            state["masked"],
+            state["valid"],
+            state["answer"],
+            memory={} if memory is None else memory,
+        )
         return self
 
     @property
@@ -61,11 +76,12 @@ Key = int | slice | Sequence[int] | Callable[[Step], Any]
 
 @dataclass
 class _Place:
-    """How far a worker has come: the last step it was told of, and whether it is inside a step's body."""
+    """How far a worker has come: the step it was told of, whether it is in a step's body, its hooks' memory."""
 
     at: int = -1
     inside: bool = False
     over: bool = False
+    memory: dict[Any, Any] = field(default_factory=dict)
 
 
 def place_of(worker: Any) -> _Place:
@@ -137,7 +153,8 @@ class Steps:
         if tick is None:
             place.over = True
             return None
-        step = Step(*tick)
+        plan, state = tick
+        step = Step(plan, state, place.memory)
         place.at = int(step)
         return step
 

@@ -14,7 +14,7 @@ from tests.reference import forward64
 def test_hiding_positions_equals_float64(stage: str) -> None:
     model = tiny("llada")
     ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-    hook = mask_positions(2, -1, stage=stage)
+    hook = mask_positions(2, -1, stage=stage, keep_self=True)
 
     def by_hand(value: torch.Tensor) -> torch.Tensor:
         value = value.clone()
@@ -49,7 +49,7 @@ def test_sinks_and_canvas_positions_are_addressed_in_a_sink_model(stage: str, pl
                     value[:, :, query, key] = torch.finfo(torch.float32).min if stage == "before_softmax" else 0
         return value
 
-    hook = mask_positions(sink(1), 3, -1, stage=stage)
+    hook = mask_positions(sink(1), 3, -1, stage=stage, keep_self=True)
     expected = forward64(model, ids, edits={(1, hook.site): by_hand})["logits"]
     plain = model(input_ids=ids).logits
     with attached(model, hook, layers=[-1]):
@@ -92,13 +92,13 @@ def test_attaching_what_does_not_fit_is_refused() -> None:
         pass
     with pytest.raises(ValueError, match="Linear has no hook points"), attached(torch.nn.Linear(1, 1)):
         pass
-    wrong = type("Wrong", (), {"site": "resid", "__call__": lambda self, x, hook=None: x})()
-    with pytest.raises(ValueError, match="belongs at 'resid', which is none of q, k"), attached(model, wrong):
+    wrong = type("Wrong", (), {"site": "elsewhere", "__call__": lambda self, x, hook=None: x})()
+    with pytest.raises(ValueError, match="belongs at 'elsewhere', which is none of q, k"), attached(model, wrong):
         pass
 
 
 def test_a_sink_needs_the_model_and_must_exist() -> None:
-    assert repr(mask_positions(sink(0), 3)) == "MaskPositions(positions=(sink(0), 3), stage='before_softmax')"
+    assert repr(mask_positions(sink(0), 3)) == "mask_positions(sink(0), 3)"
     with pytest.raises(ValueError, match=r"where a sink stands depends on the model; run it with .*attached"):
         mask_positions(sink(0))(torch.zeros(1, 1, 4, 4))
     with pytest.raises(ValueError, match=r"sink\(-1\): sinks are counted from 0"):
@@ -113,15 +113,35 @@ def test_a_sink_needs_the_model_and_must_exist() -> None:
 
 def test_with_a_cache_the_queries_are_the_last_ones() -> None:
     scores = torch.zeros(1, 1, 2, 6)
-    hidden = mask_positions(5, 1)(scores) < 0
+    hidden = mask_positions(5, 1, keep_self=True)(scores) < 0
     assert hidden[0, 0].tolist() == [[False, True, False, False, False, True], [False, True] + [False] * 4]
+
+
+@pytest.mark.parametrize("stage", ["before_softmax", "after"])
+def test_a_row_that_would_end_empty_keeps_itself_and_nobody_else_does(stage: str) -> None:
+    floor = torch.finfo(torch.float32).min
+    causal = torch.randn(1, 2, 4, 4).masked_fill(~torch.ones(4, 4).bool().tril(), floor)
+    value = causal if stage == "before_softmax" else causal.softmax(-1)
+    edited = mask_positions(0, 1, stage=stage)(value)
+    hidden = edited != value
+    # Row 0 sees itself alone and row 1 the two hidden keys: they keep themselves; rows 2 and 3 lose both.
+    assert hidden[0, 0].nonzero().tolist() == [[1, 0], [2, 0], [2, 1], [3, 0], [3, 1]]
+    everything = mask_positions(0, 1, 2, 3, stage=stage)(value)
+    kept = everything > floor / 2 if stage == "before_softmax" else everything > 0
+    assert kept[0, 1].equal(torch.eye(4).bool())
+    rows = mask_positions(2, stage="after", renormalise=True)(causal.softmax(-1)).sum(-1)
+    torch.testing.assert_close(rows, torch.ones(1, 2, 4))
 
 
 def test_it_is_a_hook_with_a_readable_repr_and_leaves_its_argument_alone() -> None:
     hook = mask_positions(3)
     assert isinstance(hook, Hook)
     assert hook == MaskPositions((3,), "before_softmax")
-    assert repr(hook) == "MaskPositions(positions=(3,), stage='before_softmax')"
+    assert repr(hook) == "mask_positions(3)"
+    assert repr(mask_positions(3, -1, stage="after", renormalise=True, keep_self=True)) == (
+        "mask_positions(3, -1, stage='after', renormalise=True, keep_self=True)"
+    )
+    assert hash(hook) == hash(mask_positions(3))
     scores = torch.zeros(1, 1, 4, 4)
     assert hook(scores).min() < -1e30
     assert scores.abs().max() == 0
@@ -132,5 +152,7 @@ def test_bad_settings_are_refused() -> None:
         mask_positions()
     with pytest.raises(ValueError, match="stage is 'during'"):
         mask_positions(1, stage="during")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mask_positions\\('eos'\\): a position is a whole number or sink"):
+        mask_positions("eos")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="position 7 is not there; the model has 4 canvas positions"):
         mask_positions(7)(torch.zeros(1, 1, 4, 4))

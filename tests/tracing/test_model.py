@@ -206,10 +206,10 @@ def test_a_hook_in_one_forward() -> None:
     assert pattern[0, :, [0, 2], 1].abs().max() == 0
 
 
-def test_a_hook_for_the_residual_stream_is_refused() -> None:
+def test_a_hook_for_a_site_that_is_none_is_refused() -> None:
     lm: Any = dl.DiffusionLM(tiny("llada"))
-    with pytest.raises(ValueError, match="belongs at 'resid'"), lm.trace(IDS):
-        lm.layers[0].attn.apply(Recording([], site="resid"))
+    with pytest.raises(ValueError, match="belongs at 'elsewhere', which is none of q, k"), lm.trace(IDS):
+        lm.layers[0].attn.apply(Recording([], site="elsewhere"))
 
 
 def test_a_derived_view_refuses_assignment() -> None:

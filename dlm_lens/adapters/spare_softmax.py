@@ -1,0 +1,63 @@
+"""Softmax with room for nothing: a spare entry in every row, so that attention need not go anywhere.
+
+A_ij = exp(s_ij) / (exp(b_h) + sum_k exp(s_ik)): rows sum to less than 1. Off-by-one has b = 0 ("Attention is off by
+one", Miller 2023), sink logits learn b per head (gpt-oss, 2508.10925); 2510.15731, section 8, points to both.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Softmax = Literal["standard", "off_by_one", "sink_logits"]
+
+
+def check_softmax(name: str, sinks: int) -> None:
+    """Raise unless it is a softmax that the model can have.
+
+    Raises:
+        ValueError: an unknown one, or a spare entry beside learned sink tokens.
+    """
+    if name not in get_args(Softmax):
+        raise ValueError(f"softmax is {name!r}; it must be one of {', '.join(map(repr, get_args(Softmax)))}")
+    if name != "standard" and sinks:
+        raise ValueError(f"softmax {name!r} and {sinks} sink tokens are two answers to one question; choose one")
+
+
+def spare_logits(attention: Any) -> Float[Tensor, "head"] | None:
+    """The b of every head of an attention module, or None for the standard softmax."""
+    config = attention.config
+    name = getattr(config, "softmax", "standard")
+    if name == "standard":
+        return None
+    if name == "sink_logits":
+        logits: Tensor = attention.sink_logits
+        return logits
+    return torch.zeros(config.num_attention_heads, device=attention.q_proj.weight.device)
+
+
+def with_spare_key(
+    q: Float[Tensor, "batch head query d_head"],
+    k: Float[Tensor, "batch kv_head key d_head"],
+    v: Float[Tensor, "batch kv_head key d_head"],
+    mask: Tensor | None,
+    logits: Float[Tensor, "head"] | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same attention for a fused kernel: a last key with the score b and a value of zero.
+
+    With logits a coordinate is added in which queries hold b / scale and only the spare key is 1; without, a key of
+    zeros has the score 0 already. So no mask of [query, key] is needed.
+    """
+    spare = torch.zeros_like(k[:, :, :1])
+    if logits is not None:
+        q = torch.cat([q, (logits / scale).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
+        k = torch.nn.functional.pad(k, (0, 1))
+        spare = torch.nn.functional.pad(spare, (0, 1), value=1.0)
+        # Fused kernels want one width for keys and values; the added coordinate of z is zero.
+        v = torch.nn.functional.pad(v, (0, 1))
+    if mask is not None:
+        visible = True if mask.dtype == torch.bool else 0.0
+        mask = torch.cat([mask, torch.full_like(mask[..., :1], visible)], -1)
+    return q, torch.cat([k, spare], 2), torch.cat([v, torch.zeros_like(v[:, :, :1])], 2), mask

@@ -1,0 +1,118 @@
+"""`attached`: run hooks at their sites in a model, for as long as a block lasts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from dlm_lens.attention.context import PointContext, RunStep
+from dlm_lens.attention.layout import SinkLayout
+from dlm_lens.attention.points import HOOK_POINTS, HookedAttention
+from dlm_lens.attention.protocols import SITES, ColumnHook, Hook
+from dlm_lens.attention.streaming import ColumnCall
+
+NAMES = {
+    **{site: f"attn.hook_{site}" for site in HOOK_POINTS},
+    "scores": "attn.hook_attn_scores",
+    "attn_out": "hook_attn_out",
+    "mlp_out": "hook_mlp_out",
+    "resid": "hook_resid_post",
+}
+"""Sites -> what TransformerLens calls them inside a block."""
+
+
+@contextmanager
+def attached(
+    model: Any,
+    *hooks: Hook,
+    layers: Sequence[int] | None = None,
+    run: Callable[[], RunStep | None] = lambda: None,
+) -> Iterator[None]:
+    """Run `hooks` at their sites in every forward pass of `model` inside the block.
+
+    Several hooks at one site run in the order given. Hooks that hide columns run without a pattern while nobody
+    reads it. All are gone when the block ends, however it ends.
+
+    Args:
+        model: from `dlm_lens.load`.
+        *hooks: values of `dlm_lens.hooks`, or anything with a `site` and their call.
+        layers: indices of the layers, negative from the end; None for all. A hook's own `layers` narrow this.
+        run: the run's present step, for hooks that ask; `dlm_lens.denoise(..., hooks=[...])` gives it.
+
+    Raises:
+        ValueError: a layer that is not there, a site that is none, or a model without hook points.
+    """
+    blocks = attention_blocks(model)
+    checked(hooks)
+    wanted = _layers(layers, len(blocks))
+    causal = bool(getattr(model.config, "is_causal", True))
+    sinks = SinkLayout.of(model)
+    with ExitStack() as handles:
+        for hook in hooks:
+            for layer in sorted(wanted & _layers(getattr(hook, "layers", None), len(blocks))):
+                name = f"blocks.{layer}.{NAMES[hook.site]}"
+
+                def context(name: str = name, layer: int = layer) -> PointContext:
+                    return PointContext(name, layer, sinks, causal, run(), depth=len(blocks))
+
+                handles.callback(_register(hook, blocks[layer], context).remove)
+        yield
+
+
+def attention_blocks(model: Any) -> list[nn.Module]:
+    """The decoder layers, in order, whose `self_attn` has hook points.
+
+    Raises:
+        ValueError: there are none.
+    """
+    blocks = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), HookedAttention)]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
+    return blocks
+
+
+def checked(hooks: Sequence[Hook]) -> tuple[Hook, ...]:
+    """The hooks, if each is one.
+
+    Raises:
+        ValueError: something without a site, or with a site that is none.
+    """
+    for hook in hooks:
+        if not isinstance(hook, Hook) or isinstance(hook, type):
+            raise ValueError(
+                f"{hook!r} is no hook; take one of dlm_lens.hooks, or an object with a site and a call "
+                "(tensor, hook)"
+            )
+        if hook.site not in SITES:
+            raise ValueError(f"{hook} belongs at {hook.site!r}, which is none of {', '.join(SITES)}")
+    return tuple(hooks)
+
+
+def _layers(layers: Sequence[int] | None, count: int) -> set[int]:
+    if layers is None:
+        return set(range(count))
+    for layer in layers:
+        if not -count <= layer < count:
+            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
+    return {layer % count for layer in layers}
+
+
+def _register(hook: Hook, block: Any, context: Callable[[], PointContext]) -> Any:
+    """Put a hook at its site in a decoder layer; returns the handle."""
+    if hook.site in HOOK_POINTS:
+        point = block.self_attn.get_submodule(f"hook_{hook.site}")
+        if isinstance(hook, ColumnHook):
+            return point.register_forward_hook(ColumnCall(hook, context))
+        return point.register_forward_hook(_editing(hook, context))
+    module = {"attn_out": block.self_attn, "mlp_out": block.mlp, "resid": block}[hook.site]
+    return module.register_forward_hook(_editing(hook, context))
+
+
+def _editing(hook: Hook, context: Callable[[], PointContext]) -> Callable[[nn.Module, Any, Any], Any]:
+    def run(module: nn.Module, inputs: Any, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return hook(value, context())
+        return (hook(value[0], context()), *value[1:])
+
+    return run

@@ -1,0 +1,249 @@
+"""Hiding columns of attention: what each key receives, which columns go, and the edit of scores or pattern."""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.attention.columns import column_sums, expected_received, viewers
+from dlm_lens.attention.layout import SinkLayout
+from dlm_lens.attention.visibility import visible_keys
+
+if TYPE_CHECKING:
+    from dlm_lens.attention.protocols import ColumnHook, HookContext
+
+_COUNTS = "columns hidden"
+
+Stage = Literal["before_softmax", "after"]
+"""Hide scores (the other keys take over the attention) or entries of the pattern (the rows lose it)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """What the keys of one layer receive at one step, in the network's order of positions.
+
+    Args:
+        sums: r_j = sum_i A_ij over the counted queries.
+        expected: e_j, the same under uniform attention.
+        viewers: how many counted queries see each key.
+        counted: how many queries count: content, not padding, not the sink tokens' own rows.
+    """
+
+    sums: Float[Tensor, "batch head key"]
+    expected: Float[Tensor, "batch #head key"]
+    viewers: Float[Tensor, "batch #head key"]
+    counted: Int[Tensor, "batch"]
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Columns to hide from the queries.
+
+    A row that would end empty keeps its own position; with `keep_self` every row does. (A padding row, which
+    does not see itself, stays as it was.) `renormalise` makes rows sum to 1 again behind the softmax.
+
+    Args:
+        columns: which keys go.
+        stage: where.
+        keep_self: every query keeps its own position.
+        renormalise: rows sum to 1 again behind the softmax.
+        heads: sets of heads, negative from the end; only heads that are in all of them lose anything.
+        rows: only these rows of the batch lose anything; None for all.
+        spare: what each query keeps of the columns, from the queries' own positions among `keys` keys.
+    """
+
+    columns: Bool[Tensor, "#batch #head key"]
+    stage: Stage = "before_softmax"
+    keep_self: bool = False
+    renormalise: bool = False
+    heads: tuple[tuple[int, ...], ...] = ()
+    rows: Bool[Tensor, "batch"] | None = None
+    spare: Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None = None
+
+    def only_heads(self, heads: tuple[int, ...]) -> "Hidden":
+        """The same in some heads, nothing in the others."""
+        return replace(self, heads=(*self.heads, heads))
+
+    def only_rows(self, rows: Bool[Tensor, "batch"]) -> "Hidden":
+        """The same in some rows of the batch, nothing in the others."""
+        return replace(self, rows=rows if self.rows is None else self.rows & rows)
+
+    def settled(self, heads: int, device: torch.device) -> "Hidden":
+        """The same on `device` with `heads` and `rows` worked into the columns of a module of so many heads.
+
+        Raises:
+            ValueError: a head that is not there.
+        """
+        columns = self.columns.to(device)
+        if self.rows is not None:
+            columns = columns & self.rows.to(device)[:, None, None]
+        if self.heads:
+            columns = columns & _in_heads(self.heads, heads).to(device)[:, None]
+        return replace(self, columns=columns)
+
+    def entries(
+        self, visible: Bool[Tensor, "batch #head query key"], own: Int[Tensor, "query"]
+    ) -> Bool[Tensor, "batch head query key"]:
+        """Entries of the pattern that go; `own` is the key of every query's own position."""
+        hidden = self.columns[:, :, None, :].to(visible.device) & visible
+        itself = own[:, None] == torch.arange(visible.shape[-1], device=visible.device)
+        if self.spare is not None:
+            hidden = hidden & ~self.spare(own, visible.shape[-1])
+        if self.keep_self:
+            return hidden & ~itself
+        # A row without any key left keeps itself, and one that does not see itself keeps all.
+        empty = ~(visible & ~hidden).any(-1, keepdim=True)
+        sees_itself = (visible & itself).any(-1, keepdim=True)
+        return hidden & ~(empty & (itself | ~sees_itself))
+
+
+def _in_heads(sets: tuple[tuple[int, ...], ...], count: int) -> Bool[Tensor, "head"]:
+    """The heads that are in all sets."""
+    chosen = torch.ones(count, dtype=torch.bool)
+    for heads in sets:
+        one = torch.zeros(count, dtype=torch.bool)
+        for head in heads:
+            if not -count <= head < count:
+                raise ValueError(f"head {head} of {count}: heads go from 0 to {count - 1}, or from -{count} to -1")
+            one[head] = True
+        chosen &= one
+    return chosen
+
+
+def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | None") -> Tensor:
+    """Run a column hook on materialised scores or a pattern `[batch, head, query, key]`; returns the edited one."""
+    if tensor.shape[-2] != tensor.shape[-1] and getattr(context, "run", None) is not None:
+        raise ValueError(
+            f"{hook}: attention has {tensor.shape[-2]} of {tensor.shape[-1]} queries, and a column is hidden from "
+            "all of them; decode without a cache (use_cache=False)"
+        )
+    before = hook.site == "scores"
+    floor = torch.finfo(tensor.dtype).min
+    visible = tensor > floor / 2 if before else _visible_in(tensor, context)
+    queries = counted_queries(tensor.shape[0], tensor.shape[-2], tensor.shape[-1], context, tensor.device)
+
+    def columns() -> Columns:
+        pattern = tensor.softmax(-1, dtype=torch.float32) if before else tensor.float()
+        return columns_of(pattern, visible, queries)
+
+    with torch.no_grad():
+        hidden = hook.hidden(tensor.shape[-1], columns, context)
+    if hidden is None:
+        return tensor
+    hidden = hidden.settled(tensor.shape[1], tensor.device)
+    count_hidden(hook, hidden, tensor.shape[0], tensor.shape[1], context)
+    entries = hidden.entries(visible, own_keys(tensor.shape[-2], tensor.shape[-1], tensor.device))
+    if before:
+        return tensor.masked_fill(entries, floor)
+    edited = tensor.masked_fill(entries, 0.0)
+    return edited / edited.sum(-1, keepdim=True).clamp(min=1e-30) if hidden.renormalise else edited
+
+
+def count_hidden(hook: Any, hidden: Hidden, rows: int, heads: int, context: Any) -> None:
+    """Add to the run's memory how many columns of content were hidden, and in how many maps (row and head)."""
+    run = getattr(context, "run", None)
+    if run is None:
+        return
+    keys = hidden.columns.shape[-1]
+    layout: SinkLayout = getattr(context, "sinks", None) or SinkLayout()
+    device = hidden.columns.device
+    content = layout.is_sink(keys, device).repeat(rows, 1)
+    content[:, layout.canvas(keys)] = run.for_rows(rows).valid.to(device)
+    columns = (hidden.columns & content[:, None]).expand(rows, heads, keys)
+    chosen = torch.ones(rows, dtype=torch.bool) if hidden.rows is None else hidden.rows
+    maps = chosen.sum().to(device) * _in_heads(hidden.heads, heads).sum().to(device)
+    held = run.memory.setdefault((_COUNTS, _key(hook)), [0, 0])
+    held[0], held[1] = held[0] + columns.sum(), held[1] + maps
+
+
+def hidden_per_map(memory: MutableMapping[Any, Any], hook: Any) -> float | None:
+    """Columns that `hook` hid so far in a run of this memory, on average over the maps that it looked at.
+
+    A map is one pattern: of one head in one layer, row and step (with guidance both halves' rows). Steps, layers,
+    heads and rows in which a wrapper kept the hook from acting do not count. None if it looked at none.
+    """
+    total, maps = memory.get((_COUNTS, _key(hook)), (0, 0))
+    return float(total) / float(maps) if float(maps) else None
+
+
+def _key(hook: Any) -> Any:
+    """What stands for a hook in memory: itself, or its identity where it is not a value."""
+    try:
+        hash(hook)
+    except TypeError:
+        return id(hook)
+    return hook
+
+
+def columns_of(
+    pattern: Float[Tensor, "batch head query key"],
+    visible: Bool[Tensor, "batch #head query key"],
+    queries: Bool[Tensor, "batch query"],
+) -> Columns:
+    """The statistics of a materialised pattern."""
+    return Columns(
+        column_sums(pattern, queries),
+        expected_received(visible, queries),
+        viewers(visible, queries),
+        queries.sum(-1),
+    )
+
+
+def _visible_in(
+    pattern: Float[Tensor, "batch head query key"], context: Any
+) -> Bool[Tensor, "batch #head query key"]:
+    """Who sees whom where only probabilities are known: from the run and the pattern's zeros.
+
+    A single zero may be an underflow; a column of zeros is hidden (from all but itself, which a hook may have
+    kept), and without a run an empty upper triangle is a causal mask.
+    """
+    rows, _, queries, keys = pattern.shape
+    run = getattr(context, "run", None)
+    own = own_keys(queries, keys, pattern.device)[:, None]
+    key = torch.arange(keys, device=pattern.device)
+    positive = pattern > 0
+    others = (positive & (key != own)).any(-2, keepdim=True)
+    found = torch.where(key == own, positive | others, others)
+    if run is None:
+        later = key > own
+        causal = bool(later.any()) and not bool(positive[..., later].any())
+        return found & ~later if causal else found
+    content = run.for_rows(rows).valid.to(pattern.device)
+    layout: SinkLayout = context.sinks
+    visible = (
+        layout.widen(visible_keys(content, causal=context.causal))
+        if layout.count
+        else visible_keys(content, causal=context.causal)
+    )
+    if layout.count:
+        visible = layout.restrict(visible, keys, pattern.device)
+    return visible[..., keys - queries :, :] & found
+
+
+def own_keys(queries: int, keys: int, device: torch.device) -> Int[Tensor, "query"]:
+    """Each query's own position among the keys: with fewer queries (cached decoding) they are the last ones."""
+    return torch.arange(keys - queries, keys, device=device)
+
+
+def counted_queries(
+    rows: int, queries: int, keys: int, context: Any, device: torch.device
+) -> Bool[Tensor, "batch query"]:
+    """Queries that count: content on the canvas, as far as the context knows; sink tokens' rows never do."""
+    layout: SinkLayout = getattr(context, "sinks", None) or SinkLayout()
+    run = getattr(context, "run", None)
+    counted = torch.zeros(rows, keys, dtype=torch.bool, device=device)
+    canvas = counted[:, layout.canvas(keys)]
+    if run is None:
+        canvas[:] = True
+    else:
+        valid = run.for_rows(rows).valid
+        if valid.shape[-1] != canvas.shape[-1]:
+            raise ValueError(
+                f"attention has {canvas.shape[-1]} canvas positions and the run's step {valid.shape[-1]}; decode "
+                "without a cache (use_cache=False)"
+            )
+        canvas[:] = valid.to(device)
+    return counted[:, keys - queries :]

@@ -1,0 +1,170 @@
+"""Attention without a pattern: column hooks run on statistics taken in stream, then the fused kernel does the rest.
+
+A column hook waits at `hook_scores` or `hook_pattern` as a `ColumnCall`. While nobody else listens there, attention
+asks it which columns to hide, with what each key receives summed tile by tile.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.attention.columns import expected_received, viewers
+from dlm_lens.attention.context import PointContext
+from dlm_lens.attention.hiding import Columns, Hidden, count_hidden, counted_queries
+from dlm_lens.attention.protocols import ColumnHook
+from dlm_lens.attention.received import received_sums
+from dlm_lens.attention.reduce import AttentionInputs, pattern_rows, pattern_tiles
+
+TILE = 128
+"""Queries whose pattern is in memory at a time."""
+
+
+@dataclass(frozen=True)
+class ColumnCall:
+    """A column hook at its point: a forward hook that attention can also run in stream."""
+
+    hook: ColumnHook
+    context: Callable[[], PointContext]
+
+    def __call__(self, module: nn.Module, inputs: Any, value: Tensor) -> Tensor:
+        """The edited scores or pattern."""
+        return self.hook(value, self.context())
+
+
+Reader = Callable[[AttentionInputs], None]
+"""Somebody who is handed what an attention module computes with, at every forward pass."""
+
+
+def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> AttentionInputs:
+    """Ask the hooks in turn which columns to hide, each on what the ones before it left.
+
+    What is hidden before the softmax leaves `visible`, what is hidden behind it is `dropped`. At most one hook may
+    drop, and it comes last (as `hook_pattern` comes behind `hook_scores`).
+    """
+    for call in calls:
+        context = call.context()
+        keys = inputs.k.shape[2]
+        counted = counted_queries(len(inputs.q), keys, keys, context, inputs.q.device)[:, inputs.own]
+        with torch.no_grad():
+            hidden = call.hook.hidden(keys, partial(stream_columns, inputs, counted), context)
+        if hidden is None:
+            continue
+        hidden = hidden.settled(inputs.q.shape[1], inputs.q.device)
+        count_hidden(call.hook, hidden, inputs.q.shape[0], inputs.q.shape[1], context)
+        if hidden.stage == "after" and not hidden.renormalise:
+            return replace(inputs, dropped=hidden)
+        # Behind the softmax with rows that sum to 1 again is the same as before it.
+        inputs = replace(inputs, visible=_left_visible(inputs, hidden))
+    return inputs
+
+
+def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> Columns:
+    """What each key receives from the counted queries, summed in tiles of queries."""
+    sums = _sums(inputs, queries)
+    visible = inputs.seen()
+    if visible is None:
+        visible = torch.ones(1, 1, 1, sums.shape[-1], dtype=torch.bool, device=sums.device)
+    if visible.shape[-2] > 1:
+        return Columns(sums, expected_received(visible, queries), viewers(visible, queries), queries.sum(-1))
+    # Every query sees the same keys.
+    seen, count = visible.squeeze(-2), queries.sum(-1)[:, None, None]
+    expected = seen / seen.sum(-1, keepdim=True).clamp(min=1) * count
+    return Columns(sums, expected, seen * count.float(), queries.sum(-1))
+
+
+def _sums(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> Float[Tensor, "batch head key"]:
+    if inputs.pattern is None and inputs.dropped is None:
+        last = inputs.own_start is None or inputs.own_start == inputs.k.shape[2] - inputs.q.shape[2]
+        causal = inputs.causal and last
+        visible = inputs.visible if causal or not inputs.causal else inputs.seen()
+        return received_sums(
+            inputs.q, inputs.k, scale=inputs.scale, visible=visible, queries=queries[:, None], causal=causal
+        ).squeeze(1)
+    sums = torch.zeros(*inputs.q.shape[:2], inputs.k.shape[2], device=inputs.q.device)
+    weights = queries[:, None, None, :].float()
+    for rows, pattern in pattern_tiles(inputs):
+        sums += (weights[..., rows] @ pattern).squeeze(-2)
+    return sums
+
+
+def stream_mix(inputs: AttentionInputs) -> Float[Tensor, "batch query head d_head"]:
+    """Z of the fused kernel under what is visible and what is dropped."""
+    values = inputs.v
+    if inputs.dropped is not None:
+        # A_ij stays and v_j is zero: the entry is gone, its row keeps its normaliser.
+        groups = inputs.q.shape[1] // values.shape[1]
+        values = values.repeat_interleave(groups, 1)
+        values = values.masked_fill(inputs.dropped.columns[..., None], 0.0)
+    z = _fused(inputs, values).transpose(1, 2)
+    return z if inputs.dropped is None else _with_kept_rows(inputs, inputs.dropped, z)
+
+
+def _fused(inputs: AttentionInputs, values: Tensor) -> Float[Tensor, "batch head query d_head"]:
+    groups = inputs.q.shape[1] // inputs.k.shape[1]
+    k = inputs.k if values.shape[1] == inputs.k.shape[1] else inputs.k.repeat_interleave(groups, 1)
+    mask = inputs.visible
+    causal = inputs.causal
+    if mask is not None or (causal and inputs.q.shape[2] != inputs.k.shape[2]):
+        mask, causal = inputs.seen(), False
+    return nn.functional.scaled_dot_product_attention(
+        inputs.q,
+        k,
+        values,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=inputs.scale,
+        enable_gqa=k.shape[1] != inputs.q.shape[1],
+    )
+
+
+def _left_visible(inputs: AttentionInputs, hidden: Hidden) -> Bool[Tensor, "batch head #query key"]:
+    """What stays visible. While no row ends empty the query axis keeps size 1: S times less memory."""
+    seen = inputs.seen()
+    if not hidden.keep_self and hidden.spare is None and (seen is None or seen.shape[-2] == 1):
+        left = ~hidden.columns[:, :, None, :]
+        left = left if seen is None else left & seen
+        if bool(left.any(-1).all()):
+            return left
+    if seen is None:
+        seen = torch.ones(1, 1, 1, inputs.k.shape[2], dtype=torch.bool, device=inputs.q.device)
+    seen = seen.expand(-1, -1, inputs.q.shape[2], -1)
+    return seen & ~hidden.entries(seen, inputs.own)
+
+
+def _with_kept_rows(inputs: AttentionInputs, dropped: Hidden, z: Tensor) -> Tensor:
+    """Rows that keep an entry of a dropped column get their z from their pattern."""
+    keeping = _keeping_rows(inputs, dropped)
+    grouped_values = inputs.v.float().unsqueeze(2)
+    for rows in keeping.split(TILE):
+        pattern, seen = pattern_rows(inputs, rows), inputs.seen(rows)
+        seen = torch.ones_like(pattern, dtype=torch.bool) if seen is None else seen.expand_as(pattern)
+        pattern = pattern.masked_fill(dropped.entries(seen, inputs.own[rows]), 0.0)
+        grouped = rearrange(pattern, "b (g n) q k -> b g n q k", g=inputs.v.shape[1])
+        mixed = rearrange(grouped @ grouped_values, "b g n q d -> b q (g n) d")
+        z = z.index_copy(1, rows, mixed.to(z.dtype))
+    return z
+
+
+def _keeping_rows(inputs: AttentionInputs, dropped: Hidden) -> Int[Tensor, "row"]:
+    """Queries that keep something of a dropped column: their own edge, or all of a row that would end empty."""
+    queries = inputs.q.shape[2]
+    if dropped.spare is not None:
+        return torch.arange(queries, device=inputs.q.device)
+    if dropped.keep_self:
+        return dropped.columns[..., inputs.own].flatten(0, 1).any(0).nonzero().squeeze(-1)
+    seen = inputs.seen()
+    if seen is None or seen.shape[-2] == 1:
+        left = ~dropped.columns if seen is None else ~dropped.columns & seen.squeeze(-2)
+        empty = not bool(left.any(-1).all())
+        return torch.arange(queries if empty else 0, device=inputs.q.device)
+    kept = [
+        (inputs_seen & ~dropped.columns[:, :, None]).any(-1).logical_not().flatten(0, 1).any(0)
+        for inputs_seen in seen.split(TILE, -2)
+    ]
+    return torch.cat(kept).nonzero().squeeze(-1)

@@ -1,0 +1,254 @@
+"""Attention statistics in tiles of torch: what `received_sums` runs on a CPU, and under autograd anywhere.
+
+On a CPU the loop goes head by head with tiles that stay in the cache. Three choices make it a third of the cost of
+the fused attention of the same layer (`benchmarks/received.py`): powers of 2 (torch's exp2 is vectorised by
+itself, its exp goes through MKL at a quarter of the speed on the AMD machine measured), oneDNN's matrix product
+(there twice as fast as MKL's), and normalisation, query classes and the sum over queries in one small product.
+"""
+
+import math
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 19
+"""Elements of a CPU tile, 2 MiB of float32: larger ones gain nothing, smaller ones starve the matrix product."""
+CAUSAL_ROWS = 256
+"""Most rows of a causal tile on a CPU: what lies above the diagonal is computed in vain."""
+BATCHED_ELEMENTS = 1 << 24
+"""Elements of a tile over all rows and heads, off the CPU or under autograd: 64 MiB of float32."""
+HIDDEN = 1e38
+"""What is subtracted from a hidden score; finite, since 0 * inf is not a number."""
+LOG2E = math.log2(math.e)
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether autograd would record what is computed from `tensors`."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+@cache
+def _onednn_linear() -> Any:
+    """OneDNN's product x w^T of dense float32 matrices, or None: inductor calls the same operator."""
+    known = platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if known else None
+
+
+def score_tile(q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"]) -> Float[Tensor, "tile key"]:
+    """The product q k^T of contiguous float32 matrices on a CPU, without a gradient."""
+    linear = _onednn_linear()
+    scores: Tensor = q @ k.mT if linear is None else linear(q, k, None, "none", [], "")
+    return scores
+
+
+def exponentials_(
+    scores: Float[Tensor, "tile key"],
+) -> tuple[Float[Tensor, "tile 1"], Float[Tensor, "tile"]]:
+    """Replace base-2 `scores` by 2^(score - row maximum), in place; return the maxima and the row sums.
+
+    The sum of a row that is hidden entirely is +inf, so that whatever is divided by it vanishes.
+    """
+    top = scores.amax(-1, keepdim=True)
+    total = scores.sub_(top).exp2_().sum(-1)
+    return top, total.masked_fill_(top[:, 0] < -HIDDEN / 2, torch.inf)
+
+
+def hide_(scores: Float[Tensor, "tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
+    """Push the hidden (1) entries of `scores` so low that their exponential is 0, in place.
+
+    An addition, because `masked_fill_` with an irregular mask takes as long as everything else together.
+    """
+    scores.sub_(hidden.float(), alpha=HIDDEN)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One query head, reduced to the queries that count and the keys that one of them sees.
+
+    `rows` and `keys` are their positions, None where all are left. `hidden` says what is still hidden among
+    them, `last` the last position that each query sees (causal); None where nothing is.
+    """
+
+    q: Float[Tensor, "row d_head"]
+    k: Float[Tensor, "column d_head"]
+    keys: Int[Tensor, "column"] | None
+    hidden: UInt8[Tensor, "row column"] | None
+    last: Int[Tensor, "row"] | None
+
+    def tiles(self) -> Iterator[tuple[slice, slice, Float[Tensor, "tile column"]]]:
+        """Base-2 scores tile by tile, hidden ones near -HIDDEN: which rows, which columns, the scores."""
+        count, columns = len(self.q), len(self.k)
+        if not count or not columns:
+            return
+        size = max(1, TILE_ELEMENTS // columns)
+        size = min(size if self.last is None else min(size, CAUSAL_ROWS), count)
+        for start in range(0, count, size):
+            rows = slice(start, min(start + size, count))
+            seen = columns if self.last is None else self._columns_until(int(self.last[rows.stop - 1]))
+            if not seen:
+                continue
+            scores = score_tile(self.q[rows], self.k[:seen])
+            if self.hidden is not None:
+                hide_(scores, self.hidden[rows, :seen])
+            if self.last is not None:
+                self._hide_later_(scores, self.last[rows])
+            yield rows, slice(0, seen), scores
+
+    def _columns_until(self, position: int) -> int:
+        """How many columns stand at `position` or before."""
+        if self.keys is None:
+            return max(0, min(position + 1, len(self.k)))
+        return int(torch.searchsorted(self.keys, position, right=True))
+
+    def _hide_later_(self, scores: Float[Tensor, "tile column"], last: Int[Tensor, "tile"]) -> None:
+        # Every row of the tile sees the columns up to the first row's last one: only the rest needs a mask.
+        free, seen = self._columns_until(int(last[0])), scores.shape[1]
+        where = torch.arange(free, seen) if self.keys is None else self.keys[free:seen]
+        # Compared as float32 (exact up to 16 million positions): integers would take six times as long.
+        later = torch.gt(where.float(), last[:, None].float(), out=scores.new_empty(len(last), seen - free))
+        scores[:, free:].sub_(later, alpha=HIDDEN)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """The counted queries and the seen keys of one row of the batch, under one head of the mask."""
+
+    rows: Int[Tensor, "row"] | None
+    keys: Int[Tensor, "column"] | None
+    hidden: UInt8[Tensor, "row column"] | None
+
+    @classmethod
+    def of(cls, visible: Bool[Tensor, "#query #key"] | None, rows: Tensor | None, keys: int) -> "_Selection":
+        """What `visible` leaves of `keys` keys for the queries `rows`; a padding mask leaves nothing to hide."""
+        if visible is None:
+            return cls(rows, None, None)
+        visible = visible.expand(-1, keys)
+        if visible.shape[0] > 1 and rows is not None:
+            visible = visible[rows]
+        alike = visible.stride(0) == 0 or torch.equal(visible, visible[:1].expand_as(visible))  # a padding mask
+        seen = visible[:1].any(0) if alike else visible.any(0)
+        columns = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
+        if alike:
+            return cls(rows, columns, None)
+        hidden = ~(visible if columns is None else visible[:, columns])
+        return cls(rows, columns, hidden.view(torch.uint8))
+
+    def head(self, q: Tensor, k: Tensor, factor: float, causal: bool) -> _Head:
+        """The selected queries, times `factor`, and keys of one head."""
+        last = None
+        if causal:
+            last = torch.arange(q.shape[0]) if self.rows is None else self.rows
+            last = last + (k.shape[0] - q.shape[0])
+        q, k = _take(q, self.rows).float() * factor, _take(k, self.keys).float()
+        return _Head(q.contiguous(), k.contiguous(), self.keys, self.hidden, last)
+
+
+def _take(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x[index]
+
+
+def _heads(
+    q: Tensor, k: Tensor, scale: float, visible: Tensor | None, rows: list[Tensor | None], causal: bool
+) -> Iterator[tuple[int, int, _Selection, _Head]]:
+    """Every query head of every row of the batch: its indices, its selection and its tiles' source."""
+    groups = q.shape[1] // k.shape[1]
+    for row in range(q.shape[0]):
+        masks = None if visible is None else visible[row % visible.shape[0]]
+        selection = _Selection.of(None if masks is None else masks[0], rows[row], k.shape[2])
+        for head in range(q.shape[1]):
+            if masks is not None and head and masks.shape[0] > 1:
+                selection = _Selection.of(masks[head], rows[row], k.shape[2])
+            yield row, head, selection, selection.head(q[row, head], k[row, head // groups], scale * LOG2E, causal)
+
+
+def tiled_received_sums(
+    q: Float[Tensor, "batch head query d_head"],
+    k: Float[Tensor, "batch kv_head key d_head"],
+    scale: float,
+    visible: Bool[Tensor, "#batch #head #query #key"] | None,
+    weights: Float[Tensor, "#batch klass query"],
+    causal: bool,
+    lse: Float[Tensor, "batch head query"] | None = None,
+) -> Float[Tensor, "batch klass head key"]:
+    """`received_sums` in tiles of torch, on any device."""
+    if q.device.type != "cpu" or needs_grad(q, k, weights):
+        return _batched_received_sums(q, k, scale, visible, weights, causal)
+    received = q.new_zeros(q.shape[0], weights.shape[1], q.shape[1], k.shape[2], dtype=torch.float32)
+    weights = weights.expand(q.shape[0], -1, -1)
+    counted = weights.ne(0).any(1)
+    rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
+    for row, head, selection, source in _heads(q, k, scale, visible, rows, causal):
+        own = (
+            received[row, :, head]
+            if selection.keys is None
+            else received.new_zeros(weights.shape[1], len(source.k))
+        )
+        share = weights[row] if selection.rows is None else weights[row][:, selection.rows]
+        known = None if lse is None else _take(lse[row, head], selection.rows).float() * LOG2E
+        for tile, columns, scores in source.tiles():
+            if known is None:
+                own[:, columns].addmm_(share[:, tile] / exponentials_(scores)[1], scores)
+            else:  # 2^(-inf - inf) = 0: a query that sees nothing
+                shift = known[tile, None].nan_to_num(neginf=torch.inf)
+                own[:, columns].addmm_(share[:, tile], scores.sub_(shift).exp2_())
+        if selection.keys is not None:
+            received[row, :, head, selection.keys] = own
+    return received
+
+
+def tiled_lse(
+    q: Float[Tensor, "batch head query d_head"],
+    k: Float[Tensor, "batch kv_head key d_head"],
+    scale: float,
+    visible: Bool[Tensor, "#batch #head #query #key"] | None,
+    causal: bool,
+) -> Float[Tensor, "batch head query"]:
+    """`attention_lse` in tiles of torch, on any device."""
+    if q.device.type != "cpu" or needs_grad(q, k):
+        tiles = _batched_scores(q, k, scale, visible, causal)
+        return torch.cat([scores.logsumexp(-1) for _, scores in tiles], -1)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    for row, head, _, source in _heads(q, k, scale, visible, [None] * q.shape[0], causal):
+        for tile, _, scores in source.tiles():
+            top, total = exponentials_(scores)
+            known = (top[:, 0] + total.log2()) / LOG2E
+            lse[row, head, tile] = known.masked_fill_(known == torch.inf, -torch.inf)
+    return lse
+
+
+def _batched_scores(
+    q: Tensor, k: Tensor, scale: float, visible: Tensor | None, causal: bool
+) -> Iterator[tuple[slice, Float[Tensor, "batch head tile key"]]]:
+    """Scores over all rows and heads at once, hidden ones -inf, with a gradient."""
+    queries, keys = q.shape[2], k.shape[2]
+    grouped = k.float().unsqueeze(2).mT
+    size = max(1, BATCHED_ELEMENTS // max(1, q.shape[0] * q.shape[1] * keys))
+    for start in range(0, queries, size):
+        rows = slice(start, min(start + size, queries))
+        tile = rearrange(q[:, :, rows].float() * scale, "b (g n) q d -> b g n q d", g=k.shape[1])
+        scores = rearrange(tile @ grouped, "b g n q k -> b (g n) q k")
+        if visible is not None:
+            scores = scores.masked_fill(~(visible if visible.shape[2] == 1 else visible[:, :, rows]), -torch.inf)
+        if causal:
+            last = torch.arange(rows.start, rows.stop, device=q.device) + (keys - queries)
+            later = torch.arange(keys, device=q.device) > last[:, None]
+            scores = scores.masked_fill(later, -torch.inf)
+        yield rows, scores
+
+
+def _batched_received_sums(
+    q: Tensor, k: Tensor, scale: float, visible: Tensor | None, weights: Tensor, causal: bool
+) -> Float[Tensor, "batch klass head key"]:
+    received = q.new_zeros(q.shape[0], q.shape[1], weights.shape[1], k.shape[2], dtype=torch.float32)
+    for rows, scores in _batched_scores(q, k, scale, visible, causal):
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        pattern = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        received = received + weights[:, None, :, rows] @ pattern
+    return received.transpose(1, 2)

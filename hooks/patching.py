@@ -1,0 +1,132 @@
+"""Patch activations of one run into another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlm_lens.attention import HookContext, RunStep, SinkToken, run_of
+from dlm_lens.hooks.capturing import Activations
+from dlm_lens.hooks.places import (
+    ActivationSite,
+    PositionClass,
+    Positions,
+    activation_site,
+    read_positions,
+    shown,
+    spread,
+    where,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PatchFrom:
+    """Put in what another run had; build it with `patch_from`.
+
+    Raises:
+        ValueError: activations, a step, a site or positions that cannot be.
+    """
+
+    source: Activations
+    step: int | None
+    site: ActivationSite = "resid"
+    positions: Positions = None
+    from_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, Activations):
+            raise ValueError(
+                f"patch_from: {type(self.source).__name__} holds no activations; give "
+                "capture(model, prompt_or_run, sites)"
+            )
+        activation_site(self.site, "patch_from")
+        if self.site not in self.source.sites:
+            raise ValueError(f"patch_from: {self.site!r} was not captured; {self.source} has no such site")
+        object.__setattr__(self, "positions", read_positions(self.positions, "patch_from"))
+        if self.step is not None and (
+            isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0
+        ):
+            raise ValueError(
+                f"patch_from: step is {self.step!r}; give an index from 0, or None for every captured step"
+            )
+        if self.step is None and self.from_step is not None:
+            raise ValueError("patch_from: from_step says what to put in at one step; give that step too")
+        taken = self.step if self.from_step is None else self.from_step
+        if taken is not None and taken not in self.source.steps:
+            raise ValueError(f"patch_from: step {taken} was not captured; there are {list(self.source.steps)}")
+
+    def __repr__(self) -> str:
+        more = [f"step={self.step}", *([] if self.from_step is None else [f"from_step={self.from_step}"])]
+        return shown("patch_from", self.site, self.positions, f"source={self.source}", *more)
+
+    def check_run(self, run: RunStep) -> None:
+        """Refuse a step that the run does not have.
+
+        Raises:
+            ValueError: naming it.
+        """
+        if self.step is not None and self.step >= run.total:
+            raise ValueError(
+                f"{self}: step {self.step} is not there; the run has {run.total}, 0 to {run.total - 1}"
+            )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that were captured, in which it acts."""
+        return self.source.layers
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        """Return the activation with the other run's at the positions, at its step.
+
+        Outside a run it acts in every call, which needs `step`.
+
+        Raises:
+            ValueError: a position or a layer that is not there, a class outside a run, or activations of another
+                shape.
+        """
+        run = getattr(hook, "run", None)
+        now = run.step if isinstance(run, RunStep) else self.step
+        if now is None:
+            now = run_of(hook, self).step
+        if (self.step is not None and now != self.step) or (self.step is None and now not in self.source.steps):
+            return tensor
+        if hook is None:
+            raise ValueError(f"{self}: a bare call does not know its layer; run it with attached(model, ...)")
+        layer = hook.layer()
+        if layer not in self.layers:
+            return tensor
+        theirs = self.source[self.site, layer, now if self.from_step is None else self.from_step]
+        if theirs.shape[1:] != tensor.shape[1:] or len(theirs) not in (1, len(tensor)):
+            raise ValueError(
+                f"{self}: the other run had shape {list(theirs.shape)} there and this one has "
+                f"{list(tensor.shape)}; patching needs prompts and answers of one length, and as many rows (or one)"
+            )
+        chosen = spread(where(self.positions, tensor, hook, self), tensor)
+        return torch.where(chosen, theirs.to(tensor), tensor)
+
+
+def patch_from(
+    activations: Activations,
+    step: int | None = None,
+    site: ActivationSite = "resid",
+    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+    *,
+    from_step: int | None = None,
+) -> PatchFrom:
+    """Replace an activation by what another run had there (activation patching), at a step or at all of them.
+
+    It acts in the layers that were captured; `at_layers` narrows them.
+
+    Args:
+        activations: of `capture`, of a run with as many positions, and as many rows or one.
+        step: the step at which to act; None for every step that was captured.
+        site: "resid", "attn_out", "mlp_out", "q", "k", "v" or "z".
+        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer" of the patched run; None
+            for all.
+        from_step: the other run's step, if it is not `step`.
+
+    Raises:
+        ValueError: what was not captured, or an unknown site or class.
+    """
+    return PatchFrom(activations, step, site, positions, from_step)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""Where on the canvas a hook of activations acts: positions, learned sink tokens, or a class of positions."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from dlm_lens.attention import RunStep, SinkLayout, SinkToken, run_of
+
+PositionClass = Literal["masked", "visible", "prompt", "answer"]
+"""Positions that are masked now, are no mask now, were given, or were masked when the run began (AR: written)."""
+
+Positions = tuple[int | SinkToken, ...] | PositionClass | None
+"""Canvas positions (negative from the end) and `sink(i)`, a class of positions, or None for every position."""
+
+ActivationSite = Literal["q", "k", "v", "z", "attn_out", "mlp_out", "resid"]
+"""Sites whose activation is [batch, position, ...] in every host."""
+
+
+def read_positions(positions: Any, who: str) -> Positions:
+    """Positions as a hook keeps them: a class, a tuple, or None.
+
+    Raises:
+        ValueError: an unknown class, no position at all, or something that is no position.
+    """
+    named: dict[Any, Positions] = {name: name for name in get_args(PositionClass)}
+    if positions is None or (isinstance(positions, str) and positions in named):
+        return None if positions is None else named[positions]
+    if isinstance(positions, int | SinkToken):
+        positions = (positions,)
+    known = ", ".join(map(repr, get_args(PositionClass)))
+    if isinstance(positions, str) or not isinstance(positions, Iterable):
+        raise ValueError(f"{who}: positions is {positions!r}; give canvas positions, sink(i), or one of {known}")
+    found = tuple(positions)
+    if not found:
+        raise ValueError(f"{who}: no position; give at least one, or None for all")
+    for position in found:
+        if isinstance(position, bool) or not isinstance(position, int | SinkToken):
+            raise ValueError(
+                f"{who}: {position!r} is no position; give canvas positions, sink(i), or one of {known}"
+            )
+    return found
+
+
+def activation_site(site: str, who: str) -> None:
+    """Refuse a site whose activation has no [batch, position, ...].
+
+    Raises:
+        ValueError: it is none of `ActivationSite`.
+    """
+    if site not in get_args(ActivationSite):
+        raise ValueError(f"{who}: site is {site!r}; it must be one of {', '.join(get_args(ActivationSite))}")
+
+
+def run_rows(hook: Any, rows: int, positions: int) -> RunStep | None:
+    """The run's step for `rows` rows of `positions` network positions; None outside a run.
+
+    Raises:
+        ValueError: the step has another number of positions.
+    """
+    run = getattr(hook, "run", None)
+    if not isinstance(run, RunStep):
+        return None
+    run = run.for_rows(rows)
+    canvas = positions - layout_of(hook).count
+    if run.valid.shape[-1] != canvas:
+        raise ValueError(
+            f"the activation has {canvas} canvas positions and the run's step {run.valid.shape[-1]}; decode "
+            "without a cache (use_cache=False)"
+        )
+    return run
+
+
+def layout_of(hook: Any) -> SinkLayout:
+    """Where sink tokens stand; without a context, none."""
+    return getattr(hook, "sinks", None) or SinkLayout()
+
+
+def where(positions: Positions, tensor: Tensor, hook: Any, who: Any) -> Bool[Tensor, "row position"]:
+    """Which positions of an activation [row, position, ...] are meant; inside a run padding never is.
+
+    Raises:
+        ValueError: a position that is not there; a class outside a run; a sink without a model.
+    """
+    rows, length = tensor.shape[:2]
+    run, layout = run_rows(hook, rows, length), layout_of(hook)
+    canvas = layout.canvas(length)
+    chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
+    if isinstance(positions, str):
+        given = run_of(hook, who).for_rows(rows)
+        of_class = given.valid & ~given.masked if positions == "visible" else getattr(given, positions)
+        chosen[:, canvas] = of_class.to(chosen.device)
+    elif positions is None:
+        chosen[:] = True
+    else:
+        if getattr(hook, "sinks", None) is None and any(isinstance(one, SinkToken) for one in positions):
+            raise ValueError(
+                f"{who}: where a sink stands depends on the model; run it with dlm_lens.hooks.attached(model, ...)"
+            )
+        for position in positions:
+            chosen[:, layout.locate(position, length)] = True
+    if run is not None:
+        chosen[:, canvas] &= run.valid.to(chosen.device)
+    return chosen
+
+
+def spread(chosen: Tensor, tensor: Tensor) -> Tensor:
+    """Something per [row, position] with as many axes as an activation."""
+    return chosen.reshape(*chosen.shape, *[1] * (tensor.ndim - 2))
+
+
+def shown(name: str, site: str | None, positions: Positions, *more: str) -> str:
+    """How a hook prints itself."""
+    parts = [] if site is None else [repr(site)]
+    if positions is not None:
+        parts.append(f"positions={positions!r}")
+    return f"{name}({', '.join([*parts, *more])})"
+
+
+def shown_tensor(tensor: Tensor) -> str:
+    """A tensor in a hook's repr: its shape and norm, which tell two apart in a record."""
+    return f"Tensor({list(tensor.shape)}, norm={float(tensor.detach().float().norm()):.4g})"

@@ -1,0 +1,174 @@
+"""Add a direction to an activation, or run it through a module such as a sparse autoencoder."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.attention import HookContext, SinkToken, run_of
+from dlm_lens.hooks.places import (
+    ActivationSite,
+    PositionClass,
+    Positions,
+    activation_site,
+    read_positions,
+    shown,
+    shown_tensor,
+    spread,
+    where,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Steer:
+    """Add a direction; build it with `steer`.
+
+    Raises:
+        ValueError: a site, positions or a direction that cannot be.
+    """
+
+    direction: Float[Tensor, "*features"]
+    scale: float
+    site: ActivationSite = "resid"
+    positions: Positions = None
+
+    def __post_init__(self) -> None:
+        activation_site(self.site, "steer")
+        object.__setattr__(self, "positions", read_positions(self.positions, "steer"))
+        if not isinstance(self.direction, Tensor) or self.direction.ndim not in (1, 2):
+            raise ValueError(
+                f"steer: direction is {self.direction!r:.60}; give a tensor [d_model] or [head, d_head]"
+            )
+        if not bool(self.direction.isfinite().all()):
+            raise ValueError("steer: the direction is not finite")
+
+    def __repr__(self) -> str:
+        direction = f"direction={shown_tensor(self.direction)}"
+        return shown("steer", self.site, self.positions, direction, f"scale={self.scale}")
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        """Return the activation plus scale times direction at the positions.
+
+        Raises:
+            ValueError: a position that is not there, a class outside a run, or a direction of another width.
+        """
+        features, given = tensor.shape[2:], self.direction.shape
+        if given[-1] != features[-1] or (len(given) > 1 and given != features):
+            raise ValueError(f"{self}: {self.site} has {list(features)} features a position")
+        chosen = spread(where(self.positions, tensor, hook, self), tensor)
+        return torch.where(chosen, tensor + self.scale * self.direction.to(tensor), tensor)
+
+
+def steer(
+    direction: Float[Tensor, "*features"],
+    scale: float = 1.0,
+    *,
+    site: ActivationSite = "resid",
+    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+) -> Steer:
+    """Add `scale * direction` to an activation, in the model's units: the direction is not normalised.
+
+    Args:
+        direction: [d_model] for "resid", "attn_out" and "mlp_out"; [d_head] or [head, d_head] for heads.
+        scale: its factor.
+        site: "resid" (what a block leaves), "attn_out", "mlp_out", "q", "k", "v" or "z".
+        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer"; None for all.
+
+    Raises:
+        ValueError: an unknown site or class, or a direction that is no finite vector.
+    """
+    return Steer(direction, scale, site, positions)  # type: ignore[arg-type]
+
+
+Schedule = Callable[[float], float] | tuple[float, float] | float | None
+"""A weight from the progress of a row: a function, from lo to hi in a straight line, a number, or None for 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Splice:
+    """Run an activation through a module; build it with `splice`.
+
+    Raises:
+        ValueError: a site, positions, a module or a schedule that cannot be.
+    """
+
+    module: Callable[[Tensor], Tensor]
+    site: ActivationSite = "resid"
+    schedule: Schedule = None
+    positions: Positions = None
+
+    def __post_init__(self) -> None:
+        activation_site(self.site, "splice")
+        object.__setattr__(self, "positions", read_positions(self.positions, "splice"))
+        if not callable(self.module):
+            raise ValueError(
+                f"splice: {self.module!r} cannot be called; give a module from activation to activation"
+            )
+        number = isinstance(self.schedule, int | float)
+        pair = isinstance(self.schedule, tuple) and len(self.schedule) == 2
+        if not (self.schedule is None or number or pair or callable(self.schedule)):
+            raise ValueError(
+                f"splice: schedule is {self.schedule!r}; give (lo, hi), a number, or a function of progress"
+            )
+
+    def __repr__(self) -> str:
+        name = getattr(self.module, "__name__", type(self.module).__name__)
+        schedule = self.schedule
+        written = getattr(schedule, "__name__", type(schedule).__name__) if callable(schedule) else repr(schedule)
+        return shown("splice", self.site, self.positions, f"module={name}", f"schedule={written}")
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        """Return (1 - w) x + w module(x) at the positions.
+
+        Raises:
+            ValueError: a position that is not there; a class or a schedule over progress outside a run; a module
+                whose result has another shape.
+        """
+        weights = self._weights(tensor, hook)
+        if not bool(weights.any()):
+            return tensor
+        found: Any = self.module(tensor)
+        if not isinstance(found, Tensor) or found.shape != tensor.shape:
+            kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"{self}: the module returned {kind}; it must return {list(tensor.shape)}")
+        mixed = (1 - weights) * tensor + weights * found.to(tensor)
+        return torch.where(spread(where(self.positions, tensor, hook, self), tensor), mixed, tensor)
+
+    def _weights(self, tensor: Tensor, hook: HookContext | None) -> Tensor:
+        """W of every row, with as many axes as the activation."""
+        schedule = 1.0 if self.schedule is None else self.schedule
+        if isinstance(schedule, int | float):
+            return tensor.new_full([1] * tensor.ndim, float(schedule))
+        progress = run_of(hook, self).for_rows(len(tensor)).progress.tolist()
+        if isinstance(schedule, tuple):
+            lo, hi = schedule
+            found = [lo + (hi - lo) * share for share in progress]
+        else:
+            found = [float(schedule(share)) for share in progress]
+        return tensor.new_tensor(found).reshape(-1, *[1] * (tensor.ndim - 1))
+
+
+def splice(
+    module: Callable[[Tensor], Tensor],
+    *,
+    site: ActivationSite = "resid",
+    schedule: Schedule = None,
+    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+) -> Splice:
+    """Replace an activation x by (1 - w) x + w module(x), with a weight w that may change over the run.
+
+    Args:
+        module: from [batch, position, ...] to the same shape: a sparse autoencoder, a projection, a function. It
+            must be on the model's device; its result is cast to the activation's dtype.
+        site: "resid" (what a block leaves), "attn_out", "mlp_out", "q", "k", "v" or "z".
+        schedule: w from a row's progress, the share of the answer that is written (0 to 1; in an AR run step /
+            total): a function, (lo, hi) for a straight line, a number, or None for 1.
+        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer"; None for all.
+
+    Raises:
+        ValueError: an unknown site or class, or a module or a schedule that is none.
+    """
+    return Splice(module, site, schedule, positions)  # type: ignore[arg-type]

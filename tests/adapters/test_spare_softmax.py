@@ -1,0 +1,109 @@
+"""Softmax with a spare entry, against float64, in the fused and the materialising path."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens
+from dlm_lens.testing import tiny
+from tests.reference import forward64
+
+FAMILIES = ["sink_qwen", "sink_llama"]
+IDS = torch.tensor([[60, 60, 3, 9, 27, 17, 51], [1, 2, 4, 8, 16, 32, 11]])
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+
+
+def model(family: str, softmax: str) -> Any:
+    found = tiny(family, softmax=softmax)
+    if softmax == "sink_logits":
+        torch.manual_seed(3)
+        for layer in found.model.layers:
+            layer.self_attn.sink_logits.data.normal_(0, 2)
+    return found
+
+
+def reference(found: Any, mask: Tensor | None) -> dict[str, Tensor]:
+    """The standard network, its patterns replaced by exp(s) / (exp(b) + sum exp(s))."""
+    scores: dict[int, Tensor] = {}
+    edits: dict[tuple[int, str], Any] = {}
+    for index, layer in enumerate(found.model.layers):
+        b = getattr(layer.self_attn, "sink_logits", torch.zeros(4)).detach().double()
+
+        def keep(value: Tensor, index: int = index) -> Tensor:
+            scores[index] = value
+            return value
+
+        def spare(value: Tensor, index: int = index, b: Tensor = b) -> Tensor:
+            exp = torch.exp(scores[index])
+            return exp / (torch.exp(b)[:, None, None] + exp.sum(-1, keepdim=True))
+
+        edits[index, "scores"], edits[index, "pattern"] = keep, spare
+    return forward64(found, IDS, mask, edits=edits)
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+@pytest.mark.parametrize("softmax", ["off_by_one", "sink_logits"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_patterns(family: str, softmax: str, mask: Tensor | None) -> None:
+    found = model(family, softmax)
+    expected = reference(found, mask)
+    real = slice(None) if mask is None else mask.bool()
+    fused = found(input_ids=IDS, attention_mask=mask).logits
+    torch.testing.assert_close(fused[real].double(), expected["logits"][real], rtol=1e-4, atol=1e-4)
+    patterns: list[Tensor] = []
+    points = [layer.self_attn.hook_pattern for layer in found.model.layers]
+    handles = [p.register_forward_hook(lambda module, args, value: patterns.append(value)) for p in points]
+    watched = found(input_ids=IDS, attention_mask=mask).logits
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(watched[real].double(), expected["logits"][real], rtol=1e-4, atol=1e-4)
+    for index, pattern in enumerate(patterns):
+        rows = pattern.transpose(1, 2)[real], expected[f"pattern{index}"].transpose(1, 2)[real]
+        torch.testing.assert_close(rows[0].double(), rows[1], rtol=1e-4, atol=1e-5)
+        assert bool((rows[0].sum(-1) < 1).all())
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager", "hooked"])
+def test_every_attention_function_learns_the_logits(attn: str) -> None:
+    found = model("sink_qwen", "sink_logits")
+    found.config._attn_implementation = attn
+    found(input_ids=IDS, labels=IDS).loss.backward()
+    gradients = torch.stack([layer.self_attn.sink_logits.grad for layer in found.model.layers])
+    other = model("sink_qwen", "sink_logits")
+    layer, change = other.model.layers[0].self_attn, 1e-3
+    losses = []
+    for sign in (1, -1):
+        layer.sink_logits.data[2] += sign * change
+        losses.append(float(other(input_ids=IDS, labels=IDS).loss.detach()))
+        layer.sink_logits.data[2] -= sign * change
+    # A difference quotient in float32.
+    assert float(gradients[0, 2]) == pytest.approx((losses[0] - losses[1]) / (2 * change), rel=0.05)
+
+
+def test_zero_logits_are_off_by_one_and_very_low_ones_the_standard() -> None:
+    one, learned, standard = (tiny("sink_qwen", softmax=name) for name in ("off_by_one", "sink_logits", "standard"))
+    one.load_state_dict(standard.state_dict())
+    learned.load_state_dict(standard.state_dict(), strict=False)
+    logits = [m(input_ids=IDS).logits for m in (one, learned, standard)]
+    torch.testing.assert_close(logits[0], logits[1])
+    assert float((logits[0] - logits[2]).detach().abs().max()) > 0.05
+    for layer in learned.model.layers:
+        layer.self_attn.sink_logits.data.fill_(-50.0)
+    torch.testing.assert_close(learned(input_ids=IDS).logits, logits[2], rtol=1e-4, atol=1e-5)
+
+
+def test_received_attention_counts_what_is_left() -> None:
+    """Streamed statistics see the same pattern as a hook does: each row gives less than 1."""
+    found = model("sink_qwen", "sink_logits")
+    run = dlm_lens.denoise(found, "w1 w2 w3 w4 w5 w6", steps=2, gen_length=4, seed=0)
+    received = dlm_lens.received_over_steps(found, run)
+    patterns: list[Tensor] = []
+    point = found.model.layers[1].self_attn.hook_pattern
+    handle = point.register_forward_hook(lambda module, args, value: patterns.append(value))
+    found(input_ids=run.canvases[0])
+    handle.remove()
+    # One row of queries, all of which count: relative to uniform attention r_j / 1.
+    torch.testing.assert_close(received.values[0, 0, 1], patterns[0][0].sum(-2), rtol=1e-4, atol=1e-5)
+    assert float(received.values[0, 0, 1].sum(-1).max()) < 10 - 0.05

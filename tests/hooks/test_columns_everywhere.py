@@ -1,0 +1,199 @@
+"""Every hook that hides columns, in every family: with and without a pattern, and through the three hosts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.attention import Hidden, hide_columns
+from dlm_lens.hooks import (
+    at_heads,
+    at_layers,
+    at_steps,
+    freeze_sinks,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_tokens,
+    mask_top_sinks,
+    when,
+)
+from tests.hooks.by_hand import FAMILIES, PROMPTS, model_of, settings_of
+
+HOOKS: dict[str, Any] = {
+    "current": mask_top_sinks(2),
+    "previous": mask_sinks(dl.AboveMean(0.3), top=3, source="previous", per="layer"),
+    "model": mask_top_sinks(2, source="previous", per="model"),
+    "clean": mask_top_sinks(2, source="clean", stage="after"),
+    "kept": mask_top_sinks(3, keep_self=True, stage="after"),
+    "renormalised": mask_top_sinks(3, stage="after", renormalise=True),
+    "positions": mask_positions(3, -9, 0, stage="after"),
+    # Not at the first step: without a prompt all masks are alike, and rounding decides what is written.
+    "prompt": at_steps(mask_tokens("prompt"), slice(1, None)),
+    "ids": mask_tokens(7, "eos", keep_self=True),
+    "random": mask_random(3),
+    "control": mask_random(like=at_heads(mask_top_sinks(2), [0, 3]), seed=5),
+    "frozen": freeze_sinks(dl.TopK(2), step=1),
+    "window": keep_only(2, 4),
+    "past and future": keep_only((0,), 3, ahead=2, stage="after"),
+    "steps": at_steps(mask_top_sinks(2, source="previous"), [-1, 1]),
+    "layers": at_layers(at_heads(mask_top_sinks(2, stage="after"), -1), [-1]),
+    "when": when(mask_top_sinks(3), (0.3, 1)),
+}
+
+
+class Looks:
+    """Somebody who reads the pattern or the scores, so that they exist."""
+
+    def __init__(self, site: str) -> None:
+        self.site = site
+
+    def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        return tensor
+
+
+def close(one: dl.Denoised, other: dl.Denoised) -> None:
+    assert one.canvases.equal(other.canvases)
+    # float32 sums in another order; confidences lie between 0 and 1.
+    torch.testing.assert_close(one.confidence, other.confidence, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) -> None:
+    model, options = model_of(name), settings_of(name)
+    plain = dl.denoise(model, PROMPTS, **options)
+    changed = 0
+    for hook in HOOKS.values():
+        streamed = dl.denoise(model, PROMPTS, hooks=[hook], **options)
+        materialised = dl.denoise(model, PROMPTS, hooks=[Looks("scores"), hook, Looks("pattern")], **options)
+        close(streamed, materialised)
+        assert streamed.settings["columns_hidden"] == pytest.approx(
+            materialised.settings["columns_hidden"][1:2], rel=1e-6
+        )
+        same = streamed.confidence.equal(plain.confidence) and streamed.proposals.equal(plain.proposals)
+        changed += not same
+    assert changed >= len(HOOKS) - 3  # Dream's confidence is random, so that only other proposals show a change
+
+
+@pytest.mark.parametrize("name", ["llada", "mmada", "smdm", "front"])
+def test_guidance_masks_both_halves_alike(name: str) -> None:
+    model, options = model_of(name), settings_of(name, guided=True)
+    for key in ("current", "previous", "clean", "control", "frozen", "window", "when", "model"):
+        streamed = dl.denoise(model, PROMPTS, hooks=[HOOKS[key]], **options)
+        close(
+            streamed, dl.denoise(model, PROMPTS, hooks=[Looks("scores"), HOOKS[key], Looks("pattern")], **options)
+        )
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "front", "end", "llama"])
+def test_a_padded_row_is_what_it_is_alone(name: str) -> None:
+    model, options = model_of(name), settings_of(name)
+    keys = [key for key in HOOKS if key != "positions"]  # positions are the canvas's, which padding shifts
+    for key in keys:
+        if key == "past and future":
+            continue  # names a position too
+        together = dl.denoise(model, PROMPTS, hooks=[HOOKS[key]], **options)
+        for row in (0, 1):
+            alone = dl.denoise(model, [PROMPTS[row]], hooks=[HOOKS[key]], **options)
+            content = together.tokens[row][together.attention_mask[row]]
+            # Alone an AR row stops at its end of text.
+            assert content[: alone.tokens.shape[1]].equal(alone.tokens[0]), key
+
+
+def test_two_column_hooks_see_each_other_alike_with_and_without_a_pattern() -> None:
+    model, options = model_of("llada"), settings_of("llada")
+    pairs = [
+        (mask_top_sinks(2), mask_top_sinks(2, per="layer")),
+        (mask_top_sinks(2), mask_sinks(dl.AboveMean(0.3), stage="after")),
+        (mask_top_sinks(2, keep_self=True), mask_sinks(dl.AboveMean(0.3), stage="after")),
+        (mask_top_sinks(2, stage="after"), mask_top_sinks(2, stage="after", keep_self=True)),
+    ]
+    for first, second in pairs:
+        streamed = dl.denoise(model, PROMPTS, hooks=[first, second], **options)
+        looks = (Looks("scores"), Looks("pattern"))
+        close(streamed, dl.denoise(model, PROMPTS, hooks=[first, second, *looks], **options))
+        assert not streamed.confidence.equal(dl.denoise(model, PROMPTS, hooks=[first], **options).confidence)
+
+
+@pytest.mark.parametrize("name", ["llada", "front", "llama"])
+def test_a_transformerlens_bridge_gives_the_same(name: str) -> None:
+    model, options = model_of(name), settings_of(name)
+    bridged = dl.bridge(model)
+    for key, hook in HOOKS.items():
+        ours = dl.denoise(model, PROMPTS, hooks=[hook], **options)
+        theirs = bridged.denoise(PROMPTS, hooks=[hook], **options)
+        assert ours.canvases.equal(theirs.canvases), key
+        torch.testing.assert_close(ours.confidence, theirs.confidence, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llada", "front", "llama"])
+def test_an_nnsight_trace_gives_the_same(name: str) -> None:
+    model, options = model_of(name), settings_of(name)
+    lm = dl.DiffusionLM(model, check=False)
+    cache = {"use_cache": False} if name == "llama" else {}
+    for key, hook in HOOKS.items():
+        ours = dl.denoise(model, PROMPTS, hooks=[hook], **options)
+        with lm.generate(PROMPTS, **options, **cache) as tracer:
+            for step in tracer.steps[:]:
+                for layer in range(2):
+                    lm.layers[layer].attn.apply(hook, step)
+            theirs = tracer.result.save()
+        assert ours.canvases.equal(theirs.canvases), key
+        torch.testing.assert_close(ours.confidence, theirs.confidence, atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_bare_run_with_hooks_calls_work_where_no_run_is_needed() -> None:
+    model = model_of("llada")
+    bridged = dl.bridge(model)
+    ids = torch.tensor([PROMPTS[0] + [63] * 6])
+    for hook in (
+        mask_top_sinks(2),
+        mask_sinks(dl.AboveMean(0.3), stage="after", per="layer"),
+        at_layers(at_heads(mask_top_sinks(2), [1, -1]), [0, 1]),
+        mask_random(2, seed=3),
+        mask_random(like=mask_top_sinks(2)),
+        keep_only(1, 3, ahead=3),
+    ):
+        names = [f"blocks.{i}.attn.hook_{'attn_scores' if hook.site == 'scores' else 'pattern'}" for i in range(2)]
+        theirs = bridged.run_with_hooks(ids, fwd_hooks=[(name, hook) for name in names])
+        with dl.hooks.attached(model, hook):
+            ours = model(input_ids=ids).logits
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+        assert not torch.allclose(ours, model(input_ids=ids).logits, atol=1e-3)
+
+
+def test_a_cached_ar_run_is_refused_where_columns_are_to_be_hidden() -> None:
+    model = model_of("llama")
+    with pytest.raises(ValueError, match="use_cache=True with hooks"):
+        dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], gen_length=3, use_cache=True)
+    lm = dl.DiffusionLM(model, check=False)
+
+    def traced() -> None:
+        with lm.generate(PROMPTS, gen_length=3) as tracer:
+            for step in tracer.steps[:]:
+                lm.layers[0].attn.apply(mask_top_sinks(1), step)
+
+    with pytest.raises(Exception, match=r"attention has 1 of 13 queries.*use_cache=False"):
+        traced()
+
+
+def test_a_column_hook_of_the_users_own_need_not_be_hashable() -> None:
+    class Own:
+        __hash__ = None  # type: ignore[assignment]
+        site = "scores"
+
+        def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+            return hide_columns(self, tensor, hook)
+
+        def hidden(self, keys: int, columns: Any, hook: Any) -> Hidden:
+            received = columns().sums
+            return Hidden(received == received.amax(-1, keepdim=True))
+
+    model, options = model_of("llada"), settings_of("llada")
+    own = dl.denoise(model, PROMPTS, hooks=[Own()], **options)
+    ours = dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1, relative=False)], **options)
+    close(own, ours)
+    assert own.settings["columns_hidden"] == (1.0,)

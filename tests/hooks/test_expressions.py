@@ -1,0 +1,89 @@
+"""Hooks written as text: what they may hold, and that nothing else runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dlm_lens.hooks import mask_positions, sink
+from dlm_lens.hooks.expressions import parse_hooks
+
+
+@pytest.mark.parametrize(
+    ("text", "hooks"),
+    [
+        ("mask_positions(0)", [mask_positions(0)]),
+        ("mask_positions(0, -1, stage='after')", [mask_positions(0, -1, stage="after")]),
+        ("mask_positions(sink(0)), mask_positions(3)", [mask_positions(sink(0)), mask_positions(3)]),
+        ("[mask_positions(2)]", [mask_positions(2)]),
+        (" mask_positions( 1 )\n", [mask_positions(1)]),
+    ],
+)
+def test_hooks_are_read(text: str, hooks: list[object]) -> None:
+    assert list(parse_hooks(text)) == hooks
+
+
+def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dlm_lens.hooks as room
+    from dlm_lens.hooks import expressions
+    from dlm_lens.sinks import AboveMean, Share, TopK
+
+    def keep(*values: object, top: object = None) -> object:
+        mask = mask_positions(0)
+        object.__setattr__(mask, "seen", (values, top))
+        return mask
+
+    monkeypatch.setattr(room, "keep", keep, raising=False)
+    monkeypatch.setattr(room, "__all__", [*room.__all__, "keep"])
+    expressions._hook_makers.cache_clear()
+    try:
+        text = "keep(above_mean(-0.5), Share(x=0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), top=True)"
+        (found,) = parse_hooks(text)
+    finally:
+        expressions._hook_makers.cache_clear()
+    values = (AboveMean(eps=-0.5), Share(0.2), [TopK(2), None], (1, "a"), range(2, 9, 3))
+    assert found.seen == (values, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "is empty"),
+        ("__import__('os').system('x')", "no plain name"),
+        ("open('x')", "'open' is no hook"),
+        ("attached(1)", "'attached' is no hook"),
+        ("eval('1')", "'eval' is no hook"),
+        ("mask_positions", "alone is no value"),
+        ("mask_positions(model)", "'model' alone is no value"),
+        ("mask_positions(0).stage", "not allowed"),
+        ("mask_positions(1 + 1)", "not allowed"),
+        ("mask_positions(*[1])", "unpacks"),
+        ("mask_positions(**{'a': 1})", "unpacks"),
+        ("mask_positions(9 ** 9)", "not allowed"),
+        ("[mask_positions(0) for _ in range(3)]", "not allowed"),
+        ("(lambda: mask_positions(0))()", "no plain name"),
+        ("mask_positions(f'{1}')", "not allowed"),
+        ("mask_positions(b'1')", "not allowed"),
+        ("mask_positions(wrong=3)", "unexpected keyword"),
+        ("mask_positions(0, stage='never')", "stage is 'never'"),
+        ("above_mean(3)", "which is no hook"),
+        ("3", "which is no hook"),
+        ("above_mean('a')", "must be a finite number"),
+        ("mask_positions(range(1000000))", "more than"),
+        ("mask_positions(0", "no hook expression"),
+        ("mask_positions(0); mask_positions(1)", "no hook expression"),
+        ("-" * 1500 + "1", "nested too deeply"),
+        ("mask_positions(" + "1, " * 1000 + "1)", "characters"),
+    ],
+)
+def test_anything_else_is_refused_with_a_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        parse_hooks(text)
+
+
+def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("open('made', 'w')", "mask_positions(open('made', 'w'))", "[open('made', 'w')]"):
+        with pytest.raises(ValueError, match="is no hook"):
+            parse_hooks(text)
+    assert not (tmp_path / "made").exists()

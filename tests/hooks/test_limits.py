@@ -1,0 +1,223 @@
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.attention import ColumnHook, Hook, PointContext
+from dlm_lens.hooks import (
+    at_heads,
+    at_layers,
+    at_steps,
+    attached,
+    freeze_sinks,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_tokens,
+    mask_top_sinks,
+    sink,
+    when,
+)
+from dlm_lens.hooks.expressions import parse_hooks
+from tests.hooks.by_hand import PROMPTS, model_of, settings_of
+
+
+class Add:
+    """Adds 1; notes where it ran."""
+
+    def __init__(self, site: str = "z") -> None:
+        self.site, self.ran = site, []
+
+    def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        self.ran.append((hook.step, hook.layer()))
+        return tensor + 1
+
+
+def ran(wrap: Any, name: str = "llada") -> list[tuple[int, int]]:
+    add = Add()
+    dl.denoise(model_of(name), PROMPTS, hooks=[wrap(add)], **settings_of(name))
+    return sorted(add.ran)
+
+
+def test_steps_and_layers_are_those_asked_for_in_any_order_of_wrappers() -> None:
+    every = [(step, layer) for step in range(4) for layer in range(2)]
+    for steps, wanted in (
+        (1, {1}), (range(1, 3), {1, 2}), ([0, -1], {0, 3}), (slice(2, None), {2, 3}), (slice(-9, 99, 2), {0, 2}),
+        (range(-2, 0), {2, 3}),
+    ):  # fmt: skip
+        assert ran(lambda hook, steps=steps: at_steps(hook, steps)) == [p for p in every if p[0] in wanted]
+        for both in (
+            lambda hook, steps=steps: at_layers(at_steps(hook, steps), [-1]),
+            lambda hook, steps=steps: at_steps(at_layers(hook, -1), steps),
+        ):
+            assert ran(both) == [(step, 1) for step in sorted(wanted)]
+    assert ran(lambda hook: at_layers(at_layers(hook, [0, 1]), [0])) == [(step, 0) for step in range(4)]
+    assert ran(lambda hook: at_layers(at_layers(hook, [0]), [-1])) == []
+    assert ran(lambda hook: at_steps(hook, [-1]), "llama") == [(4, 0), (4, 1)]
+
+
+def test_progress_is_the_rows_own() -> None:
+    model = model_of("llada")
+    seen = []
+
+    class Look:
+        site = "z"
+
+        def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+            if hook.layer() == 0:
+                seen.append((hook.run.progress.tolist(), [bool((row == 5).all()) for row in tensor]))
+            return tensor
+
+    class Five:
+        site = "z"
+
+        def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+            return torch.full_like(tensor, 5)
+
+    # The second prompt has masks of its own, so that its rows' progress differs.
+    prompts = [PROMPTS[0], [*PROMPTS[1], 63, 63, 63]]
+    for hook in (when(Five(), (0.25, 0.5)), when(Five(), lambda p: (p >= 0.25) & (p < 0.5))):
+        seen.clear()
+        dl.denoise(model, prompts, hooks=[hook, Look()], gen_length=8, steps=4)
+        assert [acted for _, acted in seen] == [[0.25 <= p < 0.5 for p in progress] for progress, _ in seen]
+        assert {p[0] != p[1] for p, _ in seen} == {False, True}
+    seen.clear()
+    dl.denoise(model, prompts, hooks=[when(Five(), (0.5, 1)), Look()], gen_length=8, steps=4, cfg_scale=0.5)
+    assert all(acted == [p >= 0.5 for p in progress] for progress, acted in seen)
+    assert len(seen[0][1]) == 4  # both halves of guidance
+    with pytest.raises(ValueError, match=r"returned shape \[3\] for the progress of 2 rows"):
+        dl.denoise(model, prompts, hooks=[when(Five(), lambda p: torch.ones(3))], gen_length=8, steps=4)
+
+
+@pytest.mark.parametrize(("site", "heads"), [("z", 4), ("k", 2), ("rot_q", 4)])
+@torch.no_grad()
+def test_heads_are_those_of_the_activation(site: str, heads: int) -> None:
+    value = torch.zeros(2, 5, heads, 3)
+    hook = at_heads(type("One", (), {"site": site, "__call__": lambda self, x, hook=None: x + 1})(), [0, -1])
+    assert hook(value)[0, 0, :, 0].tolist() == [1, *[0] * (heads - 2), 1]
+    assert value.abs().max() == 0
+
+
+@torch.no_grad()
+def test_columns_in_some_heads_layers_and_rows() -> None:
+    model = model_of("llada")
+    ids = torch.tensor([PROMPTS[0]])
+    patterns: dict[int, torch.Tensor] = {}
+
+    class Keep:
+        site = "pattern"
+
+        def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+            patterns[hook.layer()] = tensor.clone()
+            return tensor
+
+    hook = at_layers(at_heads(at_heads(mask_positions(3), [1, 2, -1]), [-1, 1, 0]), [1])
+    assert isinstance(hook, ColumnHook)
+    with attached(model, hook, Keep()):
+        model(input_ids=ids)
+    assert (patterns[0][..., 3] > 0).all()
+    gone = (patterns[1][0, :, :, 3] == 0).all(-1)
+    assert gone.tolist() == [False, True, False, True]
+
+
+def test_a_wrapped_previous_still_sees_the_steps_at_which_it_rests() -> None:
+    model, options = model_of("llada"), settings_of("llada")
+    # Resting at step 0 and acting at step 1 on what step 0 received is what the plain run's step 0 received.
+    plain = dl.denoise(model, PROMPTS, **options)
+    received = dl.received_over_steps(model, plain)
+    shifted = dl.find_sinks(received, dl.TopK(2))
+    known = type(shifted)(
+        **{**vars(shifted), "is_sink": shifted.is_sink.roll(1, 0), "scores": shifted.scores.roll(1, 0)}
+    )
+    one = dl.denoise(model, PROMPTS, hooks=[at_steps(mask_top_sinks(2, source="previous"), [1])], **options)
+    two = dl.denoise(model, PROMPTS, hooks=[at_steps(mask_sinks(source=known), [1])], **options)
+    assert one.canvases.equal(two.canvases)
+    torch.testing.assert_close(one.confidence, two.confidence, atol=1e-5, rtol=1e-5)
+    assert not one.confidence[1].equal(plain.confidence[1])
+    mean = at_layers(mask_top_sinks(2, source="previous", per="model"), [1])
+    assert mean.layers is None
+    assert at_layers(mask_top_sinks(2, source="previous"), [1]).layers == (1,)
+    late = at_steps(freeze_sinks(dl.TopK(2), step=0), [2])
+    assert dl.denoise(model, PROMPTS, hooks=[late], **options).settings["columns_hidden"] == (2.0,)
+
+
+def test_they_read_as_written_and_are_equal_by_their_settings() -> None:
+    hook = at_steps(at_heads(mask_top_sinks(5), [0, -1]), range(16, 64))
+    assert repr(hook) == "at_steps(at_heads(mask_sinks(TopK(k=5)), [0, -1]), range(16, 64))"
+    assert hook == at_steps(at_heads(mask_top_sinks(5), (0, -1)), range(16, 64))
+    assert hash(hook) == hash(at_steps(at_heads(mask_top_sinks(5), (0, -1)), range(16, 64)))
+    assert repr(at_steps(mask_positions(1), slice(8, None))) == "at_steps(mask_positions(1), slice(8, None))"
+    assert (
+        repr(when(at_layers(mask_positions(1), 3), (0.5, 1))) == "when(at_layers(mask_positions(1), [3]), (0.5, 1))"
+    )
+    assert isinstance(at_steps(Add(), 1), Hook)
+    assert not isinstance(at_steps(Add(), 1), ColumnHook)
+    assert hook.site == "scores"
+    assert at_steps(mask_top_sinks(1, source="clean"), 1).needs_clean
+
+
+def test_columns_hidden_counts_only_where_the_hook_looked() -> None:
+    model, options = model_of("llada"), settings_of("llada")
+
+    def counts(*hooks: Any) -> Any:
+        return dl.denoise(model, PROMPTS, hooks=hooks, **options).settings["columns_hidden"]
+
+    two = mask_top_sinks(2)
+    assert counts(two, Add("q")) == (2.0, None)
+    assert counts(at_heads(at_steps(two, 1), [0])) == (2.0,)
+    assert counts(at_heads(at_heads(two, [0]), [1])) == (None,)
+    assert counts(when(two, (0.25, 0.5))) == (2.0,)
+    # Position 0 is padding in the second of two rows.
+    assert counts(mask_positions(0, 5)) == (1.5,)
+    assert counts(mask_random(3)) == (3.0,)
+    assert counts(mask_sinks(dl.AboveMean(1e6))) == (0.0,)
+    assert "columns_hidden" not in dl.denoise(model, PROMPTS, hooks=[Add()], **options).settings
+
+
+def test_what_is_not_there_is_refused_before_anything_is_computed() -> None:
+    model, options = model_of("llada"), settings_of("llada")
+    steps: list[int] = []
+    for hook, sentence in (
+        (at_steps(mask_top_sinks(1), range(2, 5)), "step 4 is not there; the run has steps 0 to 3"),
+        (at_steps(mask_top_sinks(1), [-5]), "step -5 is not there"),
+        (when(at_steps(mask_top_sinks(1), 7), (0.9, 1)), "step 7 is not there"),
+        (at_heads(mask_top_sinks(1), [4]), "head 4 of 4; heads go from 0 to 3, or from -4 to -1"),
+        (at_heads(type("One", (), {"site": "k", "__call__": lambda s, x, hook=None: x})(), [2]), "head 2 of 2"),
+        (at_layers(mask_top_sinks(1), [2]), "layer 2 of 2"),
+        (at_steps(at_layers(mask_top_sinks(1, per="model", source="previous"), [-3]), 1), "layer -3 of 2"),
+        (mask_random(like=at_steps(mask_top_sinks(1), 9)), "step 9 is not there"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            dl.denoise(model, PROMPTS, hooks=[hook], on_logits=lambda step, *_: steps.append(step), **options)
+    assert steps == []
+    for call, sentence in (
+        (lambda: at_steps(3, 1), "3 is no hook"),  # type: ignore[arg-type]
+        (lambda: at_steps(mask_top_sinks(1), []), "give at least one step as a whole number"),
+        (lambda: at_steps(mask_top_sinks(1), range(3, 3)), "there is no step in it"),
+        (lambda: at_layers(mask_top_sinks(1), ["0"]), "give at least one layer as a whole number"),  # type: ignore[list-item]
+        (lambda: when(mask_top_sinks(1), (0.5, 0.2)), r"progress is \(0.5, 0.2\); it must be an interval"),
+        (lambda: at_heads(Add("resid"), 1), "belongs at 'resid', which has no heads"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+    with pytest.raises(ValueError, match=r"needs to know the run's step: pass it to dlm_lens\.denoise"):
+        at_steps(mask_top_sinks(1), 1)(torch.zeros(1, 1, 9, 9))
+    with pytest.raises(ValueError, match="needs to know the layer"):
+        at_layers(mask_top_sinks(1), 1)(torch.zeros(1, 1, 9, 9))
+    with pytest.raises(ValueError, match="without a run the number of layers is unknown; count them from 0"):
+        at_layers(mask_top_sinks(1), -1)(torch.zeros(1, 1, 9, 9), PointContext("here", 0))
+
+
+def test_what_is_printed_can_be_read_again() -> None:
+    for hook in (
+        at_steps(at_heads(mask_top_sinks(5, stage="after"), [0, -1]), range(16, 64)),
+        when(mask_sinks(dl.AboveMean(3.0), top=5, per="layer", source="clean"), (0.25, 1)),
+        freeze_sinks(dl.TopK(2), per="layer", step=3),
+        mask_random(like=mask_positions(3, sink(0), keep_self=True), seed=4),
+        at_layers(mask_tokens("mask", 7), [-1]),
+        keep_only(dl.Share(0.2), 8, ahead=1),
+        keep_only((0, 3), 8),
+    ):
+        assert parse_hooks(repr(hook)) == (hook,)

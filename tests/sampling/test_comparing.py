@@ -1,0 +1,156 @@
+"""`compare`: two runs from one seed, and what differs, against loops over their canvases."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.hooks import ablate, at_steps, mask_positions, steer
+from dlm_lens.sampling.comparing import Comparison, compare
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 14, 3, 8, 2], [7, 2, 11]]
+RUN: dict[str, Any] = {"steps": 4, "gen_length": 8, "block_length": 4, "temperature": 0.7}
+
+
+@pytest.fixture(scope="module", params=["llada", "dream", "causal"])
+def pair(request: Any) -> Comparison:
+    return compare(tiny(request.param), PROMPTS, [ablate("mlp_out", "visible")], **settings_of(request.param))
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    if family == "causal":
+        return {"gen_length": 8, "temperature": 0.7}
+    own = {"llada": {"block_length": 4}, "dream": {"remasking": "entropy"}}[family]
+    return {"steps": 4, "gen_length": 8, "temperature": 0.7, **own}
+
+
+def test_both_runs_are_those_of_denoise_from_one_seed(pair: Comparison) -> None:
+    family = pair.plain.settings["sampler"]
+    model, settings = tiny(family), settings_of(family)
+    settings |= {"use_cache": False} if family == "causal" else {}
+    plain = dl.denoise(model, PROMPTS, **settings)
+    assert plain.canvases.equal(pair.plain.canvases)
+    hooked = dl.denoise(model, PROMPTS, hooks=[ablate("mlp_out", "visible")], **settings)
+    assert hooked.canvases.equal(pair.hooked.canvases)
+    assert not plain.tokens.equal(hooked.tokens)
+
+
+def test_what_differs_equals_loops(pair: Comparison) -> None:
+    one, two = pair.plain, pair.hooked
+    if one.steps != two.steps:
+        pytest.fail("these seeds give runs of one length; the other case has its own test")
+    table = pair.table()
+    line = 0
+    for row in range(2):
+        firsts = [
+            step
+            for step in range(one.steps)
+            if any(
+                (int(a.canvases[step + 1, row, p]) if not a.masked[step + 1, row, p] else -1)
+                != (int(b.canvases[step + 1, row, p]) if not b.masked[step + 1, row, p] else -1)
+                for a, b in [(one, two)]
+                for p in range(one.tokens.shape[1])
+            )
+        ]
+        assert int(pair.first_difference[row]) == (firsts[0] if firsts else -1)
+        changed = 0
+        for p in range(one.tokens.shape[1]):
+            if not one.masked[0, row, p]:
+                assert bool(pair.confidence_change[row, p].isnan())
+                assert not pair.mask[row, p]
+                continue
+            differs = int(one.tokens[row, p]) != int(two.tokens[row, p])
+            changed += differs
+            a, b = (run.confidence[int(run.step_of[row, p]), row, p] for run in (one, two))
+            assert float(pair.confidence_change[row, p]) == pytest.approx(float(b - a), abs=1e-7)
+            found = table.iloc[line]
+            assert (found["batch"], found["position"], found["changed"]) == (row, p, differs)
+            assert found["token_hooked"] == f"w{int(two.tokens[row, p])}" or int(two.tokens[row, p]) >= 61
+            assert found["step_hooked"] == int(two.step_of[row, p])
+            assert int(pair.step_change[row, p]) == int(two.step_of[row, p]) - int(one.step_of[row, p])
+            line += 1
+        assert int(pair.tokens_changed[row]) == changed
+        assert float(pair.share_changed[row]) == pytest.approx(changed / 8)
+    assert line == len(table) == 16
+    assert int(pair.tokens_changed.sum()) > 0
+
+
+def test_a_hook_that_does_nothing_changes_nothing() -> None:
+    for family, settings in (("llada", RUN), ("causal", {"gen_length": 5, "temperature": 1.0})):
+        found = compare(tiny(family), PROMPTS, [steer(torch.zeros(32))], **settings)
+        assert found.first_difference.tolist() == [-1, -1]
+        assert found.tokens_changed.tolist() == [0, 0]
+        assert found.confidence_change[found.answer].abs().max() == 0
+
+
+def test_the_first_difference_is_not_before_the_hooks_act() -> None:
+    found = compare(tiny("llada"), PROMPTS, [at_steps(ablate("attn_out"), [2, 3])], **RUN)
+    assert found.plain.canvases[:3].equal(found.hooked.canvases[:3])
+    assert (found.first_difference[found.first_difference >= 0] >= 2).all()
+    assert (found.first_difference >= 0).any()
+
+
+def test_a_fresh_seed_is_drawn_once() -> None:
+    found = compare(tiny("llada"), PROMPTS, [steer(torch.zeros(32))], seed=None, **RUN)
+    assert found.plain.settings["seeds"] == found.hooked.settings["seeds"]
+    assert found.tokens_changed.sum() == 0
+
+
+def test_an_order_of_nothing_has_no_confidence() -> None:
+    found = compare(tiny("dream"), PROMPTS, [mask_positions(0)], steps=4, gen_length=8, remasking="origin")
+    assert bool(found.confidence_change.isnan().all())
+
+
+class FirstRow:
+    """Takes the attention of the first row away."""
+
+    site = "attn_out"
+
+    def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        return torch.cat([0 * tensor[:1], tensor[1:]])
+
+
+def test_an_ar_run_that_ends_earlier_goes_on_with_its_end_token() -> None:
+    model, prompts = tiny("causal"), [PROMPTS[0], PROMPTS[0]]
+    settings = {"gen_length": 6, "temperature": 2.0, "seed": 6}
+    plain = dl.denoise(model, prompts, use_cache=False, **settings)
+    # The end token is what both rows write at step 2 for the first time: the plain run then ends.
+    end = int(plain.tokens[0, 8])
+    assert end not in plain.tokens[0, 6:8].tolist()
+    model.config.eos_token_id = end
+    found = compare(model, prompts, [at_steps(FirstRow(), slice(1, None))], **settings)
+    steps = found.hooked.steps
+    assert (found.plain.steps, steps) == (3, 6)
+    one, two = found.plain.tokens[0].tolist() + [end] * (steps - 3), found.hooked.tokens[0].tolist()
+    differs = [p for p in range(6 + steps) if one[p] != two[p]]
+    assert found.mask[0].nonzero().flatten().tolist() == differs
+    # An AR step writes the next position. The second row is the same, whatever the first one's end.
+    assert found.first_difference.tolist() == [differs[0] - 6, -1]
+    assert differs[0] > 6
+    assert found.tokens_changed.tolist() == [len(differs), 0]
+    assert found.answer.tolist() == [[False] * 6 + [True] * steps] * 2
+    assert found.confidence_change[:, 9:].isnan().all()
+    assert found.confidence_change[:, 6:9].isfinite().all()
+    back = Comparison(found.hooked, found.plain, ())
+    assert back.first_difference.equal(found.first_difference)
+
+
+def test_what_does_not_pair_is_refused() -> None:
+    model = tiny("llada")
+    with pytest.raises(ValueError, match="hooks is empty"):
+        compare(model, PROMPTS, [])
+    with pytest.raises(ValueError, match="a host cannot follow"):
+        compare(model, PROMPTS, [mask_positions(0)], host=())
+    one, two = dl.denoise(model, PROMPTS, **RUN), dl.denoise(model, [[5, 9, 14, 3, 8, 1], [7, 2, 11]], **RUN)
+    with pytest.raises(ValueError, match="their prompts differ"):
+        Comparison(one, two, ())
+    with pytest.raises(ValueError, match="differ in prompt length or rows"):
+        Comparison(one, replace(two, prompt_length=5), ())
+    assert repr(Comparison(one, one, ("hook",))) == (
+        "Comparison(tokens_changed=0 of 16, first_difference=[-1, -1], hooks=[hook])"
+    )
+    assert math.isnan(float(Comparison(one, one, ()).confidence_change[0, 0]))
