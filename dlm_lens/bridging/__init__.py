@@ -1,0 +1,15 @@
+"""TransformerLens host: `bridge`, a step axis for its hooks and caches, and our families in `boot_transformers`."""
+
+from dlm_lens.adapters import families
+from dlm_lens.bridging.architectures import register_architectures
+from dlm_lens.bridging.booting import teach_boot_transformers
+from dlm_lens.bridging.host import StepPoint
+from dlm_lens.bridging.model import DiffusionBridge, bridge
+from dlm_lens.bridging.recorder import BridgeRecorder
+from dlm_lens.bridging.step_cache import StepCache
+
+families()  # boot_transformers asks AutoConfig, which must know our model types
+register_architectures()
+teach_boot_transformers()
+
+__all__ = ["BridgeRecorder", "DiffusionBridge", "StepCache", "StepPoint", "bridge"]

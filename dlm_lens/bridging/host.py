@@ -1,0 +1,141 @@
+"""What follows a run inside a bridge: the step it is in, for the hooks that ask."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.attention import ColumnHook, Columns, Hook, RunStep, columns_of, counted_queries, hidden_per_map
+from dlm_lens.sampling import StepPlan
+from dlm_lens.sampling.hooking import check_hooks
+from dlm_lens.sampling.host import Follower
+
+HookFunction = Callable[[Any, Any], Any]
+Placed = tuple[str | Callable[[str], bool], HookFunction]
+"""A hook point's name, or a filter of names, and the function that runs there."""
+
+_STATE = {field.name for field in fields(RunStep)} | {"progress", "prompt"}
+
+
+class StepPoint:
+    """A HookPoint of TransformerLens at one step of a run, as `denoise` hands it to hooks.
+
+    It has what the HookPoint has (`name`, `layer()`, `ctx`, `sinks`, ...) and what the `RunStep` has (`step`,
+    `total`, `tokens`, `masked`, `valid`, `progress`, ...); `run` is the RunStep itself.
+    """
+
+    def __init__(self, point: Any, run: RunStep) -> None:
+        self.point, self.run = point, run
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("point", "run"):  # a copy that was never initialised
+            raise AttributeError(name)
+        return getattr(self.run if name in _STATE else self.point, name)
+
+    def __repr__(self) -> str:
+        return f"StepPoint(name={self.point.name!r}, step={self.run.step})"
+
+
+class BridgeRun(Follower):
+    """Runs hooks on a bridge's hook points for one run, each told of the step; use it as a context.
+
+    Args:
+        bridge: whose hook points.
+        hooks: (name or filter, function), in the order in which they run.
+        on_start: called once, before the first forward pass, as (rows of the network, positions, steps).
+    """
+
+    everywhere = True
+
+    def __init__(
+        self, bridge: Any, hooks: Sequence[Placed], on_start: Callable[[int, int, int], None] | None = None
+    ) -> None:
+        super().__init__(bridge.original_model)
+        self.bridge, self.hooks, self.on_start = bridge, hooks, on_start
+        self.silent = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "BridgeRun":
+        with ExitStack() as stack:
+            stack.enter_context(
+                self.bridge.hooks(fwd_hooks=[(name, self._told(hook)) for name, hook in self.hooks])
+            )
+            if any(getattr(hook, "needs_clean", False) for _, hook in self.hooks):
+                stack.callback(self.model.register_forward_pre_hook(self._pass_clean, with_kwargs=True).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def step(
+        self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """A step begins; before the first one hooks may refuse the run."""
+        canvas = super().step(plan, canvas, masked)
+        # With guidance the network sees every row twice.
+        rows = len(canvas) * (2 if self.sampler is not None and self.sampler.cfg_scale else 1)
+        if self.now is not None:
+            self.now = self.now.for_rows(rows)
+            if plan.index == 0:
+                self._begin(rows, canvas.shape[1], self.now)
+        return canvas
+
+    def record(self, hooks: Sequence[Hook]) -> dict[str, Any]:
+        """What a finished run's settings say of its hooks, as `dlm_lens.denoise` has it."""
+        if not hooks:
+            return {}
+        found: dict[str, Any] = {"hooks": tuple(map(repr, hooks))}
+        if any(isinstance(hook, ColumnHook) for hook in hooks):
+            found["columns_hidden"] = tuple(hidden_per_map(self._memory, hook) for hook in hooks)
+        return found
+
+    def _begin(self, rows: int, positions: int, now: RunStep) -> None:
+        # Functions of TransformerLens's kind have no check.
+        functions: list[Any] = [function for _, function in self.hooks]
+        check_hooks(functions, now)
+        if self.on_start is not None:
+            self.silent = True
+            self.on_start(rows, positions, now.total)
+            self.silent = False
+
+    def at(self, point: Any, rows: int) -> Any:
+        """The point as a hook shall see it, with the run's rows as those of an activation of so many."""
+        if self.now is None:
+            return point
+        fits = rows > 0 and rows % len(self.now.tokens) == 0
+        return StepPoint(point, self.now.for_rows(rows) if fits else self.now)
+
+    def _told(self, function: HookFunction) -> Callable[..., Any]:
+        def hook_function(tensor: Any, hook: Any) -> Any:
+            if self.silent:
+                return None
+            rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0
+            return function(tensor, hook=self.at(hook, rows))  # type: ignore[call-arg]
+
+        return hook_function
+
+    def _pass_clean(self, model: Any, inputs: Any, kwargs: Any) -> None:
+        """What every layer's keys receive without hooks: one more pass over the same input, in front of it."""
+        if self.silent or self.now is None or self.now.clean is not None:
+            return
+        columns: dict[int, Columns] = {}
+
+        def read(scores: Float[Tensor, "batch head query key"], hook: Any) -> None:
+            rows, _, length, keys = scores.shape
+            queries = counted_queries(rows, length, keys, self.at(hook, rows), scores.device)
+            visible = scores > torch.finfo(scores.dtype).min / 2
+            columns[hook.layer()] = columns_of(scores.softmax(-1, dtype=torch.float32), visible, queries)
+
+        points = [(f"blocks.{layer}.attn.hook_attn_scores", read) for layer in range(len(self.bridge.blocks))]
+        self.silent = True
+        try:
+            with torch.no_grad(), self.bridge.hooks(fwd_hooks=points):
+                model(*inputs, **kwargs)
+        finally:
+            self.silent = False
+        self.now = replace(self.now, clean=lambda: columns)

@@ -1,0 +1,118 @@
+"""`BridgeRecorder`: the statistics of `dlm_lens.Recorder` inside a bridge, from TransformerLens's hook points."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from dlm_lens.attention import AttentionInputs, SinkLayout
+from dlm_lens.recording import Recorder
+from dlm_lens.recording.recorder import Storage
+from dlm_lens.recording.tapping import Shown, chosen_layers
+
+
+class BridgeTap:
+    """Shows every layer of a bridge when its attention is done, with all edits of hooks registered before.
+
+    Args:
+        bridge: of `dlm_lens.bridge`.
+        layers: indices of the layers, negative from the end; None for all.
+        show: called with each layer.
+
+    Raises:
+        ValueError: a layer that is not there.
+    """
+
+    def __init__(self, bridge: Any, layers: Sequence[int] | None, show: Callable[[Shown], None]) -> None:
+        self.bridge, self.show = bridge, show
+        self.layers = chosen_layers(layers, len(bridge.blocks))
+        self.layout = SinkLayout.of(bridge.original_model)
+        self._seen: dict[tuple[int, str], Tensor] = {}
+        self._open = ExitStack()
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        return float(self.bridge.blocks[self.layers[0]].attn.original_component.scaling)
+
+    def open(self) -> None:
+        """Begin to show."""
+        self.close()
+        for layer in self.layers:
+            block = self.bridge.blocks[layer]
+            mixed = "hook_z_ungated" if hasattr(block.attn, "hook_z_ungated") else "hook_z"
+            points = {
+                "resid": block.hook_resid_pre,
+                **{name: block.attn.get_submodule(f"hook_{name}") for name in ("rot_q", "rot_k", "v", "pattern")},
+                "z": block.attn.get_submodule(mixed),
+            }
+            for name, point in points.items():
+                self._open.callback(point.register_forward_hook(self._keeping(layer, name)).remove)
+            self._open.callback(block.hook_attn_out.register_forward_hook(self._end(layer)).remove)
+
+    def close(self) -> None:
+        """Show nothing any more."""
+        self._open.close()
+        self._seen.clear()
+
+    def weight(self, layer: int) -> Tensor:
+        """W_O of every head, [head, d_head, d_model]."""
+        found: Tensor = self.bridge.blocks[layer].attn.W_O
+        return found
+
+    def _keeping(self, layer: int, name: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, value: Tensor) -> None:
+            self._seen[layer, name] = value
+
+        return hook
+
+    def _end(self, layer: int) -> Callable[..., None]:
+        def hook(module: Any, args: Any, added: Tensor) -> None:
+            resid, q, k, v, pattern, z = (
+                self._seen.pop((layer, name)) for name in ("resid", "rot_q", "rot_k", "v", "pattern", "z")
+            )
+            canvas = self.layout.canvas(k.shape[1])
+            inputs = AttentionInputs(
+                layer,
+                q.transpose(1, 2)[:, :, canvas],
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                self.scale,
+                own_start=canvas.start,
+                pattern=pattern[:, :, canvas],
+                z=z[:, canvas],
+            )
+            self.show(Shown(inputs, resid, added))
+
+        return hook
+
+
+class BridgeRecorder(Recorder):
+    """Reduces every layer of every step of a bridge's run: a host for `bridge.denoise` and `denoise_with_cache`.
+
+    A bridge forms its patterns anyway; they are reduced as they come by, edited by whatever hooks there are.
+    `recorder.recording(run)` is the `Recording`.
+
+    Args:
+        bridge: of `dlm_lens.bridge`.
+        reducers, layers, dtype: as for `dlm_lens.Recorder`.
+
+    Raises:
+        ValueError: as `dlm_lens.Recorder`.
+    """
+
+    def __init__(
+        self,
+        bridge: Any,
+        reducers: Sequence[Any],
+        *,
+        layers: Sequence[int] | None = None,
+        dtype: Storage = "float32",
+    ) -> None:
+        self.bridge = bridge
+        super().__init__(bridge.original_model, reducers, layers=layers, dtype=dtype)
+
+    def tapped(self, layers: Sequence[int] | None, stream: bool) -> BridgeTap:
+        """The bridge's hook points."""
+        return BridgeTap(self.bridge, layers, self.show)

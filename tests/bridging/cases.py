@@ -1,0 +1,46 @@
+"""Models of every family and variant, with weights in which every part shows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlm_lens.testing import tiny
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llada": ("llada", {}),
+    "mmada": ("mmada", {}),
+    "dream": ("dream", {}),
+    "smdm": ("smdm", {}),
+    "smdm-sink": ("smdm", {"num_sinks": 1}),
+    "qwen": ("sink_qwen", {}),
+    "sink": ("sink_qwen", {"num_sinks": 1}),
+    "sinks-end": ("sink_qwen", {"num_sinks": 2, "sink_placement": "end"}),
+    "zero-sinks": ("sink_qwen", {"num_sinks": 2, "zero_sink_value": True}),
+    "gated": ("sink_qwen", {"gated_attention": True}),
+    "gated-sink": ("sink_qwen", {"gated_attention": True, "num_sinks": 1}),
+    "llama": ("causal", {}),
+    "qwen2": ("causal", {"model_type": "qwen2"}),
+}
+
+
+def model_of(case: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny model whose norms and biases are not the ones and zeros that they start as."""
+    family, config = CASES[case]
+    model = tiny(family, **config)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+def some_ids(rows: int = 2, length: int = 11) -> Tensor:
+    return torch.randint(0, 60, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def padded(ids: Tensor, by: int = 3) -> tuple[Tensor, Tensor]:
+    """A mask that hides the first positions of row 0, and rotary positions that count from the content."""
+    mask = torch.ones_like(ids)
+    mask[0, :by] = 0
+    return mask, (mask.cumsum(-1) - 1).clamp(min=0)

@@ -1,0 +1,186 @@
+"""`denoise_with_cache`: the right values at the right step, nothing else, and no more memory than there is."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformer_lens import ActivationCache
+
+import dlm_lens as dl
+from tests.bridging.cases import CASES, model_of
+from tests.reference import forward64
+
+PROMPT = "sort 4 2 9 1 :"
+IDS = [[1, 2, 3, 4, 5, 6]]
+
+
+def patterns(name: str) -> bool:
+    return name.endswith("attn.hook_pattern")
+
+
+def test_a_step_holds_what_an_independent_network_computes_on_its_canvas() -> None:
+    model = model_of("gated-sink")
+    run, cache = dl.bridge(model).denoise_with_cache(IDS, steps=6, gen_length=6)
+    for step in (0, 3, 5):
+        want = forward64(model, run.canvases[step])
+        for name, ours in {"pattern": "attn.hook_pattern", "q": "attn.hook_q", "resid": "hook_resid_post"}.items():
+            got = cache[f"blocks.1.{ours}", step].double()
+            torch.testing.assert_close(got, want[f"{name}1"], atol=5e-4, rtol=5e-4)
+    assert cache.steps == tuple(range(6))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_cache_of_its_canvas(case: str) -> None:
+    """Equal to `run_with_cache` on the stored canvas, for every name."""
+    model = model_of(case)
+    tl, causal = dl.bridge(model), case in ("llama", "qwen2")
+    settings = (
+        {"gen_length": 4}
+        if causal
+        else {"gen_length": 4, "steps": 4, "cfg_scale": 0.0}
+        if case != "dream"
+        else {
+            "gen_length": 4,
+            "steps": 4,
+        }
+    )
+    run, cache = tl.denoise_with_cache(IDS, cache_steps=2, **settings)
+    canvas = run.canvases[2][:, :8] if causal else run.canvases[2]
+    with torch.no_grad():
+        _, want = tl.run_with_cache(canvas, use_cache=False)
+    at = cache.at(2)
+    assert isinstance(at, ActivationCache)
+    # run_with_cache also lists points that never fire, which hold nothing on either side
+    assert set(at.keys()) == set(want.keys())
+    assert all(torch.equal(at[name], want[name]) for name in want if isinstance(want[name], torch.Tensor))
+
+
+def test_names_and_steps() -> None:
+    tl = dl.bridge("toy-sink")
+    _, cache = tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=range(10, 14))
+    assert cache.steps == (10, 11, 12, 13)
+    assert cache.names == tuple(f"blocks.{i}.attn.hook_pattern" for i in range(4))
+    stacked = cache["blocks.2.attn.hook_pattern"]
+    assert stacked.shape == (4, 1, 4, 40, 40)
+    assert torch.equal(stacked[1], cache["blocks.2.attn.hook_pattern", 11])
+    assert ("blocks.2.attn.hook_pattern", 11) in cache
+    assert ("blocks.2.attn.hook_pattern", 9) not in cache
+    assert "blocks.2.attn.hook_z" not in cache
+    with pytest.raises(KeyError, match="step 9 was not kept; there are 10, 11, 12, 13"):
+        cache["blocks.2.attn.hook_pattern", 9]
+    with pytest.raises(KeyError, match="step 14 was not kept"):
+        cache.at(14)
+    with pytest.raises(KeyError, match=re.escape("'blocks.2.attn.hook_z' was not kept")):
+        cache["blocks.2.attn.hook_z"]
+    moved = cache.to("cpu")
+    assert torch.equal(moved["blocks.0.attn.hook_pattern"], cache["blocks.0.attn.hook_pattern"])
+    assert repr(cache).startswith("StepCache(names=('blocks.0.attn.hook_pattern'")
+    for steps, want in ((-1, (31,)), (slice(0, None, 10), (0, 10, 20, 30)), ([3, -2, 3], (3, 30))):
+        _, some = tl.denoise_with_cache(PROMPT, names_filter="blocks.0.hook_resid_post", cache_steps=steps)
+        assert some.steps == want
+
+
+def test_one_activation_answers_to_all_its_names() -> None:
+    _, cache = dl.bridge("toy").denoise_with_cache(
+        PROMPT, steps=4, gen_length=4, names_filter="blocks.1.hook_resid_post"
+    )
+    assert cache.names == ("blocks.1.hook_resid_post",)
+    assert cache["blocks.1.hook_out", 0] is cache["blocks.1.hook_resid_post", 0]
+    assert len(cache.values) == 4
+
+
+def test_nothing_outside_the_filter_is_kept() -> None:
+    """The bytes alive behind the cache are those of what was asked for, and as many as were foretold."""
+    tl = dl.bridge("toy")
+    for filter_, slices in ((patterns, None), ("blocks.1.attn.hook_q", None), ("blocks.1.hook_resid_post", (2, 4))):
+        run, cache = tl.denoise_with_cache(PROMPT, names_filter=filter_, cache_steps=[0, 5], pos_slice=slices)
+        storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in cache.values.values()}
+        assert sum(storages.values()) == cache.nbytes
+        if slices is None:
+            foretold = tl.bytes_per_step(filter_, positions=run.tokens.shape[1])
+            assert cache.nbytes == 2 * sum(foretold.values())
+    assert cache["blocks.1.hook_resid_post"].shape == (2, 1, 2, 128)
+
+
+@pytest.mark.parametrize("case", ["llada", "sink", "sinks-end", "gated-sink"])
+def test_the_cost_of_a_name_is_known_beforehand(case: str) -> None:
+    tl = dl.bridge(model_of(case, torch.bfloat16))
+    settings = {"steps": 2, "gen_length": 13, "cache_steps": 1}
+    _, cache = tl.denoise_with_cache(torch.tensor(IDS * 3), **{**settings, "steps": 13})
+    rows = {name: value for (name, _), value in cache.values.items()}
+    foretold = tl.bytes_per_step(None, positions=19, rows=3)
+    assert foretold.keys() == rows.keys()
+    for name, value in rows.items():
+        batch = 1 if value.shape[0] == 1 else 3  # rotary tables have no batch axis
+        assert foretold[name] == value.numel() * value.element_size() * 3 // batch, name
+
+
+def test_a_request_that_does_not_fit_is_refused_with_the_number_and_the_remedy() -> None:
+    tl = dl.bridge("toy")
+    calls: list[int] = []
+    needed = 32 * 4 * 4 * 39 * 39 * 4  # steps, layers, heads, queries, keys, bytes
+    options: dict[str, Any] = {
+        "names_filter": patterns,
+        "fwd_hooks": [("hook_embed", lambda t, hook: calls.append(1))],
+    }
+    with pytest.raises(
+        MemoryError, match=re.escape(f"would take {needed / 1e6:.3g} MB (4 activations of 32 steps")
+    ) as e:
+        tl.denoise_with_cache(PROMPT, max_bytes=needed - 1, **options)
+    assert "narrow names_filter, give fewer cache_steps" in str(e.value)
+    assert not calls  # not one forward pass of the run
+    assert not tl.list_hooks()
+    _, cache = tl.denoise_with_cache(PROMPT, max_bytes=needed, **options)
+    assert cache.nbytes == needed
+    assert len(calls) == 32
+
+
+def test_without_max_bytes_the_free_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlm_lens.bridging.keeping.free_bytes", lambda device: 1_000_000)
+    tl = dl.bridge("toy")
+    with pytest.raises(MemoryError, match="800 kB may be used on cpu"):
+        tl.denoise_with_cache(PROMPT, names_filter=patterns)
+    tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=slice(0, 8))
+
+
+def test_impossible_requests_are_refused() -> None:
+    tl = dl.bridge("toy")
+    with pytest.raises(KeyError, match="matches no hook point"):
+        tl.denoise_with_cache(PROMPT, names_filter="blocks.0.attn.pattern")
+    with pytest.raises(KeyError, match="switched off"):
+        tl.denoise_with_cache(PROMPT, names_filter="blocks.0.attn.hook_result")
+    with pytest.raises(ValueError, match="step 32, but the run has 32, 0 to 31"):
+        tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=32)
+    with pytest.raises(ValueError, match="names no step"):
+        tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=[])
+
+
+def test_steps_of_an_ar_run_do_not_stack() -> None:
+    _, cache = dl.bridge("toy-ar").denoise_with_cache(PROMPT, gen_length=3, names_filter=patterns)
+    assert [cache["blocks.0.attn.hook_pattern", step].shape[-1] for step in cache.steps] == [7, 8, 9]
+    with pytest.raises(ValueError, match=re.escape("take cache[name, step]")):
+        cache["blocks.0.attn.hook_pattern"]
+
+
+def test_hooks_act_before_activations_are_kept() -> None:
+    tl = dl.bridge("toy")
+    _, cache = tl.denoise_with_cache(
+        PROMPT,
+        steps=4,
+        gen_length=4,
+        names_filter="blocks.0.hook_mlp_out",
+        fwd_hooks=[("blocks.0.hook_mlp_out", lambda t, hook: torch.full_like(t, float(hook.step)))],
+    )
+    assert [float(value.mean()) for value in cache["blocks.0.hook_mlp_out"]] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_step_goes_through_transformerlens_analysis() -> None:
+    """Decomposition of a step in compatibility mode, whose sum is the stream that the same step wrote."""
+    tl = dl.bridge("toy-sink")
+    tl.enable_compatibility_mode(disable_warnings=True)
+    _, cache = tl.denoise_with_cache(PROMPT, cache_steps=7)
+    step = cache.at(7)
+    torch.testing.assert_close(
+        step.decompose_resid(mode="full").sum(0), step["blocks.3.hook_resid_post"], atol=1e-4, rtol=1e-4
+    )
