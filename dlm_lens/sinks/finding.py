@@ -6,9 +6,12 @@ from typing import Any, TypedDict, Unpack
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.recording import Recording
 from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.hidden import KeyStatistic
 from dlm_lens.sinks.patterns import received_from_pattern
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, SHARE, Level, Received
+from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Level, Received
+from dlm_lens.sinks.recorded import judged_of
 from dlm_lens.sinks.result import Sinks
 
 
@@ -28,7 +31,7 @@ class PatternSettings(TypedDict, total=False):
 
 
 def find_sinks(
-    attention: Received | Float[Tensor, "*leading query key"],
+    attention: Received | Recording | KeyStatistic | Float[Tensor, "*leading query key"],
     detector: Detector,
     *,
     level: Level = "head",
@@ -38,13 +41,16 @@ def find_sinks(
     """Apply a detector to received attention: a sink is a key whose score passes the rule (2510.15731, Eq. 3).
 
     Args:
-        attention: a `Received`, or a pattern [head, query, key], [batch, head, query, key],
-            [step, batch, head, query, key] or [step, batch, layer, head, query, key] (other axes: `dims=`).
-        detector: `AboveMean(eps)`, `AboveStd(k)`, `Share(x)`, `TopK(k)` or your own `Detector`.
+        attention: a `Received`, a `Recording` (of all queries; `received_of` for others), or a pattern
+            [head, query, key], [batch, head, query, key], [step, batch, head, query, key] or
+            [step, batch, layer, head, query, key] (other axes: `dims=`); or a `KeyStatistic` of hidden states, for
+            `AboveMedian` and `LowKeyNorm`.
+        detector: `AboveMean(eps)`, `AboveStd(k)`, `Share(x)`, `MeanAttention(x)`, `SoftSigmoid()`, `TopK(k)` or
+            your own `Detector`.
         level: judge every "head", the head-mean pattern of a "layer", or the mean pattern of the "model": the
-            mean of r_j over heads (and layers), divided by e_j.
+            mean of r_j over heads (and layers), divided by e_j. A `KeyStatistic` has its own level.
         relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern
-            and for the scale that a `Received` has. `Share` always reads shares.
+            and for the scale that a `Received` has. `Share` always reads shares, `MeanAttention` means.
         **pattern_settings: for patterns, the arguments of `received_from_pattern`: visible, queries,
             attention_mask, causal, tokens, masked, tokenizer, layers, min_viewers, dims.
 
@@ -57,6 +63,12 @@ def find_sinks(
     """
     if isinstance(detector, type) or not isinstance(detector, Detector):
         raise TypeError(f"{detector!r} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
+    if isinstance(attention, Recording):
+        attention = judged_of(attention, detector.quantity)
+    if isinstance(attention, KeyStatistic):
+        if pattern_settings or relative is not None or level not in ("head", attention.level):
+            raise TypeError(f"{attention!r} is of the {attention.level} level and takes no settings of patterns")
+        return _judge(attention, detector)
     if isinstance(attention, Received):
         if pattern_settings:
             raise TypeError(f"{', '.join(pattern_settings)}: for patterns only; this Received is already summed")
@@ -68,27 +80,29 @@ def find_sinks(
     return _judge(received.at_level(level), detector)
 
 
-def _judge(received: Received, detector: Detector) -> Sinks:
-    share = detector.quantity == "share"
-    scores = received.shares if share else received.values
+def _judge(given: Received | KeyStatistic, detector: Detector) -> Sinks:
+    scores, scale = given.read(detector.quantity)
+    judge: Any = detector
+    # What a statistic of hidden states is compared with may be more than its own scores tell.
+    extra = {} if isinstance(given, Received) or given.median is None else {"median": given.median}
     return Sinks(
-        is_sink=_squeeze(detector.detect(scores), received, AXES),
-        scores=_squeeze(scores, received, AXES),
-        threshold=_squeeze(detector.thresholds(scores), received, AXES),
-        scale=SHARE if share else received.scale,
-        level=received.level,
+        is_sink=_squeeze(judge.detect(scores, **extra), given, AXES),
+        scores=_squeeze(scores, given, AXES),
+        threshold=_squeeze(judge.thresholds(scores, **extra), given, AXES),
+        scale=scale,
+        level=given.level,
         detector=detector,
-        dims=received.dims,
-        tokens=_squeeze(received.tokens, received, ("step", "batch", "key")),
-        masked=_squeeze(received.masked, received, ("step", "batch", "key")),
-        layers=received.layers,
-        queries=received.queries,
-        sinks=received.sinks,
-        tokenizer=received.tokenizer,
+        dims=given.dims,
+        tokens=_squeeze(given.tokens, given, ("step", "batch", "key")),
+        masked=_squeeze(given.masked, given, ("step", "batch", "key")),
+        layers=given.layers,
+        queries=given.queries if isinstance(given, Received) else "none (hidden states)",
+        sinks=given.sinks,
+        tokenizer=given.tokenizer,
     )
 
 
-def _squeeze(tensor: Any, received: Received, axes: tuple[str, ...]) -> Any:
+def _squeeze(tensor: Any, received: Received | KeyStatistic, axes: tuple[str, ...]) -> Any:
     """Drop the axes that mean nothing."""
     if tensor is None:
         return None

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import MIN_VIEWERS, expected_received, received_attention, visible_keys
+from dlm_lens.attention import MIN_VIEWERS, expected_received, received_attention, viewers, visible_keys
 from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received
 
 LEADING = AXES[:-1]
@@ -93,6 +93,7 @@ def received_from_pattern(
         min_viewers=min_viewers,
         dims=(*names, "key"),
         tokenizer=tokenizer,
+        viewers=viewers(seen, counted[:, :, None]),
     )
 
 

@@ -3,11 +3,20 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Scale = Literal["relative to uniform", "column sum", "share of attention"]
-"""The unit of a score: r_j / e_j (1 = as under even attention), r_j (in queries), r_j / sum_k r_k (0 to 1)."""
+from dlm_lens.sinks.detectors import Quantity
+
+Scale = Literal[
+    "relative to uniform", "column sum", "share of attention", "mean attention", "max activation", "key norm"
+]
+"""The unit of a score.
+
+r_j / e_j (1 = as under even attention), r_j (in queries), r_j / sum_k r_k (0 to 1), r_j / n_j of n_j viewers (0 to
+1), max_d |h_jd| of the residual stream, ||k_j|| of a key.
+"""
 
 Level = Literal["head", "layer", "model"]
 """Whose pattern a score describes: one head's, the head-mean of a layer, the mean over layers and heads."""
@@ -15,6 +24,7 @@ Level = Literal["head", "layer", "model"]
 RELATIVE: Scale = "relative to uniform"
 COLUMN_SUM: Scale = "column sum"
 SHARE: Scale = "share of attention"
+MEAN: Scale = "mean attention"
 
 AXES = ("step", "batch", "layer", "head", "key")
 MERGED: dict[Level, tuple[str, ...]] = {"head": (), "layer": ("head",), "model": ("layer", "head")}
@@ -48,6 +58,8 @@ class Received:
         sinks: how many of the keys, the last ones, are the model's learned sink tokens: they have no canvas
             position, and in `tokens` sink i has the id -1 - i.
         tokenizer: decodes token ids; None if there is none.
+        viewers: n_j, how many counted queries see each key; None if unknown, which is no loss where every counted
+            query sees every key.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -68,6 +80,7 @@ class Received:
     dims: tuple[str, ...] = AXES
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
+    viewers: Float[Tensor, "step batch #layer #head key"] | None = None
 
     def __post_init__(self) -> None:
         if self.values.ndim != len(AXES):
@@ -77,6 +90,7 @@ class Received:
         steps, batch, layers, heads, keys = self.values.shape
         wanted: dict[str, tuple[tuple[int, ...], ...]] = {
             "expected": tuple((steps, batch, n, m, keys) for n in {1, layers} for m in {1, heads}),
+            "viewers": tuple((steps, batch, n, m, keys) for n in {1, layers} for m in {1, heads}),
             "counted": ((steps, batch),),
             "tokens": ((steps, batch, keys),),
             "masked": ((steps, batch, keys),),
@@ -120,6 +134,67 @@ class Received:
         """r_j / sum_k r_k, the part of all counted attention that goes to key j; the rows sum to 1."""
         return self.column_sums / self.counted[..., None, None, None].clamp(min=1)
 
+    @property
+    def mean_attention(self) -> Float[Tensor, "step batch layer head key"]:
+        """r_j / n_j, what key j gets of a query that sees it, on average (2410.10781, section 3.1).
+
+        Raises:
+            ValueError: the queries see different keys, and `viewers` are unknown.
+        """
+        return self.column_sums / self._viewers().clamp(min=1)
+
+    def _viewers(self) -> Float[Tensor, "step batch #layer #head key"]:
+        if self.viewers is not None:
+            return self.viewers
+        # Keys that all see have one e_j; under a causal mask every key has another.
+        scored = ~self.values.isnan().all((2, 3), keepdim=True)
+        most = self.expected.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
+        if bool(((self.expected < most * (1 - 1e-4)) & scored).any()):
+            raise ValueError("the mean attention of a key needs Received.viewers, how many queries see it")
+        return self.counted[..., None, None, None].expand(self.expected.shape).to(self.expected.dtype)
+
+    def read(self, quantity: Quantity) -> tuple[Float[Tensor, "step batch layer head key"], Scale]:
+        """What a detector of this quantity judges, and its unit.
+
+        Raises:
+            ValueError: a quantity of hidden states, which attention does not tell.
+        """
+        if quantity == "received":
+            return self.values, self.scale
+        if quantity == "share":
+            return self.shares, SHARE
+        if quantity == "mean attention":
+            return self.mean_attention, MEAN
+        raise ValueError(
+            f"this detector reads {quantity!r}, not attention; give find_sinks a KeyStatistic "
+            "(key_statistic_over_steps) instead of received attention"
+        )
+
+    def part(
+        self, rows: slice = slice(None), layers: slice = slice(None), heads: slice = slice(None)
+    ) -> "Received":
+        """Some rows of the batch, layers and heads, as views; slices of the axes, not layer indices."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            layer, head = (s if tensor.shape[axis] > 1 else slice(None) for axis, s in ((2, layers), (3, heads)))
+            return tensor[:, rows, layer, head]
+
+        def per_step(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[:, rows]
+
+        return replace(
+            self,
+            values=self.values[:, rows, layers, heads],
+            expected=wide(self.expected),
+            viewers=None if self.viewers is None else wide(self.viewers),
+            counted=self.counted[:, rows],
+            tokens=per_step(self.tokens),
+            masked=per_step(self.masked),
+            valid=None if self.valid is None else self.valid[rows],
+            final_tokens=None if self.final_tokens is None else self.final_tokens[rows],
+            layers=self.layers[layers] if self.layers else (),
+        )
+
     def on_scale(self, scale: Scale) -> "Received":
         """The same attention relative to uniform, or as column sums.
 
@@ -156,10 +231,12 @@ class Received:
         axes = [AXES.index(name) for name in merged]
         sums = self.column_sums.mean(axes, keepdim=True)
         expected = self.expected.mean(axes, keepdim=True)
+        viewers = None if self.viewers is None else self.viewers.float().mean(axes, keepdim=True)
         return replace(
             self,
             values=sums / expected if self.scale == RELATIVE else sums,
             expected=expected,
+            viewers=viewers,
             level=level,
             layers=self.layers if "layer" not in merged else (),
             dims=tuple(name for name in self.dims if name not in merged),

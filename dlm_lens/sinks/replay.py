@@ -17,6 +17,7 @@ from dlm_lens.attention import (
     SinkLayout,
     expected_received,
     received_attention,
+    viewers,
     visible_keys,
 )
 from dlm_lens.sampling import Denoised
@@ -72,17 +73,19 @@ def received_over_steps(
     """
     if not isinstance(run, Denoised):
         raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
-    points = _points(model, layers)
-    canvases = _Canvases(model, run, queries)
+    points = points_of(model, layers)
+    canvases = Canvases(model, run, queries)
     rows = rows_per_pass or max(1, ENTRIES_PER_PASS // (model.config.num_attention_heads * canvases.length**2))
     values: list[Tensor] = []
     expected: list[Tensor] = []
+    seers: list[Tensor] = []
     for start in tqdm(range(0, len(canvases), rows), desc="replaying", unit="pass", disable=not progress):
         view = canvases.view(start, start + rows)
         with _watching(points, partial(view.reduce, relative=relative, min_viewers=min_viewers)) as seen:
             model.get_decoder()(**view.inputs)
         values.append(_stack(points, seen))
         expected.append(expected_received(view.visible, view.queries).cpu())
+        seers.append(viewers(view.visible, view.queries).cpu())
     steps, batch = run.steps, len(run.tokens)
     return Received(
         values=torch.cat(values).unflatten(0, (steps, batch)),
@@ -98,6 +101,7 @@ def received_over_steps(
         min_viewers=min_viewers,
         sinks=canvases.layout.count,
         tokenizer=run.tokenizer,
+        viewers=torch.cat(seers).unflatten(0, (steps, batch)).unsqueeze(3),
     )
 
 
@@ -131,7 +135,7 @@ class _View:
         ).cpu()
 
 
-class _Canvases:
+class Canvases:
     """All canvases of a run in one list, step by step, with the queries that count on each."""
 
     def __init__(self, model: Any, run: Denoised, queries: QueryClass) -> None:
@@ -171,6 +175,13 @@ class _Canvases:
         place = f"steps {start // self.batch} to {last // self.batch}"
         return _View(inputs, visible, self.counted[rows].to(self.device), self.layout, place)
 
+    def reordered(self, values: Tensor) -> Tensor:
+        """Values [row, position, ...] of the network with the learned sinks behind the canvas."""
+        length = values.shape[1]
+        if not self.layout.count:
+            return values
+        return torch.cat([values[:, self.layout.canvas(length)], values[:, self.layout.sinks(length)]], 1)
+
     def beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Tensor:
         """A tensor over canvas positions with `value` for every learned sink behind them."""
         if not self.layout.count:
@@ -179,7 +190,7 @@ class _Canvases:
         return torch.cat([canvas, sinks], -1)
 
 
-def _points(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
+def points_of(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
     """Layer index -> its `hook_pattern`, in increasing order."""
     modules = [module for module in model.modules() if isinstance(module, HookedAttention)]
     if not modules:

@@ -1,7 +1,6 @@
 """`Sinks`: which columns are sinks, by which rule, on which scale."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import pandas as pd
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.sinks.detectors import Detector
 from dlm_lens.sinks.received import AXES, Level, Scale
+from dlm_lens.sinks.texts import TokenTexts
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +76,11 @@ class Sinks:
     def main(self) -> Int[Tensor, "*axes"]:
         """Key of the largest sink of every pattern; -1 where there is none. Of equals, the earlier one.
 
-        A key is a canvas position, or, behind the canvas, a learned sink token.
+        Of `LowKeyNorm`, whose sinks have low scores, the lowest. A key is a canvas position, or, behind the canvas,
+        a learned sink token.
         """
-        best = self.scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
+        scores = -self.scores if getattr(self.detector, "low_is_strong", False) else self.scores
+        best = scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
         return best.masked_fill(~self.is_sink.any(-1), -1)
 
     def table(self, top: int | None = None, sort: Literal["score", "place"] = "score") -> pd.DataFrame:
@@ -106,7 +108,8 @@ class Sinks:
             columns["layer"] = [self.layers[i] for i in columns["layer"]]
         rows = tuple(i for name, i in zip(self.dims, where, strict=True) if name not in ("layer", "head"))
         if self.tokens is not None:
-            columns["token"] = [self._token(i) for i in self.tokens[rows].tolist()]
+            text = TokenTexts(self.tokenizer)
+            columns["token"] = [text(i) for i in self.tokens[rows].tolist()]
         if self.masked is not None:
             columns["masked"] = self.masked[rows].tolist()
         columns["score"] = self.scores[where].tolist()
@@ -118,16 +121,3 @@ class Sinks:
         if sort == "score":
             table = table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
         return table if top is None else table.head(top)
-
-    def _token(self, token: int) -> str | int:
-        if token < 0:
-            return f"sink({-1 - token})"
-        if self.tokenizer is None:
-            return token
-        if token not in self._decoded:
-            self._decoded[token] = str(self.tokenizer.decode([token]))
-        return self._decoded[token]
-
-    @cached_property
-    def _decoded(self) -> dict[int, str]:
-        return {}

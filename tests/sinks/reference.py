@@ -47,3 +47,45 @@ def above_std(values, k):
 
 def harmonic(n):
     return math.fsum(1.0 / i for i in range(1, n + 1))
+
+
+def lives(scores, eps, factor):
+    """Spells (position, first, last) of one pattern [step][key], from Eq. 3 with hysteresis, step by step."""
+    found, open_since = [], {}
+    for step, values in enumerate(scores):
+        for j, value in enumerate(values):
+            others = [v for k, v in enumerate(values) if k != j and v is not None]
+            excess = None if value is None or not others else value - math.fsum(others) / len(others)
+            stays = j in open_since and excess is not None and excess >= factor * eps
+            enters = excess is not None and excess > eps
+            if j in open_since and not (stays or enters):
+                found.append((j, open_since.pop(j), step - 1))
+            elif j not in open_since and enters:
+                open_since[j] = step
+    found += [(j, first, len(scores) - 1) for j, first in open_since.items()]
+    return sorted(found)
+
+
+def moves(spells, steps):
+    """Pairs (from, to) of spells: the best fitting pair first, every spell at most once on each side."""
+    pairs = []
+    for a in spells:
+        for b in spells:
+            died, born = a[2] < steps - 1, b[1] > 0
+            delay = b[1] - (a[2] + 1)
+            if died and born and a[0] != b[0] and abs(delay) <= 1 and b[1] > a[1] and b[2] > a[2]:
+                pairs.append((abs(delay), abs(a[0] - b[0]), delay, a[0], b[0], a, b))
+    taken, used_from, used_to = [], set(), set()
+    for *_, a, b in sorted(pairs):
+        if a not in used_from and b not in used_to:
+            used_from.add(a)
+            used_to.add(b)
+            taken.append((a, b))
+    return sorted(taken)
+
+
+def slope(points):
+    """Of the least-squares line through (x, y)."""
+    n = len(points)
+    mx, my = math.fsum(x for x, _ in points) / n, math.fsum(y for _, y in points) / n
+    return math.fsum((x - mx) * (y - my) for x, y in points) / math.fsum((x - mx) ** 2 for x, _ in points)

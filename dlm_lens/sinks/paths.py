@@ -1,0 +1,210 @@
+"""`Trajectories`: where sinks appear, how long they live, and where they go."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.lifetimes import Ints, Lives
+from dlm_lens.sinks.movement import KINDS, TRANSIENT_STEPS, kinds_of, life_counts, main_path
+from dlm_lens.sinks.received import Level, Scale
+from dlm_lens.sinks.texts import TokenTexts
+
+By = Literal["pattern", "head", "layer", "all"]
+"""What a line of a summary is: one pattern of one sequence, a (layer, head) or a layer over sequences, or all."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "pattern": ("batch", "layer", "head"),
+    "head": ("layer", "head"),
+    "layer": ("layer",),
+    "all": (),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectories:
+    """Sinks followed over steps, from `trajectories`; definitions there.
+
+    All axes are always there; `dims` names those that mean something, the others have size 1. A pattern is one
+    (batch, layer, head), and its index counts over them in this order.
+
+    Args:
+        lives: every spell of a position as a sink, ordered by pattern, first step and position.
+        before: for each life the one that it comes from by a move; -1 for none.
+        trajectory: for each life its trajectory; lives joined by moves share one.
+        main: position of the largest sink; -1 where there is none.
+        main_score: its score; NaN where there is none.
+        counts: how many sinks are on.
+        defined: whether any key has a score.
+        switched: whether the largest sink changed although the old and the new one were on before and are on now.
+        static_position: the position that is on at most steps (-1: no sink ever), and
+        static_share: at which part of the steps that have a sink.
+        scored: which keys have a score.
+        tokens, masked, final_tokens, scale, level, layers, queries, sinks, tokenizer: as in `Received`.
+        detector: the rule that switches a sink on.
+        hysteresis: part of its threshold below which it switches off.
+        dims: names of the axes that mean something.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    lives: Lives
+    before: Ints
+    trajectory: Ints
+    main: Int[Tensor, "step batch layer head"]
+    main_score: Float[Tensor, "step batch layer head"]
+    counts: Int[Tensor, "step batch layer head"]
+    defined: Bool[Tensor, "step batch layer head"]
+    switched: Bool[Tensor, "step batch layer head"]
+    static_position: Int[Tensor, "batch layer head"]
+    static_share: Float[Tensor, "batch layer head"]
+    scored: Bool[Tensor, "step batch key"]
+    scale: Scale
+    level: Level
+    detector: Detector
+    hysteresis: float
+    dims: tuple[str, ...]
+    tokens: Int[Tensor, "step batch key"] | None = None
+    masked: Bool[Tensor, "step batch key"] | None = None
+    final_tokens: Int[Tensor, "batch key"] | None = None
+    layers: tuple[int, ...] = ()
+    queries: str = "all"
+    sinks: int = 0
+    tokenizer: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.main.shape)
+        for name in ("main_score", "counts", "defined", "switched", "static_position", "static_share"):
+            wanted = shape[1:] if name.startswith("static") else shape
+            if tuple(getattr(self, name).shape) != wanted:
+                raise ValueError(
+                    f"Trajectories.{name} has shape {list(getattr(self, name).shape)}; main asks for {list(wanted)}"
+                )
+        if not len(self.lives) == len(self.before) == len(self.trajectory):
+            raise ValueError(
+                f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories, {len(self.lives)} lives"
+            )
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{int((self.kinds == kind).sum())} {kind}" for kind in KINDS)
+        transient = int((self.lives.steps <= TRANSIENT_STEPS).sum())
+        patterns = f"{self.kinds.size} patterns over {len(self.main)} steps: {counts}"
+        return (
+            f"Trajectories({len(self.lives)} lives ({transient} transient), {int((self.before >= 0).sum())} moves, "
+            f"{int(self.switched.sum())} switches; {patterns}; {self.rule})"
+        )
+
+    @property
+    def rule(self) -> str:
+        """Rule, hysteresis, scale, level and counted queries in words, for captions."""
+        off = f"off below {self.hysteresis:g} of its threshold" if self.hysteresis != 1 else "no hysteresis"
+        return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
+
+    @property
+    def canvas(self) -> int:
+        """How many of the keys are canvas positions; learned sink tokens stand behind them."""
+        return self.scored.shape[-1] - self.sinks
+
+    @cached_property
+    def kinds(self) -> NDArray[np.str_]:
+        """Each pattern's kind: "none", "static", "moving" or "unsettled" (sinks come and go without a move)."""
+        moves = np.bincount(self.lives.pattern, weights=self.before >= 0, minlength=self.static_share.numel())
+        steps = (self.counts > 0).sum(0).numpy()
+        shape = self.static_share.shape
+        return kinds_of(steps, self.static_share.numpy(), np.asarray(moves, dtype=float).reshape(shape))
+
+    def place(self, pattern: Ints) -> dict[str, Ints]:
+        """Batch row, layer (as in the model) and head of patterns, of the axes that mean something."""
+        at = dict(zip(GROUPS["pattern"], np.unravel_index(pattern, self.static_share.shape), strict=True))
+        if self.layers:
+            at["layer"] = np.asarray(self.layers)[at["layer"]]
+        return {name: index for name, index in at.items() if name in self.dims}
+
+    def table(self) -> pd.DataFrame:
+        """One line per life, ordered by pattern, first step and position.
+
+        Columns: batch, layer, head (those that there are); `position` (NA for a learned sink token); `token` when
+        it switched on and `token_last` at its last step, `masked` when it switched on (where known); `first_step`,
+        `last_step`, `steps`; `peak` and `mean` score, `peak_step`; `main_steps`, at how many steps it was the
+        largest; `transient` (at most 2 steps); `born` and `died`, whether it was seen to switch on and off (not at
+        the ends of the run); `trajectory`, which lives joined by moves share; `came_from` and `moved_by`, the
+        position before the move and the distance (right above 0), NA without a move.
+        """
+        lives = self.lives
+        columns: dict[str, Any] = dict(self.place(lives.pattern))
+        row = np.unravel_index(lives.pattern, self.static_share.shape)[0]
+        position = pd.Series(lives.position, dtype="Int64")
+        columns["position"] = position.mask(position >= self.canvas)
+        if self.tokens is not None:
+            text, ids = TokenTexts(self.tokenizer), self.tokens.numpy()
+            columns["token"] = [text(int(i)) for i in ids[lives.first, row, lives.position]]
+            columns["token_last"] = [text(int(i)) for i in ids[lives.last, row, lives.position]]
+        if self.masked is not None:
+            columns["masked"] = self.masked.numpy()[lives.first, row, lives.position]
+        columns |= {"first_step": lives.first, "last_step": lives.last, "steps": lives.steps}
+        columns |= {"peak": lives.peak, "mean": lives.mean, "peak_step": lives.peak_step}
+        columns |= {"main_steps": lives.main_steps, "transient": lives.steps <= TRANSIENT_STEPS}
+        columns |= {"born": lives.born, "died": lives.died, "trajectory": self.trajectory}
+        came_from = pd.Series(lives.position[self.before], dtype="Int64").mask(self.before < 0)
+        columns |= {"came_from": came_from, "moved_by": position - came_from}
+        return pd.DataFrame(columns)
+
+    def summary(self, by: By = "head") -> pd.DataFrame:
+        """What the sinks do, per pattern, per (layer, head), per layer, or overall: means over the patterns in it.
+
+        Columns: `patterns`, how many; `with_sink`, part of the steps that have a sink; `sinks`, how many are on;
+        `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, mean steps of a life; `transient`, part of
+        the lives; `move_rate` and `switch_rate`, per pair of neighbouring steps; `moves_right`, part of the moves;
+        `jump`, mean distance of a move; `static_share`, the part of its steps with a sink that the steadiest
+        position is on; of the largest sink's path `moved_over_run`, `displacement`, `drift`, `drift_right` (part of
+        the patterns with a drift that go right), `variance`, `changes`, `change` (see `movement.main_path`;
+        the variance of the sink's position is what 2602.17664 looks at); and the part of the patterns of each kind.
+        Means leave out patterns where a quantity is not defined.
+
+        Raises:
+            ValueError: an unknown grouping.
+        """
+        if by not in GROUPS:
+            raise ValueError(f"summary(by={by!r}); by is one of {', '.join(GROUPS)}")
+        table = self.measures.assign(**{kind: (self.measures["kind"] == kind).astype(float) for kind in KINDS})
+        names = [name for name in GROUPS[by] if name in self.dims]
+        if by == "pattern":
+            return table.drop(columns=["patterns", *KINDS])
+        table = table.drop(columns=["kind", "static_position"])
+        groups = table.groupby(names, sort=True) if names else table.groupby(lambda _: "all")
+        result = (
+            groups.mean(numeric_only=True)
+            .assign(patterns=groups.size())
+            .drop(columns=[name for name in GROUPS["pattern"] if name not in names], errors="ignore")
+        )
+        return result.reset_index() if names else result.reset_index(drop=True)
+
+    @cached_property
+    def measures(self) -> pd.DataFrame:
+        """One line per pattern: what `summary` averages."""
+        index = np.arange(self.static_share.numel())
+        defined = self.defined.sum(0).flatten().numpy()
+        pairs = np.where(defined > 1, defined - 1, np.nan)
+        sink_steps = (self.counts > 0).sum(0).flatten().numpy()
+        lives = life_counts(self.lives, self.before, self.trajectory, len(index))
+        switches = self.switched.sum(0).flatten().numpy()
+        path = main_path(self.main.flatten(1).numpy(), self.canvas)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            part, mean = sink_steps / defined, self.counts.sum(0).flatten().numpy() / defined
+        drift = np.where(path["drift"] == 0, np.nan, path["drift"])
+        columns: dict[str, Any] = self.place(index) | {"patterns": np.ones(len(index), dtype=int)}
+        columns |= {"kind": self.kinds.flatten(), "with_sink": part, "sinks": mean} | lives
+        columns |= {"switches": switches, "move_rate": lives["moves"] / pairs, "switch_rate": switches / pairs}
+        columns |= {
+            "static_position": self.static_position.flatten().numpy(),
+            "static_share": self.static_share.flatten().numpy(),
+        }
+        columns |= path | {"drift_right": np.where(np.isnan(drift), np.nan, drift > 0)}
+        return pd.DataFrame(columns)

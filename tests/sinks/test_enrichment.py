@@ -1,0 +1,339 @@
+"""What sinks stand on and where: planted preferences, and plain loops over sink-steps."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_lens.sinks import (
+    AboveMean,
+    Received,
+    consistency,
+    frontier_alignment,
+    place_enrichment,
+    query_split,
+    token_enrichment,
+    trajectories,
+)
+from dlm_lens.sinks.token_classes import class_of, sink_steps
+from tests.sinks.planted import planted
+
+RULE = AboveMean(3.0)
+VOCABULARY = {0: "[MASK]", 1: "<eos>", 2: "<bos>", 3: ".", 4: "Ġ", 5: " 12", 6: "Ġtom", 7: ",", 8: "x2", 9: "\n"}
+
+
+class Tokenizer:
+    mask_token_id, eos_token_id, all_special_ids = 0, 1, [0, 1, 2]
+
+    def decode(self, ids):
+        return VOCABULARY[ids[0]]
+
+
+def run_like(seed=0, steps=6, batch=3, keys=20, prompt=6, noise=4.0, sinks=0):
+    """Random scores with sinks here and there; the answer is written from left to right, one token a step."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(steps, batch, 2, 2, keys, generator=generator)
+    values[torch.rand(values.shape, generator=generator) < 0.08] = noise + 3
+    values[:, 1, ..., :2] = torch.nan  # padding
+    final = torch.randint(1, 10, (batch, keys), generator=generator)
+    masked = torch.zeros(steps, batch, keys, dtype=torch.bool)
+    for step in range(steps):
+        masked[step, :, prompt + 2 * step : keys - sinks] = True
+    tokens = torch.where(masked, 0, final)
+    if sinks:
+        tokens[..., -sinks:] = -1 - torch.arange(sinks)
+    return Received(
+        values=values, expected=torch.ones(steps, batch, 1, 1, keys), counted=torch.full((steps, batch), keys),
+        tokens=tokens, masked=masked, final_tokens=final, layers=(4, 5), tokenizer=Tokenizer(), sinks=sinks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (".", "punctuation"), (" ,", "punctuation"), ("...", "punctuation"), ("+", "punctuation"),
+        ("$", "punctuation"),
+        ("\n", "whitespace"), ("Ġ", "whitespace"), (" ", "whitespace"), ("▁", "whitespace"), ("", "other"),
+        ("12", "digits"), (" 7", "digits"), ("Ġ3", "digits"), ("tom", "words"), ("Ġthe", "words"), ("x2", "words"),
+        ("don't", "words"), ("你好", "words"), ("2.5", "other"), ("\x00", "other"), ("。", "punctuation"),
+    ],
+)  # fmt: skip
+def test_classes_of_texts(text, name):
+    assert class_of(text) == name
+
+
+def of_id(token):
+    return {0: "mask", 1: "end of text", 2: "special", 3: "punctuation", 4: "whitespace", 5: "digits", 6: "words",
+            7: "punctuation", 8: "words", 9: "whitespace", -1: "learned sink"}[token]  # fmt: skip
+
+
+def loop(paths, received, member):
+    """Observed and expected sink-steps of every class per (row, layer, head), one sink-step after another."""
+    seen, base, total = {}, {}, {}
+    for step, pattern, position in zip(*(a.tolist() for a in sink_steps(paths)), strict=True):
+        row, layer, head = np.unravel_index(pattern, received.values.shape[1:4])
+        at = (int(row), int(layer), int(head))
+        keys = [k for k in range(received.values.shape[-1]) if not math.isnan(received.values[step, row, 0, 0, k])]
+        for name in {c for k in keys for c in member(step, row, k)}:
+            share = sum(name in member(step, row, k) for k in keys) / len(keys)
+            base[(*at, name)] = base.get((*at, name), 0) + share
+        for name in member(step, row, position):
+            seen[(*at, name)] = seen.get((*at, name), 0) + 1
+        total[at] = total.get(at, 0) + 1
+    return seen, base, total
+
+
+def gather(values, name, **where):
+    axes = ("batch", "layer", "head")
+    return sum(
+        v
+        for at, v in values.items()
+        if all(at[axes.index(a)] == w for a, w in where.items()) and (name in (at[-1], None))
+    )
+
+
+@pytest.mark.parametrize("sinks", [0, 1])
+@pytest.mark.parametrize("by", ["all", "layer", "head", "pattern"])
+def test_token_enrichment_equals_a_loop(by, sinks):
+    received = run_like(sinks=sinks)
+    paths = trajectories(received, RULE)
+    table = token_enrichment(paths, by)
+    seen, base, total = loop(paths, received, lambda t, b, k: [of_id(int(received.tokens[t, b, k]))])
+    assert len(table) > 4
+    for line in table.to_dict("records"):
+        where = {a: line[a] - (4 if a == "layer" else 0) for a in ("batch", "layer", "head") if a in line}
+        n = gather(total, None, **where) if total else 0
+        assert line["sinks"] == gather(seen, line["class"], **where)
+        expected = gather(base, line["class"], **where)
+        assert line["share"] == pytest.approx(line["sinks"] / n)
+        assert line["base"] == pytest.approx(expected / n)
+        assert line["enrichment"] == pytest.approx(line["sinks"] / expected)
+        assert line["sequences"] == (1 if by == "pattern" else 3)
+        if by == "all":
+            assert line["low"] <= line["enrichment"] <= line["high"]
+    assert (table["class"] == "learned sink").any() == bool(sinks)
+
+
+def test_shares_and_bases_add_up_to_one():
+    table = token_enrichment(trajectories(run_like(seed=2), RULE))
+    assert table["share"].sum() == pytest.approx(1)
+    assert table["base"].sum() == pytest.approx(1)
+
+
+def test_a_planted_preference_is_found_and_no_preference_is_one():
+    received = run_like(seed=1, batch=24, steps=8, keys=40, noise=0.0)
+    values = torch.rand(received.values.shape, generator=torch.Generator().manual_seed(5))
+    full_stop = (received.tokens == 3)[:, :, None, None].expand(values.shape)
+    values[full_stop & (torch.rand(values.shape) < 0.5)] = 20.0
+    paths = trajectories(received_like(received, values), RULE)
+    table = token_enrichment(paths).set_index("class")
+    assert table.loc["punctuation", "share"] == 1
+    assert table.loc["punctuation", "low"] > 3
+    assert table.loc["words", "enrichment"] == 0
+    random = torch.rand(values.shape, generator=torch.Generator().manual_seed(6))
+    random[torch.rand(values.shape, generator=torch.Generator().manual_seed(7)) < 0.05] = 20.0
+    none = token_enrichment(trajectories(received_like(received, random), RULE)).set_index("class")
+    covered = [(line.low <= 1 <= line.high) for line in none.itertuples()]
+    assert sum(covered) >= len(covered) - 1  # 95% intervals of seven classes
+
+
+def received_like(received, values):
+    fields = {
+        name: getattr(received, name) for name in ("expected", "counted", "tokens", "masked", "layers", "tokenizer")
+    }
+    return Received(values=values, **fields)
+
+
+def test_own_classes_need_no_tokenizer():
+    received = run_like()
+    bare = trajectories(
+        Received(values=received.values, expected=received.expected, counted=received.counted,
+                 tokens=received.tokens, masked=received.masked, layers=(4, 5)), RULE,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="give classes="):
+        token_enrichment(bare)
+    ours = token_enrichment(bare, classes=lambda token: "even" if token % 2 == 0 else "odd").set_index("class")
+    theirs = token_enrichment(trajectories(received, RULE)).set_index("class")
+    assert ours.loc["mask", "sinks"] == theirs.loc["mask", "sinks"]
+    assert set(ours.index) == {"mask", "even", "odd"}
+    stops = token_enrichment(trajectories(received, RULE), eos_token_ids=[3]).set_index("class")
+    assert stops.loc["end of text", "sinks"] > theirs.loc["end of text", "sinks"]
+
+
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_place_enrichment_equals_a_loop(sinks):
+    received = run_like(seed=3, sinks=sinks)
+    paths = trajectories(received, RULE)
+    spans = [(6, 12), (6, 12), (6, 12), (12, 18), (12, 18), (12, 18)]
+    masked = received.masked
+
+    def places(step, row, key):
+        if key >= 20 - sinks:
+            return ["learned sink"]
+        if masked[step, row, key]:
+            start, stop = spans[step]
+            return [
+                "masked",
+                *(["in the block"] if start <= key < stop else []),
+                *(["behind the block"] if key >= stop else []),
+            ]
+        return ["prompt"] if not masked[0, row, key] else ["written"]
+
+    seen, base, _ = loop(paths, received, places)
+    table = place_enrichment(paths, spans=spans).set_index("class")
+    for name, line in table.iterrows():
+        assert line["sinks"] == gather(seen, name)
+        assert line["enrichment"] == pytest.approx(gather(seen, name) / gather(base, name))
+    assert ("learned sink" in table.index) == bool(sinks)
+    assert set(place_enrichment(paths)["class"]) == {
+        "prompt",
+        "written",
+        "masked",
+        *(["learned sink"] if sinks else []),
+    }
+    with pytest.raises(ValueError, match="2 spans for 6 steps"):
+        place_enrichment(paths, spans=spans[:2])
+
+
+@pytest.mark.parametrize("by", ["all", "head"])
+def test_frontier_alignment_equals_a_loop(by):
+    received = run_like(seed=4)
+    paths = trajectories(received, RULE)
+    spans = [(6, 12), (6, 12), (6, 12), (12, 18), (12, 18), (12, 18)]
+    table = frontier_alignment(paths, by, spans=spans)
+    masked, scored = received.masked.tolist(), (~received.values[:, :, 0, 0].isnan()).tolist()
+
+    def references(step, row):
+        now = masked[step][row]
+        where = [k for k in range(20) if now[k]]
+        content = [now[k] or scored[step][row][k] for k in range(20)]
+        meet = [k for k in range(20) for other in (k - 1, k + 1)
+                if 0 <= other < 20 and content[k] and content[other] and now[k] != now[other]]  # fmt: skip
+        written = [k for k in where if step == 5 or not masked[step + 1][row][k]]
+        start, stop = spans[step]
+        return {"leftmost mask": where[:1], "rightmost mask": where[-1:], "frontier": meet, "written now": written,
+                "block start": [start], "block end": [stop - 1], "block border": [start, stop - 1]}  # fmt: skip
+
+    for line in table.to_dict("records"):
+        distances, chances, near, near_chance = [], [], [], []
+        for step, row, layer, head in np.ndindex(*paths.main.shape):
+            if by == "head" and (layer + 4, head) != (line["layer"], line["head"]):
+                continue
+            main, places = int(paths.main[step, row, layer, head]), references(step, row)[line["reference"]]
+            if main < 0 or not places:
+                continue
+            keys = [k for k in range(20) if scored[step][row][k]]
+            to = {k: min(abs(k - p) for p in places) for k in range(20)}
+            distances.append(to[main])
+            chances.append(sum(to[k] for k in keys) / len(keys))
+            near.append(to[main] <= 1)
+            near_chance.append(sum(to[k] <= 1 for k in keys) / len(keys))
+        assert line["n"] == len(distances)
+        assert line["distance"] == pytest.approx(sum(distances) / len(distances))
+        assert line["chance"] == pytest.approx(sum(chances) / len(chances))
+        assert line["ratio"] == pytest.approx(sum(distances) / sum(chances))
+        assert line["within_1"] == pytest.approx(sum(near) / len(near))
+        assert line["chance_within_1"] == pytest.approx(sum(near_chance) / len(near_chance))
+
+
+@pytest.mark.parametrize(("follow", "reference"), [("left", "leftmost mask"), ("right", "rightmost mask")])
+def test_a_sink_planted_on_the_frontier_is_aligned_with_it(follow, reference):
+    steps, keys = 10, 30
+    masked = torch.zeros(steps, 2, keys, dtype=torch.bool)
+    values = torch.full((steps, 2, 1, 1, keys), 0.5)
+    for step in range(steps):
+        span = slice(8 + 2 * step, keys) if follow == "left" else slice(8, keys - 2 * step)
+        masked[step, :, span] = True
+        values[step, :, 0, 0, span.start if follow == "left" else span.stop - 1] = 20.0
+    received = Received(
+        values=values, expected=torch.ones(steps, 2, 1, 1, keys), counted=torch.full((steps, 2), keys),
+        masked=masked, layers=(0,),
+    )  # fmt: skip
+    paths = trajectories(received, RULE)
+    line = frontier_alignment(paths).set_index("reference").loc[reference]
+    assert (line["distance"], line["within_1"], line["ratio"]) == (0, 1, 0)
+    assert line["correlation"] == pytest.approx(1)
+    drift = float(paths.summary("all")["drift"].item())
+    assert drift == pytest.approx(2 if follow == "left" else -2)
+    assert set(frontier_alignment(paths)["reference"]) == {
+        "leftmost mask",
+        "rightmost mask",
+        "frontier",
+        "written now",
+    }
+
+
+def test_sinks_split_by_query_class_are_found():
+    """Head 0: masked and written queries have sinks of their own; head 1: the same sink; head 2: masked alone."""
+    values = torch.full((7, 2, 1, 3, 24), 0.5)
+    first, second = values.clone(), values.clone()
+    first[..., 0, 5], second[..., 0, 9] = 10, 10
+    first[..., 1, 5], second[..., 1, 5] = 10, 10
+    first[..., 2, 7] = 10
+    first[5:] = torch.nan  # the masks run out
+    fields = {"expected": torch.ones(7, 2, 1, 1, 24), "counted": torch.full((7, 2), 24), "layers": (9,)}
+    table = query_split(
+        Received(values=first, queries="masked", **fields), Received(values=second, queries="unmasked", **fields)
+    )
+    assert table["head"].tolist() == [0, 1, 2]
+    assert table["layer"].tolist() == [9] * 3
+    assert table["differ"].tolist()[:2] == [1, 0]
+    assert math.isnan(table["differ"][2])
+    assert table["disjoint"].tolist()[:2] == [1, 0]
+    assert table["jaccard"].tolist() == [0, 1, 0]
+    assert table["only_masked"].tolist() == [0, 0, 1]
+    assert table["only_unmasked"].tolist() == [0, 0, 0]
+    assert table["both"].tolist() == [10, 10, 0]
+    assert table["steps"].tolist() == [10] * 3
+    with pytest.raises(ValueError, match="'unmasked' and 'masked'"):
+        query_split(
+            Received(values=second, queries="unmasked", **fields),
+            Received(values=first, queries="masked", **fields),
+        )
+
+
+def test_consistency_equals_a_loop_over_pairs():
+    received = run_like(seed=8, batch=4)
+    paths = trajectories(received, RULE)
+    table = consistency(paths)
+    for line in table.to_dict("records"):
+        layer, head = line["layer"] - 4, line["head"]
+        kinds = [str(paths.kinds[row, layer, head]) for row in range(4)]
+        pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+        assert line["same_kind"] == pytest.approx(sum(kinds[a] == kinds[b] for a, b in pairs) / 6)
+        position, token, chance = [], [], []
+        for step in range(6):
+            for a, b in pairs:
+                p, q = (int(paths.main[step, row, layer, head]) for row in (a, b))
+                if p < 0 or q < 0:
+                    continue
+                position.append(p == q)
+                token.append(received.tokens[step, a, p] == received.tokens[step, b, q])
+                # Two random sequences of this step, two random keys of theirs.
+                chance.append(
+                    sum(
+                        float(
+                            (received.tokens[step, x][:, None] == received.tokens[step, y])[xs][:, ys]
+                            .double()
+                            .mean()
+                        )
+                        for x, y in pairs
+                        for xs, ys in [[~received.values[step, r, 0, 0].isnan() for r in (x, y)]]
+                    )
+                    / 6
+                )
+        assert line["n"] == len(position)
+        assert line["same_position"] == pytest.approx(sum(position) / len(position))
+        assert line["same_token"] == pytest.approx(float(sum(token)) / len(token))
+        assert line["chance_token"] == pytest.approx(sum(chance) / len(chance))
+
+
+def test_the_same_sinks_in_every_sequence_are_consistent():
+    received, _ = planted(16, 24, batch=3)
+    table = consistency(trajectories(received, RULE))
+    assert (table["same_kind"] == 1).all()
+    assert table["same_position"].dropna().tolist() == [1.0] * 7
+    one, _ = planted(16, 24, batch=1)
+    with pytest.raises(ValueError, match="at least two"):
+        consistency(trajectories(one, RULE))

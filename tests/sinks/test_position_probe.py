@@ -1,0 +1,129 @@
+"""position_or_token with models whose sinks are known to follow the token, or to stay at the position."""
+
+import pytest
+import torch
+
+from dlm_lens.sampling import denoise
+from dlm_lens.sinks import AboveMean, Received, position_or_token
+from dlm_lens.sinks import position_probe as module
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 11, 3, 17, 20, 8], [6, 2, 40, 9, 13]]
+
+
+def scores_by(rule):
+    """In place of a replay: scores whose sink is where `rule(tokens)` says, [step, batch, key] -> bool."""
+
+    def received(model, run, *, min_viewers):
+        tokens = run.canvases[:-1]
+        sink = rule(tokens) & run.attention_mask
+        values = torch.where(sink, 12.0, 0.5).masked_fill(~run.attention_mask, torch.nan)
+        values = values[:, :, None, None].expand(-1, -1, 2, 1, -1).clone()
+        return Received(
+            values=values,
+            expected=torch.ones(*tokens.shape[:2], 1, 1, tokens.shape[2]),
+            counted=run.attention_mask.sum(-1).expand(len(tokens), -1),
+            tokens=tokens,
+            layers=(0, 3),
+        )
+
+    return received
+
+
+@pytest.fixture(scope="module")
+def case():
+    model = tiny("llada")
+    return model, denoise(model, PROMPTS, steps=4, gen_length=8, block_length=8, seed=1)
+
+
+def shares(found):
+    return {line["change"]: line for line in found.summary().to_dict("records")}
+
+
+def test_a_sink_that_follows_its_token(case, monkeypatch):
+    monkeypatch.setattr(module, "received_over_steps", scores_by(lambda tokens: tokens == 9))
+    found = shares(position_or_token(*case, AboveMean(3.0)))
+    assert (found["swap"]["token"], found["shift"]["token"]) == (1, 1)
+    assert found["control"]["position"] == 1
+    assert found["swap"]["n"] == found["control"]["n"] == 2 * 4 * 2  # layers x steps x sequences, one sink each
+
+
+def test_a_sink_that_stays_at_its_position(case, monkeypatch):
+    monkeypatch.setattr(
+        module, "received_over_steps", scores_by(lambda t: (torch.arange(t.shape[-1]) == 10).expand(t.shape))
+    )
+    found = shares(position_or_token(*case, AboveMean(3.0)))
+    assert (found["swap"]["position"], found["shift"]["position"], found["control"]["position"]) == (1, 1, 1)
+
+
+def test_a_sink_of_token_and_position_together_vanishes(case, monkeypatch):
+    def both(tokens):
+        return (tokens == 9) & (torch.arange(tokens.shape[-1]) == 1)
+
+    monkeypatch.setattr(module, "received_over_steps", scores_by(both))
+    found = position_or_token(*case, AboveMean(3.0))
+    assert shares(found)["swap"]["neither"] == 1
+    assert found.table()["batch"].unique().tolist() == [0]  # the other prompt has its 9 elsewhere
+    by_layer = found.summary(by=["layer"])
+    assert sorted(by_layer["layer"].unique()) == [0, 3]
+
+
+def test_changed_canvases_move_what_they_say(case, monkeypatch):
+    model, run = case
+    seen = []
+    rule = scores_by(lambda tokens: tokens == 9)
+
+    def spy(model, run, *, min_viewers):
+        seen.append(run)
+        return rule(model, run, min_viewers=min_viewers)
+
+    monkeypatch.setattr(module, "received_over_steps", spy)
+    found = position_or_token(model, run, steps=[0, -1]).table()
+    for row in (0, 1):
+        before, after = seen[2 * row], seen[2 * row + 1]
+        assert torch.equal(before.canvases[0, 0], run.canvases[0, row])
+        assert torch.equal(before.canvases[1, 0], run.canvases[3, row])
+        lines = found[(found.batch == row) & (found.layer == 0)].reset_index()
+        assert len(lines) == after.steps == 6
+        for number, line in lines.iterrows():
+            old, new = run.canvases[line.step, row].tolist(), after.canvases[number, 0].tolist()
+            masked, mask = run.masked[line.step, row].tolist(), after.masked[number, 0].tolist()
+            p, q = line.position, line.to
+            assert old[p] == 9 != old[q]
+            if line.change == "swap":
+                wanted = {p: q, q: p}
+                assert new == [old[wanted.get(i, i)] for i in range(len(old))]
+                assert mask == [masked[wanted.get(i, i)] for i in range(len(old))]
+            elif line.change == "shift":
+                rest = old[:p] + old[p + 1 :]
+                assert new == [*rest[:q], old[p], *rest[q:]]
+            else:
+                changed = [i for i in range(len(old)) if new[i] != old[i]]
+                assert p not in changed
+                assert sorted(new) == sorted(old)
+                assert new[p] == old[p]
+
+
+@pytest.mark.parametrize("family", ["llada", "sink_qwen", "causal"])
+def test_real_models_run_through(family):
+    model = tiny(family)
+    extra = {} if family == "causal" else {"steps": 4}
+    run = denoise(model, PROMPTS, gen_length=8, seed=[1, 2], **extra)
+    found = position_or_token(model, run, AboveMean(0.05), steps=[-1], min_viewers=3)
+    again = position_or_token(model, run, AboveMean(0.05), steps=[-1], min_viewers=3)
+    assert found.table().equals(again.table())
+    assert (found.table()["position"] < run.tokens.shape[1]).all()
+    summary = found.summary()
+    assert summary[["token", "position", "both", "neither"]].sum(axis=1).tolist() == pytest.approx(
+        [1] * len(summary)
+    )
+    # No sink, no trial, and a sentence.
+    empty = position_or_token(model, run, AboveMean(1e6), steps=[0])
+    assert len(empty.table()) == 0
+    with pytest.raises(ValueError, match="no trial"):
+        empty.summary()
+
+
+def test_a_step_that_is_not_there(case):
+    with pytest.raises(ValueError, match="step 4 of 4"):
+        position_or_token(*case, steps=[4])
