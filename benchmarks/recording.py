@@ -1,0 +1,217 @@
+"""Recording's price: statistics of every step against plain denoising, and against the ways that hold patterns.
+
+`python -m benchmarks.recording [--lengths 256,512,1024] [--rows plain,received,all] [--memory]`. On a GPU the model has
+LLaDA-8B's shape in bfloat16 (`--lengths 512,1024,4096`); the rows are the same.
+
+Time: the candidates take turns and the ratio of their best times counts; on a CPU it is the process's own CPU time,
+which neighbours on the machine disturb less than the clock. Memory: each row in a process of its own; what its peak
+(max RSS, or CUDA's peak) adds to the plain run's, beside the size of the statistics.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+import dlm_lens
+from benchmarks.sampling import VOCABULARY, restated
+from benchmarks.timing import machine
+from dlm_lens import hooks
+from dlm_lens.attention import HookedAttention
+from dlm_lens.testing import tiny
+
+ANSWER, BLOCK = 64, 32
+PLAIN = "denoise"
+STATISTICS = (
+    dlm_lens.ReceivedAttention(("all", "masked", "unmasked")),
+    dlm_lens.ValueNorm("both"),
+    dlm_lens.KeyNorm("both"),
+    dlm_lens.WeightedValue(),
+    dlm_lens.ResidualNorm(),
+    dlm_lens.MassiveActivations(),
+    dlm_lens.UpdateNorm(),
+    dlm_lens.TopKeys(),
+)
+PATTERN_STATISTICS = (dlm_lens.AttentionEntropy(), dlm_lens.RegionMass())
+
+
+def build(length: int) -> Any:
+    """A random LLaDA: 12 layers of width 768 on a CPU, the 8B's shape in bfloat16 on a GPU."""
+    wide = torch.cuda.is_available()
+    width, layers, heads = (4096, 32, 32) if wide else (768, 12, 12)
+    model = tiny(
+        "llada",
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=12_288 if wide else 3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=length,
+        mask_token_id=VOCABULARY - 1,
+        initializer_range=0.02,
+    )
+    return model.to("cuda", torch.bfloat16) if wide else model
+
+
+def candidates(model: Any, length: int, steps: int) -> dict[str, Callable[[], Any]]:
+    """Every row: a run of the same prompt and settings."""
+    prompt = torch.randint(0, 1000, (1, length - ANSWER), generator=torch.Generator().manual_seed(0))
+    prompt = prompt.to(model.device)
+    settings: dict[str, Any] = {"steps": steps, "gen_length": ANSWER, "block_length": BLOCK}
+
+    def record(*reducers: Any) -> Any:
+        return dlm_lens.record(model, prompt, reducers, **settings)
+
+    return {
+        "reference": lambda: restated(model, prompt, steps, ANSWER, BLOCK, 0.0),
+        PLAIN: lambda: dlm_lens.denoise(model, prompt, **settings),
+        "received": lambda: record(dlm_lens.ReceivedAttention()),
+        "statistics": lambda: record(*STATISTICS),
+        "all": lambda: record(*STATISTICS, *PATTERN_STATISTICS),
+        "masked": lambda: dlm_lens.denoise(model, prompt, hooks=[hooks.mask_top_sinks(5)], **settings),
+        "patterns": lambda: _reduced_in_hooks(model, prompt, settings),
+        "eager": lambda: _eager(model, prompt, settings),
+        "transformerlens": lambda: _bridged(model, prompt, settings),
+        "nnsight": lambda: _traced(model, prompt, settings),
+    }
+
+
+def _reduced_in_hooks(model: Any, prompt: Tensor, settings: dict[str, Any]) -> list[Tensor]:
+    """Patterns are formed, one layer's at a time, and summed in a PyTorch hook."""
+    kept: list[Tensor] = []
+    points = [m.get_submodule("hook_pattern") for m in model.modules() if isinstance(m, HookedAttention)]
+    handles = [p.register_forward_hook(lambda m, i, pattern: kept.append(pattern.sum(-2).cpu())) for p in points]
+    try:
+        dlm_lens.denoise(model, prompt, **settings)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return kept
+
+
+@torch.no_grad()
+def _eager(model: Any, prompt: Tensor, settings: dict[str, Any]) -> list[Any]:
+    """Hugging Face's way: every step's patterns of all layers at once, from the model's own forward."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        kept: list[Any] = []
+        dlm_lens.denoise(
+            model,
+            prompt,
+            on_canvas=lambda step, canvas: _keep(kept, model, canvas) if step < settings["steps"] else None,
+            **settings,
+        )
+    finally:
+        model.set_attn_implementation(before)
+    return kept
+
+
+def _keep(kept: list[Any], model: Any, canvas: Tensor) -> None:
+    kept.append([p.cpu() for p in model.get_decoder()(canvas, output_attentions=True, use_cache=False).attentions])
+
+
+def _bridged(model: Any, prompt: Tensor, settings: dict[str, Any]) -> Any:
+    if not hasattr(model, "_benchmark_bridge"):
+        model._benchmark_bridge = dlm_lens.bridge(model)
+    return model._benchmark_bridge.denoise_with_cache(
+        prompt, names_filter=lambda name: name.endswith("attn.hook_pattern"), device="cpu", **settings
+    )
+
+
+def _traced(model: Any, prompt: Tensor, settings: dict[str, Any]) -> Any:
+    lm = dlm_lens.DiffusionLM(model, check=False)
+    with lm.generate(prompt, **settings) as tracer:
+        kept = [].save()
+        for _step in tracer.steps[:]:
+            for layer in lm.layers:
+                kept.append(layer.attn.pattern.cpu())
+    return kept
+
+
+def clock() -> float:
+    """CPU seconds of this process, or seconds where a GPU works."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def times(length: int, steps: int, rounds: int, rows: list[str]) -> dict[str, float]:
+    """Best seconds per step of every row; the candidates take turns."""
+    model = build(length)
+    chosen = {name: run for name, run in candidates(model, length, steps).items() if name in rows}
+    best = dict.fromkeys(chosen, float("inf"))
+    for turn in range(rounds + 1):
+        for name, run in chosen.items():
+            started = clock()
+            run()
+            if turn:
+                best[name] = min(best[name], (clock() - started) / steps)
+    return best
+
+
+def peak(length: int, steps: int, row: str) -> dict[str, float]:
+    """MiB of one row: its peak, and the statistics that it returned."""
+    model = build(length)
+    run = candidates(model, length, steps)[row]
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    result = run()
+    size = sum(array.nbytes for array in result.arrays.values()) if hasattr(result, "arrays") else 0
+    if torch.cuda.is_available():
+        return {"peak": torch.cuda.max_memory_allocated() / 2**20, "statistics": size / 2**20}
+    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "statistics": size / 2**20}
+
+
+def memory(lengths: list[int], steps: int, rows: list[str]) -> None:
+    """Print what each row's peak adds to the plain run's."""
+    print(f"\nMiB beyond plain denoising, {steps} steps (in brackets: the statistics returned); {machine()}\n")
+    print("| positions | " + " | ".join(rows) + " |\n|---:|" + "---:|" * len(rows))
+    for length in lengths:
+        found = {}
+        for row in [PLAIN, *rows]:
+            command = [sys.executable, "-m", "benchmarks.recording", f"--lengths={length}", f"--steps={steps}"]
+            done = subprocess.run([*command, f"--row={row}"], capture_output=True, text=True, check=True)
+            found[row] = json.loads(done.stdout.splitlines()[-1])
+        cells = [f"{found[r]['peak'] - found[PLAIN]['peak']:.0f} ({found[r]['statistics']:.1f})" for r in rows]
+        print(f"| {length} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main(
+    lengths: str = "256,512,1024",
+    steps: int = 2,
+    rounds: int = 5,
+    rows: str = "",
+    with_memory: Annotated[bool, typer.Option("--memory", help="Peak memory in place of time.")] = False,
+    row: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure and print the tables."""
+    torch.set_num_threads(1)
+    sizes = [int(text) for text in lengths.split(",")]
+    if row:
+        print(json.dumps(peak(sizes[0], steps, row)))
+        return
+    named = rows.split(",") if rows else []
+    if with_memory:
+        memory(sizes, steps, named or ["received", "statistics", "all", "masked", "patterns", "eager", "nnsight"])
+        return
+    for length in sizes:
+        everything = ("reference", PLAIN, "received", "statistics", "all", "masked", "patterns", "eager")
+        found = times(length, steps, rounds, [PLAIN, *(named or [*everything, "transformerlens", "nnsight"])])
+        print(f"\n{length} positions, {ANSWER} of them answer, blocks of {BLOCK}, {steps} steps; {machine()}\n")
+        print("| | seconds per step | over denoise |\n|---|---:|---:|")
+        for name, value in found.items():
+            print(f"| {name} | {value:.3f} | {value / found[PLAIN]:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

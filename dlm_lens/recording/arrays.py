@@ -1,0 +1,177 @@
+"""The arrays of a recording: what each is, and how the steps of a run become one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlm_lens.recording.protocols import Statistic
+
+PADDED = ("query", "key")
+"""Axes whose length is the canvas's, which grows over the steps of an AR run."""
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What an array of a Recording is.
+
+    Args:
+        name: what it is called.
+        dims: its axes.
+        unit: of its numbers.
+        formula: with its source.
+        reducer: the reducer that made it, in words.
+        settings: its settings that are plain values.
+        labels: names along axes of the reducer's own.
+        positions: the numbers are positions of keys.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    unit: str
+    formula: str
+    reducer: str
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    positions: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def specs_of(reducers: Sequence[Statistic]) -> tuple[ArraySpec, ...]:
+    """What the arrays of these reducers are."""
+    return tuple(
+        ArraySpec(
+            name=reducer.name,
+            dims=tuple(reducer.dims),
+            unit=reducer.unit,
+            formula=reducer.formula,
+            reducer=repr(reducer),
+            labels=dict(getattr(reducer, "labels", {})),
+            positions=bool(getattr(reducer, "positions", False)),
+            settings=_plain_fields(reducer),
+        )
+        for reducer in reducers
+    )
+
+
+def _plain_fields(reducer: Statistic) -> dict[str, Any]:
+    found: dict[str, Any] = dict(vars(reducer)) if is_dataclass(reducer) else {}
+    return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool)}
+
+
+class StepArrays:
+    """The arrays of a run in memory, step by step: each is allocated once, so that its steps are never copied.
+
+    Args:
+        specs: what the arrays are.
+        dtype: of floating-point numbers.
+    """
+
+    def __init__(self, specs: tuple[ArraySpec, ...], dtype: torch.dtype) -> None:
+        self.specs, self.dtype = specs, dtype
+        self._arrays: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._arrays, self.steps = {}, 0
+
+    def of_layers(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """One step's arrays [batch, layer, ...] on the CPU in the storage's dtype.
+
+        Raises:
+            ValueError: a reducer returned another number of axes than its dims say.
+            ValueError: a number is too large for float16.
+        """
+        found: dict[str, Tensor] = {}
+        for spec in self.specs:
+            parts = [layer[spec.name] for layer in layers]
+            if any(part.ndim != len(spec.dims) - 2 for part in parts):
+                raise ValueError(
+                    f"{spec.reducer} returned shape {list(parts[0].shape)}; its dims {spec.dims} without step and "
+                    f"layer ask for {len(spec.dims) - 2} axes"
+                )
+            # Layers may live on several devices.
+            found[spec.name] = _stored(spec, torch.stack([part.cpu() for part in parts], 1), self.dtype)
+        return found
+
+    def add(self, arrays: Mapping[str, Tensor], *, total: int, positions: int, queries: int) -> None:
+        """Keep a step of `total`; the canvas may still grow to so many keys and queries."""
+        for spec in self.specs:
+            step = arrays[spec.name]
+            if spec.name not in self._arrays:
+                sizes = {"key": positions, "query": queries}
+                shape = [sizes.get(name, size) for name, size in zip(_of_step(spec), step.shape, strict=True)]
+                self._arrays[spec.name] = torch.empty(total, *shape, dtype=step.dtype)
+            self._arrays[spec.name][self.steps] = widened(
+                step, _of_step(spec), {"key": positions, "query": queries}
+            )
+        self.steps += 1
+
+    def result(self, *, keys: int, queries: int) -> dict[str, Tensor]:
+        """The arrays [step, batch, layer, ...], with so many keys and queries."""
+        return {
+            spec.name: cut(self._arrays[spec.name][: self.steps], spec.dims, {"key": keys, "query": queries})
+            for spec in self.specs
+        }
+
+
+def _of_step(spec: ArraySpec) -> tuple[str, ...]:
+    return spec.dims[1:]
+
+
+def _stored(spec: ArraySpec, values: Tensor, dtype: torch.dtype) -> Tensor:
+    if not values.is_floating_point():
+        return values
+    stored = values.to(dtype)
+    if dtype == torch.float16 and bool((stored.isinf() & values.isfinite()).any()):
+        raise ValueError(
+            f"{spec.name} reaches {float(values.nan_to_num().abs().max()):.3g}, and float16 ends at 65,504; record "
+            "with dtype='float32'"
+        )
+    return stored
+
+
+def blank(dtype: torch.dtype) -> float | int:
+    """What stands where nothing is defined: NaN, or -1 among integers."""
+    return torch.nan if dtype.is_floating_point else -1
+
+
+def widened(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int], *, front: bool = False) -> Tensor:
+    """A tensor whose axes have at least these sizes, blank at their end (or in front)."""
+    for axis, name in enumerate(dims):
+        missing = sizes.get(name, 0) - tensor.shape[axis]
+        if missing > 0:
+            shape = [*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :]]
+            added = torch.full(shape, blank(tensor.dtype), dtype=tensor.dtype)
+            tensor = torch.cat([added, tensor] if front else [tensor, added], axis)
+    return tensor
+
+
+def cut(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
+    """A tensor whose axes have at most these sizes, as a view."""
+    for axis, name in enumerate(dims):
+        if name in sizes and tensor.shape[axis] > sizes[name]:
+            tensor = tensor.narrow(axis, 0, sizes[name])
+    return tensor
+
+
+def as_plain(spec: ArraySpec) -> dict[str, Any]:
+    """The spec as JSON holds it."""
+    return {
+        "name": spec.name,
+        "dims": list(spec.dims),
+        "unit": spec.unit,
+        "formula": spec.formula,
+        "reducer": spec.reducer,
+        "labels": {name: list(labels) for name, labels in spec.labels.items()},
+        "positions": spec.positions,
+        "settings": dict(spec.settings),
+    }
+
+
+def from_plain(plain: Mapping[str, Any]) -> ArraySpec:
+    """The spec that `as_plain` wrote."""
+    labels = {name: tuple(labels) for name, labels in plain["labels"].items()}
+    return ArraySpec(**{**plain, "dims": tuple(plain["dims"]), "labels": labels})

@@ -1,0 +1,164 @@
+"""`dlm-lens record`: statistics of many prompts from a file, one process or several."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def record_prompts(
+    model: Annotated[str, typer.Argument(help="Embedded model (toy, toy-ar), directory or hub name.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(help='JSON lines, each {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]}.'),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory; the same command goes on with what is there.")],
+    reducer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="received[:CLASS,...], value-norm, key-norm, weighted-value, residual-norm, massive, entropy, "
+            "region-mass, update-norm, top-keys[:K]; repeatable. CLASS is all, masked, unmasked, prompt or block."
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts in one run, and in one directory.")] = 8,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    gen_length: Annotated[int | None, typer.Option(help="Tokens of the answer.")] = None,
+    block_length: Annotated[int | None, typer.Option(help="Length of a block.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
+    remasking: Annotated[str | None, typer.Option(help="The family's rule of what is written.")] = None,
+    seed: Annotated[int, typer.Option(help="Of every prompt.")] = 0,
+    layers: Annotated[str | None, typer.Option(help="Indices such as 0,5,-1; all by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, auto, cpu; a free GPU by default.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the model: bfloat16, float32, ...; its own by default.")
+    ] = None,
+    storage: Annotated[
+        str, typer.Option(help="Of the statistics: float32, or float16 in half the space.")
+    ] = "float32",
+) -> None:
+    """Denoise prompts and record statistics of attention at every step, without patterns.
+
+    Under torchrun each process takes its share of the batches. A killed run goes on where it was.
+    """
+    from dlm_lens.adapters import load
+    from dlm_lens.recording.running import Batches, record_batches
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    given: dict[str, Any] = {
+        "steps": steps,
+        "gen_length": gen_length,
+        "block_length": block_length,
+        "temperature": temperature,
+        "remasking": remasking,
+    }
+    reducers = [reducer_of(text) for text in reducer or ["received"]]
+    lines = read_lines(prompts)
+    chosen = None if layers is None else [_integer(text, "--layers") for text in layers.split(",")]
+    network = load(model, dtype=dtype, device_map=_device(device))
+    batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
+    made = record_batches(
+        network,
+        batches,
+        reducers,
+        to=out,
+        layers=chosen,
+        dtype=storage,  # type: ignore[arg-type]
+        progress=rank == 0,
+        rank=rank,
+        world=world,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    count = sum(len(recording.rows) for recording in made)
+    share = "" if world == 1 else f" (process {rank} of {world})"
+    typer.echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
+
+
+def reducer_of(text: str) -> Any:
+    """The reducer that an option names.
+
+    Raises:
+        ValueError: no such reducer, or an argument that it does not take.
+    """
+    from dlm_lens import recording as r
+
+    known: Mapping[str, Callable[[str], Any]] = {
+        "received": lambda given: r.ReceivedAttention(given.split(",") if given else "all"),  # type: ignore[arg-type]
+        "value-norm": lambda given: r.ValueNorm(given or "each"),  # type: ignore[arg-type]
+        "key-norm": lambda given: r.KeyNorm(given or "each"),  # type: ignore[arg-type]
+        "weighted-value": lambda given: r.WeightedValue(given or "all"),  # type: ignore[arg-type]
+        "top-keys": lambda given: r.TopKeys(_integer(given, "top-keys") if given else 5),
+        "residual-norm": lambda given: r.ResidualNorm(),
+        "massive": lambda given: r.MassiveActivations(),
+        "entropy": lambda given: r.AttentionEntropy(),
+        "region-mass": lambda given: r.RegionMass(),
+        "update-norm": lambda given: r.UpdateNorm(),
+    }
+    name, _, given = text.partition(":")
+    if name not in known:
+        raise ValueError(f"--reducer {text!r}: there are {', '.join(known)}")
+    if given and name not in ("received", "value-norm", "key-norm", "weighted-value", "top-keys"):
+        raise ValueError(f"--reducer {text!r}: {name} takes nothing behind a colon")
+    return known[name](given)
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The prompts of a file: texts and chats.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line that is no prompt, or no line at all.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; --prompts takes a file of JSON lines")
+    found = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        if text.strip():
+            found.append(_prompt(text, f"{path} line {number}"))
+    if not found:
+        raise ValueError(f"{path} holds no prompts")
+    return found
+
+
+def _prompt(text: str, where: str) -> Any:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON ({error})") from None
+    if isinstance(line, dict) and isinstance(line.get("prompt"), str):
+        return line["prompt"]
+    if isinstance(line, dict) and isinstance(line.get("messages"), list) and line["messages"]:
+        return line["messages"]
+    raise ValueError(f'{where} is {text:.80}; a line is {{"prompt": "..."}} or {{"messages": [...]}}')
+
+
+def _ids(model: Any, lines: list[Any], path: Path) -> tuple[tuple[int, ...], ...]:
+    """Token ids of every prompt, one by one: texts and chats may stand in one file."""
+    from dlm_lens.recording.running import Batches
+
+    found = []
+    for number, line in enumerate(lines):
+        try:
+            found.append(Batches.of(model, [line], None, None).ids[0])
+        except ValueError as error:
+            raise ValueError(f"{path}, prompt {number}: {error}") from None
+    return tuple(found)
+
+
+def _device(given: str | None) -> str | None:
+    import torch
+
+    if given is not None:
+        return given
+    if not torch.cuda.is_available():
+        return None
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+
+
+def _integer(text: str, owner: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{owner} takes whole numbers, got {text!r}") from None

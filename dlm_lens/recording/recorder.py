@@ -1,0 +1,225 @@
+"""`Recorder`: a host that reduces every layer of every step of a run."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.attention import RunStep, SinkLayout
+from dlm_lens.recording.arrays import StepArrays, specs_of
+from dlm_lens.recording.classes import CanvasFacts
+from dlm_lens.recording.names import name_of, versions, words_of
+from dlm_lens.recording.passes import on_canvas, reduce_layer, sinks_last
+from dlm_lens.recording.protocols import AnyReducer, LayerStep, checked_reducers
+from dlm_lens.recording.result import Recording
+from dlm_lens.recording.tapping import AnyTap, Shown, Tap
+from dlm_lens.sampling import Denoised, Follower, Sampler, StepPlan
+
+Storage = Literal["float32", "float16"]
+
+
+class Recorder(Follower):
+    """Reduces every layer of every step of a run: a host for `dlm_lens.denoise` and `DiffusionLM.generate`.
+
+    `recorder.recording(run)` is the `Recording` of the run that it followed last. An AR model is decoded without a
+    cache, so that every step has all queries of the written prefix.
+
+    Args:
+        model: from `dlm_lens.load`.
+        reducers: what to record; each statistic is computed in stream, without a pattern [query, key].
+        layers: indices of the layers, negative from the end; None for all.
+        dtype: how floating-point statistics are kept: "float32", or "float16" in half the space, at a relative
+            error of at most 2^-11 (0.05%) for magnitudes from 6e-5 to 65,504.
+
+    Raises:
+        ValueError: no reducer, or one that is none; a layer or dtype that is not there; a model without hook
+            points.
+    """
+
+    whole_prefix = True
+
+    def __init__(
+        self,
+        model: Any,
+        reducers: Sequence[Any],
+        *,
+        layers: Sequence[int] | None = None,
+        dtype: Storage = "float32",
+    ) -> None:
+        super().__init__(model)
+        if dtype not in ("float32", "float16"):
+            raise ValueError(f"dtype is {dtype!r}; statistics are stored as 'float32' or 'float16'")
+        self.reducers: tuple[AnyReducer, ...] = checked_reducers(reducers)
+        self.layout, self.causal = SinkLayout.of(model), bool(getattr(model.config, "is_causal", True))
+        for reducer in self.reducers:
+            if reducer.name in dir(Recording) or reducer.name in Recording.__dataclass_fields__:
+                raise ValueError(f"{reducer!r} is called {reducer.name!r}, which a Recording has already")
+        if self.causal:
+            _no_masks_in_ar(self.reducers)
+        stream = any("resid" in reducer.reads for reducer in self.reducers)
+        self.tap = self.tapped(layers, stream)
+        self.dtype = dtype
+        self.arrays = StepArrays(specs_of(self.reducers), getattr(torch, dtype))
+        self._unpadded = False
+        self._memory_of: dict[int, dict[Any, Any]] = {}
+        self._found: dict[int, dict[str, Tensor]] = {}
+        self._facts: dict[torch.device, CanvasFacts] = {}
+        self._regions: dict[torch.device, dict[str, Tensor]] = {}
+
+    def tapped(self, layers: Sequence[int] | None, stream: bool) -> AnyTap:
+        """Where the layers are shown; another host has its own."""
+        return Tap(self.model, layers, self.show, stream=stream)
+
+    def start(self, sampler: Sampler | None, content: Bool[Tensor, "batch position"]) -> None:
+        """A run begins: watch the model."""
+        super().start(sampler, content)
+        self.arrays.clear()
+        self._unpadded = bool(getattr(sampler, "unpadded", False))
+        self._memory_of = {layer: {} for layer in self.tap.layers}
+        self.tap.open()
+
+    def step(
+        self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """A step begins."""
+        canvas = super().step(plan, canvas, masked)
+        self._found, self._facts, self._regions = {}, {}, {}
+        return canvas
+
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Any, selected: Tensor) -> None:
+        """A step is over: keep its arrays."""
+        queries = canvas.shape[1]
+        self.arrays.add(
+            self.step_arrays(), total=plan.total, positions=queries + self.layout.count, queries=queries
+        )
+
+    def step_arrays(self) -> dict[str, Tensor]:
+        """The statistics of the present step, each [batch, layer, ...].
+
+        Raises:
+            ValueError: a layer did not come by.
+        """
+        missing = [layer for layer in self.tap.layers if layer not in self._found]
+        if missing:
+            raise ValueError(
+                f"no attention came by in layers {missing}: something replaced it (a host's bridge?); record "
+                "on the model as dlm_lens.load returned it"
+            )
+        return self.arrays.of_layers([self._found[layer] for layer in self.tap.layers])
+
+    def recording(self, run: Denoised) -> Recording:
+        """The `Recording` of the run that was followed last, which `denoise` or `generate` returned.
+
+        Raises:
+            ValueError: it is not that run.
+        """
+        if run.steps != self.arrays.steps:
+            raise ValueError(f"this recorder followed {self.arrays.steps} steps, but the run has {run.steps}")
+        queries = run.tokens.shape[1]
+        return self.described(run, self.arrays.result(keys=queries + self.layout.count, queries=queries))
+
+    def described(self, run: Denoised, arrays: dict[str, Tensor]) -> Recording:
+        """A Recording of these arrays, with everything that there is to say of them."""
+        return Recording(
+            run=run,
+            arrays=arrays,
+            specs={spec.name: spec for spec in self.arrays.specs if spec.name in arrays},
+            layers=self.tap.layers,
+            answer=run.masked[0],
+            steps=tuple(range(run.steps)),
+            rows=tuple(range(len(run.tokens))),
+            sinks=self.layout.count,
+            causal=self.causal,
+            unpadded=self._unpadded,
+            model=name_of(self.model),
+            versions=versions(),
+            scale=self.tap.scale,
+            query_heads=int(self.model.config.num_attention_heads),
+            words=words_of(self.model, run),
+        )
+
+    def stop(self) -> None:
+        """The run is over."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.tap.close()
+        self._found, self._memory_of = {}, {}
+        super().close()
+
+    def show(self, shown: Shown) -> None:
+        """A layer computed: reduce it."""
+        if self.now is None:
+            return
+        # Statistics want no gradient, also where the forward pass does.
+        with torch.no_grad():
+            layer = self._layer_step(self.now, shown)
+            self._found[layer.index] = reduce_layer(layer, self.reducers)
+
+    def _layer_step(self, run: RunStep, shown: Shown) -> LayerStep:
+        rows, layout = len(run.tokens), self.layout
+        inputs = on_canvas(shown.inputs, rows, layout)
+        if inputs.q.shape[2] != run.tokens.shape[1]:
+            raise ValueError(
+                f"attention has {inputs.q.shape[2]} queries and the canvas {run.tokens.shape[1]} positions; is it "
+                "another forward pass than the run's?"
+            )
+        facts = self._facts_on(run, inputs.q.device)
+        regions = self._regions_on(facts)
+
+        def stream(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else sinks_last(tensor[:rows], 1, layout)
+
+        return LayerStep(
+            index=inputs.layer,
+            inputs=replace(inputs, queries=facts.present, regions=regions),
+            run=run,
+            facts=facts,
+            regions=regions,
+            weight=lambda: self.tap.weight(inputs.layer),
+            resid=stream(shown.resid),
+            attn_out=stream(shown.attn_out),
+            memory=self._memory_of.setdefault(inputs.layer, {}),
+        )
+
+    def _facts_on(self, run: RunStep, device: torch.device) -> CanvasFacts:
+        """What is where on the step's canvas, once per step and device."""
+        if device not in self._facts:
+            positions = torch.arange(run.tokens.shape[1], device=device)
+            self._facts[device] = CanvasFacts(
+                valid=run.valid.to(device),
+                masked=run.masked.to(device),
+                answer=run.answer.to(device),
+                block=((positions >= run.span[0]) & (positions < run.span[1])).expand(run.tokens.shape),
+                causal=self.causal,
+                sinks=self.layout.count,
+                unpadded=self._unpadded,
+            )
+        return self._facts[device]
+
+    def _regions_on(self, facts: CanvasFacts) -> dict[str, Tensor]:
+        """Sets of keys, once per step and device."""
+        device = facts.valid.device
+        if device not in self._regions:
+            self._regions[device] = _regions(facts)
+        return self._regions[device]
+
+
+def _regions(facts: CanvasFacts) -> dict[str, Bool[Tensor, "batch key"]]:
+    """Sets of keys by name; the learned sink tokens stand behind the canvas."""
+    shape = facts.keys.shape
+    found = {"prompt": facts.queries("prompt"), "masked": facts.queries("masked")}
+    found |= {"unmasked": facts.queries("unmasked"), "block": facts.queries("block")}
+    regions = {name: torch.nn.functional.pad(region, (0, facts.sinks)) for name, region in found.items()}
+    positions = torch.arange(shape[-1], device=facts.valid.device)
+    return regions | {"sink": (positions >= shape[-1] - facts.sinks).expand(shape)}
+
+
+def _no_masks_in_ar(reducers: Sequence[AnyReducer]) -> None:
+    for reducer in reducers:
+        if reducer.reads == ("received:masked",):
+            raise ValueError(f"{reducer!r}: an AR baseline has no masked queries; take queries='all'")

@@ -1,0 +1,250 @@
+"""`Recording`: statistics of a run as named arrays over (step, batch, layer, head, key), with their coordinates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.recording.arrays import ArraySpec
+from dlm_lens.recording.classes import CanvasFacts, QueryClass, checked_class
+from dlm_lens.sampling import Denoised
+
+if TYPE_CHECKING:
+    import xarray
+
+Index = int | slice | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What reducers made of a run: an attribute per statistic (`rec.received`, `rec.value_norm`, ...).
+
+    Arrays have the axes (step, batch, layer, head, key), or those that `specs[name].dims` say. The keys are the
+    canvas's positions and, behind them, the model's learned sink tokens, whose id is -1 - i. NaN where a key or
+    query is undefined: padding, not yet written in an AR run, or seen by too few queries.
+
+    Args:
+        run: the run itself; `run.tokens`, `run.texts`, ...
+        arrays: by name, on the CPU, as stored; those of a loaded recording are read when asked for.
+        specs: what each array is: dims, unit, formula, reducer.
+        layers: index of each layer in the model.
+        answer: which positions were masked when the run began.
+        steps: index of each step in the run.
+        rows: index of each row among the prompts.
+        heads: index of each head; None for all.
+        sinks: how many of the keys, the last ones, are learned sink tokens.
+        causal: an AR baseline, in which step t has the written prefix as queries and keys.
+        unpadded: the network took padding for content (a reference's quirk).
+        model: name or path of the model.
+        versions: of the packages that computed the arrays.
+        scale: factor of the scores, usually d_head ** -0.5.
+        query_heads: heads of the model.
+        words: the text of every token id that occurs.
+
+    Raises:
+        ValueError: shapes that contradict each other.
+    """
+
+    run: Denoised
+    arrays: Mapping[str, Tensor]
+    specs: Mapping[str, ArraySpec]
+    layers: tuple[int, ...]
+    answer: Bool[Tensor, "batch position"]
+    steps: tuple[int, ...]
+    rows: tuple[int, ...]
+    heads: tuple[int, ...] | None = None
+    sinks: int = 0
+    causal: bool = False
+    unpadded: bool = False
+    model: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    scale: float | None = None
+    query_heads: int = 1
+    words: Mapping[int, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if set(self.arrays) != set(self.specs):
+            raise ValueError(f"arrays {sorted(self.arrays)} and specs {sorted(self.specs)} do not name the same")
+        if len(self.steps) != self.run.steps or len(self.rows) != len(self.run.tokens):
+            raise ValueError(
+                f"{len(self.steps)} steps and {len(self.rows)} rows, but the run has {self.run.steps} and "
+                f"{len(self.run.tokens)}"
+            )
+        if not isinstance(self.arrays, dict):
+            return  # read from files, whose shapes the reader checks
+        for name, array in self.arrays.items():
+            self._check(name, array)
+
+    def _check(self, name: str, array: Tensor) -> None:
+        dims, sizes = self.specs[name].dims, self.sizes
+        if array.ndim != len(dims) or any(
+            sizes.get(dim, size) != size for dim, size in zip(dims, array.shape, strict=True)
+        ):
+            wanted = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
+            raise ValueError(f"{name} has shape {list(array.shape)}; its axes are {wanted}")
+
+    def __getattr__(self, name: str) -> Tensor:
+        arrays: Mapping[str, Tensor] = self.__dict__.get("arrays", {})
+        if name not in arrays:
+            known = ", ".join(arrays) or "none"
+            raise AttributeError(f"this Recording has no {name!r}; its statistics are {known}")
+        array = arrays[name]
+        return array.float() if array.dtype == torch.float16 else array
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "query")
+        return f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model})"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of every axis that all arrays share."""
+        positions = self.run.tokens.shape[1]
+        found = {"step": len(self.steps), "batch": len(self.rows), "layer": len(self.layers)}
+        found |= {"key": positions + self.sinks, "query": positions}
+        return found | ({"head": len(self.heads)} if self.heads is not None else {})
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The sampler and all of its settings, seeds included."""
+        return self.run.settings
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of every row."""
+        return tuple(self.run.settings.get("seeds", ()))
+
+    @property
+    def prompt_length(self) -> int:
+        """Positions in front of the answer, padding included."""
+        return self.run.prompt_length
+
+    @property
+    def tokens(self) -> Int[Tensor, "step batch key"]:
+        """The canvas that each step saw, and the sink tokens behind it."""
+        return self._beside_sinks(self.run.canvases[:-1], -1 - torch.arange(self.sinks))
+
+    @property
+    def masked(self) -> Bool[Tensor, "step batch key"]:
+        """Which keys are masked (in an AR run: not yet written) at each step."""
+        return self._beside_sinks(self.run.masked[:-1], False)
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch key"]:
+        """Content (True) or padding (False)."""
+        return self._beside_sinks(self.run.attention_mask, True)
+
+    @property
+    def progress(self) -> Float[Tensor, "step batch"]:
+        """Share of the answer that is written, per step and row."""
+        return 1 - self.run.masked[:-1].sum(-1) / self.answer.sum(-1).clamp(min=1)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Index of the block that each step decodes."""
+        return self.run.blocks
+
+    @cached_property
+    def facts(self) -> CanvasFacts:
+        """What is where at every step, as classes of queries."""
+        masked = self.run.masked[:-1]
+        positions = torch.arange(masked.shape[-1])
+        spans = torch.tensor(self.run.spans).reshape(-1, 2)
+        block = (positions >= spans[:, :1]) & (positions < spans[:, 1:])
+        return CanvasFacts(
+            valid=self.run.attention_mask.expand(masked.shape),
+            masked=masked,
+            answer=self.answer.expand(masked.shape),
+            block=block[:, None].expand(masked.shape),
+            causal=self.causal,
+            sinks=self.sinks,
+            unpadded=self.unpadded,
+        )
+
+    def expected(self, queries: QueryClass = "all") -> Float[Tensor, "step batch key"]:
+        """e_j, what even attention of these queries would give each key."""
+        return self.facts.expected(checked_class(queries, "expected"))
+
+    def viewers(self, queries: QueryClass = "all") -> Float[Tensor, "step batch key"]:
+        """How many of these queries see each key."""
+        return self.facts.viewers(checked_class(queries, "viewers"))
+
+    def counted(self, queries: QueryClass = "all") -> Int[Tensor, "step batch"]:
+        """How many queries there are of this class."""
+        return self.facts.queries(checked_class(queries, "counted")).sum(-1)
+
+    def received_sums(self, queries: QueryClass = "all") -> Float[Tensor, "step batch layer head key"]:
+        """r_j = sum_i A_ij, the raw column sums of a recorded class of queries; NaN where the score is undefined.
+
+        Raises:
+            ValueError: ReceivedAttention of this class was not recorded.
+        """
+        name = "received" if queries == "all" else f"received_{checked_class(queries, 'received_sums')}"
+        if name not in self.specs:
+            raise ValueError(f"{name} was not recorded; record with ReceivedAttention(queries={queries!r})")
+        return getattr(self, name) * self.expected(queries)[:, :, None, None]
+
+    def strings(self, step: int, row: int = 0) -> list[str]:
+        """The text of every key at a step: one token each, sink(i) for learned sink tokens."""
+        return [
+            self.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})" for i in self.tokens[step, row].tolist()
+        ]
+
+    def select(
+        self,
+        *,
+        step: Index | None = None,
+        layer: Index | None = None,
+        batch: Index | None = None,
+        head: Index | None = None,
+    ) -> "Recording":
+        """A part, with every axis kept: steps, rows and heads by place (negative from the end), layers by index.
+
+        A slice is one of places. Arrays without the axis stay as they are (`value_norm` has kv_head).
+
+        Raises:
+            ValueError: something that is not there.
+        """
+        from dlm_lens.recording.selecting import selected
+
+        return selected(self, {"step": step, "layer": layer, "batch": batch, "head": head})
+
+    def to_xarray(self) -> "xarray.Dataset":
+        """The same as an xarray Dataset: arrays with dims, coordinates, units and formulas."""
+        from dlm_lens.recording.datasets import dataset_of
+
+        return dataset_of(self)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write to a directory: a safetensors shard per step and a manifest, as `record(..., to=)` does.
+
+        Raises:
+            FileExistsError: the directory holds something already.
+        """
+        from dlm_lens.recording.loading import save_recording
+
+        return save_recording(self, Path(directory))
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Recording":
+        """Read a finished recording; of several batches in one directory, their rows in one Recording.
+
+        Coordinates are read at once, an array when it is asked for.
+
+        Raises:
+            FileNotFoundError: there is no recording.
+            ValueError: it is not finished, or damaged.
+        """
+        from dlm_lens.recording.loading import load_recording
+
+        return load_recording(Path(directory))
+
+    def _beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Any:
+        if not self.sinks:
+            return canvas
+        sinks = torch.as_tensor(value, dtype=canvas.dtype).expand(*canvas.shape[:-1], self.sinks)
+        return torch.cat([canvas, sinks], -1)

@@ -1,0 +1,162 @@
+"""`Tap`: shows what the layers of a model compute with, for as long as it is open."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dlm_lens.attention import AttentionInputs, attention_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What one layer computed with: attention's inputs, and where wanted the stream and what attention adds."""
+
+    inputs: AttentionInputs
+    resid: Tensor | None = None
+    attn_out: Tensor | None = None
+
+
+class AnyTap(Protocol):
+    """What a recorder needs of a host: layers that can be opened, and two facts of them."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers that are shown."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        ...
+
+    def open(self) -> None:
+        """Begin to show."""
+        ...
+
+    def close(self) -> None:
+        """Show nothing any more."""
+        ...
+
+    def weight(self, layer: int) -> Tensor:
+        """W_O of every head, [head, d_head, d_model]."""
+        ...
+
+
+class Tap:
+    """Hands every forward pass of the chosen layers to `show`, layer by layer.
+
+    Args:
+        model: from `dlm_lens.load`.
+        layers: indices of the layers, negative from the end; None for all.
+        show: called with each layer.
+        stream: whether the residual stream and the output of attention are wanted; each layer is then shown when
+            its block ends.
+
+    Raises:
+        ValueError: a model without hook points, a sliding window, or a layer that is not there.
+    """
+
+    def __init__(
+        self, model: Any, layers: Sequence[int] | None, show: Callable[[Shown], None], *, stream: bool
+    ) -> None:
+        blocks = attention_blocks(model)
+        kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
+        if kinds:
+            raise ValueError(
+                f"{type(model).__name__} has {', '.join(sorted(kinds))} layers; only full attention works"
+            )
+        self.layers = chosen_layers(layers, len(blocks))
+        self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
+        self.show, self.stream = show, stream
+        self._resid: dict[int, Tensor] = {}
+        self._inputs: dict[int, AttentionInputs] = {}
+        self._added: dict[int, Tensor] = {}
+        self._open = ExitStack()
+
+    def open(self) -> None:
+        """Begin to show."""
+        self.close()
+        for layer, block in self.blocks.items():
+            attention = block.self_attn
+            attention.readers = (*attention.readers, self._read)
+            self._open.callback(self._remove_reader, attention)
+            if self.stream:
+                self._open.callback(block.register_forward_pre_hook(self._enter(layer), with_kwargs=True).remove)
+                self._open.callback(attention.register_forward_hook(self._add(layer)).remove)
+                self._open.callback(block.register_forward_hook(self._leave(layer)).remove)
+
+    def close(self) -> None:
+        """Show nothing any more."""
+        self._open.close()
+        for held in (self._resid, self._inputs, self._added):
+            held.clear()
+
+    def weight(self, layer: int) -> Tensor:
+        """W_O of every head, [head, d_head, d_model].
+
+        Raises:
+            ValueError: the weight is quantised.
+        """
+        attention = self.blocks[layer].self_attn
+        weight: Tensor = attention.o_proj.weight
+        if not weight.is_floating_point() or weight.ndim != 2:
+            raise ValueError("the output projection is quantised; load the model unquantised for this reducer")
+        return weight.T.unflatten(0, (-1, attention.head_dim))
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        return float(next(iter(self.blocks.values())).self_attn.scaling)
+
+    def _remove_reader(self, attention: Any) -> None:
+        attention.readers = tuple(reader for reader in attention.readers if reader != self._read)
+
+    def _listens(self, layer: int) -> bool:
+        # A pass over the same canvas that somebody else makes in between is not the run's.
+        return self._read in self.blocks[layer].self_attn.readers
+
+    def _read(self, inputs: AttentionInputs) -> None:
+        if self.stream:
+            self._inputs[inputs.layer] = inputs
+        else:
+            self.show(Shown(inputs))
+
+    def _enter(self, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._listens(layer):
+                self._resid[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def _add(self, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._listens(layer):
+                self._added[layer] = output[0]
+
+        return hook
+
+    def _leave(self, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._listens(layer) and layer in self._inputs:
+                self.show(Shown(self._inputs.pop(layer), self._resid.pop(layer), self._added.pop(layer)))
+
+        return hook
+
+
+def chosen_layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """The chosen layers in increasing order.
+
+    Raises:
+        ValueError: a layer that is not there, or none.
+    """
+    wanted = range(count) if layers is None else layers
+    for layer in wanted:
+        if not -count <= layer < count:
+            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
+    found = tuple(sorted({layer % count for layer in wanted}))
+    if not found:
+        raise ValueError("layers is empty; give at least one index, or None for all")
+    return found

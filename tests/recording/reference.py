@@ -1,0 +1,67 @@
+"""Statistics of a run from float64 patterns, row by row without padding, with loops: nothing of the library."""
+
+import math
+
+import torch
+
+from tests.reference import forward64
+
+FAMILIES = ["llada", "mmada", "dream", "smdm", "sink front", "sink end", "llama", "qwen2"]
+PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40]]
+
+
+def build(tiny, family):
+    if family.startswith("sink"):
+        return tiny("sink_qwen", num_sinks=2, sink_placement=family.split()[1])
+    return tiny("causal", model_type=family) if family in ("llama", "qwen2") else tiny(family)
+
+
+def settings(family, **more):
+    if family in ("llama", "qwen2"):
+        return {"gen_length": 12, "temperature": 1.0, "seed": [3, 4], **more}
+    return {"steps": 6, "gen_length": 12, "temperature": 0.5, "seed": [3, 4], **more}
+
+
+def alone(model, run, step, row):
+    """The canvas that one row saw, its masks, and everything that a float64 forward of it computes."""
+    keep = run.attention_mask[row].clone()
+    causal = bool(getattr(model.config, "is_causal", True))
+    if causal:
+        keep &= ~run.masked[step, row]
+    ids, masked = run.canvases[step, row][keep], run.masked[step, row][keep]
+    count = getattr(model.config, "num_sinks", 0)
+    front = getattr(model.config, "sink_placement", "front") == "front"
+    kept = forward64(model, ids[None], causal=causal)
+    length = len(ids)
+    canvas = list(range(count, count + length)) if front and count else list(range(length))
+    sinks = list(range(count)) if front else list(range(length, length + count))
+    return keep, masked, kept, canvas, canvas + sinks, causal
+
+
+def received(pattern, queries, causal, min_viewers=8):
+    """[query][key] and which queries count -> relative scores and the raw column sums."""
+    keys = len(pattern[0])
+    scores, sums = [], []
+    for j in range(keys):
+        total, even, seen = 0.0, 0.0, 0
+        for i, counts in enumerate(queries):
+            if counts and (not causal or j <= i):
+                total += pattern[i][j]
+                even += 1 / (i + 1 if causal else keys)
+                seen += 1
+        scores.append(total / even if seen >= min_viewers else math.nan)
+        sums.append(total)
+    return torch.tensor(scores), torch.tensor(sums, dtype=torch.float64)
+
+
+def classes(run, step, row, keep, masked):
+    start, stop = run.spans[step]
+    positions = torch.arange(len(keep))[keep]
+    answer = run.masked[0, row][keep]
+    return {
+        "all": torch.ones_like(masked).tolist(),
+        "masked": masked.tolist(),
+        "unmasked": (~masked).tolist(),
+        "prompt": (~answer).tolist(),
+        "block": ((positions >= start) & (positions < stop)).tolist(),
+    }

@@ -1,0 +1,138 @@
+"""dlm-lens record: a file of prompts, one process and two."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dlm_lens import cli
+from dlm_lens.recording import ReceivedAttention, Recording, Recordings, ValueNorm, record
+from dlm_lens.testing import tiny
+
+TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
+OPTIONS = ["--batch-size", "1", "--steps", "4", "--gen-length", "8", "--temperature", "0.5", "--seed", "3"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    model = tiny("llada")
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    model.save_pretrained(tmp_path / "model")
+    model.tokenizer.save_pretrained(tmp_path / "model")
+    lines = [{"prompt": text} for text in TEXTS[:3]] + [{"messages": [{"role": "user", "content": TEXTS[3]}]}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    return tmp_path
+
+
+def arguments(files, out, *more):
+    prompts = ["--prompts", str(files / "prompts.jsonl"), "--out", str(files / out)]
+    return ["record", str(files / "model"), *prompts, *OPTIONS, *more]
+
+
+def assert_recorded(path, reducers):
+    wanted = record(tiny("llada"), TEXTS, reducers, steps=4, gen_length=8, temperature=0.5, seed=3)
+    found = Recording.load(path)
+    assert list(found.specs) == list(wanted.specs)
+    for name in wanted.specs:
+        torch.testing.assert_close(
+            getattr(found, name), getattr(wanted, name), equal_nan=True, rtol=1e-4, atol=1e-5
+        )
+    content = wanted.run.attention_mask
+    assert torch.equal(found.run.tokens[content], wanted.run.tokens[content])
+
+
+def test_a_file_of_prompts(files):
+    reducers = ["--reducer", "received:all,masked", "--reducer", "value-norm:both"]
+    result = CliRunner().invoke(cli.app, arguments(files, "out", *reducers))
+    assert result.exit_code == 0, result.output
+    assert "4 of 4 prompts recorded" in result.output
+    assert_recorded(files / "out", [ReceivedAttention(("all", "masked")), ValueNorm("both")])
+    before = {path: path.stat().st_mtime_ns for path in (files / "out").rglob("*.safetensors")}
+    # What is gone is recorded again, and nothing else.
+    gone = files / "out" / "rows-00001-00001"
+    for path in gone.iterdir():
+        path.unlink()
+    assert len(Recordings(files / "out")) == 3
+    assert CliRunner().invoke(cli.app, arguments(files, "out", *reducers)).exit_code == 0
+    assert len(Recordings(files / "out")) == 4
+    after = {path: path.stat().st_mtime_ns for path in (files / "out").rglob("*.safetensors")}
+    assert {p for p in before if before[p] != after[p]} == {p for p in before if p.parent == gone}
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_prompts(files):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--master_port=0",
+        "--standalone",
+    ]
+    command += ["-m", "dlm_lens.cli", *arguments(files, "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in range(2):
+        assert f"2 of 4 prompts recorded in {files / 'out'} (process {rank} of 2)" in done.stdout
+    assert_recorded(files / "out", [ReceivedAttention()])
+
+
+def test_of_two_processes_each_takes_every_other_batch(files, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(cli.app, arguments(files, "out", "--layers", "-1", "--storage", "float16"))
+    assert result.exit_code == 0, result.output
+    assert sorted(p.name for p in (files / "out").iterdir()) == ["rows-00001-00001", "rows-00003-00003"]
+    (one, _) = Recordings(files / "out")
+    assert one.layers == (1,)
+    assert one.arrays["received"].dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (["--reducer", "mass"], "--reducer 'mass': there are received, value-norm"),
+        (["--reducer", "entropy:all"], "takes nothing behind a colon"),
+        (["--reducer", "received:some"], "classes of queries are"),
+        (["--reducer", "top-keys:x"], "whole numbers, got 'x'"),
+        (["--layers", "0;1"], "--layers takes whole numbers"),
+        (["--layers", "5"], "layer 5 of 2"),
+        (["--steps", "0"], "steps is 0"),
+        (["--storage", "int8"], "'float32' or 'float16'"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(files, change, sentence):
+    result = CliRunner().invoke(cli.app, arguments(files, "out", *change))
+    assert isinstance(result.exception, ValueError)
+    assert sentence in str(result.exception)
+    assert not list(files.glob("out/*/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "w1"}\nw2\n', "prompts.jsonl line 2 is no JSON"),
+        ('{"text": "w1"}\n', r"line 1 is .*text.*; a line is"),
+        ('{"prompt": "w1"}\n{"prompt": " "}\n', "prompts.jsonl, prompt 1: "),
+    ],
+)
+def test_a_wrong_line_is_named(files, content, sentence):
+    (files / "prompts.jsonl").write_text(content)
+    result = CliRunner().invoke(cli.app, arguments(files, "out"))
+    with pytest.raises(ValueError, match=sentence):
+        raise result.exception
+
+
+def test_the_program_says_it_in_one_line(files):
+    command = [sys.executable, "-m", "dlm_lens.cli", *arguments(files, "out")]
+    command[command.index("--prompts") + 1] = str(files / "none.jsonl")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert (
+        done.stderr.splitlines()[-1]
+        == f"dlm-lens: {files / 'none.jsonl'} is not there; --prompts takes a file of JSON lines"
+    )

@@ -1,0 +1,488 @@
+"""record, record_forward, the recorder as a host, and Recording itself."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+import dlm_lens
+from dlm_lens import hooks
+from dlm_lens.attention import HookedAttention
+from dlm_lens.recording import (
+    AttentionEntropy,
+    KeyNorm,
+    MassiveActivations,
+    ReceivedAttention,
+    Recorder,
+    Recording,
+    Recordings,
+    RegionMass,
+    ResidualNorm,
+    TopKeys,
+    UpdateNorm,
+    ValueNorm,
+    WeightedValue,
+    record,
+    record_forward,
+)
+from dlm_lens.sampling import denoise
+from dlm_lens.sinks import (
+    AboveMean,
+    AboveMedian,
+    LowKeyNorm,
+    find_sinks,
+    key_statistic_over_steps,
+    received_of,
+    received_over_steps,
+)
+from dlm_lens.testing import tiny
+from tests.recording.reference import FAMILIES, PROMPTS, build, settings
+
+EVERYTHING = (
+    ReceivedAttention(("all", "unmasked", "prompt", "block")),
+    ValueNorm("both"),
+    KeyNorm("both"),
+    WeightedValue(),
+    ResidualNorm(),
+    MassiveActivations(),
+    AttentionEntropy(),
+    RegionMass(),
+    UpdateNorm(),
+    TopKeys(2),
+)
+RUN = {"steps": 6, "gen_length": 12, "temperature": 0.7, "seed": [3, 4]}
+
+
+def equal(found, wanted):
+    """Recordings of the same numbers, bit by bit."""
+    for name in wanted.specs:
+        a, b = getattr(found, name), getattr(wanted, name)
+        assert a.shape == b.shape, name
+        assert torch.equal(torch.nan_to_num(a, -7), torch.nan_to_num(b, -7)), name
+
+
+def close(found, wanted, **tolerance):
+    for name in wanted.specs:
+        torch.testing.assert_close(
+            getattr(found, name), getattr(wanted, name), equal_nan=True, msg=name, **tolerance
+        )
+
+
+def untouched(model):
+    blocks = [module for module in model.modules() if isinstance(module, HookedAttention)]
+    return all(not b.readers for b in blocks) and not any(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_is_the_run_of_denoise_and_the_statistics_of_its_replay(family):
+    model, given = build(tiny, family), settings(family)
+    rec = record(model, PROMPTS, EVERYTHING, **given)
+    plain = denoise(model, PROMPTS, **given)
+    assert torch.equal(rec.run.canvases, plain.canvases)
+    assert torch.equal(rec.run.selected, plain.selected)
+    assert untouched(model)
+    for queries in ("all", "unmasked"):
+        found, wanted = received_of(rec, queries), received_over_steps(model, plain, queries=queries)
+        # One float32 sum over the queries against another: the networks' scores reach the hundreds.
+        torch.testing.assert_close(found.values, wanted.values, equal_nan=True, rtol=1e-4, atol=1e-5)
+        for field in dataclasses.fields(wanted):
+            a, b = getattr(found, field.name), getattr(wanted, field.name)
+            if field.name == "values" or b is None or field.name == "tokenizer":
+                continue
+            if torch.is_tensor(b):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=field.name)
+            else:
+                assert a == b, field.name
+    detector = AboveMean(1.0)
+    assert torch.equal(
+        find_sinks(rec, detector).is_sink, find_sinks(received_over_steps(model, plain), detector).is_sink
+    )
+
+
+@pytest.mark.parametrize("family", ["llada", "sink front", "llama"])
+def test_hidden_statistics_are_those_of_their_replay(family):
+    model, given = build(tiny, family), settings(family)
+    rec = record(model, PROMPTS, [MassiveActivations(), KeyNorm()], **given)
+    for detector in (AboveMedian(times=3, at_least=0), LowKeyNorm(0.7)):
+        wanted = key_statistic_over_steps(model, rec.run, detector.quantity)
+        found = find_sinks(rec, detector)
+        torch.testing.assert_close(found.scores, find_sinks(wanted, detector).scores, equal_nan=True)
+        assert torch.equal(found.is_sink, find_sinks(wanted, detector).is_sink)
+        assert bool(found.is_sink.any())
+
+
+@pytest.mark.parametrize("family", ["llada", "mmada", "smdm", "sink front"])
+def test_of_guidance_the_conditional_half(family):
+    # A guided run's conditional rows see the same canvas as an unguided forward of it.
+    model = build(tiny, family)
+    rec = record(model, PROMPTS, EVERYTHING, cfg_scale=1.5, **RUN)
+    assert not torch.equal(rec.run.tokens, denoise(model, PROMPTS, **RUN | {"cfg_scale": 0.0}).tokens)
+    canvas, mask = rec.run.canvases[3], rec.run.attention_mask
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), record_forward(model, EVERYTHING) as alone:
+        model(input_ids=canvas, attention_mask=mask.long(), position_ids=positions, use_cache=False)
+    for name in ("received", "value_norm", "entropy", "mixed_norm", "residual_norm", "weighted_value"):
+        torch.testing.assert_close(
+            getattr(rec, name)[3], getattr(alone, name)[0], equal_nan=True, rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_batches_become_one_recording(batch_size, tmp_path):
+    prompts = [*PROMPTS, [7, 7, 7, 1, 2], [9, 4]]
+    model = build(tiny, "sink front")
+    whole = record(model, prompts, EVERYTHING, **RUN | {"seed": [1, 2, 3, 4]})
+    parts = record(model, prompts, EVERYTHING, batch_size=batch_size, to=tmp_path, **RUN | {"seed": [1, 2, 3, 4]})
+    assert torch.equal(parts.run.attention_mask, whole.run.attention_mask)
+    content = whole.run.attention_mask
+    assert torch.equal(parts.run.canvases.masked_fill(~content, 0), whole.run.canvases.masked_fill(~content, 0))
+    assert parts.rows == (0, 1, 2, 3)
+    assert parts.seeds == (1, 2, 3, 4)
+    assert parts.run.spans == whole.run.spans
+    close(parts, whole, rtol=1e-4, atol=1e-5)
+    many = Recordings(tmp_path)
+    assert len(many) == 4 // batch_size
+    assert [r.rows[0] for r in many] == list(range(0, 4, batch_size))
+    assert many[-1].run.tokens.shape[0] == batch_size
+
+
+def test_ar_rows_that_end_early_are_joined():
+    model = tiny("causal")
+    run = denoise(model, PROMPTS, gen_length=12)
+    model.config.eos_token_id = int(run.tokens[1, run.prompt_length + 4])
+    whole = record(model, PROMPTS, [ReceivedAttention(min_viewers=1), ValueNorm()], batch_size=1, gen_length=12)
+    lengths = [len(record(model, [p], [ValueNorm()], gen_length=12).steps) for p in PROMPTS]
+    assert lengths[1] < lengths[0] == len(whole.steps)
+    assert bool(whole.value_norm[lengths[1] :, 1].isnan().all())
+    alone = record(model, [PROMPTS[1]], [ValueNorm()], gen_length=12)
+    moved = whole.value_norm[: lengths[1], 1, ..., 6 : 6 + alone.value_norm.shape[-1]]
+    torch.testing.assert_close(moved, alone.value_norm[:, 0], equal_nan=True)
+
+
+def test_hooks_in_stream_record_what_they_leave():
+    model = tiny("llada")
+    hook = hooks.mask_positions(2, 5)
+
+    class Materialised:
+        """The same hook as one that attention cannot run in stream."""
+
+        site = hook.site
+
+        def __call__(self, tensor, hook_context=None, *, hook=None):
+            return inner(tensor, hook)
+
+    inner = hook
+    for reducers in ([ReceivedAttention(), ValueNorm()], EVERYTHING):
+        streamed = record(model, PROMPTS, reducers, hooks=[hook], **RUN)
+        materialised = record(model, PROMPTS, reducers, hooks=[Materialised()], **RUN)
+        assert torch.equal(streamed.run.canvases, materialised.run.canvases)
+        assert not torch.equal(streamed.run.canvases, denoise(model, PROMPTS, **RUN).canvases)
+        close(streamed, materialised, rtol=1e-4, atol=1e-5)
+        # What is hidden receives nothing, and stays defined.
+        assert float(streamed.received[:, 0, :, :, 2].max()) == 0.0
+    behind = record(model, PROMPTS, [ReceivedAttention()], hooks=[hooks.mask_positions(2, stage="after")], **RUN)
+    assert float(behind.received[:, 0, :, :, 2].max()) == 0.0
+
+
+def test_clean_passes_of_hooks_are_not_recorded():
+    model = tiny("llada")
+
+    class AsksForClean:
+        site, needs_clean = "z", True
+
+        def __call__(self, tensor, hook=None):
+            assert hook.run.clean()[0].sums.shape[-1] == 21
+            return tensor * 0.5
+
+    class Plain(AsksForClean):
+        needs_clean = False
+
+        def __call__(self, tensor, hook=None):
+            return tensor * 0.5
+
+    equal(
+        record(model, PROMPTS, EVERYTHING, hooks=[AsksForClean()], **RUN),
+        record(model, PROMPTS, EVERYTHING, hooks=[Plain()], **RUN),
+    )
+
+
+def test_layers_and_dtypes(tmp_path):
+    model = tiny("llada", num_hidden_layers=3)
+    whole = record(model, PROMPTS, EVERYTHING, **RUN)
+    part = record(model, PROMPTS, EVERYTHING, layers=[-1, 0], **RUN)
+    assert part.layers == (0, 2)
+    equal(part, whole.select(layer=[0, 2]))
+    half = record(model, PROMPTS, EVERYTHING, dtype="float16", to=tmp_path, **RUN)
+    assert half.arrays["received"].dtype == torch.float16
+    assert half.received.dtype == torch.float32
+    assert half.top_keys.dtype == torch.int32
+    equal_keys = torch.equal(half.top_keys, whole.top_keys)
+    assert equal_keys
+    for name in whole.specs:
+        a, b = getattr(half, name), getattr(whole, name)
+        normal = b.abs() > 2**-14
+        assert bool((((a - b).abs() / b.abs())[normal] <= 2**-11).all()), name
+
+
+class TooLarge:
+    name, unit, formula, reads = "large", "none", "1e5", ()
+    dims = ("step", "batch", "layer")
+
+    def reduce(self, layer):
+        return torch.full((len(layer.run.tokens),), 1e5)
+
+
+def test_what_float16_cannot_hold_is_an_error():
+    with pytest.raises(ValueError, match=r"large reaches 1e\+05, and float16 ends at 65,504"):
+        record(tiny("llada"), PROMPTS, [TooLarge()], dtype="float16", **RUN)
+    assert untouched(tiny("llada"))
+
+
+def test_half_precision_models_accumulate_in_float32():
+    model = tiny("llada")
+    wanted = record(model, PROMPTS, [ReceivedAttention(), ValueNorm()], **RUN)
+    low = tiny("llada").to(torch.bfloat16)
+    canvas = wanted.run.canvases[0]
+    with record_forward(low, [ReceivedAttention(min_viewers=1), ValueNorm()]) as rec:
+        low(input_ids=canvas[:1], use_cache=False)
+    assert rec.received.dtype == torch.float32
+    # All queries are counted once, whatever the dtype of the model: 256 rounding errors of bf16 would show.
+    torch.testing.assert_close(rec.received.sum(-1), torch.full((1, 1, 2, 4), 21.0), atol=1e-4, rtol=0)
+
+
+def test_record_forward_is_any_forward_of_the_users(tmp_path):
+    model = tiny("llada")
+    rec = record(model, PROMPTS, EVERYTHING, **RUN)
+    canvas, mask = rec.run.canvases[[1, 4]], rec.run.attention_mask
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    with record_forward(model, EVERYTHING) as found:
+        with pytest.raises(ValueError, match="no forward pass ran"):
+            _ = found.received
+        for ids in canvas:
+            # With gradients, which statistics do not need.
+            model(input_ids=ids, attention_mask=mask.long(), position_ids=positions).logits.sum().backward()
+    assert untouched(model)
+    assert not found.received.requires_grad
+    close_names = [n for n in rec.specs if n not in ("received_block",)]
+    for name in close_names:
+        if name in ("received_prompt", "region_mass"):
+            continue  # a forward alone does not know what the prompt was
+        torch.testing.assert_close(
+            getattr(found, name), getattr(rec, name)[[1, 4]], equal_nan=True, rtol=1e-4, atol=1e-5, msg=name
+        )
+    assert found.settings["sampler"] == "forward"
+    assert torch.equal(found.tokens, canvas)
+    with record_forward(model, [ValueNorm()]) as other:
+        model(input_ids=canvas[0])
+        with pytest.raises(ValueError, match=r"ids of shape \[1, 5\]"):
+            model(input_ids=canvas[0][:1, :5])
+        with pytest.raises(ValueError, match="another attention_mask"):
+            model(input_ids=canvas[0], attention_mask=mask.long())
+    assert len(other.steps) == 1
+    with record_forward(model, [ValueNorm()]), pytest.raises(ValueError, match="input_ids"):
+        model(inputs_embeds=model.get_input_embeddings()(canvas[0]))
+    assert untouched(model)
+    causal = tiny("causal")
+    with torch.no_grad(), record_forward(causal, [ReceivedAttention()]) as rec:
+        causal(input_ids=torch.tensor([PROMPTS[0]]))
+    # e_j of the first key under a causal mask is the harmonic number H_9.
+    assert float(rec.expected()[0, 0, 0]) == pytest.approx(sum(1 / i for i in range(1, 10)))
+    assert rec.received[0, 0, 0, 0].isnan().tolist() == [False] * 2 + [True] * 7
+
+
+def test_the_recorder_is_a_host_of_denoise_and_of_a_trace():
+    model = tiny("llada")
+    wanted = record(model, PROMPTS, EVERYTHING, **RUN)
+    recorder = Recorder(model, EVERYTHING)
+    run = denoise(model, PROMPTS, host=recorder, **RUN)
+    equal(recorder.recording(run), wanted)
+    equal(recorder.recording(denoise(model, PROMPTS, host=[recorder], **RUN)), wanted)
+    with pytest.raises(ValueError, match="followed 6 steps, but the run has 3"):
+        recorder.recording(denoise(model, PROMPTS, **RUN | {"steps": 3}))
+    lm = dlm_lens.DiffusionLM(model, check=False)
+    untraced = lm.generate(PROMPTS, host=recorder, **RUN)
+    close(recorder.recording(untraced), wanted, rtol=1e-4, atol=1e-5)
+    with lm.generate(PROMPTS, host=recorder, **RUN) as tracer:
+        for _step in tracer.steps[2]:
+            lm.layers[0].attn.pattern[:, :, :, 4] = 0
+        result = tracer.result.save()
+    rec = recorder.recording(result)
+    # The pattern as edited: the key receives nothing at that step, in that layer.
+    assert float(rec.received[2, :, 0, :, 4].nan_to_num().abs().max()) == 0.0
+    assert float(rec.received[1, :, 0, :, 4].nan_to_num().min()) >= 0.0
+    assert bool((rec.received[1, 0, 0, :, 4] > 0).all())
+    assert untouched(model)
+
+
+def test_a_failing_run_leaves_the_model_as_it_was():
+    model = tiny("llada")
+
+    def fail(step, canvas):
+        if step == 2:
+            raise KeyboardInterrupt
+        return None
+
+    with pytest.raises(KeyboardInterrupt):
+        record(model, PROMPTS, EVERYTHING, on_canvas=fail, **RUN)
+    assert untouched(model)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return record(build(tiny, "sink front"), PROMPTS, EVERYTHING, **RUN)
+
+
+def test_coordinates(recorded):
+    rec = recorded
+    assert rec.sizes == {"step": 6, "batch": 2, "layer": 2, "key": 23, "query": 21}
+    assert torch.equal(rec.tokens[..., :21], rec.run.canvases[:-1])
+    assert rec.tokens[0, 0, 21:].tolist() == [-1, -2]
+    assert rec.strings(0, 1)[6:11] == ["w6", "w2", "w40", "[MASK]", "[MASK]"]
+    assert rec.strings(0)[21:] == ["sink(0)", "sink(1)"]
+    assert rec.progress[3].tolist() == [0.5, 0.5]
+    assert rec.seeds == (3, 4)
+    assert rec.prompt_length == 9
+    assert rec.blocks == rec.run.blocks
+    assert rec.scale == pytest.approx(8**-0.5)
+    assert rec.versions["torch"] == torch.__version__
+    assert rec.specs["received"].unit == "relative to uniform"
+    assert "2510.15731" in rec.specs["received"].formula
+    # Scores times e_j are column sums: of all queries, each of which attends once.
+    sums = rec.received_sums()
+    torch.testing.assert_close(sums.nansum(-1), rec.counted()[:, :, None, None].expand(6, 2, 2, 4).float())
+    with pytest.raises(AttributeError, match="no 'masses'; its statistics are received"):
+        _ = rec.masses
+    with pytest.raises(ValueError, match="received_masked was not recorded"):
+        rec.received_sums("masked")
+
+
+def test_select(recorded):
+    part = recorded.select(step=[1, -1], layer=1, batch=1, head=slice(0, 4, 3))
+    assert part.received.shape == (2, 1, 1, 2, 23)
+    assert part.value_norm.shape == (2, 1, 1, 2, 23)
+    assert (part.steps, part.layers, part.rows, part.heads) == ((1, 5), (1,), (1,), (0, 3))
+    wanted = recorded.received[[1, 5]][:, [1]][:, :, [1]][:, :, :, [0, 3]]
+    assert torch.equal(part.received.nan_to_num(-1), wanted.nan_to_num(-1))
+    assert torch.equal(part.progress, recorded.progress[[1, 5]][:, [1]])
+    assert torch.equal(part.expected("prompt"), recorded.expected("prompt")[[1, 5]][:, [1]])
+    again = part.select(step=-1)
+    assert again.steps == (5,)
+    assert torch.equal(again.tokens, recorded.tokens[5:, 1:])
+    for wrong in ({"step": 6}, {"layer": 2}, {"batch": -3}, {"head": [4]}, {"step": slice(3, 3)}):
+        with pytest.raises(ValueError, match=r"of \d|was not recorded|selects nothing"):
+            recorded.select(**wrong)
+
+
+def test_xarray(recorded):
+    data = recorded.to_xarray()
+    assert data["received"].dims == ("step", "batch", "layer", "head", "key")
+    cell = data["received"].sel(step=4, layer=1, head=2, batch=0)
+    assert cell.values[3] == pytest.approx(float(recorded.received[4, 0, 1, 2, 3]))
+    assert data["received"].attrs["units"] == "relative to uniform"
+    assert str(data["token_text"].sel(step=0, batch=1, key=8).values) == "w40"
+    assert bool(data["masked"].sel(step=0, batch=0, key=9))
+    assert not bool(data["valid"].sel(batch=1, key=0))
+    assert data["region_mass"].sel(key_region="self").shape == (6, 2, 2, 4, 5)
+    assert float(data["progress"].sel(step=3, batch=0)) == 0.5
+    assert json.loads(data.attrs["settings"])["steps"] == 6
+    assert data["seed"].values.tolist() == [3, 4]
+
+
+def test_save_and_load(recorded, tmp_path):
+    recorded.save(tmp_path / "a")
+    found = Recording.load(tmp_path / "a")
+    equal(found, recorded)
+    for field in dataclasses.fields(Recording):
+        if field.name not in ("run", "arrays", "answer"):
+            assert getattr(found, field.name) == getattr(recorded, field.name), field.name
+    assert dict(found.settings) == dict(recorded.settings)
+    assert torch.equal(found.progress, recorded.progress)
+    assert found.strings(2) == recorded.strings(2)
+    part = recorded.select(step=[2, 4], head=1)
+    part.save(tmp_path / "b")
+    equal(Recording.load(tmp_path / "b"), part)
+    with pytest.raises(FileExistsError, match="not empty"):
+        recorded.save(tmp_path / "a")
+    lazy = Recording.load(tmp_path / "a").select(step=[3])
+    # Only the chosen step's shard is read.
+    for shard in (tmp_path / "a").glob("step-0000[01245].safetensors"):
+        shard.unlink()
+    equal(lazy, recorded.select(step=3))
+
+
+class NoAxes:
+    name, unit, formula, reads = "few", "none", "0", ()
+    dims = ("step", "batch", "layer", "head")
+
+    def reduce(self, layer):
+        return torch.zeros(len(layer.run.tokens))
+
+
+def named(name, dims=("step", "batch", "layer"), reads=()):
+    made = NoAxes()
+    made.name, made.dims, made.reads = name, dims, reads
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reducers", "sentence"),
+    [
+        ([], "no reducers given"),
+        ([ReceivedAttention], "is no reducer"),
+        ([ValueNorm(), ValueNorm("both")], "two reducers are called 'value_norm'"),
+        ([named("a b")], "no identifier"),
+        ([named("tokens")], "which a Recording has already"),
+        ([named("x", ("batch", "layer", "key"))], "begin with step, batch, layer"),
+        ([named("x", ("step", "batch", "layer", "key", "head"))], "the order is"),
+        ([named("x", reads=("received:both",))], "received:CLASS"),
+        ([NoAxes()], "returned shape"),
+    ],
+)
+def test_what_no_reducer_can_be(reducers, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        record(tiny("llada"), PROMPTS, reducers, **RUN)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ReceivedAttention("some"), "classes of queries are all, masked"),
+        (lambda: ReceivedAttention(()), "at least one class"),
+        (lambda: TopKeys(0), "k is at least 1"),
+        (lambda: ValueNorm("one"), "'each', 'mean' or 'both'"),
+        (lambda: RegionMass(3.0), "give a detector"),
+        (lambda: record(tiny("llada"), PROMPTS, dtype="int8", **RUN), "'float32' or 'float16'"),
+        (lambda: record(tiny("llada"), PROMPTS, layers=[7], **RUN), "layer 7 of 2"),
+        (lambda: record(tiny("llada"), PROMPTS, batch_size=0, **RUN), "batch_size is 0"),
+        (lambda: record(tiny("llada"), PROMPTS, host=3, **RUN), "not record's to take"),
+        (lambda: record(tiny("llada"), [[]], **RUN), "empty"),
+        (lambda: record(tiny("causal"), PROMPTS, [ReceivedAttention("masked")]), "no masked queries"),
+        (lambda: record(tiny("causal"), PROMPTS, use_cache=True, gen_length=2), "use_cache=True"),
+        (lambda: record(tiny("llada"), PROMPTS, to="x", on_logits=print, **RUN), "on_logits with to="),
+    ],
+)
+def test_sentences(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_other_files_are_left_alone(tmp_path):
+    (tmp_path / "rows-00000-00001").mkdir()
+    (tmp_path / "rows-00000-00001" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds no recording"):
+        record(tiny("llada"), PROMPTS, to=tmp_path, **RUN)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="is a file"):
+        record(tiny("llada"), PROMPTS, to=tmp_path / "file", **RUN)
+
+
+def test_a_mask_by_shape_is_refused_in_validation(recorded):
+    with pytest.raises(ValueError, match="received has shape"):
+        dataclasses.replace(recorded, arrays={**recorded.arrays, "received": recorded.received[..., :3]})
+    with pytest.raises(ValueError, match="do not name the same"):
+        dataclasses.replace(recorded, arrays={})
+    assert math.isnan(float(recorded.received[0, 1, 0, 0, 0]))

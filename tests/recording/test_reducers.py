@@ -1,0 +1,165 @@
+"""Every reducer against statistics of float64 patterns, in every family, with unequal prompts."""
+
+import math
+
+import pytest
+import torch
+
+from dlm_lens.recording import (
+    KEY_REGIONS,
+    AttentionEntropy,
+    KeyNorm,
+    MassiveActivations,
+    ReceivedAttention,
+    RegionMass,
+    ResidualNorm,
+    TopKeys,
+    UpdateNorm,
+    ValueNorm,
+    WeightedValue,
+    record,
+)
+from dlm_lens.sinks import AboveMean
+from dlm_lens.testing import tiny
+from tests.recording.reference import FAMILIES, PROMPTS, alone, build, classes, received, settings
+
+# float32 forward passes against float64 ones of networks whose activations reach the hundreds.
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}
+NORMS = (ValueNorm("both"), KeyNorm("both"), ResidualNorm(), MassiveActivations(), UpdateNorm())
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def recorded(request):
+    model = build(tiny, request.param)
+    names = ["all", "unmasked", "prompt", "block"]
+    names += [] if request.param in ("llama", "qwen2") else ["masked"]
+    reducers = [
+        ReceivedAttention(names),
+        WeightedValue(),
+        TopKeys(3),
+        AttentionEntropy(),
+        RegionMass(AboveMean(1.0)),
+        *NORMS,
+    ]
+    return model, record(model, PROMPTS, reducers, **settings(request.param)), names
+
+
+def cases(rec):
+    return [(step, row) for step in (0, 3, len(rec.steps) - 1) for row in range(2)]
+
+
+def same(found, wanted, where):
+    """What stands where is `wanted`, and NaN everywhere else."""
+    torch.testing.assert_close(found[..., where].double(), wanted.double(), equal_nan=True, **CLOSE)
+    others = [i for i in range(found.shape[-1]) if i not in where]
+    assert bool(found[..., others].isnan().all())
+
+
+def placed(rec, keep):
+    """Keys of a row as the recording orders them."""
+    positions = keep.nonzero().squeeze(-1).tolist()
+    return positions + [len(keep) + i for i in range(rec.sinks)]
+
+
+def test_received_attention_and_what_follows_from_it(recorded):
+    model, rec, names = recorded
+    assert rec.received.shape == (len(rec.steps), 2, 2, 4, rec.run.tokens.shape[1] + rec.sinks)
+    for step, row in cases(rec):
+        keep, masked, kept, canvas, order, causal = alone(model, rec.run, step, row)
+        where = placed(rec, keep)
+        queries = classes(rec.run, step, row, keep, masked)
+        for layer in range(2):
+            w_o = model.state_dict()[f"model.layers.{layer}.self_attn.o_proj.weight"].double()
+            for head in range(4):
+                pattern = kept[f"pattern{layer}"][0, head][canvas][:, order].tolist()
+                for name in names:
+                    scores, sums = received(pattern, queries[name], causal)
+                    array = rec.received if name == "all" else getattr(rec, f"received_{name}")
+                    same(array[step, row, layer, head], scores, where)
+                    raw = rec.received_sums(name)[step, row, layer, head, where]
+                    wanted = sums.masked_fill(scores.isnan(), math.nan)
+                    torch.testing.assert_close(raw.double(), wanted, equal_nan=True, **CLOSE)
+                scores, sums = received(pattern, queries["all"], causal)
+                values = kept[f"v{layer}"][0, order, head // 2]
+                written = (values @ w_o[:, head * 8 : head * 8 + 8].T).norm(dim=-1)
+                same(rec.weighted_value[step, row, layer, head], sums * written, where)
+                best = scores.nan_to_num(nan=-1).argsort(descending=True, stable=True)[:3].tolist()
+                best = [where[i] if not math.isnan(scores[i]) else -1 for i in best]
+                assert rec.top_keys[step, row, layer, head].tolist() == best
+                top = scores[~scores.isnan()].sort(descending=True).values[:3]
+                found = rec.top_scores[step, row, layer, head]
+                torch.testing.assert_close(found[: len(top)], top.float(), **CLOSE)
+                assert bool(found[len(top) :].isnan().all())
+
+
+def test_entropy_and_region_mass(recorded):
+    model, rec, _ = recorded
+    for step, row in ((3, 0), (3, 1)):
+        keep, masked, kept, canvas, order, causal = alone(model, rec.run, step, row)
+        queries = classes(rec.run, step, row, keep, masked)
+        where = keep.nonzero().squeeze(-1).tolist()
+        for layer in range(2):
+            for head in range(4):
+                pattern = kept[f"pattern{layer}"][0, head][canvas][:, order]
+                entropy = torch.stack([-sum(p * p.log() for p in line if p > 0) for line in pattern])
+                same(rec.entropy[step, row, layer, head], entropy, where)
+                scores, _ = received(pattern.tolist(), queries["all"], causal, 1)
+                defined = scores[~scores.isnan()]
+                mean = torch.stack([(defined.sum() - s) / (len(defined) - 1) for s in scores])
+                sinks = [
+                    bool(s > m + 1) or j >= len(where) for j, (s, m) in enumerate(zip(scores, mean, strict=True))
+                ]
+                found = rec.region_mass[step, row, layer, head]
+                for c, name in enumerate(["all", "masked", "unmasked", "prompt", "block"]):
+                    for r, region in enumerate(KEY_REGIONS):
+                        wanted, count = 0.0, 0
+                        for i, counts in enumerate(queries[name]):
+                            count += counts
+                            for j, p in enumerate(pattern[i].tolist()):
+                                on_canvas = j < len(where)
+                                inside = {
+                                    "sink": sinks[j],
+                                    "self": i == j,
+                                    "past": on_canvas and j < i,
+                                    "future": on_canvas and j > i,
+                                }
+                                here = on_canvas and queries[region][j] if region in queries else inside[region]
+                                wanted += p * counts * here
+                        wanted = wanted / count if count else math.nan
+                        assert float(found[c, r]) == pytest.approx(wanted, rel=2e-4, abs=2e-5, nan_ok=True)
+
+
+def test_norms(recorded):
+    model, rec, _ = recorded
+    for step, row in cases(rec):
+        keep, _, kept, canvas, order, _ = alone(model, rec.run, step, row)
+        where, rows = placed(rec, keep), keep.nonzero().squeeze(-1).tolist()
+        for layer in range(2):
+            values, keys = kept[f"v{layer}"][0, order], kept[f"rot_k{layer}"][0, order]
+            for name, tensor in (("value", values), ("key", keys)):
+                norms = tensor.norm(dim=-1).T
+                same(getattr(rec, f"{name}_norm")[step, row, layer], norms, where)
+                # Eq. 16 is a mean over the M query heads, of which each reads its group's value.
+                mean = torch.stack([norms[m // 2] for m in range(4)]).mean(0)
+                same(getattr(rec, f"{name}_norm_mean")[step, row, layer], mean, where)
+            stream = kept[f"resid{layer - 1}"][0]
+            same(rec.residual_norm[step, row, layer], stream[order].norm(dim=-1), where)
+            same(rec.max_activation[step, row, layer], stream[order].abs().amax(-1), where)
+            median = stream[canvas].abs().flatten().median()
+            torch.testing.assert_close(rec.median_activation[step, row, layer].double(), median, **CLOSE)
+            z = kept[f"z{layer}"][0, canvas]
+            same(rec.mixed_norm[step, row, layer], z.norm(dim=-1).T, rows)
+            w_o = model.state_dict()[f"model.layers.{layer}.self_attn.o_proj.weight"].double()
+            added = z.flatten(-2) @ w_o.T
+            same(rec.update_norm[step, row, layer], added.norm(dim=-1), rows)
+            same(rec.updated_norm[step, row, layer], (stream[canvas] + added).norm(dim=-1), rows)
+
+
+def test_the_bound_of_eq_20_holds_and_self_is_the_diagonal():
+    model = tiny("llada")
+    rec = record(model, PROMPTS, [UpdateNorm(), ValueNorm(), RegionMass()], **settings("llada"))
+    # ||o_i|| <= sum_j A_ij ||v_j|| <= max_j ||v_j||
+    largest = rec.value_norm.nan_to_num().amax(-1).repeat_interleave(2, 3)
+    assert bool((rec.mixed_norm.nan_to_num().amax(-1) <= largest * (1 + 1e-5)).all())
+    parts = rec.region_mass[..., [KEY_REGIONS.index(n) for n in ("self", "past", "future", "sink")]].sum(-1)
+    torch.testing.assert_close(parts[..., 0], torch.ones_like(parts[..., 0]), atol=1e-5, rtol=0)

@@ -1,0 +1,236 @@
+"""A killed run goes on where it was: the same tokens and the same arrays as the unbroken one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from dlm_lens import hooks
+from dlm_lens.recording import KeyNorm, ReceivedAttention, Recording, Recordings, TopKeys, ValueNorm, record
+from dlm_lens.recording.shards import MANIFEST, RUN, ShardDirectory
+from dlm_lens.sampling import denoise
+from dlm_lens.testing import tiny
+from tests.recording.reference import PROMPTS
+
+REDUCERS = (ReceivedAttention(("all", "unmasked")), ValueNorm("both"), TopKeys(2))
+MMADA = {"eot_token": 7, "block_length": 4}
+SAMPLERS = {
+    "llada low confidence": ("llada", {"temperature": 0.7}),
+    "llada random": ("llada", {"temperature": 0.7, "remasking": "random"}),
+    "llada quirks": ("llada", {"temperature": 0.7, "block_length": 6, "reference_quirks": True, "seed": 5}),
+    "llada guided": ("llada", {"temperature": 0.7, "cfg_scale": 1.5}),
+    "mmada ending": ("mmada", {"temperature": 0.7, **MMADA}),
+    "dream origin": ("dream", {"temperature": 0.7, "remasking": "origin"}),
+    "dream entropy": ("dream", {"temperature": 0.7, "remasking": "entropy", "alg_temp": 0.5}),
+    "smdm origin": ("smdm", {"temperature": 0.7, "cfg_scale": 1.0}),
+    "smdm greedy": ("smdm", {"temperature": 0.7, "remasking": "greedy"}),
+    "sink": ("sink_qwen", {"temperature": 0.7}),
+    "causal": ("causal", {"temperature": 1.0}),
+}
+
+
+class KilledError(RuntimeError):
+    pass
+
+
+def settings_of(sampler):
+    family, settings = SAMPLERS[sampler]
+    steps = {} if family == "causal" else {"steps": 6}
+    return family, {"gen_length": 12, "seed": [3, 4], **steps, **settings}
+
+
+def killed_behind(monkeypatch, after, /, *args, **kwargs):
+    """Run record and die when so many shards are written."""
+    real, count = ShardDirectory.add, [0]
+
+    def add(self, *given):
+        real(self, *given)
+        count[0] += 1
+        if count[0] == after:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardDirectory, "add", add)
+        with pytest.raises(KilledError):
+            record(*args, **kwargs)
+
+
+def assert_same(found, wanted):
+    for name in ("canvases", "masked", "proposals", "confidence", "selected", "attention_mask"):
+        assert torch.equal(getattr(found.run, name), getattr(wanted.run, name)), name
+    assert found.run.spans == wanted.run.spans
+    assert found.run.blocks == wanted.run.blocks
+    assert dict(found.settings) == dict(wanted.settings)
+    assert list(found.specs) == list(wanted.specs)
+    for name in wanted.specs:
+        assert torch.equal(
+            torch.nan_to_num(getattr(found, name), -7), torch.nan_to_num(getattr(wanted, name), -7)
+        ), name
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_goes_on_as_if_nothing_had_been(sampler, tmp_path, monkeypatch):
+    family, settings = settings_of(sampler)
+    model = tiny(family)
+    whole = record(model, PROMPTS, REDUCERS, **settings)
+    # The state that is lost must matter, or the test could not fail.
+    assert not torch.equal(whole.run.tokens, denoise(model, PROMPTS, **{**settings, "seed": 99}).tokens)
+    killed_behind(monkeypatch, 4, model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"is not finished \(4 steps are there\)"):
+        Recording.load(tmp_path)
+    resumed = record(model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    assert_same(resumed, whole)
+    assert_same(Recording.load(tmp_path), whole)
+    assert resumed.run.texts == whole.run.texts
+
+
+def test_a_row_that_had_ended_stays_ended(tmp_path, monkeypatch):
+    # MMaDA's rows end behind a block with eot_token: which have is state of the sampler.
+    model = tiny("mmada")
+    settings = {"gen_length": 12, "steps": 6, "block_length": 4, "temperature": 0.7, "seed": [3, 4]}
+    plain = denoise(model, PROMPTS, **settings)
+    eot = int(plain.tokens[0, plain.prompt_length + 3])
+    assert eot != int(plain.tokens[1, plain.prompt_length + 3])
+    whole = record(model, PROMPTS, REDUCERS, eot_token=eot, **settings)
+    assert bool(whole.run.masks_left[0])
+    assert not bool(whole.run.masks_left[1])
+    killed_behind(monkeypatch, 3, model, PROMPTS, REDUCERS, to=tmp_path, eot_token=eot, **settings)
+    assert_same(record(model, PROMPTS, REDUCERS, to=tmp_path, eot_token=eot, **settings), whole)
+
+
+def test_progress_and_answer_count_from_the_beginning(tmp_path, monkeypatch):
+    model, settings = tiny("llada"), settings_of("llada random")[1]
+    reducers = [ReceivedAttention("prompt", min_viewers=1)]
+    whole = record(model, PROMPTS, reducers, **settings)
+    killed_behind(monkeypatch, 5, model, PROMPTS, reducers, to=tmp_path, **settings)
+    resumed = record(model, PROMPTS, reducers, to=tmp_path, **settings)
+    assert_same(resumed, whole)
+    assert torch.equal(resumed.progress, whole.progress)
+    assert float(resumed.progress[-1, 0]) == pytest.approx(10 / 12)
+
+
+KILLED = """
+import sys, time
+import torch
+from dlm_lens.recording import ReceivedAttention, ValueNorm, record
+from dlm_lens.recording.shards import ShardDirectory
+from dlm_lens.testing import tiny
+torch.set_num_threads(1)
+real = ShardDirectory.add
+def add(self, *given):
+    real(self, *given)
+    time.sleep(0.2)
+ShardDirectory.add = add
+record(tiny("llada"), {prompts}, [ReceivedAttention(), ValueNorm()], to={to!r}, batch_size=1, steps=12,
+       gen_length=12, temperature=0.7, seed=[3, 4])
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle(tmp_path):
+    script = KILLED.format(prompts=PROMPTS, to=str(tmp_path / "rec"))
+    process = subprocess.Popen([sys.executable, "-c", script])
+    shard = tmp_path / "rec" / "rows-00001-00001" / "step-00004.safetensors"
+    until = time.monotonic() + 120
+    while (
+        not (shard.exists() and (shard.parent / MANIFEST).read_text().count("\n") > 4)
+        and time.monotonic() < until
+        and process.poll() is None
+    ):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert shard.exists()
+    assert not (shard.parent / RUN).exists()
+    half = Recordings(tmp_path / "rec")
+    assert (len(half), len(half.unfinished)) == (1, 1)
+    model, reducers = tiny("llada"), [ReceivedAttention(), ValueNorm()]
+    settings = {"batch_size": 1, "steps": 12, "gen_length": 12, "temperature": 0.7, "seed": [3, 4]}
+    written = shard.stat().st_mtime_ns
+    resumed = record(model, PROMPTS, reducers, to=tmp_path / "rec", **settings)
+    assert shard.stat().st_mtime_ns == written
+    assert_same(resumed, record(model, PROMPTS, reducers, **settings))
+
+
+def test_a_torn_manifest_line_and_a_stray_part_do_not_count(tmp_path, monkeypatch):
+    model, settings = tiny("llada"), settings_of("llada low confidence")[1]
+    killed_behind(monkeypatch, 4, model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    (part,) = tmp_path.iterdir()
+    lines = (part / MANIFEST).read_text()
+    (part / MANIFEST).write_text(lines[:-20])
+    (part / ".step-00004.safetensors").write_bytes(b"half")
+    whole = record(model, PROMPTS, REDUCERS, **settings)
+    assert_same(record(model, PROMPTS, REDUCERS, to=tmp_path, **settings), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"steps": 12}, "settings steps = '6', and now it is '12'"),
+        ({"temperature": 0.1}, "settings temperature = '0.7', and now it is '0.1'"),
+        ({"seed": [3, 5]}, r"settings seeds = \[3, 4\], and now it is \[3, 5\]"),
+        ({"prompts": [PROMPTS[0], [6, 2, 41]]}, "prompts digest"),
+        ({"reducers": [ReceivedAttention(), KeyNorm()]}, "reducers"),
+        ({"layers": [1]}, r"layers = \[0, 1\], and now it is \[1\]"),
+        ({"dtype": "float16"}, "dtype = 'float32', and now it is 'float16'"),
+        ({"hooks": [hooks.mask_positions(3)]}, "hooks"),
+        ({"model": tiny("llada", seed=1)}, "model weights"),
+        ({"batch_size": 1}, "other batches"),
+    ],
+)
+def test_other_arguments_are_refused_with_what_differs(change, named, tmp_path, monkeypatch):
+    settings = {"steps": 6, "gen_length": 12, "temperature": 0.7, "seed": [3, 4], "to": tmp_path}
+    given = {"model": tiny("llada"), "prompts": PROMPTS, "reducers": [ReceivedAttention()], **settings}
+    killed_behind(monkeypatch, 2, **given)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(ValueError, match=named):
+        record(**{**given, **change})
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_fresh_seed_is_kept_for_going_on(tmp_path, monkeypatch):
+    model = tiny("llada")
+    settings = {"steps": 6, "gen_length": 12, "temperature": 0.7, "seed": None}
+    killed_behind(monkeypatch, 3, model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    resumed = record(model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    assert_same(resumed, record(model, PROMPTS, REDUCERS, **{**settings, "seed": list(resumed.seeds)}))
+
+
+class Remembering:
+    """Scales attention's output by how often it was called in this run."""
+
+    site, layers = "z", (0,)
+
+    def __call__(self, tensor, hook=None):
+        hook.run.memory["calls"] = hook.run.memory.get("calls", 0) + 1
+        return tensor * (1 + 0.1 * hook.run.memory["calls"])
+
+    def __repr__(self):
+        return "Remembering()"
+
+
+def test_hooks_that_remember_start_the_run_again(tmp_path, monkeypatch):
+    model, settings = tiny("llada"), settings_of("llada low confidence")[1]
+    whole = record(model, PROMPTS, REDUCERS, hooks=[Remembering()], **settings)
+    assert not torch.equal(whole.run.tokens, denoise(model, PROMPTS, **settings).tokens)
+    killed_behind(monkeypatch, 4, model, PROMPTS, REDUCERS, hooks=[Remembering()], to=tmp_path, **settings)
+    assert_same(record(model, PROMPTS, REDUCERS, hooks=[Remembering()], to=tmp_path, **settings), whole)
+
+
+def test_damage_is_named(tmp_path, monkeypatch):
+    model, settings = tiny("llada"), settings_of("llada low confidence")[1]
+    record(model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    (part,) = tmp_path.iterdir()
+    shard = part / "step-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-4])
+    with pytest.raises(ValueError, match=r"step-00002.safetensors is missing or damaged"):
+        Recording.load(tmp_path)
+    shard.write_bytes(whole)
+    Recording.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="holds no recording"):
+        Recording.load(tmp_path / "other")
