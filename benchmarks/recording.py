@@ -1,6 +1,6 @@
 """Recording's price: statistics of every step against plain denoising, and against the ways that hold patterns.
 
-`python -m benchmarks.recording [--lengths 256,512,1024] [--rows plain,received,all] [--memory]`. On a GPU the model has
+`python -m benchmarks.recording [--lengths 256,512,1024] [--rows received,all] [--memory]`. On a GPU the model has
 LLaDA-8B's shape in bfloat16 (`--lengths 512,1024,4096`); the rows are the same.
 
 Time: the candidates take turns and the ratio of their best times counts; on a CPU it is the process's own CPU time,

@@ -8,6 +8,12 @@ from typing import Annotated
 import typer
 
 import dlm_lens
+from dlm_lens.evaluation.command import eval_command
+from dlm_lens.experiments.command import experiment_command
+from dlm_lens.probes.command import lens_command, norms_command, sinks_command
+from dlm_lens.recording.command import record_prompts
+from dlm_lens.training.command import train
+from dlm_lens.viz.command import plot
 
 app = typer.Typer(
     name="dlm-lens",
@@ -73,6 +79,65 @@ def families() -> None:
     console.print(f"[bold]embedded models[/bold]: {', '.join(embedded_models())}")
 
 
+app.command("eval")(eval_command)
+
+
+app.command("experiment")(experiment_command)
+
+
+app.command("record")(record_prompts)
+
+
+app.command("sinks")(sinks_command)
+
+
+app.command("norms")(norms_command)
+
+
+app.command("lens")(lens_command)
+
+
+app.command()(train)
+
+
+app.command()(plot)
+
+
+@app.command()
+def report(
+    recording: Annotated[Path, typer.Argument(help="Directory of a recording (dlm-lens record).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.")] = Path("report.html"),
+    compare: Annotated[Path | None, typer.Option(help="Another recording, to show beside it.")] = None,
+    detector: Annotated[str, typer.Option(help="above-mean, above-std or top-k.")] = "above-mean",
+    eps: Annotated[float, typer.Option(help="Setting of above-mean.")] = 3.0,
+    k: Annotated[float | None, typer.Option(help="Setting of above-std (3 by default) and top-k (1).")] = None,
+    row: Annotated[int, typer.Option(help="Which sequence of the recording.")] = 0,
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "",
+) -> None:
+    """Write one HTML file in which a recording's sinks can be followed step by step, in any browser, offline."""
+    from dlm_lens.sinks import AboveMean, AboveStd, Detector, TopK
+    from dlm_lens.viz import report as write
+
+    rules: dict[str, Detector] = {
+        "above-mean": AboveMean(eps),
+        "above-std": AboveStd(3.0 if k is None else k),
+        "top-k": TopK(1 if k is None else int(k)),
+    }
+    if detector not in rules:
+        raise ValueError(f"the detector {detector!r} is not one of {', '.join(rules)}")
+    parts = [dlm_lens.Recording.load(path) for path in [recording, *([] if compare is None else [compare])]]
+    write(
+        parts[0],
+        out,
+        compare=None if compare is None else parts[1],
+        detector=rules[detector],
+        row=row,
+        title=title,
+        labels=None if compare is None else (recording.resolve().name, compare.resolve().name),
+    )
+    typer.echo(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
+
+
 def _quiet_transformers() -> None:
     """One model of a megabyte needs no progress bar of its weights."""
     from transformers.utils import logging as transformers_logging
@@ -85,7 +150,15 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, ImportError, MemoryError) as error:
+    except (
+        ValueError,
+        FileExistsError,
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+        ImportError,
+        MemoryError,
+    ) as error:
         typer.secho(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except KeyboardInterrupt:

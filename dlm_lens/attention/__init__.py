@@ -20,12 +20,13 @@ from dlm_lens.attention.hiding import (
     hidden_per_map,
     hide_columns,
 )
+from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.layout import Placement, SinkLayout, SinkToken, sink
 from dlm_lens.attention.points import HOOK_POINTS, HookedAttention, HookPoint, add_hook_points
 from dlm_lens.attention.protocols import SITES, ColumnHook, Hook, HookContext, Site
 from dlm_lens.attention.received import attention_lse, received_sums
-from dlm_lens.attention.reduce import AttentionInputs, Reducer, pattern_tiles, reduce_attention
-from dlm_lens.attention.streaming import ColumnCall, Reader, stream_columns
+from dlm_lens.attention.streaming import ColumnCall, Reader, received_by_class, stream_columns
+from dlm_lens.attention.tiles import pattern_tiles
 from dlm_lens.attention.visibility import visible_keys
 
 __all__ = [
@@ -45,7 +46,6 @@ __all__ = [
     "Placement",
     "PointContext",
     "Reader",
-    "Reducer",
     "RunStep",
     "SinkLayout",
     "SinkToken",
@@ -64,8 +64,8 @@ __all__ = [
     "hooked_attention",
     "pattern_tiles",
     "received_attention",
+    "received_by_class",
     "received_sums",
-    "reduce_attention",
     "register_attention_functions",
     "run_of",
     "sink",

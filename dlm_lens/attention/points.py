@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_lens.attention.functions import HOOKED, hooked_attention
-from dlm_lens.attention.reduce import AttentionInputs
+from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.streaming import ColumnCall, Reader, stream_hidden, stream_mix
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from dlm_lens.attention.columns import expected_received, viewers
 from dlm_lens.attention.context import PointContext
 from dlm_lens.attention.hiding import Columns, Hidden, count_hidden, counted_queries
+from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.protocols import ColumnHook
 from dlm_lens.attention.received import received_sums
-from dlm_lens.attention.reduce import AttentionInputs, pattern_rows, pattern_tiles
+from dlm_lens.attention.tiles import pattern_rows, pattern_tiles
 
 TILE = 128
 """Queries whose pattern is in memory at a time."""
@@ -66,7 +67,7 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
 
 def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> Columns:
     """What each key receives from the counted queries, summed in tiles of queries."""
-    sums = _sums(inputs, queries)
+    sums = received_by_class(inputs, queries[:, None].float()).squeeze(1)
     visible = inputs.seen()
     if visible is None:
         visible = torch.ones(1, 1, 1, sums.shape[-1], dtype=torch.bool, device=sums.device)
@@ -78,23 +79,27 @@ def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]
     return Columns(sums, expected, seen * count.float(), queries.sum(-1))
 
 
-def _sums(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> Float[Tensor, "batch head key"]:
+@torch.no_grad()
+def received_by_class(
+    inputs: AttentionInputs, weights: Float[Tensor, "batch klass query"]
+) -> Float[Tensor, "batch klass head key"]:
+    """What each key receives from every class of queries: sum_i w_ci A_ij, without a pattern of [query, key]."""
+    # What is dropped behind the softmax, and a pattern that somebody edited, are not in the queries and keys.
     if inputs.pattern is None and inputs.dropped is None:
         last = inputs.own_start is None or inputs.own_start == inputs.k.shape[2] - inputs.q.shape[2]
         causal = inputs.causal and last
         visible = inputs.visible if causal or not inputs.causal else inputs.seen()
         return received_sums(
-            inputs.q, inputs.k, scale=inputs.scale, visible=visible, queries=queries[:, None], causal=causal
-        ).squeeze(1)
-    sums = torch.zeros(*inputs.q.shape[:2], inputs.k.shape[2], device=inputs.q.device)
-    weights = queries[:, None, None, :].float()
+            inputs.q, inputs.k, scale=inputs.scale, visible=visible, queries=weights, causal=causal
+        )
+    sums = torch.zeros(*inputs.q.shape[:2], weights.shape[1], inputs.k.shape[2], device=inputs.q.device)
     for rows, pattern in pattern_tiles(inputs):
-        sums += (weights[..., rows] @ pattern).squeeze(-2)
-    return sums
+        sums += weights[:, None, :, rows] @ pattern
+    return sums.transpose(1, 2)
 
 
 def stream_mix(inputs: AttentionInputs) -> Float[Tensor, "batch query head d_head"]:
-    """Z of the fused kernel under what is visible and what is dropped."""
+    """Mixing of the values by the fused kernel, under what is visible and what is dropped."""
     values = inputs.v
     if inputs.dropped is not None:
         # A_ij stays and v_j is zero: the entry is gone, its row keeps its normaliser.

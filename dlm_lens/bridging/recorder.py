@@ -39,17 +39,14 @@ class BridgeTap:
     def open(self) -> None:
         """Begin to show."""
         self.close()
+        hooks: list[tuple[str, Callable[..., None]]] = []
         for layer in self.layers:
-            block = self.bridge.blocks[layer]
-            mixed = "hook_z_ungated" if hasattr(block.attn, "hook_z_ungated") else "hook_z"
-            points = {
-                "resid": block.hook_resid_pre,
-                **{name: block.attn.get_submodule(f"hook_{name}") for name in ("rot_q", "rot_k", "v", "pattern")},
-                "z": block.attn.get_submodule(mixed),
-            }
-            for name, point in points.items():
-                self._open.callback(point.register_forward_hook(self._keeping(layer, name)).remove)
-            self._open.callback(block.hook_attn_out.register_forward_hook(self._end(layer)).remove)
+            gated = hasattr(self.bridge.blocks[layer].attn, "hook_z_ungated")
+            points = {name: f"attn.hook_{name}" for name in ("rot_q", "rot_k", "v", "pattern", "z")}
+            points |= {"resid": "hook_resid_pre"} | ({"z": "attn.hook_z_ungated"} if gated else {})
+            hooks += [(f"blocks.{layer}.{point}", self._keeping(layer, name)) for name, point in points.items()]
+            hooks.append((f"blocks.{layer}.hook_attn_out", self._end(layer)))
+        self._open.enter_context(self.bridge.hooks(fwd_hooks=hooks))
 
     def close(self) -> None:
         """Show nothing any more."""
@@ -62,13 +59,13 @@ class BridgeTap:
         return found
 
     def _keeping(self, layer: int, name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, value: Tensor) -> None:
+        def keep(value: Tensor, hook: Any) -> None:
             self._seen[layer, name] = value
 
-        return hook
+        return keep
 
     def _end(self, layer: int) -> Callable[..., None]:
-        def hook(module: Any, args: Any, added: Tensor) -> None:
+        def show(added: Tensor, hook: Any) -> None:
             resid, q, k, v, pattern, z = (
                 self._seen.pop((layer, name)) for name in ("resid", "rot_q", "rot_k", "v", "pattern", "z")
             )
@@ -85,7 +82,7 @@ class BridgeTap:
             )
             self.show(Shown(inputs, resid, added))
 
-        return hook
+        return show
 
 
 class BridgeRecorder(Recorder):

@@ -92,8 +92,9 @@ class StepArrays:
                     f"{spec.reducer} returned shape {list(parts[0].shape)}; its dims {spec.dims} without step and "
                     f"layer ask for {len(spec.dims) - 2} axes"
                 )
-            # Layers may live on several devices.
-            found[spec.name] = _stored(spec, torch.stack([part.cpu() for part in parts], 1), self.dtype)
+            # Layers may live on several devices; on one, a single copy.
+            parts = parts if len({part.device for part in parts}) == 1 else [part.cpu() for part in parts]
+            found[spec.name] = _stored(spec, torch.stack(parts, 1).cpu(), self.dtype)
         return found
 
     def add(self, arrays: Mapping[str, Tensor], *, total: int, positions: int, queries: int) -> None:

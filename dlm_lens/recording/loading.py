@@ -10,8 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dlm_lens.recording.arrays import ArraySpec, as_plain, blank, from_plain
+from dlm_lens.recording.joining import joined
 from dlm_lens.recording.result import Recording
-from dlm_lens.recording.selecting import joined
 from dlm_lens.recording.shards import HEADER, RUN, TENSORS, ShardDirectory
 from dlm_lens.sampling import Denoised, FinishedStep, Proposal, StepPlan
 
@@ -99,15 +99,7 @@ def load_part(path: Path, tokenizer: Any = None) -> Recording:
     held = shards.tensors(TENSORS)
     if len(lines) != facts["steps_in_all"]:
         raise ValueError(f"{path} has {len(lines)} of {facts['steps_in_all']} steps; delete it and record again")
-    run = Denoised(
-        **{name: held[name] for name in RUN_TENSORS},
-        prompt_length=facts["prompt_length"],
-        spans=tuple((start, stop) for start, stop in facts["spans"]),
-        blocks=tuple(facts["blocks"]),
-        settings={n: tuple(v) if isinstance(v, list) else v for n, v in facts["settings"].items()},
-        eos_token_ids=tuple(facts["eos_token_ids"]),
-        tokenizer=tokenizer,
-    )
+    run = _run_of(facts, held, tokenizer)
     specs = {plain["name"]: from_plain(plain) for plain in facts["specs"]}
     positions = run.tokens.shape[1]
     sizes = {"key": positions + facts["sinks"], "query": positions}
@@ -129,6 +121,18 @@ def load_part(path: Path, tokenizer: Any = None) -> Recording:
         versions=facts["versions"],
         scale=facts["scale"],
         query_heads=facts["query_heads"],
+    )
+
+
+def _run_of(facts: Mapping[str, Any], held: Mapping[str, Tensor], tokenizer: Any) -> Denoised:
+    return Denoised(
+        **{name: held[name] for name in RUN_TENSORS},
+        prompt_length=facts["prompt_length"],
+        spans=tuple((start, stop) for start, stop in facts["spans"]),
+        blocks=tuple(facts["blocks"]),
+        settings={n: tuple(v) if isinstance(v, list) else v for n, v in facts["settings"].items()},
+        eos_token_ids=tuple(facts["eos_token_ids"]),
+        tokenizer=tokenizer,
     )
 
 

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.attention import AttentionInputs, SinkLayout, pattern_tiles
-from dlm_lens.attention.received import received_sums
+from dlm_lens.attention import AttentionInputs, SinkLayout, pattern_tiles, received_by_class
 from dlm_lens.recording.classes import QueryClass
 from dlm_lens.recording.protocols import AnyReducer, LayerStep, PatternReducer
 
@@ -77,14 +76,10 @@ def reduce_layer(layer: LayerStep, reducers: Sequence[AnyReducer]) -> dict[str, 
     weights = torch.stack([layer.facts.queries(name) for name in classes], 1).float() if classes else None
     sums: Tensor | None = None
     states: dict[str, Any] = {}
-    # What is dropped behind the softmax, and a pattern that somebody edited, are not in the queries and keys.
-    if tiled or (classes and (layer.inputs.dropped is not None or layer.inputs.pattern is not None)):
+    if tiled:
         sums, states = _tiled(layer, tiled, weights)
-    elif classes:
-        inputs = layer.inputs
-        sums = received_sums(
-            inputs.q, inputs.k, scale=inputs.scale, visible=inputs.visible, queries=weights, causal=inputs.causal
-        )
+    elif weights is not None:
+        sums = received_by_class(layer.inputs, weights)
     layer = replace(layer, sums={} if sums is None else dict(zip(classes, sums.unbind(1), strict=True)))
     return {
         reducer.name: reducer.finish(states[reducer.name], layer)

@@ -1,7 +1,6 @@
 """`Recorder`: a host that reduces every layer of every step of a run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -176,7 +175,7 @@ class Recorder(Follower):
 
         return LayerStep(
             index=inputs.layer,
-            inputs=replace(inputs, queries=facts.present, regions=regions),
+            inputs=inputs,
             run=run,
             facts=facts,
             regions=regions,

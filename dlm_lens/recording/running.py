@@ -9,12 +9,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.attention import Hook
+from dlm_lens.recording.joining import joined
 from dlm_lens.recording.loading import load_part, parts_of
 from dlm_lens.recording.received import ReceivedAttention
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.requests import request_of
 from dlm_lens.recording.result import Recording
-from dlm_lens.recording.selecting import joined
 from dlm_lens.recording.storing import StoringRecorder
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.prompts import read_prompts

@@ -140,7 +140,7 @@ class Tap:
 
     def _leave(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._listens(layer) and layer in self._inputs:
+            if layer in self._inputs:
                 self.show(Shown(self._inputs.pop(layer), self._resid.pop(layer), self._added.pop(layer)))
 
         return hook

@@ -13,11 +13,12 @@ from tqdm.auto import tqdm
 from dlm_lens.sampling.checks import not_negative
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.host import Host
-from dlm_lens.sampling.loop import OnLogits, same_shape
+from dlm_lens.sampling.hosts import Hosts, same_shape
+from dlm_lens.sampling.loop import OnLogits
 from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.noise import RowNoise, add_gumbel
 from dlm_lens.sampling.result import Denoised
-from dlm_lens.sampling.resuming import Resumption, start_hosts, tell_state
+from dlm_lens.sampling.resuming import Resumption
 from dlm_lens.sampling.sampler import Proposal, StepPlan
 
 
@@ -69,20 +70,24 @@ def decode(
     canvas = torch.cat([prompt, prompt.new_full((len(prompt), length), placeholder)], 1)
     ends = _end_ids(model.config, prompt.device)
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    prefix = _Prefix(model, padding, settings.use_cache, hosts)
+    guests = Hosts(hosts, [noise])
+    prefix = _Prefix(model, padding, settings.use_cache, guests)
     masked = torch.arange(width + length, device=prompt.device).expand_as(canvas) >= width
     if resume is not None:
         resume.enter(history)
         noise.restore(resume.state.own)
         canvas, ended = resume.canvas(history), resume.state.own["ended"].to(prompt.device)
         masked = masked & (torch.arange(width + length, device=prompt.device) >= width + len(resume.steps))
-    start_hosts(hosts, None, history)
+
+    def not_written(canvas: Tensor) -> Tensor:
+        return masked
+
+    guests.start(None, history)
     begun = len(history.plans)
     steps = range(begun, begun if resume is not None and resume.state.over else length)
     for step in tqdm(steps, desc="decoding", unit="token", disable=not progress):
         here, plan = width + step, StepPlan(step, length, 0, (width, width + length), length - step)
-        for host in hosts:
-            host.step(plan, canvas, masked)
+        guests.step(plan, canvas, not_written)
         history.start(canvas, masked)
         evaluated = torch.zeros_like(masked).index_fill(1, torch.tensor([here], device=canvas.device), True)
         logits = _checked(prefix.next_logits(canvas, here), on_logits, canvas, evaluated, plan, history)
@@ -96,14 +101,11 @@ def decode(
         )
         canvas, masked = proposal.tokens, masked & ~evaluated
         history.finish(plan, proposal, evaluated)
-        for host in hosts:
-            host.finish(plan, canvas, proposal, evaluated)
         over = bool(ended.all())
-        tell_state(hosts, canvas, noise, over=over or plan.remaining == 1, ended=ended)
+        guests.finish(plan, canvas, proposal, evaluated, over=over, ended=ended)
         if over:
             break
-    for host in hosts:
-        host.stop()
+    guests.stop()
     history.start(canvas, masked)
     return _shortened(history, width)
 
@@ -111,11 +113,9 @@ def decode(
 class _Prefix:
     """Forward passes over what is written so far, with or without a cache; hosts may want the whole forward."""
 
-    def __init__(
-        self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, hosts: Sequence[Host] = ()
-    ) -> None:
+    def __init__(self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, guests: Hosts) -> None:
         self.model, self.padding, self.use_cache = model, padding, use_cache
-        self.own_forward, self.grad = any(h.everywhere for h in hosts), any(h.grad for h in hosts)
+        self.own_forward, self.grad = guests.everywhere, guests.grad
         self.positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
         self.cache: Any = None
         self.seen = 0

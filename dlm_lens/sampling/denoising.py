@@ -52,7 +52,7 @@ def denoise(
     progress: bool = False,
     reference_quirks: bool = False,
     hooks: Sequence[Hook] = (),
-    host: Host | Sequence[Host] = (),
+    host: Host | Sequence[Host] | None = None,
     resume: Resumption | None = None,
     **settings: Any,
 ) -> Denoised:
@@ -117,7 +117,7 @@ def denoise(
     seeds = row_seeds(seed, len(prompts.ids))
     sampler = family_of(model.config.model_type).sampler_of(model.config)
     options: dict[str, Any] = {"on_logits": on_logits, "progress": progress, "resume": resume}
-    hosts = tuple(host) if isinstance(host, Sequence) else (host,)
+    hosts = tuple(host) if isinstance(host, Sequence) else () if host is None else (host,)
     if sampler == "causal":
         if reference_quirks or on_canvas is not None:
             raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")

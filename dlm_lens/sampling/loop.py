@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.host import Host
+from dlm_lens.sampling.hosts import Hosts, same_shape
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.result import Denoised
-from dlm_lens.sampling.resuming import Resumption, Stateful, start_hosts, tell_state
+from dlm_lens.sampling.resuming import Resumption, Stateful
 from dlm_lens.sampling.sampler import Sampler
 
 OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
@@ -45,24 +46,20 @@ def run_sampler(
         NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
-    everywhere = logits == "all" or on_logits is not None or any(host.everywhere for host in hosts)
-    grad = any(host.grad for host in hosts)
+    guests = Hosts(hosts, [sampler] if noise is None else [noise, sampler])
+    everywhere = logits == "all" or on_logits is not None or guests.everywhere
     if resume is not None:
         canvas = _go_on(resume, history, noise, sampler)
         plans = [] if resume.state.over else plans[len(resume.steps) :]
-    start_hosts(hosts, sampler, history)
+    guests.start(sampler, history)
     for plan in tqdm(plans, desc="denoising", unit="step", disable=not progress):
         canvas = _edited(on_canvas, plan.index, canvas)
-        for host in hosts:
-            canvas = same_shape("the host", canvas, host.step(plan, canvas, is_masked(canvas)))
+        canvas = guests.step(plan, canvas, is_masked)
         masked = is_masked(canvas)
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
         if everywhere:
-            with torch.enable_grad() if grad else nullcontext():
-                full = network.everywhere(canvas)
-            replaced = on_logits(plan.index, canvas, full) if on_logits is not None else None
-            rows = (full if replaced is None else same_shape("on_logits", full, replaced))[evaluated]
+            rows = _all_logits(network, canvas, on_logits, plan.index, grad=guests.grad)[evaluated]
         else:
             rows = network.at(canvas, evaluated)
         try:
@@ -72,17 +69,24 @@ def run_sampler(
             error.partial = history.result()
             raise
         history.finish(plan, proposal, selected)
-        for host in hosts:
-            host.finish(plan, canvas, proposal, selected)
         over = sampler.finished(canvas, plan)
-        tell_state(hosts, canvas, noise, sampler, over=over or plan.index == plan.total - 1)
+        guests.finish(plan, canvas, proposal, selected, over=over)
         if over:
             break
-    for host in hosts:
-        host.stop()
+    guests.stop()
     canvas = _edited(on_canvas, len(history.plans), canvas)
     history.start(canvas, is_masked(canvas))
     return history.result()
+
+
+def _all_logits(
+    network: CanvasLogits, canvas: Tensor, on_logits: OnLogits | None, step: int, *, grad: bool
+) -> Float[Tensor, "batch position d_vocab"]:
+    """Logits of every position, as the caller wants them."""
+    with torch.enable_grad() if grad else nullcontext():
+        logits = network.everywhere(canvas)
+    replaced = on_logits(step, canvas, logits) if on_logits is not None else None
+    return logits if replaced is None else same_shape("on_logits", logits, replaced)
 
 
 def _go_on(resume: Resumption, history: History, noise: Stateful | None, sampler: Sampler) -> Tensor:
@@ -101,15 +105,3 @@ def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor) -> Tensor:
     # The callback gets its own copy: what it does to that in place must not rewrite history.
     replaced = on_canvas(step, canvas.clone())
     return canvas if replaced is None else same_shape("on_canvas", canvas, replaced)
-
-
-def same_shape(name: str, before: Tensor, after: Any) -> Tensor:
-    """What a callback returned, if it can stand in for `before`.
-
-    Raises:
-        ValueError: it is no tensor, or of another shape.
-    """
-    if not isinstance(after, torch.Tensor) or after.shape != before.shape:
-        kind = f"a tensor of shape {list(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
-        raise ValueError(f"{name} returned {kind}; it must return None or a tensor of shape {list(before.shape)}")
-    return after.to(before.device)

@@ -1,6 +1,6 @@
 """Where a run stands behind a step, so that it can go on from there in another process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -9,7 +9,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.sampling.history import History
-from dlm_lens.sampling.host import Follower, Host
 from dlm_lens.sampling.sampler import Proposal, StepPlan
 
 
@@ -82,29 +81,3 @@ class Stateful(Protocol):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state."""
         ...
-
-
-def tell_state(
-    hosts: Sequence[Host],
-    canvas: Int[Tensor, "batch position"],
-    *parts: Stateful | None,
-    over: bool,
-    **own: Tensor,
-) -> None:
-    """Tell the hosts that keep states where the run and its `parts` stand; `own` is what is no part's."""
-    keepers = [host for host in hosts if isinstance(host, StateKeeper)]
-    if not keepers:
-        return
-    for part in parts:
-        own |= part.state() if part is not None else {}
-    remembers = any(isinstance(host, Follower) and host.remembers for host in hosts)
-    for keeper in keepers:
-        keeper.keep(RunState(canvas, own, over, remembers))
-
-
-def start_hosts(hosts: Sequence[Host], sampler: object, history: History) -> None:
-    """Tell the hosts that a run begins, or goes on."""
-    for host in hosts:
-        host.start(sampler, history.attention_mask)  # type: ignore[arg-type]
-        if history.masked and isinstance(host, Follower):
-            host.answer = history.masked[0]

@@ -221,3 +221,14 @@ def test_what_is_printed_can_be_read_again() -> None:
         keep_only((0, 3), 8),
     ):
         assert parse_hooks(repr(hook)) == (hook,)
+
+
+def test_columns_are_hidden_in_the_rows_whose_progress_fits() -> None:
+    model = model_of("llada")
+    prompts = [PROMPTS[0], [*PROMPTS[1], 63, 63, 63]]
+    hook = when(mask_positions(-1, -2, 3), (0.26, 0.52))  # one row at a time
+    together = dl.denoise(model, prompts, hooks=[hook], gen_length=8, steps=4)
+    assert len({tuple(row.tolist()) for row in together.masked.sum(-1).T}) == 2  # the rows go on at their own pace
+    for row, prompt in enumerate(prompts):
+        alone = dl.denoise(model, [prompt], hooks=[hook], gen_length=8, steps=4)
+        torch.testing.assert_close(together.confidence[:, row], alone.confidence[:, 0], atol=2e-5, rtol=1e-5)

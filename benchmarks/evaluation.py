@@ -1,0 +1,195 @@
+"""Evaluation against a restatement of the authors' loops: one request at a time, all logits.
+
+`python -m benchmarks.evaluation [--requests 64 --samples 128]`, on the CPU or on a GPU if there is one. 25 million
+parameters with random weights, a vocabulary of 32,768. Both sides give the same numbers: values to rounding, texts
+exactly. Each side runs once (its time is CPU time, or wall time with a GPU), after a few requests to warm up.
+Stop sequences are words that the random model happens to write in the first half of a text.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import typer
+
+from benchmarks.timing import machine, print_table
+from dlm_lens.evaluation.generation import Generator, Job
+from dlm_lens.evaluation.likelihoods import Item, Likelihoods
+from dlm_lens.evaluation.settings import LikelihoodSettings
+from dlm_lens.evaluation.stopping import cut, end_ids
+from dlm_lens.sampling.corruption import CountCorruption, chain_masks
+from dlm_lens.sampling.pairs import Pair
+from dlm_lens.testing import tiny
+
+VOCABULARY, STRATA = 32_768, 8
+"""8 is the batch size of the authors' script (ML-GSAI/LLaDA, eval_llada_lm_eval.sh), and so of its draws."""
+
+
+def items_of(count: int) -> list[Item]:
+    """Contexts of 8 to 120 tokens; every other continuation has 1 to 4 tokens, the rest 12 to 48."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high + 1, (), generator=generator))
+        return [int(i) for i in torch.randint(0, VOCABULARY - 3, (length,), generator=generator)]
+
+    return [Item(n, ids(8, 120), ids(1, 4) if n % 2 else ids(12, 48), n, False) for n in range(count)]
+
+
+def jobs_of(count: int, length: int, until: tuple[str, ...]) -> list[Job]:
+    """Prompts of 8 to 120 tokens."""
+    return [Job(item.place, item.context, 0, until, length, ()) for item in items_of(count)]
+
+
+@torch.no_grad()
+def values_one_by_one(model: Any, items: Sequence[Item], samples: int) -> list[float]:
+    """LLaDA's eval_llada.py in our words: the samples of one request are a batch, all logits are computed."""
+    values = []
+    for item in items:
+        pair, losses = _pair(item), []
+        generator = torch.Generator().manual_seed(item.seed)
+        for _ in range(samples // STRATA):
+            drawn = CountCorruption().draw(pair, STRATA, generator)
+            losses.append(float((_losses(model, pair, drawn.masked).sum(-1) / drawn.rate).mean()))
+        values.append(-sum(losses) / len(losses))
+    return values
+
+
+@torch.no_grad()
+def chains_one_by_one(model: Any, items: Sequence[Item], _samples: int) -> list[float]:
+    """SMDM's chain_rule in our words: the tokens of one request are cut into batches, all logits are computed."""
+    values = []
+    for item in items:
+        pair = _pair(item)
+        parts = [part.split(16) for part in chain_masks(pair, "left_to_right")]
+        values.append(
+            -sum(float(_losses(model, pair, masked)[scored].sum()) for masked, scored in zip(*parts, strict=True))
+        )
+    return values
+
+
+def _pair(item: Item) -> Pair:
+    return Pair(torch.tensor(item.context), torch.tensor(item.continuation))
+
+
+def _losses(model: Any, pair: Pair, masked: torch.Tensor) -> torch.Tensor:
+    tokens, masked = pair.tokens.to(model.device), masked.to(model.device)
+    logits = model(input_ids=tokens.expand(masked.shape).masked_fill(masked, model.config.mask_token_id)).logits
+    out = torch.zeros(masked.shape, device=model.device)
+    targets = tokens.expand(masked.shape)[masked]
+    out[masked] = torch.nn.functional.cross_entropy(logits[masked].float(), targets, reduction="none")
+    return out.cpu()
+
+
+@torch.no_grad()
+def texts_one_by_one(model: Any, jobs: Sequence[Job], block: int) -> list[str]:
+    """LLaDA's generate.py in our words, for one prompt at a time and to the end, then cut as here."""
+    mask, texts = model.config.mask_token_id, []
+    for job in jobs:
+        prompt = len(job.prompt)
+        canvas = torch.tensor([job.prompt + [mask] * job.gen_length], device=model.device)
+        for start in range(prompt, prompt + job.gen_length, block):
+            for _ in range(block):
+                logits = model(input_ids=canvas).logits
+                logits[..., mask] = -torch.inf
+                chosen = logits.argmax(-1)
+                confidence = logits.softmax(-1).gather(-1, chosen[..., None])[..., 0]
+                open_now = (canvas == mask) & (torch.arange(canvas.shape[1], device=canvas.device) < start + block)
+                place = confidence.masked_fill(~open_now, -torch.inf).argmax(-1)
+                canvas[0, place] = chosen[0, place]
+        written = canvas[0, prompt:].tolist()
+        texts.append(cut(model.tokenizer, written, end_ids(model.config), job.until).text)
+    return texts
+
+
+def compare_likelihood(title: str, model: Any, items: Sequence[Item], method: Any, samples: int) -> None:
+    """Time both sides and check that they agree."""
+    settings = LikelihoodSettings(method, samples=samples, strata=STRATA if method == "mc" else None)
+    loop = values_one_by_one if method == "mc" else chains_one_by_one
+
+    def ours(some: Sequence[Item]) -> list[float]:
+        answers = [answer for chunk in Likelihoods(model, settings).run(some) for answer in chunk]
+        return [answer.value for answer in sorted(answers)]
+
+    mine, theirs, seconds = _both(ours, lambda some: loop(model, some, samples), items)
+    torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=1e-3)
+    drawn = f", {samples} samples" if method == "mc" else ""
+    _print(f"{method}{drawn}, {len(items)} requests, {title}", seconds)
+
+
+def compare_generation(model: Any, count: int, length: int, block: int, stops: bool) -> None:
+    """Time both sides and check that the texts are the same."""
+    jobs = jobs_of(count, length, ())
+    if stops:
+        jobs = jobs_of(count, length, _words_in_the_first_half(model, jobs))
+
+    def ours(some: Sequence[Job]) -> list[str]:
+        return [text.text for text in sorted(text for batch in Generator(model).run(some) for text in batch)]
+
+    mine, theirs, seconds = _both(ours, lambda some: texts_one_by_one(model, some, block), jobs)
+    same = sum(a == b for a, b in zip(mine, theirs, strict=True))
+    words = sum(len(text.split()) for text in theirs) / len(theirs)
+    left = f"texts end after {words:.0f} on average" if stops else "no text ends early"
+    _print(f"generation of {length} tokens in blocks of {block}, {count} prompts, {left}; {same} equal", seconds)
+
+
+def _both(
+    ours: Callable[[Sequence[Any]], Any], theirs: Callable[[Sequence[Any]], Any], requests: Sequence[Any]
+) -> tuple[Any, Any, dict[str, float]]:
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    found, seconds = [], []
+    for run in (ours, theirs):
+        run(requests[:2])
+        started = clock()
+        found.append(run(requests))
+        seconds.append(clock() - started)
+    return (*found, {"one request at a time, all logits": seconds[1], "dlm_lens": seconds[0]})
+
+
+def _words_in_the_first_half(model: Any, jobs: Sequence[Job]) -> tuple[str, ...]:
+    """Words that end the texts before their middle."""
+    stops: set[str] = set()
+    for text in sorted(text for batch in Generator(model).run(jobs) for text in batch):
+        words = text.text.split()
+        if not stops.intersection(words[: len(words) // 2]):
+            stops.add(words[len(words) // 3])
+    return tuple(f"{word} " for word in sorted(stops))
+
+
+def _print(title: str, seconds: dict[str, float]) -> None:
+    print_table(f"{title}; {machine()}", seconds, "one request at a time, all logits")
+    theirs, ours = seconds.values()
+    print(f"\n{theirs / ours:.1f} times the throughput", flush=True)
+
+
+def main(
+    requests: int = 64,
+    samples: int = 128,
+    prompts: int = 64,
+    length: int = 128,
+    block: int = 32,
+    threads: int = 1,
+) -> None:
+    """Time likelihoods by both methods, and generation with and without stop sequences; 0 leaves a part out."""
+    torch.set_num_threads(threads)
+    model = tiny(
+        "llada", vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=10,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, mask_token_id=VOCABULARY - 1,
+        initializer_range=0.1, sampler_defaults={"steps": length, "gen_length": length, "block_length": block},
+    )  # fmt: skip
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
+    items = items_of(requests)
+    if prompts:
+        compare_generation(model, prompts, length, block, True)
+        compare_generation(model, prompts, length, block, False)
+    if not items:
+        return
+    compare_likelihood("half of 1 to 4 tokens, half of 12 to 48", model, items, "chain_rule", samples)
+    compare_likelihood("half of 1 to 4 tokens, half of 12 to 48", model, items, "mc", samples)
+    compare_likelihood("those of 1 to 4 tokens", model, items[1::2], "mc", samples)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""Size, build time and load time of the largest report: 64 steps of 32 layers of 32 heads of 128 keys.
+
+    python -m benchmarks.report [--out DIR]
+
+Three kinds of scores: a recording of the embedded model as it is; made-up attention with sinks, in which a key's
+logit drifts from step to step; and independent noise, which nothing can compress. Load time is from opening the
+file in headless Chromium to the first painted step, and a step is what it takes to show another one; both are left
+out where there is no Chromium.
+"""
+
+import argparse
+import logging
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dlm_lens
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import Received
+
+STEPS, LAYERS, HEADS, KEYS, PROMPT = 64, 32, 32, 128, 64
+
+
+def run_of(steps: int, keys: int, prompt: int) -> Denoised:
+    """A run that writes its answer in a random order, the same number of positions at every step."""
+    generator = torch.Generator().manual_seed(0)
+    order = prompt + torch.randperm(keys - prompt, generator=generator)
+    step_of = torch.full((keys,), -1)
+    step_of[order] = torch.arange(keys - prompt) * steps // (keys - prompt)
+    masked = step_of >= torch.arange(steps + 1)[:, None]
+    tokens = torch.randint(1, 30000, (keys,), generator=generator)
+    return Denoised(
+        canvases=torch.where(masked, 0, tokens)[:, None],
+        masked=masked[:, None],
+        proposals=tokens.expand(steps, 1, keys),
+        confidence=torch.zeros(steps, 1, keys),
+        selected=(step_of == torch.arange(steps)[:, None])[:, None],
+        attention_mask=torch.ones(1, keys, dtype=torch.bool),
+        prompt_length=prompt,
+        spans=((prompt, keys),) * steps,
+        blocks=(0,) * steps,
+        settings={"sampler": "made up", "steps": steps},
+    )
+
+
+def received_of(run: Denoised, kind: str, layers: int, heads: int) -> Received:
+    """Scores that sum to the number of keys: "sinks" that drift over the steps, or independent "noise"."""
+    generator = torch.Generator().manual_seed(0)
+    steps, _, keys = run.selected.shape
+    shape = (steps, 1, layers, heads, keys)
+    if kind == "noise":
+        logits = torch.randn(shape, generator=generator)
+    else:
+        still = 1.2 * torch.randn(shape[1:], generator=generator)
+        still += 5 * (torch.rand(shape[1:], generator=generator) < 0.01)
+        drift = 0.05 * torch.randn(shape, generator=generator).cumsum(0)
+        logits = still + drift - 1.5 * run.masked[:-1, :, None, None]
+    return Received(
+        values=keys * logits.softmax(-1),
+        expected=torch.ones(steps, 1, 1, 1, keys),
+        counted=torch.full((steps, 1), keys),
+        tokens=run.canvases[:-1],
+        masked=run.masked[:-1],
+        final_tokens=run.tokens,
+        layers=tuple(range(layers)),
+    )
+
+
+STEP = """() => {
+    const start = performance.now();
+    document.getElementById("forward").click();
+    return performance.now() - start;
+}"""
+
+
+def load_time(path: Path) -> tuple[float, float] | None:
+    """Seconds to the first painted step, and from a step to the next; None without Chromium."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        return None
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(path.resolve().as_uri())
+        page.wait_for_selector("html[data-ready]", timeout=120_000)
+        seconds = float(page.get_attribute("html", "data-ready") or "nan") / 1000
+        step = min(page.evaluate(STEP) for _ in range(5)) / 1000
+        browser.close()
+    return seconds, step
+
+
+def measured(name: str, source: Any, path: Path) -> None:
+    """Write a report and print what it cost."""
+    start = time.perf_counter()
+    dlm_lens.viz.report(source, path, title=name)
+    built = time.perf_counter() - start
+    loaded = load_time(path)
+    shown = "no Chromium" if loaded is None else f"loaded in {loaded[0]:.2f} s, a step in {1000 * loaded[1]:.0f} ms"
+    print(f"{name:28} {path.stat().st_size / 1e6:6.2f} MB   built in {built:6.2f} s   {shown}", flush=True)
+
+
+def main() -> None:
+    """Print a line per case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the reports; a temporary one by default")
+    out = parser.parse_args().out
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = out or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = dlm_lens.load("toy")
+        recording = dlm_lens.record(model, "Tom has 5 apples and buys 3 more.", steps=32, gen_length=32)
+        measured("toy", recording, folder / "toy.html")
+        run = run_of(STEPS, KEYS, PROMPT)
+        for kind in ("sinks", "noise"):
+            measured(
+                f"{STEPS} x {LAYERS} x {HEADS} x {KEYS}, {kind}",
+                (received_of(run, kind, LAYERS, HEADS), run),
+                folder / f"{kind}.html",
+            )
+
+
+if __name__ == "__main__":
+    main()

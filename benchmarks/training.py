@@ -1,0 +1,125 @@
+"""A training step with the head on masked positions only, against a plain one that computes all logits.
+
+`python -m benchmarks.training [--layers 2 --length 512 --batch 4]`: Qwen2.5-0.5B's shape (width 896, vocabulary of
+151,936, tied head) with few layers on a CPU; on a GPU, where there is one, `--layers 24 --length 2048 --batch 8` is
+the whole model, in bfloat16. Both sides see the same canvases and take forward, backward, clipping and an AdamW
+step; each runs in a process of its own, so that the peak of its memory is its own. The losses must agree.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from benchmarks.timing import machine
+from dlm_lens.testing import tiny
+from dlm_lens.training import Example, MaskedDiffusion, Rows, masked_loss
+
+VOCABULARY = 151_936
+
+
+def build(layers: int, length: int) -> Any:
+    """Qwen2.5-0.5B's shape with `layers` layers and one sink token."""
+    return tiny(
+        "sink_qwen",
+        num_sinks=1,
+        vocab_size=VOCABULARY,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=length + 1,
+        initializer_range=0.02,
+        tie_word_embeddings=True,
+        mask_token_id=VOCABULARY - 1,
+    )
+
+
+def all_logits(model: Any, asked: dict[str, Tensor]) -> Tensor:
+    """The published loop in our words: all logits, then the cross entropy of the masked ones, divided by tau."""
+    logits = model(input_ids=asked["input_ids"]).logits.flatten(0, 1)
+    losses = nn.functional.cross_entropy(logits[asked["outputs"]].float(), asked["targets"], reduction="none")
+    return (losses * asked["weights"]).sum()
+
+
+def peak(device: str) -> float:
+    """MiB at the highest: of the process, or of the GPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict[str, Any]:
+    """Seconds of the fastest step, peak memory in MiB, and the losses of all steps."""
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(layers, length).train().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    objective = MaskedDiffusion(low_discrepancy=True).for_model(model, batch)
+    loss_of = masked_loss if side == "ours" else lambda model, **asked: all_logits(model, asked)
+    generator = torch.Generator().manual_seed(0)
+    losses, seconds = [], []
+    for step in range(steps + 1):
+        tokens = torch.randint(0, 150_000, (batch, length), generator=generator)
+        rows = Rows.of([Example(row) for row in tokens], length, 0)
+        asked = objective.prepare(rows, range(step * batch, (step + 1) * batch), 0)
+        count = float(asked.pop("count"))
+        asked = {name: value.to(device) for name, value in asked.items()}
+        started = time.perf_counter() if device == "cuda" else time.process_time()
+        with torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext():
+            loss = loss_of(model, **asked) / count
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        ended = time.perf_counter() if device == "cuda" else time.process_time()
+        if step:  # the first one warms up
+            seconds.append(ended - started)
+    # Masks differ in number, so that steps do too; their sum is the same for both sides.
+    return {"seconds": sum(seconds) / len(seconds), "peak": peak(device), "losses": losses}
+
+
+def main(
+    layers: int = 2,
+    length: int = 512,
+    batch: int = 4,
+    steps: int = 3,
+    rounds: int = 2,
+    side: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure both sides in turn and print the ratios of the better rounds."""
+    if side:
+        print(json.dumps(measure(side, layers, length, batch, steps)))
+        return
+    torch.set_num_threads(1)  # as the sides do
+    results: dict[str, Any] = {}
+    for _ in range(rounds):
+        for name in ("all logits", "ours"):
+            given = [f"--layers={layers}", f"--length={length}", f"--batch={batch}", f"--steps={steps}"]
+            command = [sys.executable, "-m", "benchmarks.training", *given, f"--side={name}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            results[name] = min(results.get(name, found), found, key=lambda result: result["seconds"])
+    theirs, ours = results["all logits"], results["ours"]
+    clock = "seconds" if torch.cuda.is_available() else "CPU seconds"
+    print(f"\ntraining step, {layers} layers of width 896, {batch} x {length} positions; {machine()}\n")
+    print(f"| | {clock} per step | peak MiB |\n|---|---:|---:|")
+    for name, result in results.items():
+        print(f"| {name} | {result['seconds']:.2f} | {result['peak']:.0f} |")
+    print(f"| ratio | {ours['seconds'] / theirs['seconds']:.2f} | {ours['peak'] / theirs['peak']:.2f} |")
+    print(f"\n{theirs['seconds'] / ours['seconds']:.2f} times faster")
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    print(f"largest relative difference of a loss: {worst:.1e}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,57 @@
+"""`AttentionInputs`: what one attention module computes with, in one forward pass."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.attention.hiding import Hidden
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """What one attention module computes with, handed to readers.
+
+    Args:
+        layer: index of the layer.
+        q: queries after rotation; without the rows of learned sink tokens.
+        k: keys after rotation, in the network's order of positions, sink tokens among them.
+        v: values.
+        scale: scores are q k^T scale.
+        visible: which query sees which key, hidden columns left out; None for all. The query axis may have size 1.
+        causal: a query sees nothing behind its own position, on top of `visible`.
+        dropped: columns that are hidden behind the softmax.
+        own_start: the key at which the first query stands; None if the queries are the last positions.
+        pattern: the pattern as used, where somebody had it materialised (and may have edited it).
+        z: what the pattern mixed from the values, where it is known.
+    """
+
+    layer: int
+    q: Float[Tensor, "batch head query d_head"]
+    k: Float[Tensor, "batch kv_head key d_head"]
+    v: Float[Tensor, "batch kv_head key d_head"]
+    scale: float
+    visible: Bool[Tensor, "batch #head #query key"] | None = None
+    causal: bool = False
+    own_start: int | None = None
+    dropped: Hidden | None = None
+    pattern: Float[Tensor, "batch head query key"] | None = None
+    z: Float[Tensor, "batch query head d_head"] | None = None
+
+    @property
+    def own(self) -> Int[Tensor, "query"]:
+        """Each query's own position among the keys; without `own_start` the queries are the last positions."""
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        start = keys - queries if self.own_start is None else self.own_start
+        return torch.arange(start, start + queries, device=self.q.device)
+
+    def seen(self, rows: slice | Tensor = slice(None)) -> Bool[Tensor, "#batch #head query key"] | None:
+        """Who sees whom among the queries `rows`, causality included; None where everyone sees everything."""
+        visible = self.visible
+        if visible is not None and visible.shape[-2] > 1:
+            visible = visible[:, :, rows]
+        if not self.causal:
+            return visible
+        before = torch.arange(self.k.shape[2], device=self.q.device) <= self.own[rows, None]
+        return before[None, None] if visible is None else visible & before
