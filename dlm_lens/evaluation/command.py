@@ -1,0 +1,124 @@
+"""`dlm-lens eval`: lm-evaluation-harness on the command line, under interventions."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dlm_lens.evaluation import Preset
+
+
+def eval_command(
+    model: Annotated[str, typer.Option(help="Embedded model (toy, toy-ar, ...), directory or hub name.")] = "toy",
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, separated by commas.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A cell of the papers' tables; --presets lists them.")] = None,
+    presets: Annotated[bool, typer.Option("--presets", help="List the presets, and stop.")] = False,
+    hooks: Annotated[
+        str, typer.Option(help='Interventions, such as "mask_sinks(above_mean(3), top=5)"; parsed, never executed.')
+    ] = "",
+    limit: Annotated[float | None, typer.Option(help="Documents per task, or a share of them below 1.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Canvases per forward, or auto.")] = "auto",
+    num_fewshot: Annotated[int | None, typer.Option(help="Worked examples in front of each document.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
+    likelihood: Annotated[str, typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5.")] = "",
+    generation: Annotated[str, typer.Option(help="Settings, such as gen_length=256,block_length=32.")] = "",
+    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; the checkpoint's own by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the model goes; a GPU if there is one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the results; the same command goes on where it was killed.")
+    ] = None,
+    confirm_run_unsafe_code: Annotated[
+        bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks execute the code that the model wrote.")
+    ] = False,
+) -> None:
+    """Evaluate a model on tasks of lm-evaluation-harness, and on those shipped here."""
+    from dlm_lens.evaluation import evaluate, find_preset
+
+    if presets:
+        _print_presets()
+        return
+    settings: dict[str, Any] = {} if preset is None else find_preset(preset).settings()
+    settings |= {"tasks": tasks.split(",")} if tasks else {}
+    if "tasks" not in settings:
+        raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
+    settings |= {"chat": True} if chat else {}
+    settings |= {} if num_fewshot is None else {"num_fewshot": num_fewshot}
+    for name, text in (("likelihood", likelihood), ("generation", generation)):
+        settings |= {name: _with(settings.get(name), read_pairs(text))} if text else {}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        settings["responses"] = out / "responses.jsonl"
+    result = evaluate(
+        model,
+        hooks=hooks or (),
+        limit=limit if limit is None or limit < 1 else int(limit),
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        device=device or _fastest(),
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
+        **settings,
+    )
+    typer.echo(result.markdown())
+    if out is not None:
+        result.save(out)
+        typer.echo(f"\nresults: {out / 'results.json'}", err=True)
+
+
+def read_pairs(text: str) -> dict[str, Any]:
+    """Settings written as name=value, separated by commas; values are JSON, or else plain text.
+
+    Raises:
+        ValueError: a part without "=".
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part!r} is no setting; write name=value, separated by commas")
+        try:
+            found[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name.strip()] = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
+    return found
+
+
+def _with(settings: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """A preset's settings with some replaced."""
+    return {**(vars(settings) if settings is not None else {}), **given}
+
+
+def _fastest() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _print_presets() -> None:
+    from dlm_lens.evaluation import list_presets
+
+    for preset in list_presets():
+        typer.echo(describe(preset))
+
+
+def describe(preset: "Preset") -> str:
+    """A preset in a few lines."""
+    asked = {**_differs(preset.likelihood), **_differs(preset.generation)}
+    lines = [
+        preset.name,
+        f"  {preset.task}: {preset.metric}, a {preset.kind}; for {preset.model}",
+        f"  settings: {', '.join(f'{name}={value}' for name, value in asked.items()) or 'the defaults'}"
+        + (", chat template" if preset.chat else "")
+        + (f", {preset.num_fewshot} worked examples" if preset.num_fewshot is not None else ""),
+        f"  source: {preset.source}",
+    ]
+    return "\n".join([*lines, *(f"  assumed: {one}" for one in preset.assumptions)])
+
+
+def _differs(settings: Any) -> dict[str, Any]:
+    from dlm_lens.evaluation.settings import changed
+
+    return changed(settings)

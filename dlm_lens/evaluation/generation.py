@@ -1,0 +1,199 @@
+"""Generation for the harness's requests: sorted by length, batched, and not beyond a text's end."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlm_lens.adapters import family_of
+from dlm_lens.evaluation.likelihoods import Around
+from dlm_lens.evaluation.stopping import cut, end_ids
+from dlm_lens.sampling import denoise
+from dlm_lens.sampling.scoring import LOGITS, POSITIONS
+from dlm_lens.sampling.settings import block_settings
+
+POOL = 4
+"""Batches whose rows go through their blocks together, so that rows which go on fill up the batches."""
+CHECK_EVERY = 8
+"""AR decoding looks for stop sequences every so many tokens."""
+
+
+class Job(NamedTuple):
+    """A request in ids: where it belongs, its seed, its stop sequences, and how many tokens its answer has."""
+
+    place: int
+    prompt: list[int]
+    seed: int
+    until: tuple[str, ...]
+    gen_length: int
+    settings: tuple[tuple[str, Any], ...]
+
+
+class Text(NamedTuple):
+    """A request's result: the text up to its end, and the ids of the whole canvas."""
+
+    place: int
+    text: str
+    ids: list[int]
+
+
+class Generator:
+    """Generates texts for requests, in an order of its own.
+
+    Where a block, once written, never changes and depends on no random number (LLaDA's sampler at temperature 0,
+    with low-confidence remasking and no guidance), a row leaves behind the block in which its text ends. What
+    stands in front of the end is the same; the blocks behind it are never computed. AR rows end at a stop sequence.
+
+    With hooks or `around`, only prompts of equal length share a run, so that no padding stands beside them, and
+    every run has all its steps.
+
+    Args:
+        model: from `dlm_lens.load`.
+        batch_size: rows per forward; None for as many as fit into bounded memory.
+        hooks: interventions, in force in every run.
+        around: makes the context that every run is computed in.
+    """
+
+    def __init__(
+        self, model: Any, *, batch_size: int | None = None, hooks: Sequence[Any] = (), around: Around | None = None
+    ) -> None:
+        self.model, self.batch_size, self.hooks, self.around = model, batch_size, tuple(hooks), around
+        self.algorithm = family_of(model.config.model_type).sampler_of(model.config)
+        self.ends = end_ids(model.config)
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
+        """The results, as they finish, the longest prompts first."""
+        alone = bool(self.hooks) or self.around is not None
+
+        def kind(job: Job) -> tuple[Any, ...]:
+            return job.gen_length, repr(job.settings), len(job.prompt) if alone else 0
+
+        ordered = sorted(jobs, key=lambda job: (kind(job), -len(job.prompt), job.place))
+        for _, group in groupby(ordered, key=kind):
+            same = list(group)
+            settings = dict(same[0].settings)
+            rows = self._rows(same[0], settings)
+            if not alone and self._settled(settings, same[0].gen_length):
+                for start in range(0, len(same), POOL * rows):
+                    yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
+            else:
+                for start in range(0, len(same), rows):
+                    yield self._whole(same[start : start + rows], settings)
+
+    def _rows(self, longest: Job, settings: Mapping[str, Any]) -> int:
+        if self.batch_size is not None:
+            return self.batch_size
+        head = self.model.get_output_embeddings().weight
+        most = POSITIONS.get(head.device.type, max(POSITIONS.values()))
+        halves = 2 if settings.get("cfg_scale", self.model.sampler_defaults.get("cfg_scale")) else 1
+        if self.algorithm == "causal":
+            evaluated = 1
+        else:
+            evaluated = settings.get("block_length") or self.model.sampler_defaults.get("block_length")
+            evaluated = min(evaluated or longest.gen_length, longest.gen_length)
+        width = len(longest.prompt) + longest.gen_length
+        return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.shape[0])))
+
+    def _settled(self, settings: Mapping[str, Any], gen_length: int) -> bool:
+        """Whether a written block is final and the next one depends on nothing but the canvas."""
+        if self.algorithm != "llada":
+            return False
+        values = {**self.model.sampler_defaults, **settings}
+        plain = not values.get("temperature") and not values.get("cfg_scale")
+        return plain and values.get("remasking") == "low_confidence" and values.get("eot_token") is None
+
+    def _whole(self, jobs: Sequence[Job], settings: Mapping[str, Any]) -> list[Text]:
+        options: dict[str, Any] = {}
+        if self.hooks:
+            options["hooks"] = list(self.hooks)
+        if self.algorithm == "causal":
+            # Hooks shall see every query of the prefix, which a cache leaves out.
+            options |= {"use_cache": False} if self.hooks else {"on_logits": _Stopper(self, jobs)}
+        with ExitStack() as stack:
+            if self.around is not None:
+                stack.enter_context(self.around(self.model))
+            run = denoise(
+                self.model,
+                [job.prompt for job in jobs],
+                gen_length=jobs[0].gen_length,
+                seed=[job.seed for job in jobs],
+                **{**settings, **options},
+            )
+        rows = [row[keep] for row, keep in zip(run.tokens, run.attention_mask, strict=True)]
+        return [self._finished(job, row.tolist()) for job, row in zip(jobs, rows, strict=True)]
+
+    def _by_blocks(self, jobs: Sequence[Job], settings: Mapping[str, Any], rows: int) -> Iterator[list[Text]]:
+        values = block_settings(
+            self.model.sampler_defaults, {**settings, "gen_length": jobs[0].gen_length}, masks=0
+        )
+        length, block = values["gen_length"], values["block_length"]
+        each = values["steps"] // (length // block)
+        written = {job.place: list(job.prompt) for job in jobs}
+        left = list(jobs)
+        for start in range(0, length, block):
+            for first in range(0, len(left), rows):
+                some = left[first : first + rows]
+                rest = (length - start) // block
+                shape = {"gen_length": rest * block, "block_length": block, "steps": rest * each}
+                blocks = self._block([written[job.place] for job in some], shape, each, settings)
+                for job, ids in zip(some, blocks, strict=True):
+                    written[job.place] += ids
+            texts = {job.place: self._finished(job, written[job.place]) for job in left}
+            done = [job for job in left if start + block == length or self._ended(job, written[job.place])]
+            yield [texts[job.place] for job in done]
+            left = [job for job in left if job not in done]
+            if not left:
+                return
+
+    def _block(
+        self, prompts: list[list[int]], shape: Mapping[str, int], steps: int, settings: Mapping[str, Any]
+    ) -> list[list[int]]:
+        """The next block of every row: a run that is left when its first block is written."""
+        found: list[Tensor] = []
+
+        def leave(step: int, canvas: Tensor) -> None:
+            if step == steps:
+                found.append(canvas)
+                raise _BlockWrittenError
+
+        with suppress(_BlockWrittenError):
+            denoise(self.model, prompts, on_canvas=leave, **{**settings, **shape})
+        width = found[0].shape[1] - shape["gen_length"]
+        return [[int(i) for i in row] for row in found[0][:, width : width + shape["block_length"]].tolist()]
+
+    def _ended(self, job: Job, ids: Sequence[int]) -> bool:
+        return cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).ended
+
+    def _finished(self, job: Job, ids: list[int]) -> Text:
+        return Text(job.place, cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).text, ids)
+
+
+class _BlockWrittenError(Exception):
+    """Leaves a run from inside."""
+
+
+class _Stopper:
+    """Ends the AR rows whose text holds a stop sequence, by leaving them nothing but the end token."""
+
+    def __init__(self, generator: Generator, jobs: Sequence[Job]) -> None:
+        self.tokenizer, self.ends, self.jobs = generator.model.tokenizer, generator.ends, jobs
+        eos = generator.model.config.eos_token_id
+        self.end = eos[0] if isinstance(eos, list) else eos
+        self.width = max(len(job.prompt) for job in jobs)
+        self.stopped = [False] * len(jobs)
+
+    def __call__(self, step: int, canvas: Tensor, logits: Tensor) -> Tensor | None:
+        if self.end is None or not any(job.until for job in self.jobs):
+            return None
+        if step and step % CHECK_EVERY == 0:
+            for row, job in enumerate(self.jobs):
+                written = canvas[row, self.width : self.width + step].tolist()
+                self.stopped[row] = self.stopped[row] or cut(self.tokenizer, written, self.ends, job.until).ended
+        if not any(self.stopped):
+            return None
+        only = torch.full_like(logits, torch.finfo(logits.dtype).min)
+        only[:, self.end] = 0.0
+        return torch.where(torch.tensor(self.stopped, device=logits.device)[:, None], only, logits)

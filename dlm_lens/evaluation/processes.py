@@ -1,0 +1,40 @@
+"""The harness's language model as one of several processes: under torchrun each has its share of the documents."""
+
+from typing import Any
+
+import torch
+from lm_eval.api.model import LM
+
+
+class SharedLM(LM):
+    """What the harness asks of a model that several processes hold; alone it is one process.
+
+    The process group must exist (`torch.distributed.init_process_group`) before the model is made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._rank = torch.distributed.get_rank()
+            self._world_size = torch.distributed.get_world_size()
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all processes, one behind the other."""
+        if self.world_size == 1:
+            return tensor
+        parts = [torch.zeros_like(tensor.reshape(-1)) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, tensor.reshape(-1))
+        return torch.cat(parts)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """The objects of all processes, on one of them."""
+        if self.world_size == 1:
+            return [obj]
+        found: list[Any] | None = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, found, dst=dst)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for the other processes."""
+        if self.world_size > 1:
+            torch.distributed.barrier()

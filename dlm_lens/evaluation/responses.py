@@ -1,0 +1,106 @@
+"""`Responses`: what a model answered, one line per request, so that a killed evaluation goes on."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class Responses:
+    """A JSONL file of answers, appended to with fsync; without a path, nothing is kept.
+
+    The first line says what answered: model, hooks, settings, seed. Answers of another evaluation are never mixed
+    in. A last line that a crash tore apart is dropped.
+
+    Args:
+        path: the file; created with its folders.
+        identity: what the answers depend on; anything JSON.
+
+    Raises:
+        ValueError: the file holds answers of another evaluation, or is no such file.
+    """
+
+    def __init__(self, path: str | Path | None, identity: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self.identity = json.loads(json.dumps(dict(identity), default=repr))
+        self._known: dict[str, Any] = {}
+        if self.path is not None:
+            self._open()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known[key]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def append(self, answers: Mapping[str, Any]) -> None:
+        """Keep answers by their keys; they are on disk when this returns."""
+        if self.path is None:
+            return
+        lines = [json.dumps({"key": key, "answer": answer}) + "\n" for key, answer in answers.items()]
+        self._write("".join(lines))
+        self._known.update(answers)
+
+    def _open(self) -> None:
+        path = self._path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole:
+            path.write_bytes(b"")
+            self._write(json.dumps({"answers_of": self.identity}) + "\n")
+            return
+        head, *lines = [json.loads(line) for line in whole.decode().splitlines()]
+        if "answers_of" not in head:
+            raise ValueError(f"{path} exists and holds no answers of an evaluation; choose another file")
+        self._check(head["answers_of"])
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+        self._known = {line["key"]: line["answer"] for line in lines}
+        logger.info("%s: %d answers are kept from before", path, len(self._known))
+
+    def _check(self, theirs: Mapping[str, Any]) -> None:
+        # The fingerprint knows a model, wherever it lies.
+        for name in sorted({*theirs, *self.identity} - {"model"}):
+            if theirs.get(name) != self.identity.get(name):
+                raise ValueError(
+                    f"{self.path} holds answers with {name}={theirs.get(name)!r:.120}, this evaluation has "
+                    f"{self.identity.get(name)!r:.120}; choose another file, or the same settings"
+                )
+
+    def _write(self, text: str) -> None:
+        with self._path().open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _path(self) -> Path:
+        if self.path is None:
+            raise ValueError("these responses have no file")
+        return self.path
+
+
+def fingerprint(model: Any) -> str:
+    """A digest of a model: its config, and the shape and a few numbers of every weight."""
+    digest = hashlib.sha256(repr(sorted(_plain(model.config).items())).encode())
+    for name, weight in sorted(model.named_parameters()):
+        values = weight.detach().flatten()
+        some = torch.cat([values[:8], values[len(values) // 2 :][:8], values[-8:]]).float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(config: Any) -> dict[str, str]:
+    """Settings of a config, without where it was loaded from."""
+    private = ("_name_or_path", "transformers_version")
+    return {name: repr(value) for name, value in config.to_dict().items() if name not in private}

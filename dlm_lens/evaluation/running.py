@@ -1,0 +1,184 @@
+"""`evaluate`: run tasks of lm-evaluation-harness, the shipped ones among them, and keep a table of the results."""
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dlm_lens.evaluation.result import Evaluation, Score
+from dlm_lens.hooks.expressions import parse_hooks
+
+TASKS = Path(__file__).parent / "tasks"
+"""The shipped tasks' YAML files and data; the harness's `include_path`."""
+
+BOOTSTRAPS = 1000
+"""Resamples behind the standard errors that have no formula (perplexities)."""
+
+
+def shipped_tasks() -> list[str]:
+    """Names of the tasks that come with this package, and need no network."""
+    return sorted(path.stem for path in TASKS.glob("*.yaml") if path.stem.startswith("toy_"))
+
+
+def evaluate(
+    model: Any,
+    tasks: str | Sequence[str],
+    *,
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    chat: bool = False,
+    confirm_run_unsafe_code: bool = False,
+    bootstrap_iters: int = BOOTSTRAPS,
+    **settings: Any,
+) -> Evaluation:
+    """Evaluate a model on tasks of lm-evaluation-harness, and on those that come with this package.
+
+    A thin layer over `lm_eval.simple_evaluate(model=HarnessLM(model, **settings), ...)`.
+
+    Args:
+        model: from `dlm_lens.load`, a name that it loads, or a `HarnessLM`.
+        tasks: names; "toy_problems" and the other `toy_` tasks need no network.
+        limit: documents per task, or a share of them below 1; for trying out.
+        num_fewshot: worked examples in front of each document; None for the task's own number.
+        chat: put the prompts into the tokenizer's chat template.
+        confirm_run_unsafe_code: let tasks such as HumanEval execute the code that the model wrote. The harness
+            refuses to start them without.
+        bootstrap_iters: resamples of the standard errors that have no formula; 0 leaves all of them out.
+        **settings: of `HarnessLM`: hooks, likelihood, generation, seed, batch_size, responses, ...
+
+    Raises:
+        ImportError: lm-evaluation-harness is not installed.
+        ValueError: an unknown task, settings that cannot work, or code execution that is not allowed.
+    """
+    if isinstance(settings.get("hooks"), str):
+        settings["hooks"] = parse_hooks(settings["hooks"])  # a slip there is told before anything is loaded
+    from dlm_lens.evaluation.harness import HarnessLM
+
+    if isinstance(model, HarnessLM) and settings:
+        raise ValueError(f"{', '.join(settings)} beside a HarnessLM, which has its own; give them to HarnessLM")
+    from lm_eval.evaluator import simple_evaluate
+
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    manager = find_tasks(names)
+    check_code(manager, names, confirm_run_unsafe_code)
+    lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
+    with _one_process(), _quiet():
+        results = simple_evaluate(
+            model=lm,
+            tasks=names,
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=chat,
+            bootstrap_iters=bootstrap_iters,
+            confirm_run_unsafe_code=confirm_run_unsafe_code,
+        )
+    return Evaluation(tuple(read_scores(results or {})), results or {})
+
+
+def read_scores(results: Mapping[str, Any]) -> Iterator[Score]:
+    """The numbers of the harness's results: one per task, metric and filter."""
+    for task, numbers in results.get("results", {}).items():
+        counts = results["n-samples"].get(task, {})
+        for name, value in numbers.items():
+            metric, _, kept = name.partition(",")
+            if not kept or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = numbers.get(f"{metric}_stderr,{kept}")
+            if not isinstance(error, int | float):
+                error = ratio_error(metric, float(value), results.get("samples", {}).get(task, ()))
+            yield Score(task, metric, kept, float(value), float(error), int(counts.get("effective", 0)))
+
+
+def ratio_error(metric: str, value: float, samples: Sequence[Mapping[str, Any]]) -> float:
+    """The standard error of a perplexity over a corpus, of which the harness has none; NaN for other metrics.
+
+    With document i's log-likelihood l_i and size w_i, r = sum l / sum w has the standard error
+    sqrt(n / (n - 1) sum (l_i - r w_i)^2) / sum w (linearised ratio); exp(-r) has that times itself, and bits per
+    byte that / ln 2.
+    """
+    pairs = [sample[metric] for sample in samples if isinstance(sample.get(metric), tuple | list)]
+    if metric not in ("word_perplexity", "byte_perplexity", "bits_per_byte") or len(pairs) < 2:
+        return math.nan
+    total = sum(size for _, size in pairs)
+    rate = sum(value for value, _ in pairs) / total
+    squares = sum((one - rate * size) ** 2 for one, size in pairs)
+    error = math.sqrt(len(pairs) / (len(pairs) - 1) * squares) / total
+    return error / math.log(2) if metric == "bits_per_byte" else value * error
+
+
+def find_tasks(names: Sequence[str]) -> Any:
+    """The harness's task manager, with the shipped tasks; its own 14,000 are only read where one is asked for.
+
+    Raises:
+        ValueError: no name, or one that neither knows.
+    """
+    if not names:
+        raise ValueError(f"no task given; tasks that need no network are {', '.join(shipped_tasks())}")
+    manager = _manager(include_defaults=False)
+    if not {*names} <= {*manager.all_tasks}:
+        manager = _manager(include_defaults=True)
+    for name in names:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            near = ", ".join(get_close_matches(name, manager.all_tasks, 3)) or ", ".join(shipped_tasks())
+            raise ValueError(f"no task is named {name!r}; perhaps {near}")
+    return manager
+
+
+@cache
+def _manager(include_defaults: bool) -> Any:
+    """Reading the harness's own task files takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(TASKS), include_defaults=include_defaults)
+
+
+def check_code(manager: Any, names: Sequence[str], confirmed: bool) -> None:
+    """Refuse tasks that execute what a model wrote, before anything is loaded, unless that was asked for.
+
+    (The harness refuses too, but some of these tasks execute a probe as soon as they are loaded.)
+
+    Raises:
+        ValueError: naming the task and the two switches.
+    """
+    for name in names:
+        entry = manager.task_index.get(name)
+        if entry is not None and (entry.cfg or {}).get("unsafe_code") and not confirmed:
+            raise ValueError(
+                f"{name} executes the code that the model wrote; if that is safe here, pass "
+                "confirm_run_unsafe_code=True (--confirm-run-unsafe-code) and set HF_ALLOW_CODE_EVAL=1"
+            )
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """The harness bootstraps in forked processes unless told otherwise; torch's threads do not survive a fork."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness explains at every task that brings its data how to pass it arguments."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Custom kwargs can be passed" not in record.getMessage()
+
+    source = logging.getLogger("lm_eval.api.task")
+    source.addFilter(keep)
+    try:
+        yield
+    finally:
+        source.removeFilter(keep)

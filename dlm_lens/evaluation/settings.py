@@ -1,0 +1,115 @@
+"""How an evaluation asks a model: settings of likelihoods and of generation."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from dlm_lens.sampling.checks import at_least_one, not_negative
+
+Settings = TypeVar("Settings", "LikelihoodSettings", "GenerationSettings")
+
+
+@dataclass(frozen=True)
+class LikelihoodSettings:
+    """Settings of `loglikelihood` and `loglikelihood_rolling`; the estimate is `dlm_lens.log_likelihood`'s.
+
+    Args:
+        method: "mc", "chain_rule" or "greedy_completion"; None for "mc", and "chain_rule" of an AR model.
+        samples: random masks per request, for "mc".
+        strata: samples of one stratified draw; None as in `log_likelihood`.
+        cfg_scale: classifier-free guidance.
+        is_greedy: whether greedy decoding would write the continuation, which costs one forward per token. None
+            asks only where the harness's metrics read it: for documents with a single request (LAMBADA), not for
+            those with several (multiple choice, unless its metric is exact_match), which then say False.
+        append_eos: the continuation ends with the end-of-text token, as Dream's authors evaluate (their masks
+            spare the last position of the text, which then is that token).
+        options: further settings of the method (Dream, SMDM: eps, protect_ends, scope; "chain_rule": order).
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    method: Literal["mc", "chain_rule", "greedy_completion"] | None = None
+    samples: int = 128
+    strata: int | None = None
+    cfg_scale: float = 0.0
+    is_greedy: bool | None = None
+    append_eos: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "samples", "strata")
+        not_negative(self, "cfg_scale", zero="no guidance")
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Settings of `generate_until`, which win over the task's; None leaves it to the task, then to the model.
+
+    Args:
+        gen_length: tokens of the answer. The task's word for it is max_gen_toks.
+        steps: denoising steps; one per token by default.
+        block_length: tokens of a block.
+        temperature: 0 takes the most likely token.
+        cfg_scale: classifier-free guidance.
+        remasking: the family's rule of what is written.
+        canvas_length: prompt and answer together have this many tokens (gen_length is then what is left).
+        stages: 2 generates, reads the text as a new prompt, and generates again (the GSM8K evaluation of
+            2601.19657's code: a chain of thought, then the answer); the result is the second stage's whole text.
+        stop: cut the text at the task's stop sequences; without, only at the end of the text.
+        options: further settings of the family's sampler (Dream: top_p, top_k, alg_temp, eps; ...).
+
+    Raises:
+        ValueError: a value is out of its range, or gen_length beside canvas_length.
+    """
+
+    gen_length: int | None = None
+    steps: int | None = None
+    block_length: int | None = None
+    temperature: float | None = None
+    cfg_scale: float | None = None
+    remasking: str | None = None
+    canvas_length: int | None = None
+    stages: int = 1
+    stop: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "gen_length", "steps", "block_length", "canvas_length")
+        not_negative(self, "temperature", zero="greedy")
+        not_negative(self, "cfg_scale", zero="no guidance")
+        if self.stages not in (1, 2):
+            raise ValueError(f"stages is {self.stages}; it must be 1 or 2")
+        if self.gen_length is not None and self.canvas_length is not None:
+            raise ValueError(
+                f"gen_length is {self.gen_length} and canvas_length {self.canvas_length}; give one of them, the "
+                "other follows from the prompt"
+            )
+
+    def sampler(self) -> dict[str, Any]:
+        """What of it goes to `denoise` under its own name."""
+        names = ("steps", "block_length", "temperature", "cfg_scale", "remasking")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None} | dict(self.options)
+
+
+def read_settings(kind: type[Settings], value: Any) -> Settings:
+    """Settings from what a caller has: themselves, a mapping of their names, or nothing.
+
+    Raises:
+        ValueError: a name that they do not have.
+    """
+    if isinstance(value, kind):
+        return value
+    given: dict[str, Any] = dict(value or {})
+    names = [one.name for one in fields(kind)]
+    for name in given:
+        if name not in names:
+            raise ValueError(f"{kind.__name__} has no setting {name!r}; it has {', '.join(names)}")
+    return kind(**given)
+
+
+def changed(settings: LikelihoodSettings | GenerationSettings) -> dict[str, Any]:
+    """What differs from the defaults, for records."""
+    usual = asdict(type(settings)())
+    return {name: value for name, value in asdict(settings).items() if value != usual[name]}

@@ -1,0 +1,85 @@
+"""`dlm-lens eval` on the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dlm_lens import cli
+from dlm_lens.evaluation.command import read_pairs
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, ["eval", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
+    asked = ["--model", "toy", "--tasks", "toy_arithmetic,toy_choice", "--limit", "3", "--batch-size", "2"]
+    asked += ["--hooks", "mask_positions(5)", "--likelihood", "method=chain_rule", "--out", str(tmp_path / "run")]
+    printed = run(*asked)
+    assert "| toy_arithmetic | exact_match |" in printed
+    assert printed.count("| 3 |") == 2
+    kept = json.loads((tmp_path / "run/results.json").read_text())
+    assert kept["settings"]["hooks"] == ["mask_positions(5)"]
+    assert kept["settings"]["likelihood"] == {"method": "chain_rule"}
+    assert [one["n"] for one in kept["scores"]] == [3, 3]
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert [one["task"] for one in samples] == ["toy_arithmetic"] * 3 + ["toy_choice"] * 3
+    assert len((tmp_path / "run/responses.jsonl").read_text().splitlines()) == 1 + 3 + 12
+    # The same command again is answered from the file.
+    assert run(*asked) == printed
+    with pytest.raises(ValueError, match="holds answers with seed=0"):
+        run(*asked, "--seed", "1")
+
+
+def test_errors_are_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dlm_lens.cli", "eval", "--model", "toy", "--tasks", "toy_lists", "--hooks"]
+    done = subprocess.run([*command, "open('x')"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("dlm-lens: 'open' is no hook and no detector")
+    assert not (tmp_path / "x").exists()
+
+
+def test_presets_are_listed_with_what_they_assume() -> None:
+    printed = run("--presets")
+    assert "one-token/table2/piqa\n  piqa: acc, a likelihood" in printed
+    assert "method=chain_rule, cfg_scale=0.6" in printed
+    assert "assumed: one step per token" in printed
+
+
+def test_it_needs_a_task() -> None:
+    with pytest.raises(ValueError, match="no task given"):
+        run("--model", "toy")
+
+
+def test_settings_are_read_as_json_or_text() -> None:
+    assert read_pairs("samples=16,cfg_scale=0.5,method=mc,is_greedy=False,strata=null") == {
+        "samples": 16,
+        "cfg_scale": 0.5,
+        "method": "mc",
+        "is_greedy": False,
+        "strata": None,
+    }
+    with pytest.raises(ValueError, match="write name=value"):
+        read_pairs("samples")
+
+
+def test_the_command_line_starts_without_torch_and_harness() -> None:
+    code = "import sys, dlm_lens.cli; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_the_harness_there_is_a_sentence() -> None:
+    code = (
+        "import sys; sys.modules['lm_eval'] = None\n"
+        "from dlm_lens.evaluation import evaluate\n"
+        "try:\n    evaluate('toy', 'toy_lists')\nexcept ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'dlm-lens[eval]'" in done.stdout

@@ -1,0 +1,188 @@
+"""Requests for text: every row as it is alone, stop sequences, and no forward behind a text's end."""
+
+from typing import Any
+
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation.generation import Generator
+from dlm_lens.evaluation.seeding import request_seed
+from dlm_lens.hooks import mask_positions
+from dlm_lens.sampling import scoring
+from dlm_lens.testing import tiny
+from tests.evaluation.conftest import ask, counted, ids, texts
+
+
+def asked(prompts: list[str], **given: Any) -> Any:
+    return ask("generate_until", *((prompt, {"until": [], **given}) for prompt in prompts))
+
+
+def alone(model: Any, prompt: str, **settings: Any) -> list[int]:
+    """The answer of one prompt by itself."""
+    run = dl.denoise(model, ids(model, prompt), **settings)
+    return run.tokens[0, run.prompt_length :].tolist()
+
+
+def until(model: Any, tokens: list[int], *stops: str) -> str:
+    """What stands in front of the end token and of the stop sequences."""
+    if model.config.eos_token_id in tokens:
+        tokens = tokens[: tokens.index(model.config.eos_token_id)]
+    text = model.tokenizer.decode(tokens)
+    for stop in stops:
+        text = text.split(stop)[0]
+    for special in ("[MASK]", model.tokenizer.pad_token):
+        text = text.replace(special, "")
+    return text
+
+
+@pytest.mark.parametrize("batch", [1, 3, None])
+@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal", "mmada"])
+def test_every_text_is_what_its_prompt_gives_alone(family: str, batch: int | None) -> None:
+    model = tiny(family)
+    length = {"gen_length": 12} if family == "causal" else {"gen_length": 12, "steps": 6}
+    prompts = texts(7, 2, 9)
+    lm = HarnessLM(model, generation=length, batch_size=batch)
+    found = lm.generate_until(asked(prompts))
+    expected = [until(model, alone(model, prompt, **length, seed=request_seed(0, prompt))) for prompt in prompts]
+    assert found == expected
+    shuffled = [4, 2, 6, 0, 1, 5, 3]
+    assert lm.generate_until(asked([prompts[i] for i in shuffled])) == [found[i] for i in shuffled]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal"])
+def test_draws_do_not_depend_on_the_batch(family: str) -> None:
+    model, prompts = tiny(family), texts(6, 2, 9)
+    length = {"gen_length": 8} if family == "causal" else {"gen_length": 8, "steps": 4}
+    settings = {**length, "temperature": 1.0}
+    runs = [
+        HarnessLM(model, generation=settings, batch_size=batch).generate_until(asked(prompts))
+        for batch in (1, 4, None)
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] == [until(model, alone(model, p, **settings, seed=request_seed(0, p))) for p in prompts]
+    other = HarnessLM(model, generation=settings, seed=1).generate_until(asked(prompts))
+    assert other != runs[0]
+
+
+def test_copies_of_a_request_are_different_draws(llada: Any) -> None:
+    (request,) = asked(["w1 w2 w3"])
+    lm = HarnessLM(llada, generation={"temperature": 1.0})
+    found = lm.generate_until([request] * 4)
+    assert len(set(found)) == 4
+    assert lm.generate_until([request] * 2) == found[:2]
+
+
+def stop_of(model: Any, prompt: str, place: int) -> str:
+    """A word that a prompt's text has at `place` for the first time."""
+    text = alone(model, prompt)
+    assert text[place] not in text[:place]
+    return model.tokenizer.decode([text[place]])
+
+
+def test_a_row_leaves_behind_the_block_its_text_ends_in(llada: Any) -> None:
+    prompts = texts(5, 3, 9)
+    stop = stop_of(llada, prompts[2], 5)  # in the second block of four tokens
+    full = [alone(llada, prompt) for prompt in prompts]
+    expected = [until(llada, tokens, stop) for tokens in full]
+    with counted(llada) as rows:
+        found = HarnessLM(llada).generate_until(asked(prompts, until=[stop]))
+    assert found == expected
+    blocks = []
+    for tokens in full:
+        written = [llada.tokenizer.decode(tokens[: 4 * (block + 1)]) for block in range(4)]
+        ended = [
+            block
+            for block in range(4)
+            if stop in written[block] or llada.config.eos_token_id in tokens[: 4 * (block + 1)]
+        ]
+        blocks.append(ended[0] + 1 if ended else 4)
+    assert blocks[2] == 2
+    assert sum(rows) == 4 * sum(blocks)  # one step per token, four of them a block
+    assert sum(rows) < 5 * 16
+
+
+def test_hooks_see_all_steps_and_no_padding(llada: Any) -> None:
+    prompts = [*texts(3, 4, 4), *texts(2, 7, 7)]
+    hook = mask_positions(1)
+    with counted(llada) as rows:
+        found = HarnessLM(llada, hooks=[hook]).generate_until(asked(prompts))
+    assert sorted(rows) == [2] * 16 + [3] * 16
+    assert found == [until(llada, alone(llada, prompt, hooks=[hook])) for prompt in prompts]
+    assert found != HarnessLM(llada).generate_until(asked(prompts))
+
+
+def test_an_ar_row_stops_at_its_stop_sequence(causal: Any) -> None:
+    prompts = texts(3, 3, 9)
+    settings = {"gen_length": 60}
+    full = [alone(causal, prompt, **settings) for prompt in prompts]
+    stops = [causal.tokenizer.decode(tokens[3:4]) for tokens in full]
+    with counted(causal) as rows:
+        found = HarnessLM(causal, generation=settings).generate_until(asked(prompts, until=stops))
+    assert found == [until(causal, tokens, *stops) for tokens in full]
+    assert len(rows) < 20  # looked for every eight tokens
+
+
+def test_the_settings_win_over_the_task_and_the_task_over_the_model(llada: Any) -> None:
+    prompt = "w1 w2 w3"
+    given = {"max_gen_toks": 8, "do_sample": False, "num_beams": 3}
+    assert HarnessLM(llada).generate_until(asked([prompt], **given)) == [
+        until(llada, alone(llada, prompt, gen_length=8))
+    ]
+    lm = HarnessLM(llada, generation={"gen_length": 12, "block_length": 12, "remasking": "random"})
+    expected = alone(
+        llada, prompt, gen_length=12, block_length=12, remasking="random", seed=request_seed(0, prompt)
+    )
+    assert lm.generate_until(asked([prompt], **given)) == [until(llada, expected)]
+
+
+def test_unknown_wishes_of_a_task_are_told(llada: Any, caplog: pytest.LogCaptureFixture) -> None:
+    HarnessLM(llada).generate_until(asked(["w1"], repetition_penalty=1.2))
+    assert "repetition_penalty" in caplog.text
+
+
+def test_the_canvas_length_leaves_the_rest_to_the_answer(llada: Any) -> None:
+    lm = HarnessLM(llada, generation={"canvas_length": 12, "block_length": 1})
+    prompts = ["w1 w2 w3 w4", "w5 w6"]
+    found = lm.generate_until(asked(prompts))
+    expected = [alone(llada, p, gen_length=n, block_length=1) for p, n in zip(prompts, (8, 10), strict=True)]
+    assert found == [until(llada, tokens) for tokens in expected]
+    with pytest.raises(ValueError, match="fills the canvas_length"):
+        HarnessLM(llada, generation={"canvas_length": 3}).generate_until(asked(["w1 w2 w3"]))
+
+
+def test_two_stages_read_the_first_text_as_a_prompt() -> None:
+    model = tiny("smdm")
+    settings = {"canvas_length": 20, "steps": 5, "temperature": 0.5, "remasking": "greedy", "stages": 2}
+    lm = HarnessLM(model, generation=settings)
+    prompt = "w1 w2 w3"
+    (found,) = lm.generate_until(asked([prompt]))
+    common = {"steps": 5, "temperature": 0.5, "remasking": "greedy"}
+    seed = request_seed(0, prompt)
+    first = dl.denoise(model, [1, 2, 3], gen_length=17, seed=seed, **common).tokens[0].tolist()
+    text = model.tokenizer.decode(first, skip_special_tokens=True)
+    second = ids(model, text)
+    left = max(1, 20 - len(second))
+    run = dl.denoise(model, second, gen_length=left, seed=request_seed(seed, "second stage"), **common)
+    assert found == model.tokenizer.decode(run.tokens[0].tolist(), skip_special_tokens=True)
+
+
+def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
+    generator = Generator(llada)
+    assert generator._settled({}, 16)
+    for settings in ({"temperature": 0.5}, {"cfg_scale": 1.0}, {"remasking": "random"}):
+        assert not generator._settled(settings, 16)
+    assert not Generator(tiny("dream"))._settled({}, 16)
+
+
+@pytest.mark.parametrize("value", ["0", "x", -1, 0])
+def test_a_batch_size_that_is_none(llada: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        HarnessLM(llada, batch_size=value)
+
+
+def test_auto_batches_keep_within_the_budget(llada: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(scoring.POSITIONS, "cpu", 80)
+    with counted(llada) as rows:
+        HarnessLM(llada).generate_until(asked([*texts(6, 4, 4)]))
+    assert max(rows) == 80 // (4 + 16)

@@ -1,0 +1,236 @@
+"""Likelihood requests: against float64 references, whatever the order and the batch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation.seeding import request_seed
+from dlm_lens.hooks import attached, mask_positions
+from dlm_lens.testing import tiny
+from tests.evaluation.conftest import ask, counted, ids, texts, words
+from tests.reference import forward64
+
+
+def mixed(count: int = 9) -> list[tuple[str, str]]:
+    return list(zip(texts(count, 2, 9), (f" {text}" for text in texts(count, 1, 5, seed=1)), strict=True))
+
+
+def valued(lm: Any, pairs: list[tuple[str, str]]) -> list[float]:
+    return [value for value, _ in lm.loglikelihood(ask("loglikelihood", *pairs))]
+
+
+def chain64(model: Any, context: list[int], answer: list[int]) -> float:
+    """sum_i ln p(token i | context, answer before i, the rest masked), one forward per token, in float64."""
+    total = 0.0
+    for number, token in enumerate(answer):
+        canvas = context + answer[:number] + [model.config.mask_token_id] * (len(answer) - number)
+        logits = forward64(model, torch.tensor([canvas]))["logits"][0]
+        total += float(logits[len(context) + number].log_softmax(-1)[token])
+    return total
+
+
+def test_chain_rule_is_the_float64_sum(llada: Any) -> None:
+    requests = ask("loglikelihood", *mixed())
+    lm = HarnessLM(llada, likelihood={"method": "chain_rule", "is_greedy": False})
+    for (value, _), request in zip(lm.loglikelihood(requests), requests, strict=True):
+        context, answer = (ids(llada, text) for text in request.args)
+        assert value == pytest.approx(chain64(llada, context, answer), abs=2e-4)  # float32 against float64
+
+
+def test_greedy_is_what_one_by_one_decoding_writes(llada: Any) -> None:
+    contexts = texts(6, 2, 9)
+    written = []
+    for context in contexts:
+        canvas = ids(llada, context) + [llada.config.mask_token_id] * 3
+        for _ in range(3):
+            likely = forward64(llada, torch.tensor([canvas]))["logits"][0].softmax(-1)
+            likely[:, llada.config.mask_token_id] = 0.0
+            best, token = likely.max(-1)
+            left = torch.tensor([one == llada.config.mask_token_id for one in canvas])
+            place = int(best.masked_fill(~left, -1).argmax())
+            canvas[place] = int(token[place])
+        written.append(canvas[-3:])
+    right = [
+        (context, " " + llada.tokenizer.decode(answer)) for context, answer in zip(contexts, written, strict=True)
+    ]
+    wrong = [
+        (context, " " + llada.tokenizer.decode([*answer[:2], (answer[2] + 1) % 60]))
+        for context, answer in zip(contexts, written, strict=True)
+    ]
+    lm = HarnessLM(llada, likelihood={"samples": 4})
+    assert [same for _, same in lm.loglikelihood(ask("loglikelihood", *right))] == [True] * 6
+    assert [same for _, same in lm.loglikelihood(ask("loglikelihood", *wrong))] == [False] * 6
+
+
+def test_an_ar_model_scores_value_and_greediness_in_one_forward(causal: Any) -> None:
+    requests = ask("loglikelihood", *mixed())
+    expected = []
+    for request in requests:
+        context, answer = (ids(causal, text) for text in request.args)
+        logits = forward64(causal, torch.tensor([context + answer]), causal=True)["logits"][0]
+        rows = logits[len(context) - 1 : -1].log_softmax(-1)
+        expected.append((float(rows[range(len(answer)), answer].sum()), rows.argmax(-1).tolist() == answer))
+    # One continuation that greedy decoding does write.
+    context = ids(causal, requests[0].args[0])
+    best = int(forward64(causal, torch.tensor([context]), causal=True)["logits"][0, -1].argmax())
+    requests += ask("loglikelihood", (requests[0].args[0], f" w{best}"))
+    with counted(causal) as rows:
+        found = HarnessLM(causal).loglikelihood(requests)
+    assert len(rows) == 1
+    assert rows == [len(requests)]
+    for (value, same), (reference, greedy) in zip(found, expected, strict=False):
+        assert value == pytest.approx(reference, abs=1e-4)
+        assert same == greedy
+    assert found[-1][1] is True
+
+
+@pytest.mark.parametrize("method", ["mc", "chain_rule"])
+def test_neither_order_nor_batch_changes_a_value(llada: Any, method: str) -> None:
+    pairs = mixed()
+
+    def run(batch: int | None, order: list[int]) -> dict[int, tuple[float, bool]]:
+        lm = HarnessLM(llada, likelihood={"method": method, "samples": 8}, batch_size=batch)
+        found = lm.loglikelihood(ask("loglikelihood", *(pairs[number] for number in order)))
+        return dict(zip(order, found, strict=True))
+
+    usual = run(None, list(range(9)))
+    for batch, order in ((1, list(range(9))), (3, [8, 2, 5, 0, 1, 7, 3, 6, 4]), (None, [4])):
+        for number, (value, same) in run(batch, order).items():
+            assert value == pytest.approx(usual[number][0], abs=1e-4)  # rounding of other matrix shapes
+            assert same == usual[number][1]
+
+
+def test_continuations_of_one_context_share_their_masks(llada: Any) -> None:
+    pairs = [("w1 w2 w3", " w4 w5 w6"), ("w1 w2 w3", " w7 w8 w9")]
+    values = [
+        value
+        for value, _ in HarnessLM(llada, likelihood={"samples": 8}, seed=5).loglikelihood(
+            ask("loglikelihood", *pairs)
+        )
+    ]
+    seed = request_seed(5, "w1 w2 w3")
+    direct = dl.log_likelihood(llada, [1, 2, 3], [[4, 5, 6], [7, 8, 9]], samples=8, seed=[seed, seed]).value
+    assert values == pytest.approx(direct.tolist(), abs=1e-5)
+    other = [
+        value
+        for value, _ in HarnessLM(llada, likelihood={"samples": 8}, seed=6).loglikelihood(
+            ask("loglikelihood", *pairs)
+        )
+    ]
+    assert values != pytest.approx(other, abs=1e-3)
+
+
+def test_a_document_with_choices_is_not_decoded_greedily(llada: Any) -> None:
+    pairs = [("w1 w2", " w3 w4"), ("w1 w2", " w5 w6")]
+    settings = {"method": "chain_rule"}
+    with counted(llada) as rows:
+        HarnessLM(llada, likelihood=settings).loglikelihood(ask("loglikelihood", *pairs, same_document=True))
+    assert sum(rows) == 4  # two tokens each
+    with counted(llada) as rows:
+        HarnessLM(llada, likelihood=settings).loglikelihood(ask("loglikelihood", *pairs))
+    assert sum(rows) == 8
+    with counted(llada) as rows:
+        HarnessLM(llada, likelihood={**settings, "is_greedy": False}).loglikelihood(ask("loglikelihood", *pairs))
+    assert sum(rows) == 4
+
+
+def test_equal_requests_are_computed_once(llada: Any) -> None:
+    lm = HarnessLM(llada, likelihood={"method": "chain_rule", "is_greedy": False})
+    with counted(llada) as rows:
+        found = lm.loglikelihood(ask("loglikelihood", *[("w1", " w2 w3")] * 5))
+    assert sum(rows) == 2
+    assert len(set(found)) == 1
+    assert len(found) == 5
+
+
+def test_hooks_are_in_force_and_no_padding_stands_beside_them(llada: Any) -> None:
+    pairs = mixed()
+    hook = mask_positions(0)
+    lm = HarnessLM(llada, hooks="mask_positions(0)", likelihood={"method": "chain_rule", "is_greedy": False})
+    assert lm.hooks == (hook,)
+    values = [value for value, _ in lm.loglikelihood(ask("loglikelihood", *pairs))]
+    plain = [
+        value for value, _ in HarnessLM(llada, likelihood=lm.likelihood).loglikelihood(ask("loglikelihood", *pairs))
+    ]
+    for value, other, (context, answer) in zip(values, plain, pairs, strict=True):
+        with attached(llada, hook):
+            alone = dl.log_likelihood(llada, ids(llada, context), ids(llada, answer), "chain_rule")
+        assert value == pytest.approx(float(alone), abs=1e-4)
+        assert abs(value - other) > 1e-3  # far above rounding: the hook did something
+
+
+def test_around_is_entered_for_every_chunk(llada: Any) -> None:
+    from contextlib import contextmanager
+
+    entered = []
+
+    @contextmanager
+    def listening(model: Any) -> Any:
+        entered.append(model)
+        yield
+
+    lm = HarnessLM(llada, around=listening, likelihood={"method": "chain_rule", "is_greedy": False})
+    lm.loglikelihood(ask("loglikelihood", ("w1", " w2"), ("w1 w3", " w2"), ("w4", " w5")))
+    lm.generate_until(ask("generate_until", ("w1", {"until": []})))
+    assert entered == [llada] * 3  # two lengths, one generation
+
+
+class TestRolling:
+    def test_an_ar_text_is_the_float64_sum_behind_the_prefix(self, causal: Any) -> None:
+        text = words(3, 1, 4, 1, 5)
+        (value,) = HarnessLM(causal).loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))
+        whole = [causal.config.eos_token_id, 3, 1, 4, 1, 5]
+        rows = forward64(causal, torch.tensor([whole]), causal=True)["logits"][0, :-1].log_softmax(-1)
+        assert value == pytest.approx(float(rows[range(5), whole[1:]].sum()), abs=1e-4)
+
+    def test_windows_cover_every_token_once(self, causal: Any) -> None:
+        numbers = [int(i) for i in torch.randint(0, 60, (23,), generator=torch.Generator().manual_seed(3))]
+        text = words(*numbers)
+        lm = HarnessLM(causal, max_length=8)
+        windows = lm._windows(0, text)
+        assert [token for item in windows for token in item.continuation] == numbers
+        assert all(item.length <= 8 for item in windows)
+        (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))
+        whole, expected = [causal.config.eos_token_id, *numbers], 0.0
+        # Windows of 7 predicted tokens, the last with as much context as fits.
+        for start, stop in ((0, 7), (7, 14), (14, 21)):
+            expected += span64(causal, whole[start : stop + 1], 7)
+        expected += span64(causal, whole[23 - 7 : 24], 2)
+        assert value == pytest.approx(expected, abs=1e-4)
+
+    def test_a_diffusion_model_is_scored_too(self, llada: Any) -> None:
+        lm = HarnessLM(llada, likelihood={"method": "chain_rule"})
+        values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (words(3, 1, 4),), (words(5, 9),)))
+        assert values == pytest.approx(
+            [chain64(llada, [llada.config.eos_token_id], one) for one in ([3, 1, 4], [5, 9])], abs=1e-4
+        )
+
+
+def span64(model: Any, tokens: list[int], scored: int) -> float:
+    """Log-likelihood of the last `scored` tokens, given those before."""
+    rows = forward64(model, torch.tensor([tokens]), causal=True)["logits"][0, :-1].log_softmax(-1)
+    return float(rows[range(len(tokens) - 1), tokens[1:]][-scored:].sum())
+
+
+def test_dreams_continuation_ends_with_the_end_token(llada: Any) -> None:
+    model = tiny("dream")
+    settings = {"method": "mc", "samples": 8, "append_eos": True, "is_greedy": False}
+    ((value, _),) = HarnessLM(model, likelihood=settings, seed=1).loglikelihood(
+        ask("loglikelihood", ("w1 w2", " w3"))
+    )
+    seed = request_seed(1, "w1 w2")
+    direct = dl.log_likelihood(model, [1, 2], [3, model.config.eos_token_id], samples=8, seed=seed)
+    assert value == pytest.approx(float(direct), abs=1e-5)
+    assert value < 0  # without the end token, a single token would be refused: its masks spare the last position
+    with pytest.raises(ValueError, match="protect_ends never masks"):
+        HarnessLM(model, likelihood={"samples": 8}).loglikelihood(ask("loglikelihood", ("w1 w2", " w3")))
+
+
+def test_a_context_that_is_too_long_loses_its_beginning(llada: Any, caplog: pytest.LogCaptureFixture) -> None:
+    lm = HarnessLM(llada, max_length=6, likelihood={"method": "chain_rule", "is_greedy": False})
+    ((value, _),) = lm.loglikelihood(ask("loglikelihood", (words(*range(10)), " w11 w12")))
+    assert value == pytest.approx(chain64(llada, [6, 7, 8, 9], [11, 12]), abs=1e-4)
+    assert "cut from the left" in caplog.text

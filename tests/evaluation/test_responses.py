@@ -1,0 +1,146 @@
+"""Answers are kept: a killed evaluation goes on, and never mixes with another."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation.responses import Responses, fingerprint
+from dlm_lens.hooks import mask_positions
+from dlm_lens.testing import tiny
+from tests.evaluation.conftest import ask, counted, texts
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed_after(model: Any, forwards: int) -> Any:
+    """A handle that kills the process, as it were, in the forward after so many."""
+    left = [forwards]
+
+    def count(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KilledError
+
+    return model.get_decoder().register_forward_pre_hook(count)
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
+def test_a_killed_evaluation_goes_on(
+    kind: str, llada: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlm_lens.evaluation.likelihoods.CHUNK", 3)
+    given = texts(9, 2, 8)
+    arguments: list[tuple[Any, ...]] = {
+        "loglikelihood": [(one, " w1 w2") for one in given],
+        "loglikelihood_rolling": [(one,) for one in given],
+        "generate_until": [(one, {"until": []}) for one in given],
+    }[kind]
+    requests = ask(kind, *arguments)
+    path = tmp_path / "new" / "responses.jsonl"
+
+    def make(file: Path | None) -> Any:
+        return HarnessLM(llada, batch_size=2, likelihood={"samples": 4}, responses=file)
+
+    with counted(llada) as whole:
+        expected = getattr(make(None), kind)(requests)
+    handle = killed_after(llada, len(whole) // 2)
+    with pytest.raises(KilledError):
+        getattr(make(path), kind)(requests)
+    handle.remove()
+    kept = len(path.read_text().splitlines()) - 1
+    assert 0 < kept < 9
+    # The kill tore a line apart.
+    with path.open("a") as file:
+        file.write('{"key": "half of a li')
+    with counted(llada) as rest:
+        assert getattr(make(path), kind)(requests) == expected
+    assert sum(rest) < sum(whole)
+    assert len(path.read_text().splitlines()) == 10
+    with counted(llada) as none:
+        assert getattr(make(path), kind)(requests) == expected
+    assert none == []
+
+
+def test_answers_of_another_evaluation_are_not_mixed_in(llada: Any, tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    HarnessLM(llada, responses=path)
+    for other in (
+        {"seed": 1},
+        {"hooks": "mask_positions(0)"},
+        {"likelihood": {"samples": 4}},
+        {"generation": {"steps": 4}},
+        {"max_length": 64},
+    ):
+        with pytest.raises(ValueError, match=f"holds answers with {next(iter(other))}="):
+            HarnessLM(llada, responses=path, **other)
+    with pytest.raises(ValueError, match="fingerprint"):
+        HarnessLM(tiny("llada", seed=1), responses=path)
+    # A batch size changes no answer.
+    HarnessLM(llada, responses=path, batch_size=7)
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text('{"mine": 1}\n')
+    with pytest.raises(ValueError, match="holds no answers"):
+        Responses(path, {})
+    assert path.read_text() == '{"mine": 1}\n'
+
+
+def test_the_first_line_says_what_answered(llada: Any, tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    HarnessLM(llada, responses=path, hooks="mask_positions(2)", seed=4)
+    head = json.loads(path.read_text().splitlines()[0])["answers_of"]
+    assert head["seed"] == 4
+    assert head["fingerprint"] == fingerprint(llada)
+    assert head["hooks"] == [repr(mask_positions(2))]
+
+
+def test_a_fingerprint_sees_weights_and_config() -> None:
+    same = {fingerprint(tiny("llada")), fingerprint(tiny("llada"))}
+    others = {fingerprint(one) for one in (tiny("llada", seed=1), tiny("llada", rope_theta=5.0), tiny("dream"))}
+    assert len(same) == 1
+    assert len(same | others) == 4
+
+
+def test_the_harness_own_cache_is_filled_too(llada: Any) -> None:
+    kept: list[tuple[Any, ...]] = []
+    lm = HarnessLM(llada, likelihood={"method": "chain_rule", "is_greedy": False})
+    lm.cache_hook.add_partial = lambda *one: kept.append(one)  # type: ignore[method-assign]
+    ((value, same),) = lm.loglikelihood(ask("loglikelihood", ("w1", " w2")))
+    assert kept == [("loglikelihood", ("w1", " w2"), (value, same))]
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    code = (
+        "import sys, dlm_lens.evaluation.likelihoods as likelihoods\n"
+        "from dlm_lens.evaluation import evaluate\n"
+        "likelihoods.CHUNK = 2\n"
+        "print(evaluate('toy', 'toy_choice', limit=30, likelihood={'method': 'chain_rule'},\n"
+        "      responses=sys.argv[1])['toy_choice'])\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        while running.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 20):
+            time.sleep(0.01)
+        running.kill()
+    kept = path.read_bytes()
+    assert 20 < kept.count(b"\n") < 121
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == len({*lines}) == 1 + 4 * 30
+    assert path.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    fresh = subprocess.run(
+        [*command[:3], str(tmp_path / "fresh.jsonl")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == fresh.stdout

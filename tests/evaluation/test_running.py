@@ -1,0 +1,153 @@
+"""Whole evaluations without a network: the shipped tasks, their numbers, errors and counts."""
+
+import json
+import math
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.evaluation import HarnessLM, evaluate, shipped_tasks
+from dlm_lens.evaluation.running import TASKS, find_tasks, ratio_error
+from dlm_lens.evaluation.tasks import toy as shipped
+from experiments.toy.language import extract_answer, is_correct, stream
+
+
+@pytest.fixture(scope="module")
+def toy() -> Any:
+    return dl.load("toy")
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (TASKS / name).read_text().splitlines()]
+
+
+def test_problems_are_scored_as_the_corpus_scores_them(toy: Any) -> None:
+    result = evaluate(toy, "toy_arithmetic", limit=12, generation={"block_length": 32, "steps": 4})
+    documents = lines("problems.jsonl")[:12]
+    answers = dl.denoise(toy, [one["prompt"] for one in documents], block_length=32, steps=4, gen_length=32).answers
+    right = [is_correct(text, one["target"]) for text, one in zip(answers, documents, strict=True)]
+    assert 0 < sum(right) < 12  # four steps are too few: the number is no foregone conclusion
+    (score,) = result.scores
+    assert (score.task, score.metric, score.n) == ("toy_arithmetic", "exact_match", 12)
+    assert score.value == pytest.approx(np.mean(right))
+    assert score.standard_error == pytest.approx(np.std(right, ddof=1) / 12**0.5)
+
+
+def test_choices_take_the_likeliest(toy: Any) -> None:
+    settings = {"method": "chain_rule"}
+    result = evaluate(toy, ["toy_choice"], limit=6, likelihood=settings, hooks="mask_positions(0)")
+    right = []
+    for one in lines("choices.jsonl")[:6]:
+        with dl.hooks.attached(toy, dl.hooks.mask_positions(0)):
+            values = dl.log_likelihood(toy, one["prompt"], one["choices"], "chain_rule").value
+        right.append(int(values.argmax()) == one["gold"])
+    assert result["toy_choice"].value == pytest.approx(np.mean(right))
+    assert result["toy_choice"].n == 6
+    assert result.settings["hooks"] == ["mask_positions(0)"]
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-ar", "toy-sink", "toy-gated"])
+def test_every_embedded_model_runs_every_kind_of_task(name: str) -> None:
+    tasks = ["toy_lists", "toy_last_word", "toy_choice", "toy_text"]
+    result = evaluate(name, tasks, limit=4, likelihood={"samples": 8}, bootstrap_iters=50)
+    found = {(one.task, one.metric): one for one in result.scores}
+    assert {one.n for one in result.scores} == {4}
+    assert found["toy_lists", "exact_match"].value == 1.0
+    assert found["toy_last_word", "acc"].value >= 0.75
+    assert 1.0 <= found["toy_last_word", "perplexity"].value < 2.0
+    assert 1.5 < found["toy_text", "word_perplexity"].value < 4.0
+    assert found["toy_text", "word_perplexity"].standard_error > 0
+    assert set(result.table().task) == {*tasks}
+
+
+def test_the_harness_itself_takes_the_model(toy: Any) -> None:
+    manager = find_tasks(["toy_lists"])
+    results = lm_eval.simple_evaluate(model=HarnessLM(toy), tasks=["toy_lists"], limit=3, task_manager=manager)
+    assert results["results"]["toy_lists"]["exact_match,none"] == 1.0
+    assert results["config"]["dlm_lens"]["seed"] == 0
+    by_name = lm_eval.simple_evaluate(
+        model="dlm_lens", model_args={"model": "toy", "seed": 3}, tasks=["toy_lists"], limit=3, batch_size=2,
+        task_manager=manager,
+    )  # fmt: skip
+    assert by_name["results"]["toy_lists"]["exact_match,none"] == 1.0
+    assert by_name["config"]["dlm_lens"]["seed"] == 3
+
+
+def test_worked_examples_and_chats_reach_the_prompt(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy.tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %} .")
+    lm = HarnessLM(toy, max_length=200)
+    seen: list[str] = []
+    monkeypatch.setattr(lm, "generate_until", lambda requests: [seen.append(one.args[0]) or "" for one in requests])
+    evaluate(lm, "toy_lists", limit=1, chat=True)
+    assert seen == [lines("problems.jsonl")[100]["prompt"] + " ."]
+
+
+def test_the_ratio_error_is_the_bootstrap_of_the_documents() -> None:
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(5, 40, 200)
+    values = -sizes * generator.normal(0.9, 0.2, 200)
+    samples = [{"word_perplexity": pair, "bits_per_byte": pair} for pair in zip(values, sizes, strict=True)]
+    perplexity = math.exp(-values.sum() / sizes.sum())
+    error = ratio_error("word_perplexity", perplexity, samples)
+    draws = generator.integers(0, 200, (4000, 200))
+    resampled = np.exp(-values[draws].sum(1) / sizes[draws].sum(1))
+    assert error == pytest.approx(resampled.std(), rel=0.1)  # 4000 draws: about 1% noise, and a linearisation
+    bits = ratio_error("bits_per_byte", 0.0, samples)
+    assert bits == pytest.approx((resampled / perplexity).std() / math.log(2), rel=0.1)
+    assert math.isnan(ratio_error("acc", 0.5, samples))
+
+
+def test_code_is_executed_only_if_asked_for(toy: Any) -> None:
+    with pytest.raises(ValueError, match="confirm_run_unsafe_code=True"):
+        evaluate(toy, "humaneval")
+
+
+def test_unknown_names_are_refused_with_near_ones(toy: Any) -> None:
+    with pytest.raises(ValueError, match="toy_lists"):
+        evaluate(toy, "toy_list")
+    with pytest.raises(ValueError, match="no task given"):
+        evaluate(toy, [])
+    with pytest.raises(ValueError, match="GenerationSettings has no setting 'lenght'"):
+        evaluate(toy, "toy_lists", generation={"lenght": 3})
+    with pytest.raises(ValueError, match="beside a HarnessLM"):
+        evaluate(HarnessLM(toy), "toy_lists", seed=3)
+
+
+class TestShippedData:
+    def test_the_scorer_is_the_corpus_own(self) -> None:
+        rng = random.Random(0)
+        words = ["answer", ".", "9", "tom", ":", "answer 9 ."]
+        cases = [" ".join(rng.choices(words, k=rng.randint(0, 8))) for _ in range(3000)]
+        for text in cases:
+            assert shipped.final_answer(text) == extract_answer(text), text
+
+    def test_the_problems_are_the_corpus_own(self) -> None:
+        kept = lines("problems.jsonl")
+        assert [one["task"] for one in kept] == ["A"] * 100 + ["L"] * 100 + ["F"] * 100
+        for task in "ALF":
+            drawn = [one.text for one in islice(stream("test", 7, [task]), 400)]
+            mine = [f"{one['prompt']} {one['answer']}" for one in kept if one["task"] == task]
+            assert {*mine} <= {*drawn}
+            assert len({*mine}) == 100
+        assert all(is_correct(one["answer"], one["target"]) for one in kept)
+
+    def test_exactly_one_choice_is_right(self) -> None:
+        for one in lines("choices.jsonl"):
+            assert len({*one["choices"]}) == 4
+            facts = one["prompt"].rpartition(" what colour ")[0] or one["prompt"].rpartition(" where ")[0]
+            right = [choice for choice in one["choices"] if choice.partition(" answer ")[0] in facts]
+            assert right == [one["choices"][one["gold"]]]
+            assert len({len(choice.split()) for choice in one["choices"]}) == 1
+
+    def test_they_travel_with_the_package(self) -> None:
+        text = (Path(dl.__file__).parents[1] / "pyproject.toml").read_text()
+        assert '"evaluation/tasks/*"' in text
+        assert shipped_tasks() == sorted(
+            ["toy_arithmetic", "toy_choice", "toy_facts", "toy_last_word", "toy_lists", "toy_text"]
+        )
