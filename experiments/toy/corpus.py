@@ -1,39 +1,24 @@
-"""The training corpus as one tensor, batches by step number, and test prompts that it does not hold."""
+"""The training corpus as one tensor, its sequences in order, and test prompts that it does not hold."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
+from functools import lru_cache, partial
+from itertools import count, islice
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
+from dlm_lens.training import Example as Canvas
+from dlm_lens.training.sources import Build, Cursor
 from experiments.toy.language import Example, Task, stream
 from experiments.toy.tokenizer import SEQUENCE_LENGTH, build_tokenizer
 
 CORPUS_SEED = 0  # training text; the training seed changes weights, order and masks, never the text
 TEST_SEED = 1
 TRAINING_SEQUENCES = 400_000
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Canvases of unequal length, padded on the right.
-
-    tokens: the text, `<eos>` up to each row's own length. prompt_length and length: per row, the first
-    position of the answer and of the padding.
-    """
-
-    tokens: Int[torch.Tensor, "batch position"]
-    prompt_length: Int[torch.Tensor, " batch"]
-    length: Int[torch.Tensor, " batch"]
-
-    @property
-    def visible(self) -> Bool[torch.Tensor, "batch position"]:
-        """True on the row's own positions, False on padding."""
-        return torch.arange(self.tokens.shape[1]) < self.length[:, None]
+ORDER, LENGTHS = 10, 11  # streams of random numbers, beside those of dlm_lens.training
 
 
 @dataclass(frozen=True)
@@ -47,25 +32,38 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def batch(self, step: int, size: int, seed: int) -> Batch:
-        """The batch of a step: a pure function of its arguments, so that a resumed run sees the same data.
+    @property
+    def length(self) -> int:
+        """Positions of a canvas."""
+        return SEQUENCE_LENGTH
 
-        Epochs are reshuffled. Half of the rows keep the full canvas; the others end at a uniformly drawn
-        position after the text, because at inference the canvas is prompt + answer length, not always 64.
+    @property
+    def padding(self) -> int:
+        """An id for positions behind a canvas; nobody sees them."""
+        return int(self.tokens.flatten()[-1])
+
+    def read(self, cursor: Cursor | None, seed: int) -> Iterator[tuple[Build, Cursor]]:
+        """The training sequences without end: a `Source` of dlm_lens.training. Epochs are reshuffled."""
+        for sample in count((cursor or {}).get("sample", 0)):
+            epoch, place = divmod(sample, len(self))
+            row = int(_epoch_order(len(self), seed, epoch)[place])
+            yield partial(self.canvas, row, sample, seed), {"sample": sample + 1}
+
+    def canvas(self, row: int, sample: int, seed: int) -> Canvas:
+        """A row of the corpus as it is trained on: a pure function, so that a resumed run sees the same data.
+
+        Half of the rows keep the full canvas; the others end at a uniformly drawn position after the text,
+        because at inference the canvas is prompt + answer length, not always 64.
         """
-        epoch, offset = divmod(step, len(self) // size)
-        rows = torch.from_numpy(_epoch_order(len(self), seed, epoch)[offset * size : (offset + 1) * size])
-        rng = np.random.default_rng((seed, 1, step))
-        shortest = self.text_length[rows].long().numpy() + 1  # at least one <eos>
-        drawn = rng.integers(shortest, SEQUENCE_LENGTH + 1)
-        full = rng.random(size) < 0.5
-        length = torch.from_numpy(np.where(full, SEQUENCE_LENGTH, drawn))
-        return Batch(self.tokens[rows].long(), self.prompt_length[rows].long(), length)
+        rng = np.random.default_rng((seed, LENGTHS, sample))
+        shortest = int(self.text_length[row]) + 1  # at least one <eos>
+        length = SEQUENCE_LENGTH if rng.random() < 0.5 else int(rng.integers(shortest, SEQUENCE_LENGTH + 1))
+        return Canvas(self.tokens[row, :length].long(), int(self.prompt_length[row]))
 
 
 @lru_cache(maxsize=1)
 def _epoch_order(sequences: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng((seed, 0, epoch)).permutation(sequences)
+    return np.random.default_rng((seed, ORDER, epoch)).permutation(sequences)
 
 
 def build_corpus(sequences: int = TRAINING_SEQUENCES) -> tuple[Corpus, frozenset[str]]:

@@ -1,45 +1,53 @@
 """Train an embedded checkpoint from nothing: `python -m experiments.toy.train --model toy --out runs/toy`.
 
-A run can be killed at any time and continued by the same command: weights, optimiser moments and the loss
-curve are saved every few hundred steps, and batches and masks depend on the step number only. When the last
-step is done the checkpoint is exported next to that state; `experiments.toy.release` measures it and writes
-its card.
+The language, its corpus and the layout are this folder's; the rest is `dlm_lens.training`. A run can be killed at
+any time and continued by the same command. When the last step is done the checkpoint is exported into the run's
+directory; `experiments.toy.release` measures it and writes its card.
 """
 
 import json
 import logging
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import torch
 import typer
-from jaxtyping import Bool, Float, Int
-from torch import nn
-from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from experiments.toy.checkpoint import export
-from experiments.toy.corpus import TRAINING_SEQUENCES, Batch, Corpus, build_corpus
-from experiments.toy.model import VARIANTS, build_model
-from experiments.toy.objective import Forward, diffusion_loss, next_token_loss
-from experiments.toy.optimization import (
-    OptimizerName,
-    build_optimizers,
-    learning_rate,
-    load_state,
-    save_state,
+from dlm_lens.training import (
+    DataSettings,
+    MaskedDiffusion,
+    MaskedDiffusionTrainer,
+    NextToken,
+    Optimisation,
+    TrainingSettings,
 )
-from experiments.toy.tokenizer import build_tokenizer
+from dlm_lens.training.checkpoints import last_checkpoint, read_run
+from dlm_lens.training.settings import OptimizerName
+from experiments.toy.checkpoint import export
+from experiments.toy.corpus import TRAINING_SEQUENCES, Corpus, build_corpus
+from experiments.toy.model import VARIANTS, build_model
+from experiments.toy.tokenizer import SEQUENCE_LENGTH, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
 CURVE_EVERY = 50
 SAVE_EVERY = 500
-STATE_FILE, RECORD_FILE = "state.safetensors", "training.json"
+RECORD_FILE = "training.json"
+
+DIFFUSION = MaskedDiffusion(
+    masks="count", normalisation="sequence", low_discrepancy=True, whole_share=0.3, floor=1e-6, logit_shift=False
+)
+"""Exactly ceil(t R) of a region's R positions are masked, t evenly spread over the batch. The region is the answer
+with its `<eos>` tail, in 30% of the rows the whole canvas."""
+
+RATE = 2e-3
+OPTIMISATION = Optimisation(
+    rate=RATE, min_rate=0.02 * RATE, warm_up=0.04, betas=(0.9, 0.98), weight_decay=0.1, other_weight_decay=0.01
+)
+"""For Muon and AdamW alike, so that twins differ in the optimiser only."""
 
 
 @dataclass(frozen=True)
@@ -54,113 +62,35 @@ class Settings:
     corpus_size: int = TRAINING_SEQUENCES
     compiled: bool = True
 
-
-@dataclass
-class Progress:
-    """How far a run is: steps done, seconds spent over all its sittings, mean loss of each 50 steps."""
-
-    step: int = 0
-    seconds: float = 0.0
-    loss_curve: list[tuple[int, float]] = field(default_factory=list)
-
-
-class Run:
-    """A training run: a network, its optimisers, its corpus and its progress."""
-
-    def __init__(self, settings: Settings, corpus: Corpus, network: nn.Module) -> None:
-        self.settings, self.corpus, self.network = settings, corpus, network
-        self.optimizers = build_optimizers(network, settings.optimizer)
-        self.progress = Progress()
-        self.compiled = settings.compiled and any(map(shutil.which, ("g++", "c++", "clang++")))
-        self._forward = training_forward(network, VARIANTS[settings.model].causal, self.compiled)
-        self._mask_token_id = build_tokenizer().mask_token_id
-        self._recent: list[float] = []
-
-    def advance(self) -> float:
-        """Take one optimiser step and return its loss in nats."""
-        step = self.progress.step
-        loss = self._loss(self.corpus.batch(step, self.settings.batch_size, self.settings.seed), step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, self.settings.steps)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.progress.step += 1
-        self._recent.append(loss.item())
-        if self.progress.step % CURVE_EVERY == 0:
-            self.progress.loss_curve.append((self.progress.step, sum(self._recent) / len(self._recent)))
-            self._recent.clear()
-        return loss.item()
-
-    def _loss(self, batch: Batch, step: int) -> Float[torch.Tensor, ""]:
-        if VARIANTS[self.settings.model].causal:
-            return next_token_loss(self._forward, batch)
-        # 1_000_003 (a prime) keeps the mask streams of neighbouring training seeds apart.
-        generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
-        return diffusion_loss(self._forward, batch, self._mask_token_id, generator)
-
-    def save(self, directory: Path) -> None:
-        """Write the resumable state and record; between multiples of `CURVE_EVERY` its curve has gaps."""
-        machine = {"threads": torch.get_num_threads(), "torch": torch.__version__, "compiled": self.compiled}
-        record = {"settings": asdict(self.settings), "progress": asdict(self.progress), "machine": machine}
-        save_state(directory / STATE_FILE, self.network, self.optimizers, record)
-        (directory / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n")
-
-    def resume(self, directory: Path) -> None:
-        """Continue from the state in `directory`, if there is one.
-
-        Raises:
-            ValueError: a run with other settings wrote it.
-        """
-        path = directory / STATE_FILE
-        if not path.exists():
-            return
-        record = load_state(path, self.network, self.optimizers)
-        if record["settings"] != asdict(self.settings):
-            raise ValueError(
-                f"{path} belongs to a run with {record['settings']}; choose another --out or delete it"
-            )
-        progress = record["progress"]
-        curve = [(step, loss) for step, loss in progress["loss_curve"]]
-        self.progress = Progress(progress["step"], progress["seconds"], curve)
+    def full(self, directory: Path) -> TrainingSettings:
+        """As the trainer wants them."""
+        compiled = self.compiled and any(map(shutil.which, ("g++", "c++", "clang++")))
+        return TrainingSettings(
+            output=str(directory),
+            data=DataSettings(length=SEQUENCE_LENGTH),
+            objective=NextToken(normalisation="sequence") if VARIANTS[self.model].causal else DIFFUSION,
+            optimisation=Optimisation(**{**asdict(OPTIMISATION), "optimizer": self.optimizer}),
+            batch_size=self.batch_size,
+            micro_batch_size=self.batch_size,
+            steps=self.steps,
+            seed=self.seed,
+            precision="bf16",
+            compile=compiled,
+            save_steps=SAVE_EVERY,
+            keep=1,
+            log_steps=CURVE_EVERY,
+            report_to=(),
+        )
 
 
-def training_forward(network: nn.Module, causal: bool, compiled: bool) -> Forward:
-    """Wrap the network as `(tokens, visible) -> logits`, in bf16 autocast."""
-
-    def forward(
-        tokens: Int[torch.Tensor, "batch position"], bias: Float[torch.Tensor, "batch 1 query key"]
-    ) -> Float[torch.Tensor, "batch position d_vocab"]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return network(input_ids=tokens, attention_mask=bias, use_cache=False).logits
-
-    call = torch.compile(forward) if compiled else forward
-
-    def with_bias(
-        tokens: Int[torch.Tensor, "batch position"], visible: Bool[torch.Tensor, "batch position"]
-    ) -> Float[torch.Tensor, "batch position d_vocab"]:
-        seen = visible[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
-        if causal:
-            seen = seen.tril()
-        # Finite, so that a compiled softmax in bf16 never meets inf - inf.
-        return call(tokens, torch.zeros(seen.shape).masked_fill(~seen, -1e9))
-
-    return with_bias
+def trainer_of(
+    settings: Settings, directory: Path, corpus: Corpus, network: PreTrainedModel
+) -> MaskedDiffusionTrainer:
+    """The trainer of a run."""
+    return MaskedDiffusionTrainer(network, settings.full(directory), corpus, tokenizer=build_tokenizer())
 
 
-@contextmanager
-def _clock(progress: Progress) -> Iterator[None]:
-    """Add the time spent inside to the run's seconds."""
-    began, before = time.monotonic(), progress.seconds
-    try:
-        yield
-    finally:
-        progress.seconds = before + time.monotonic() - began
-
-
-def train(settings: Settings, directory: Path, corpus: Corpus | None = None) -> Run:
+def train(settings: Settings, directory: Path, corpus: Corpus | None = None) -> MaskedDiffusionTrainer:
     """Run to the last step, saving on the way, and export the checkpoint into `directory`.
 
     `corpus` saves building it again where several runs share it.
@@ -169,18 +99,24 @@ def train(settings: Settings, directory: Path, corpus: Corpus | None = None) -> 
     if corpus is None:
         logger.info("Encoding %d training sequences.", settings.corpus_size)
         corpus, _ = build_corpus(settings.corpus_size)
-    run = Run(settings, corpus, build_model(settings.model, settings.seed))
-    run.resume(directory)
-    with tqdm(total=settings.steps, initial=run.progress.step, desc=directory.name, mininterval=5) as bar:
-        while run.progress.step < settings.steps:
-            with _clock(run.progress):
-                loss = run.advance()
-            bar.update()
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            if run.progress.step % SAVE_EVERY == 0 or run.progress.step == settings.steps:
-                run.save(directory)
-    export(run.network, settings.model, directory)
-    return run
+    trainer = trainer_of(settings, directory, corpus, build_model(settings.model, settings.seed))
+    trainer.train(resume_from_checkpoint=True)
+    (directory / RECORD_FILE).write_text(json.dumps(record(settings, directory), indent=1) + "\n")
+    export(trainer.model, settings.model, directory)
+    return trainer
+
+
+def record(settings: Settings, directory: Path) -> dict[str, Any]:
+    """What a card tells of a run: settings, mean loss of each 50 steps, seconds over all sittings."""
+    checkpoint = last_checkpoint(directory)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{directory} holds no checkpoint; train first")
+    held, logged = read_run(checkpoint), json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    curve = [(entry["step"], entry["loss"]) for entry in logged if "loss" in entry]
+    progress = {"step": held["step"], "seconds": held["seconds"], "loss_curve": curve}
+    compiled = held["settings"]["compile"]
+    machine = {"threads": torch.get_num_threads(), "torch": torch.__version__, "compiled": compiled}
+    return {"settings": asdict(settings), "progress": progress, "machine": machine}
 
 
 def main(

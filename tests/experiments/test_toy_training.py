@@ -1,21 +1,24 @@
-"""Corpus, objectives and training loop of the embedded checkpoints."""
+"""Corpus, objective and training runs of the embedded checkpoints."""
 
 import json
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
+from dlm_lens.training import Example, MaskedDiffusionTrainer, Rows
+from dlm_lens.training.optimization import learning_rate
 from experiments.toy.checkpoint import export
-from experiments.toy.corpus import Batch, Corpus, build_corpus, held_out
+from experiments.toy.corpus import Corpus, build_corpus, held_out
 from experiments.toy.language import extract_answer
 from experiments.toy.model import build_model
-from experiments.toy.objective import diffusion_loss, next_token_loss, noise
-from experiments.toy.optimization import PEAK_RATE, learning_rate
 from experiments.toy.tokenizer import SEQUENCE_LENGTH, build_tokenizer
-from experiments.toy.train import Run, Settings
+from experiments.toy.train import RATE, Settings, train, trainer_of
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 2}
@@ -32,10 +35,17 @@ def corpus(corpus_and_prompts: tuple[Corpus, frozenset[str]]) -> Corpus:
     return corpus_and_prompts[0]
 
 
-def new_run(corpus: Corpus, model: str = "toy", optimizer: str = "muon", **settings: int) -> Run:
+def new_run(
+    corpus: Corpus, directory: Path, model: str = "toy", optimizer: str = "muon", **settings: int
+) -> MaskedDiffusionTrainer:
     values = {"seed": 0, "steps": 40, "batch_size": 16, "corpus_size": len(corpus), "compiled": False}
     values |= settings
-    return Run(Settings(model, optimizer, **values), corpus, build_model(model, values["seed"], **SMALL))
+    chosen = Settings(model, optimizer, **values)
+    return trainer_of(chosen, directory, corpus, build_model(model, values["seed"], **SMALL))
+
+
+def sequences(corpus: Corpus, number: int, seed: int) -> list[Example]:
+    return [build() for build, _ in islice(corpus.read(None, seed), number)]
 
 
 def test_corpus_rows_are_prompt_answer_and_end(corpus_and_prompts: tuple[Corpus, frozenset[str]]) -> None:
@@ -65,113 +75,93 @@ def test_list_prompts_really_collide_with_a_large_corpus() -> None:
     assert held_out("L", 200, prompts).seen_in_training > 0
 
 
-def test_batches_depend_on_step_and_seed_only_and_cover_an_epoch(corpus: Corpus) -> None:
-    here, again = corpus.batch(5, 16, seed=1), corpus.batch(5, 16, seed=1)
-    assert torch.equal(here.tokens, again.tokens)
-    assert torch.equal(here.length, again.length)
-    assert not torch.equal(here.tokens, corpus.batch(5, 16, seed=2).tokens)
-    rows = torch.cat([corpus.batch(step, 16, seed=1).tokens for step in range(25)])
-    assert torch.equal(rows.unique(dim=0, return_counts=True)[0], corpus.tokens.long().unique(dim=0))
+def test_sequences_depend_on_their_number_and_seed_only_and_cover_an_epoch(corpus: Corpus) -> None:
+    first = sequences(corpus, 400, seed=1)
+    later = [build() for build, _ in islice(corpus.read({"sample": 100}, 1), 50)]
+    for here, there in zip(first[100:150], later, strict=True):
+        assert torch.equal(here.tokens, there.tokens)
+    other = sequences(corpus, 400, seed=2)
+    assert any(len(a.tokens) != len(b.tokens) for a, b in zip(first, other, strict=True))
+    eos = TOKENIZER.eos_token_id
+    seen = sorted(e.tokens.tolist() + [eos] * (SEQUENCE_LENGTH - len(e.tokens)) for e in first)
+    assert seen == sorted(corpus.tokens.long().tolist())
 
 
 def test_canvases_end_after_the_text_and_half_are_full(corpus: Corpus) -> None:
-    batch = corpus.batch(0, 400, seed=0)
-    ends = (batch.tokens == TOKENIZER.eos_token_id).int().argmax(dim=1)
-    assert bool((batch.length > ends).all())
-    assert 0.4 < (batch.length == SEQUENCE_LENGTH).double().mean() < 0.7
+    canvases = sequences(corpus, 400, seed=0)
+    ends = [canvas.tokens.tolist().index(TOKENIZER.eos_token_id) for canvas in canvases]
+    assert all(len(canvas.tokens) > end for canvas, end in zip(canvases, ends, strict=True))
+    assert 0.4 < sum(len(canvas.tokens) == SEQUENCE_LENGTH for canvas in canvases) / 400 < 0.7
 
 
-def test_noise_masks_an_exact_number_in_its_region(corpus: Corpus) -> None:
-    batch = corpus.batch(0, 64, seed=0)
-    noised = noise(batch, TOKENIZER.mask_token_id, torch.Generator().manual_seed(0))
-    positions = torch.arange(SEQUENCE_LENGTH)
-    assert not (noised.masked & (positions >= batch.length[:, None])).any()
-    in_prompt = (noised.masked & (positions < batch.prompt_length[:, None])).any(dim=1)
+@pytest.mark.parametrize("model", ["toy", "toy-sink"])
+def test_noise_masks_an_exact_number_in_its_region(model: str, corpus: Corpus, tmp_path: Path) -> None:
+    objective = new_run(corpus, tmp_path, model).objective
+    rows = Rows.of(sequences(corpus, 64, seed=0), SEQUENCE_LENGTH, corpus.padding)
+    noised = replace(objective, group=64).draw(rows, range(64), 0)
+    assert not (noised.masked & ~rows.visible).any()
+    in_prompt = (noised.masked & rows.prompt).any(dim=1)
     assert 0.1 < in_prompt.double().mean() < 0.5  # 30% of the rows mask the whole sequence
     assert bool((noised.masked.sum(1) >= 1).all())
-    assert torch.equal(noised.tokens[~noised.masked], batch.tokens[~noised.masked])
-    assert bool((noised.tokens[noised.masked] == TOKENIZER.mask_token_id).all())
-    # 1 / (t R) per masked position: a row's weights sum to its share of the batch.
-    torch.testing.assert_close(noised.weight.sum(1), torch.full((64,), 1 / 64))
-    assert bool((noised.weight[~noised.masked] == 0).all())
+    asked = replace(objective, group=64).asked(rows, noised)
+    # 1 / (t R) per masked position: a row's weights sum to 1, and the rows are counted.
+    totals = torch.zeros(64).index_add_(0, asked["outputs"] // SEQUENCE_LENGTH, asked["weights"])
+    torch.testing.assert_close(totals, torch.ones(64))
+    assert float(asked["count"]) == 64
 
 
-def test_masking_ratios_are_stratified() -> None:
-    tokens = torch.zeros(50, SEQUENCE_LENGTH, dtype=torch.long)
-    batch = Batch(tokens, torch.zeros(50, dtype=torch.long), torch.full((50,), SEQUENCE_LENGTH))
-    counts = noise(batch, 3, torch.Generator().manual_seed(0)).masked.sum(1).sort().values
-    expected = (torch.arange(50) + 0.5) / 50 * SEQUENCE_LENGTH
-    assert (counts - expected).abs().max() <= 1 + SEQUENCE_LENGTH / 100
-
-
-def test_losses_of_known_logits() -> None:
-    """With p(right) = 1/2 everywhere both are log 2, whatever the length of canvases and number of masks."""
-    batch = Batch(torch.full((6, 10), 2), torch.full((6,), 4), torch.tensor([10, 9, 8, 7, 6, 5]))
-
-    def forward(tokens: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        logits = torch.full((*tokens.shape, 5), -torch.inf)
-        logits[..., 1:3] = 0.0
-        return logits
-
-    generator = torch.Generator().manual_seed(0)
-    expected = torch.tensor(2.0).log()
-    torch.testing.assert_close(diffusion_loss(forward, batch, 3, generator), expected)
-    torch.testing.assert_close(next_token_loss(forward, batch), expected)
-
-
-@pytest.mark.parametrize("model", ["toy", "toy-ar"])
-def test_training_forward_sees_what_it_should(model: str, corpus: Corpus) -> None:
-    run = new_run(corpus, model)
-    tokens = corpus.tokens[:1].long()
-    visible = torch.arange(SEQUENCE_LENGTH)[None] < 50
-    with torch.no_grad():
-        before = run._forward(tokens, visible)
-        later = run._forward(tokens.index_fill(1, torch.tensor([40]), 7), visible)
-        padding = run._forward(tokens.index_fill(1, torch.tensor([55]), 7), visible)
-    changed = (before - later).abs().amax(-1)[0] > 0
-    assert bool(changed[:40].any()) is (model == "toy")  # only the diffusion model looks ahead
-    assert bool(changed[41:50].any())
-    assert torch.equal(before[:, :50], padding[:, :50])
+def test_training_is_in_bfloat16_with_the_rates_of_the_twins(corpus: Corpus, tmp_path: Path) -> None:
+    trainer = new_run(corpus, tmp_path)
+    assert trainer.args.bf16
+    assert trainer.model.dtype == torch.float32
+    rates = [learning_rate(step, 1000, trainer.settings.optimisation) for step in range(1001)]
+    assert rates[0] == pytest.approx(RATE / 40)
+    assert max(rates) == rates[40] == pytest.approx(RATE)
+    assert rates[1000] == pytest.approx(0.02 * RATE)
+    assert all(a > b for a, b in pairwise(rates[40:]))
+    groups = trainer.create_optimizer().param_groups
+    assert sorted(group["weight_decay"] for group in groups) == [0.01, 0.1]
+    matrices = {id(p) for group in groups if group["weight_decay"] == 0.1 for p in group["params"]}
+    layers = trainer.model.model.layers
+    assert matrices == {id(p) for p in layers.parameters() if p.ndim == 2}
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("toy", "muon"), ("toy-ar", "muon"), ("toy", "adamw")])
-def test_a_few_steps_reduce_the_loss(model: str, optimizer: str, corpus: Corpus) -> None:
-    run = new_run(corpus, model, optimizer)
-    losses = [run.advance() for _ in range(40)]
+def test_a_few_steps_reduce_the_loss(model: str, optimizer: str, corpus: Corpus, tmp_path: Path) -> None:
+    trainer = new_run(corpus, tmp_path, model, optimizer)
+    trainer.args.logging_steps = 1
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert sum(losses[-5:]) / 5 < 0.8 * sum(losses[:3]) / 3
-    assert all(torch.isfinite(p).all() for p in run.network.parameters())
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("toy", "muon"), ("toy-ar", "adamw")])
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    model: str, optimizer: str, corpus: Corpus, tmp_path: Path
+class Stop(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 60:
+            raise KeyboardInterrupt
+
+
+def test_a_run_is_resumed_recorded_and_exported(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = new_run(corpus, model, optimizer)
-    losses = [whole.advance() for _ in range(6)]
-    first = new_run(corpus, model, optimizer)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    second = new_run(corpus, model, optimizer)
-    second.resume(tmp_path)
-    assert second.progress.step == 3
-    assert [second.advance() for _ in range(3)] == losses[3:]
-    for name, value in whole.network.state_dict().items():
-        assert torch.equal(value, second.network.state_dict()[name]), name
-
-
-def test_a_state_of_other_settings_is_refused(corpus: Corpus, tmp_path: Path) -> None:
-    new_run(corpus, seed=0).save(tmp_path)
-    with pytest.raises(ValueError, match="belongs to a run with"):
-        new_run(corpus, seed=1).resume(tmp_path)
-
-
-def test_learning_rate_warms_up_and_decays() -> None:
-    rates = [learning_rate(step, 1000) for step in range(1001)]
-    assert rates[0] == pytest.approx(PEAK_RATE / 40)
-    assert max(rates) == rates[40] == pytest.approx(PEAK_RATE)
-    assert rates[1000] == pytest.approx(0.02 * PEAK_RATE)
-    assert all(a > b for a, b in pairwise(rates[40:]))
+    monkeypatch.setattr("experiments.toy.train.SAVE_EVERY", 50)
+    monkeypatch.setattr("experiments.toy.train.build_model", lambda name, seed: build_model(name, seed, **SMALL))
+    settings = Settings("toy", steps=100, batch_size=8, corpus_size=len(corpus), compiled=False)
+    train(settings, tmp_path / "whole", corpus)
+    broken = trainer_of(settings, tmp_path / "broken", corpus, build_model("toy", 0, **SMALL))
+    broken.add_callback(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    train(settings, tmp_path / "broken", corpus)
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+    records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("whole", "broken")]
+    assert records[0]["settings"]["steps"] == records[0]["progress"]["step"] == 100
+    assert [step for step, _ in records[0]["progress"]["loss_curve"]] == [50, 100]
+    assert records[0]["progress"]["loss_curve"] == records[1]["progress"]["loss_curve"]
+    assert records[1]["progress"]["seconds"] > 0
 
 
 @pytest.mark.parametrize(("name", "model_type"), [("toy", "sink_qwen"), ("toy-ar", "qwen2")])

@@ -1,0 +1,72 @@
+"""`dlm-lens train`: from a config to checkpoints."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dlm_lens.training.settings import TrainingSettings
+
+
+def train(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped config.")],
+    override: Annotated[
+        list[str] | None, typer.Option(help="key=value, such as optimisation.rate=2e-4; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run costs, and stop.")] = False,
+    device: Annotated[str, typer.Option(help="For --dry-run: a100, h100, h200, l40s, rtx4090.")] = "h100",
+    devices: Annotated[int, typer.Option(help="For --dry-run: how many devices.")] = 8,
+    utilisation: Annotated[float, typer.Option(help="For --dry-run: share of the peak that is reached.")] = 0.4,
+) -> None:
+    """Train a masked DLM, or go on with an interrupted run; the same command does both."""
+    from dlm_lens.training.checkpoints import TrainingStoppedError
+    from dlm_lens.training.configuration import read_settings
+
+    settings = read_settings(config, override or ())
+    if dry_run:
+        _show_plan(settings, device, devices, utilisation)
+        return
+    try:
+        path = run_training(settings)
+    except TrainingStoppedError as error:
+        typer.secho(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(1)
+    typer.echo(f"trained: {path} (dlm_lens.load opens it); logs: tensorboard --logdir {settings.output}")
+
+
+def run_training(settings: "TrainingSettings") -> Path | None:
+    """Train by settings, from the newest checkpoint if there is one, and return the last."""
+    from dlm_lens.training.building import build_model
+    from dlm_lens.training.data import read_dataset
+    from dlm_lens.training.progress import without_progress_bars
+    from dlm_lens.training.trainer import MaskedDiffusionTrainer
+
+    logging.getLogger("dlm_lens").setLevel(logging.INFO)
+    dataset = read_dataset(settings.data)
+    held = read_dataset(settings.data, settings.data.eval_split) if settings.data.eval_split else None
+    with without_progress_bars():
+        model = build_model(settings)
+    trainer = MaskedDiffusionTrainer(model, settings, dataset, held)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer.last_checkpoint
+
+
+def _show_plan(settings: "TrainingSettings", device: str, devices: int, utilisation: float) -> None:
+    from dlm_lens.training.planning import plan
+
+    found = plan(settings, device=device, devices=devices, utilisation=utilisation, rows=_rows(settings))
+    for name, value in found.rows().items():
+        typer.echo(f"{name:<28}{value}")
+
+
+def _rows(settings: "TrainingSettings") -> int | None:
+    """The size of the dataset, where the budget is in epochs."""
+    if settings.epochs is None:
+        return None
+    from dlm_lens.training.data import read_dataset
+
+    dataset: Any = read_dataset(settings.data)
+    return len(dataset) if hasattr(dataset, "__len__") else None

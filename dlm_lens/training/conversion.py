@@ -1,0 +1,160 @@
+"""`convert`: an autoregressive checkpoint as a masked DLM, ready to be trained."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dlm_lens.adapters import load
+from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.registry import family_of
+from dlm_lens.adapters.spare_softmax import Softmax
+from dlm_lens.attention import Placement
+
+logger = logging.getLogger(__name__)
+
+TARGETS = {"qwen2": "sink_qwen", "llama": "sink_llama"}
+"""model_type of an AR checkpoint -> that of the DLM."""
+
+MASK = "<|mask|>"
+
+DROPPED = frozenset(
+    {"architectures", "model_type", "auto_map", "use_cache", "dtype", "torch_dtype", "transformers_version"}
+)
+
+
+def convert(
+    model_name_or_path: str | Path | PreTrainedModel,
+    sinks: int = 1,
+    position: Placement = "front",
+    zero_value: bool = False,
+    gated: bool = False,
+    shift: bool = True,
+    *,
+    softmax: Softmax = "standard",
+    mask_token: str = MASK,
+    mask_token_id: int | None = None,
+    dtype: str | torch.dtype | None = torch.float32,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Turn a Qwen2 or Llama checkpoint into a masked DLM with the same weights.
+
+    What changes: attention is bidirectional; a mask token is added (in a spare row of the embedding if it has one
+    behind the tokenizer's last id, else the embedding and the head grow by a row; either way its embedding is the
+    mean of the others'); sinks, gate and sink logits are new, drawn from `seed`. Without sinks, gate and another
+    softmax the logits are those of the AR network without its causal mask. `save_pretrained` and `dlm_lens.load`
+    round-trip the result.
+
+    Args:
+        model_name_or_path: a hub name, a directory, an embedded model, or a loaded AR model (left as it is).
+        sinks: learned sink tokens ("One Token Is Enough": 1).
+        position: of the sinks, "front" or "end".
+        zero_value: force the sinks' values to zero in every layer.
+        gated: gated attention; its gate starts at 1/2 everywhere, so W_g is zero.
+        shift: the output at i - 1 predicts position i, as the AR checkpoint has learned (as in Dream).
+        softmax: "standard", "off_by_one" or "sink_logits" (see `SinkFields`); the latter two go without sinks.
+        mask_token: how the tokenizer spells the mask.
+        mask_token_id: the mask where there is no tokenizer.
+        dtype: of the weights that are loaded; float32 for training, None for the checkpoint's own.
+        seed: of what is new.
+
+    Raises:
+        ValueError: no Qwen2 or Llama checkpoint, or a mask token that is in use already.
+    """
+    source = _ar_model(model_name_or_path, dtype)
+    name = TARGETS[source.config.model_type]
+    tokenizer = getattr(source, "tokenizer", None)
+    tokenizer, mask, rows = _mask_token(tokenizer, source.config.vocab_size, mask_token, mask_token_id)
+    family = family_of(name)
+    config_class, model_class = family.layouts[name]
+    values = {k: v for k, v in source.config.to_dict().items() if k not in DROPPED}
+    own = {
+        "num_sinks": sinks, "sink_placement": position, "zero_sink_value": zero_value, "gated_attention": gated,
+        "softmax": softmax, "logit_shift": shift, "vocab_size": rows, "mask_token_id": mask,
+        "sampler": "dream" if shift else "llada", "sampler_defaults": None,
+    }  # fmt: skip
+    config = config_class(**values | own)
+    config._attn_implementation = "sdpa"
+    prepare_config(config, family, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+    model = model.to(source.dtype)
+    _copy(source, model, mask)
+    return attach(model.to(source.device), family, tokenizer)
+
+
+def _ar_model(given: str | Path | PreTrainedModel, dtype: str | torch.dtype | None) -> Any:
+    """The model to convert.
+
+    Raises:
+        ValueError: it is of another layout.
+    """
+    source: Any = load(str(given), dtype=dtype) if isinstance(given, str | Path) else given
+    if source.config.model_type not in TARGETS:
+        raise ValueError(
+            f"{given if isinstance(given, str | Path) else type(source).__name__} is of model_type "
+            f"{source.config.model_type!r}; an AR checkpoint of {' or '.join(TARGETS)} can be converted"
+        )
+    return source
+
+
+def _mask_token(
+    tokenizer: PreTrainedTokenizerBase | None, rows: int, spelling: str, mask: int | None
+) -> tuple[Any, int, int]:
+    """The tokenizer with a mask token, its id, and the rows that the embedding needs."""
+    if tokenizer is None:
+        if mask is None:
+            return None, rows, rows + 1
+        if not 0 <= mask <= rows:
+            raise ValueError(f"mask_token_id {mask} lies outside an embedding of {rows} rows (one may be added)")
+        return None, mask, max(rows, mask + 1)
+    if mask is not None and mask < len(tokenizer) and mask != tokenizer.mask_token_id:
+        raise ValueError(
+            f"the mask token {mask} is in use: the tokenizer spells it {tokenizer.convert_ids_to_tokens(mask)!r}; "
+            "leave mask_token_id out, and a new token is added"
+        )
+    if tokenizer.mask_token_id is not None:
+        known = int(tokenizer.mask_token_id)
+        return tokenizer, known, max(rows, known + 1)
+    if tokenizer.convert_tokens_to_ids(spelling) not in (None, tokenizer.unk_token_id):
+        raise ValueError(
+            f"the mask token {spelling!r} is in use: it is token {tokenizer.convert_tokens_to_ids(spelling)} of "
+            "the tokenizer; choose another mask_token"
+        )
+    # A copy, so that the AR model's own tokenizer stays as it was.
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"mask_token": spelling})
+    known = int(tokenizer.mask_token_id)
+    return tokenizer, known, max(rows, known + 1)
+
+
+@torch.no_grad()
+def _copy(source: Any, model: Any, mask: int) -> None:
+    """The weights of `source`; rows that are new, and the mask's, are the mean of the others."""
+    held = source.state_dict()
+    state = model.state_dict()
+    for name, target in state.items():
+        if name not in held:
+            continue
+        value = held[name].to(target.device, target.dtype)
+        target[: len(value)].copy_(value)
+        if len(target) > len(value):
+            target[len(value) :].copy_(_mean(value, len(target) - len(value)))
+    embedding = model.get_input_embeddings().weight
+    known = min(mask, len(held["model.embed_tokens.weight"]))
+    embedding[mask].copy_(_mean(embedding[:known], 1)[0])
+    if model.config.gated_attention:
+        for layer in model.model.layers:
+            layer.self_attn.gate_proj.weight.zero_()
+    missing = sorted(name for name in held if name not in state)
+    if missing:
+        raise ValueError(f"the checkpoint holds weights that the DLM has no place for: {', '.join(missing[:5])}")
+
+
+def _mean(rows: Tensor, number: int) -> Tensor:
+    return rows.double().mean(0, keepdim=True).to(rows.dtype).expand(number, -1)

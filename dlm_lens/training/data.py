@@ -1,0 +1,154 @@
+"""From settings and a dataset to a source of training sequences."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_lens.training.rows import Example
+from dlm_lens.training.settings import DataSettings
+from dlm_lens.training.sources import PackedSource, RowSource, Source, epoch_order, required_column
+
+logger = logging.getLogger(__name__)
+
+READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text", ".csv": "csv"}
+
+
+def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
+    """The dataset that the settings name, from local files or the hub; nothing of it is executed.
+
+    Raises:
+        FileNotFoundError: a local file that is not there, or a hub that cannot be reached.
+        ValueError: no path, or a file of an unknown kind.
+    """
+    import datasets
+
+    if not settings.path:
+        raise ValueError("data.path is empty; name a dataset of the hub, or a .jsonl, .parquet or .txt file")
+    path = Path(settings.path)
+    if path.suffix in READERS or settings.path.startswith((".", "/", "~")):
+        if path.suffix not in READERS:
+            raise ValueError(f"data.path {settings.path} has no known ending; known are {', '.join(READERS)}")
+        if "*" not in settings.path and not path.is_file():
+            raise FileNotFoundError(f"data.path {settings.path} is no file")
+        return datasets.load_dataset(
+            READERS[path.suffix], data_files=str(path), split=split or settings.split, streaming=settings.streaming
+        )
+    try:
+        return datasets.load_dataset(
+            settings.path, settings.name, split=split or settings.split, streaming=settings.streaming
+        )
+    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise FileNotFoundError(
+            f"the dataset {settings.path} cannot be had from the hub ({' '.join(str(error).split())}); check its "
+            "name and the connection, or give a local file"
+        ) from error
+
+
+def build_source(
+    dataset: Any, settings: DataSettings, tokenizer: Any, *, shift: bool = False, seed: int = 0
+) -> Source:
+    """Sequences of a dataset: fine-tuning rows, or packed documents.
+
+    Args:
+        dataset: of the datasets library, streamed or not, or a list of mappings.
+        settings: columns, length, packing.
+        tokenizer: None if the column holds ids.
+        shift: whether the model's outputs are shifted, which asks for a beginning of text.
+        seed: of a stream's shuffling.
+
+    Raises:
+        ValueError: a column that is not there, an empty dataset, texts without a tokenizer.
+    """
+    bos = shift if settings.bos is None else settings.bos
+    if settings.prompt_column is not None and settings.answer_column is not None:
+        return _fine_tuning(dataset, settings, tokenizer, bos)
+    required_column(dataset, settings.column)
+    encode = _encoder(settings, tokenizer, bos)
+    first = _bos(tokenizer) if bos else None
+    return PackedSource(
+        _documents(dataset, settings, seed), encode, settings.length, settings.packing, first, _padding(tokenizer)
+    )
+
+
+def _fine_tuning(dataset: Any, settings: DataSettings, tokenizer: Any, bos: bool) -> RowSource:
+    """Prompt, answer, and ends of text up to the length, which count in the loss (LLaDA, 2502.09992, B.1)."""
+    if tokenizer is None:
+        raise ValueError("fine-tuning needs a tokenizer, and the model has none; set model.tokenizer")
+    for column in (settings.prompt_column, settings.answer_column):
+        required_column(dataset, str(column))
+    if not hasattr(dataset, "__len__"):
+        raise ValueError("fine-tuning goes over a dataset of known size in epochs; set data.streaming to false")
+    begin = [_bos(tokenizer)] if bos else []
+
+    def build(row: Mapping[str, Any]) -> Example:
+        prompt = begin + _ids(tokenizer, row[str(settings.prompt_column)])
+        answer = _ids(tokenizer, row[str(settings.answer_column)])
+        if len(prompt) >= settings.length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room for its answer in {settings.length} positions; "
+                "raise data.length or leave such rows out"
+            )
+        ids = (prompt + answer)[: settings.length]
+        ids += [tokenizer.eos_token_id] * (settings.length - len(ids))
+        unmasked = torch.zeros(settings.length, dtype=torch.bool)
+        unmasked[: len(begin)] = True
+        return Example(torch.tensor(ids), len(prompt), unmasked=unmasked)
+
+    return RowSource(dataset, build, settings.length, _padding(tokenizer))
+
+
+def _documents(dataset: Any, settings: DataSettings, seed: int) -> Callable[[int, int], Iterator[Any]]:
+    stream = not hasattr(dataset, "__len__")
+
+    def documents(epoch: int, skipped: int) -> Iterator[Any]:
+        if stream:
+            # Skipping is done behind the shuffle, so that a resumed stream goes on with the same documents.
+            ordered = dataset
+            if settings.shuffle_buffer:
+                ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
+            rows = iter(ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped))
+        else:
+            rows = (dataset[int(i)] for i in epoch_order(len(dataset), seed, epoch)[skipped:])
+        return (row[settings.column] for row in rows)
+
+    return documents
+
+
+def _skipped(rows: Iterator[Any], number: int) -> Iterator[Any]:
+    for _ in range(number):
+        next(rows, None)
+    return rows
+
+
+def _encoder(settings: DataSettings, tokenizer: Any, bos: bool) -> Callable[[Any], Sequence[int]]:
+    if settings.column == "input_ids":
+        return list
+    if tokenizer is None:
+        raise ValueError(
+            f"the column {settings.column!r} holds text and the model has no tokenizer; set model.tokenizer, or "
+            "give a dataset with a column input_ids"
+        )
+    begin, end = ([_bos(tokenizer)] if bos else []), [tokenizer.eos_token_id]
+    return lambda text: begin + _ids(tokenizer, text) + end
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _bos(tokenizer: Any) -> int:
+    """What begins a text: the tokenizer's own beginning, or, as for Qwen, its end."""
+    own = getattr(tokenizer, "bos_token_id", None)
+    found = own if own is not None else getattr(tokenizer, "eos_token_id", None)
+    if found is None:
+        raise ValueError("the tokenizer has neither a beginning nor an end of text; set data.bos to false")
+    return int(found)
+
+
+def _padding(tokenizer: Any) -> int:
+    own = getattr(tokenizer, "pad_token_id", None)
+    return int(own if own is not None else getattr(tokenizer, "eos_token_id", None) or 0)

@@ -1,0 +1,170 @@
+"""What is watched while a model trains: time, evaluation loss, sinks."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from dlm_lens.training.forward import masked_loss
+from dlm_lens.training.objective import Objective
+from dlm_lens.training.probing import sink_statistics
+from dlm_lens.training.rows import Example, Rows
+
+CHECK_CLOCK_EVERY = 10
+"""Steps between looks at the clock where several processes have to agree."""
+
+
+@torch.no_grad()
+def evaluation_loss(
+    model: Any,
+    examples: Sequence[Example],
+    objective: Objective,
+    *,
+    length: int,
+    samples: int = 4,
+    batch_size: int = 8,
+    seed: int = 0,
+    loss_of: Callable[..., Tensor] | None = None,
+) -> float:
+    """The objective's loss over fixed sequences and masks, in nats.
+
+    Each sequence is seen under `samples` masks, whose noise depends on `seed` and its number only: the same
+    estimate at every step of training, so that its changes are the model's.
+
+    Args:
+        model: the network.
+        examples: the sequences.
+        objective: from its `for_model`.
+        length: positions of a row.
+        samples: masks per sequence.
+        batch_size: rows per forward pass.
+        seed: of the masks.
+        loss_of: called in place of `masked_loss(model, ...)`, for weights that are split among processes.
+    """
+    loss_of = partial(masked_loss, model) if loss_of is None else loss_of
+    jobs = [(number, sample) for number in range(len(examples)) for sample in range(samples)]
+    was_training, total, count = model.training, 0.0, 0.0
+    model.eval()
+    try:
+        for start in range(0, len(jobs), batch_size):
+            part = jobs[start : start + batch_size]
+            padding = int(examples[0].tokens[0])
+            rows = Rows.of([examples[number] for number, _ in part], length, padding)
+            asked = objective.prepare(rows, [number * samples + sample for number, sample in part], seed)
+            count += float(asked.pop("count"))
+            inputs: dict[str, Any] = {name: value.to(model.device) for name, value in asked.items()}
+            if len(asked["targets"]):
+                total += float(loss_of(**inputs))
+    finally:
+        model.train(was_training)
+    return total / max(count, 1.0)
+
+
+class SaveClock(TrainerCallback):
+    """Ask for a checkpoint every so many minutes, every so many steps, and at the end."""
+
+    def __init__(self, minutes: float, steps: int) -> None:
+        self.seconds, self.steps, self.last = 60 * minutes, steps, time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The clock starts."""
+        self.last = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save if it is time; the first process decides for all."""
+        due = state.global_step >= state.max_steps or (self.steps and state.global_step % self.steps == 0)
+        if not due and (args.world_size == 1 or state.global_step % CHECK_CLOCK_EVERY == 0):
+            due = _of_first(time.monotonic() - self.last >= self.seconds, args)
+        if due:
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The clock starts again."""
+        self.last = time.monotonic()
+
+
+def _of_first(flag: bool, args: Any) -> bool:
+    if args.world_size == 1:
+        return flag
+    held = torch.tensor(float(flag), device=args.device)
+    torch.distributed.broadcast(held, 0)
+    return bool(held)
+
+
+@contextmanager
+def _log_of_its_own(control: Any) -> Iterator[None]:
+    """Any log entry takes back the request for the step's own; put it back."""
+    wanted = control.should_log
+    try:
+        yield
+    finally:
+        control.should_log = wanted
+
+
+class Stopwatch(TrainerCallback):
+    """Tokens per second since the last look, and the seconds of the run over all its sittings."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.before = tokens, 0.0
+        self.began = self.last = time.monotonic()
+        self.step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The watch starts."""
+        self.began = self.last = time.monotonic()
+        self.step = state.global_step
+
+    def read(self, step: int) -> dict[str, float]:
+        """Throughput since the last call, over all processes."""
+        now = time.monotonic()
+        rate = (step - self.step) * self.tokens / max(now - self.last, 1e-9)
+        self.last, self.step = now, step
+        return {"tokens_per_second": rate, "tokens": float(step * self.tokens)}
+
+    def seconds(self) -> float:
+        """Seconds of training, earlier sittings included."""
+        return self.before + time.monotonic() - self.began
+
+
+class Evaluation(TrainerCallback):
+    """Log the evaluation loss every so many steps and at the end."""
+
+    def __init__(self, trainer: Any, steps: int) -> None:
+        self.trainer, self.steps = trainer, steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate if it is time."""
+        if state.global_step % self.steps == 0 or state.global_step == state.max_steps:
+            with _log_of_its_own(control):
+                self.trainer.evaluate()
+
+
+class SinkMetrics(TrainerCallback):
+    """Log sink statistics of the fixed probe batch before the first step, every so many, and at the end."""
+
+    def __init__(self, trainer: Any, steps: int) -> None:
+        self.trainer, self.steps = trainer, steps
+        self.batch: Any = None
+        self.before: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The state at the start."""
+        self._log()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure if it is time."""
+        if state.global_step % self.steps == 0 or state.global_step == state.max_steps:
+            with _log_of_its_own(control):
+                self._log()
+
+    def _log(self) -> None:
+        if self.batch is None:
+            self.batch = self.trainer.probed()
+        found = sink_statistics(self.trainer.model, self.batch, self.trainer.through_wrapper(probed=True))
+        self.trainer.log(found.metrics(self.before))
+        self.before = found

@@ -1,0 +1,261 @@
+"""What is minimised: masked diffusion (Eq. 3 and 4 of "One Token Is Enough"), and next tokens for AR baselines."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.training.rows import Rows
+
+Schedule = Literal["linear", "cosine"]
+Weighting = Literal["inverse", "elbo"]
+Normalisation = Literal["token", "sequence"]
+Masks = Literal["independent", "count"]
+
+TIMES, POSITIONS, LENGTHS = 0, 1, 2
+"""Streams of random numbers, so that one setting does not shift the numbers of another."""
+
+
+class Noised(NamedTuple):
+    """Canvases x_t: what is masked, with which probability, and the weight of a masked position's loss."""
+
+    masked: Bool[Tensor, "batch position"]
+    rate: Float[Tensor, "batch"]
+    weight: Float[Tensor, "batch"]
+    region: Bool[Tensor, "batch position"]
+
+
+class Objective(Protocol):
+    """How a batch of clean rows becomes what the network sees and what it is asked for."""
+
+    def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """The network's input, and `outputs`, `targets`, `weights`, `count` of the loss.
+
+        The loss is sum_n weights_n CE(output outputs_n, targets_n) / (sum of count over the optimiser's step).
+        `outputs` are indices into the flattened [batch * position]. Random numbers depend on `seed` and on each
+        row's number in the run, `samples`, and on nothing else.
+        """
+        ...
+
+    def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
+        """How long each row is made, of at most `length`."""
+        ...
+
+
+def check_choices(settings: Any, **choices: Any) -> None:
+    """Raise unless each named field of `settings` is among the values of its Literal.
+
+    Raises:
+        ValueError: naming the field, its value and the values that there are.
+    """
+    for name, literal in choices.items():
+        if getattr(settings, name) not in get_args(literal):
+            listed = ", ".join(map(repr, get_args(literal)))
+            raise ValueError(f"{name} is {getattr(settings, name)!r}; it must be one of {listed}")
+
+
+def random_numbers(seed: int, stream: int, sample: int) -> np.random.Generator:
+    """The generator of a row: a function of its arguments, the same on every device and after every restart."""
+    return np.random.default_rng((seed, stream, sample))
+
+
+@dataclass(frozen=True)
+class MaskedDiffusion:
+    """L = -E [1/tau sum_{i masked} log p(x_0^i | x_t)] ("One Token Is Enough", Eq. 3 and 4).
+
+    t is uniform in [0, 1), tau = floor + (1 - floor) s(t) with s(t) = t (linear) or 1 - cos(pi t / 2) (cosine).
+
+    Args:
+        schedule: s(t).
+        floor: least masking probability (published code: 1e-3).
+        weighting: "inverse", 1/tau as printed; "elbo", tau'(t)/tau(t), which keeps the bound on the likelihood
+            where the schedule is not linear (for linear it is (1 - floor)/tau).
+        normalisation: "token" divides by the positions that could be masked, over the whole optimiser's step
+            (SMDM, LLaDA's pre-training); "sequence" first by each row's, then by the rows (LLaDA's fine-tuning).
+        masks: "independent" coins per position, or exactly ceil(tau R) of a row's R positions ("count", the form
+            with less variance, 2502.09992, Eq. 14; tau is then that share).
+        low_discrepancy: times of `group` consecutive samples are (u + i / group) mod 1.
+        group: samples that share u; 0 for the batch of an optimiser's step.
+        whole_share: of the rows, in which the prompt is masked like the answer; 0 in LLaDA's fine-tuning.
+        random_length_share: of the rows, cut to a length uniform in 1..S (LLaDA's pre-training: 0.01).
+        logit_shift: the output at i - 1 predicts position i, for models that began autoregressive; None for what
+            the model's config says. The first token of a row or document, which has no predecessor, is
+            predicted by its own output, as in `denoise`.
+        mask_token_id: None for the model's.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    schedule: Schedule = "linear"
+    floor: float = 1e-3
+    weighting: Weighting = "inverse"
+    normalisation: Normalisation = "token"
+    masks: Masks = "independent"
+    low_discrepancy: bool = False
+    group: int = 0
+    whole_share: float = 0.0
+    random_length_share: float = 0.0
+    logit_shift: bool | None = None
+    mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self, schedule=Schedule, weighting=Weighting, normalisation=Normalisation, masks=Masks)
+        if not 0 < self.floor < 1:
+            raise ValueError(f"floor is {self.floor}; a masking probability must lie between 0 and 1")
+        for name in ("whole_share", "random_length_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a share lies between 0 and 1")
+        if self.group < 0:
+            raise ValueError(f"group is {self.group}; it must be 0 (the optimiser's batch) or positive")
+
+    def rate(self, times: Float[Tensor, "batch"]) -> tuple[Float[Tensor, "batch"], Float[Tensor, "batch"]]:
+        """Masking probability tau and the weight of a masked position's loss."""
+        if self.schedule == "linear":
+            done, slope = times, torch.ones_like(times)
+        else:
+            done, slope = 1 - torch.cos(math.pi / 2 * times), math.pi / 2 * torch.sin(math.pi / 2 * times)
+        rate = self.floor + (1 - self.floor) * done
+        return rate, (1 / rate if self.weighting == "inverse" else (1 - self.floor) * slope / rate)
+
+    def times(self, samples: Sequence[int], seed: int) -> Float[Tensor, "batch"]:
+        """T of each sample, in float64."""
+        if not self.low_discrepancy:
+            return torch.tensor([random_numbers(seed, TIMES, sample).random() for sample in samples]).double()
+        if not self.group:
+            raise ValueError("low_discrepancy needs group, the number of samples that share a start")
+        pairs = [divmod(sample, self.group) for sample in samples]
+        return torch.tensor(
+            [(random_numbers(seed, TIMES, g).random() + i / self.group) % 1 for g, i in pairs]
+        ).double()
+
+    def draw(self, rows: Rows, samples: Sequence[int], seed: int) -> Noised:
+        """Masks of a batch."""
+        rate, weight = self.rate(self.times(samples, seed))
+        draws, whole = [], []
+        for sample in samples:
+            generator = random_numbers(seed, POSITIONS, sample)
+            whole.append(generator.random() < self.whole_share)
+            draws.append(torch.from_numpy(generator.random(rows.tokens.shape[1])))
+        region = rows.answer | rows.prompt & torch.tensor(whole)[:, None]
+        uniform = torch.stack(draws)
+        if self.masks == "independent":
+            return Noised((uniform < rate[:, None]) & region, rate, weight, region)
+        size = region.sum(-1)
+        count = (rate * size).ceil().clamp(min=1).minimum(size)
+        # The k positions with the smallest draws are a uniform choice of k positions.
+        rank = uniform.masked_fill(~region, 2.0).argsort(-1).argsort(-1)
+        share = (count / size.clamp(min=1)).clamp(min=torch.finfo(rate.dtype).tiny)
+        return Noised((rank < count[:, None]) & region, share, weight * rate / share, region)
+
+    def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
+        """How long each row is: `length`, or in `random_length_share` of the rows uniform in 1..length."""
+        found = []
+        for sample in samples:
+            generator = random_numbers(seed, LENGTHS, sample)
+            short = generator.random() < self.random_length_share
+            found.append(int(generator.integers(1, length + 1)) if short else length)
+        return found
+
+    def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """Draw the noise and say what is asked for.
+
+        Raises:
+            ValueError: the text holds the mask token.
+        """
+        return self.asked(rows, self.draw(rows, samples, seed))
+
+    def asked(self, rows: Rows, noised: Noised) -> dict[str, Tensor]:
+        """The canvas of given noise, its targets and their weights."""
+        if self.mask_token_id is None or self.logit_shift is None:
+            raise ValueError("the objective does not know the model's mask token or shift; see `for_model`")
+        if bool((rows.tokens[rows.visible] == self.mask_token_id).any()):
+            raise ValueError(
+                f"the text holds the mask token {self.mask_token_id}, which would be learned as a word; take one "
+                "that the text does not use"
+            )
+        weight = noised.weight[:, None].expand_as(noised.masked)
+        count = float(noised.region.sum())
+        if self.normalisation == "sequence":
+            weight = weight / noised.region.sum(-1, keepdim=True).clamp(min=1)
+            count = float(noised.region.any(-1).sum())
+        index = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
+        outputs = torch.where(rows.first(), index, index - 1) if self.logit_shift else index
+        return {
+            "input_ids": rows.tokens.masked_fill(noised.masked, self.mask_token_id),
+            **rows.network_inputs(),
+            "outputs": outputs[noised.masked],
+            "targets": rows.tokens[noised.masked],
+            "weights": weight[noised.masked].float(),
+            "count": torch.tensor(count),
+        }
+
+    def for_model(self, model: Any, batch_size: int) -> "MaskedDiffusion":
+        """The same objective with what only the model and the batch tell.
+
+        Raises:
+            ValueError: the model has no mask token.
+        """
+        mask = getattr(model.config, "mask_token_id", None) if self.mask_token_id is None else self.mask_token_id
+        if mask is None:
+            raise ValueError(
+                f"{type(model).__name__} has no mask token; turn an autoregressive checkpoint into a DLM with "
+                "dlm_lens.training.convert first"
+            )
+        shift = getattr(model.config, "logit_shift", False) if self.logit_shift is None else self.logit_shift
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return MaskedDiffusion(
+            **values | {"mask_token_id": mask, "logit_shift": bool(shift), "group": self.group or batch_size}
+        )
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The loss of an autoregressive baseline, -sum_{i >= 1} log p(x_i | x_<i), on the same rows.
+
+    Args:
+        normalisation: as in `MaskedDiffusion`.
+        random_length_share: as in `MaskedDiffusion`.
+
+    Raises:
+        ValueError: an unknown normalisation.
+    """
+
+    normalisation: Normalisation = "token"
+    random_length_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choices(self, normalisation=Normalisation)
+
+    def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
+        """As in `MaskedDiffusion`."""
+        return MaskedDiffusion(random_length_share=self.random_length_share).lengths(samples, length, seed)
+
+    def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """Every answer position and every position of a prompt is asked for, except the first of a document."""
+        if rows.documents is not None:
+            raise ValueError("documents that do not see each other are built for masked diffusion only")
+        asked = (rows.answer | rows.prompt) & ~rows.first()
+        weight = torch.ones(asked.shape)
+        count = float(asked.sum())
+        if self.normalisation == "sequence":
+            weight = weight / asked.sum(-1, keepdim=True).clamp(min=1)
+            count = float(asked.any(-1).sum())
+        index: Int[Tensor, "batch position"] = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
+        return {
+            "input_ids": rows.tokens,
+            **rows.network_inputs(),
+            "outputs": index[asked] - 1,
+            "targets": rows.tokens[asked],
+            "weights": weight[asked],
+            "count": torch.tensor(count),
+        }
+
+    def for_model(self, model: Any, batch_size: int) -> "NextToken":
+        """Itself: the model and the batch tell nothing that it needs."""
+        return self

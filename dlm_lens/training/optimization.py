@@ -1,0 +1,121 @@
+"""Optimisers as one, and the learning rate."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dlm_lens.training.settings import Optimisation
+
+
+def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
+    """Rate of a step (from 0): linear warm-up, then a cosine from `rate` down to `min_rate`."""
+    warm_up = max(1, round(settings.warm_up * steps))
+    if step < warm_up:
+        return settings.rate * (step + 1) / warm_up
+    done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+    return settings.min_rate + (settings.rate - settings.min_rate) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
+    """AdamW on everything, or Muon on the matrices of the layers and AdamW on the rest.
+
+    Muon as in "Muon is scalable" (2502.16982): momentum 0.95, the update scaled to AdamW's RMS, so that both
+    share one learning rate.
+    """
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            in_layer = ".layers." in f".{name}" and parameter.ndim == 2
+            (matrices if in_layer else others).append(parameter)
+    decay = settings.weight_decay if settings.other_weight_decay is None else settings.other_weight_decay
+    adamw: dict[str, Any] = {"lr": settings.rate, "betas": tuple(settings.betas)}
+    if settings.optimizer == "adamw":
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": decay},
+        ]
+        return torch.optim.AdamW([group for group in groups if group["params"]], **adamw)
+    muon = torch.optim.Muon(
+        matrices,
+        lr=settings.rate,
+        momentum=0.95,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Optimizers([muon, torch.optim.AdamW(others, weight_decay=decay, **adamw)])
+
+
+class Optimizers(Optimizer):
+    """Several optimisers that a trainer sees as one: their groups one behind the other."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__(self._groups(), {})
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all, with parameters counted through."""
+        state: dict[int, Any] = {}
+        groups: list[Any] = []
+        offset = 0
+        for held in (optimizer.state_dict() for optimizer in self.optimizers):
+            state |= {offset + slot: value for slot, value in held["state"].items()}
+            groups += [
+                {**group, "params": [offset + slot for slot in group["params"]]} for group in held["param_groups"]
+            ]
+            offset += sum(len(group["params"]) for group in held["param_groups"])
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+        offset, first = 0, 0
+        for optimizer in self.optimizers:
+            count = len(optimizer.param_groups)
+            groups = state_dict["param_groups"][first : first + count]
+            size = sum(len(group["params"]) for group in groups)
+            own = range(offset, offset + size)
+            optimizer.load_state_dict(
+                {
+                    "state": {slot - offset: value for slot, value in state_dict["state"].items() if slot in own},
+                    "param_groups": [
+                        {**group, "params": [slot - offset for slot in group["params"]]} for group in groups
+                    ],
+                }
+            )
+            offset, first = offset + size, first + count
+        self.param_groups = self._groups()
+
+
+def optimizer_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The moments of a `state_dict` as named tensors; hyper-parameters come from the settings."""
+    return {
+        f"{slot}/{name}": torch.as_tensor(value).detach().clone().contiguous()
+        for slot, values in state["state"].items()
+        for name, value in values.items()
+    }
+
+
+def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Put named moments back."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        slot, key = name.split("/", 1)
+        state.setdefault(int(slot), {})[key] = tensor
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

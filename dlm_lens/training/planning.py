@@ -1,0 +1,202 @@
+"""What a run will cost before it begins: tokens, steps, floating-point operations, memory, GPU-hours."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from dlm_lens.adapters import embedded_models, family_of
+from dlm_lens.adapters.hub import config_values
+from dlm_lens.adapters.registry import CHECKPOINTS
+from dlm_lens.training.building import SCRATCH, smdm_config
+from dlm_lens.training.conversion import TARGETS
+from dlm_lens.training.head_loss import ELEMENTS
+from dlm_lens.training.objective import NextToken
+from dlm_lens.training.settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device: its peak in bfloat16 matrix products (dense, operations per second), and its memory in bytes."""
+
+    name: str
+    peak: float
+    memory: float
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100", 312e12, 80e9),
+        Device("h100", 989e12, 80e9),
+        Device("h200", 989e12, 141e9),
+        Device("l40s", 362e12, 48e9),
+        Device("rtx4090", 165e12, 24e9),
+    )
+}
+"""NVIDIA's data sheets."""
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                          "num_attention_heads": 14, "num_key_value_heads": 2},
+    "Qwen/Qwen2.5-1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                          "num_attention_heads": 12, "num_key_value_heads": 2},
+}  # fmt: skip
+"""Shapes of the checkpoints of the shipped configs, so that a plan needs no network."""
+
+for _shape in KNOWN.values():
+    _shape.update(model_type="qwen2", vocab_size=151936, tie_word_embeddings=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cost of a run.
+
+    Args:
+        steps: optimiser steps.
+        tokens: positions that are seen, padding included.
+        parameters: of the network, tied ones once.
+        flops: floating-point operations of the whole run (see `plan`).
+        state_bytes: weights, gradients and optimiser moments in float32, not divided among devices.
+        activation_bytes: per device, of a forward pass that is kept for the backward one, and the held logits.
+        device: for which hours are given.
+        devices: how many.
+        utilisation: share of the peak that is reached (an assumption, not a measurement).
+    """
+
+    steps: int
+    tokens: int
+    parameters: int
+    flops: float
+    state_bytes: int
+    activation_bytes: int
+    device: Device
+    devices: int
+    utilisation: float
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of one device."""
+        return self.flops / (self.device.peak * self.utilisation) / 3600
+
+    @property
+    def bytes_per_device(self) -> int:
+        """With the state on every device (DDP)."""
+        return self.state_bytes + self.activation_bytes
+
+    def rows(self) -> dict[str, str]:
+        """Names and values for a table."""
+        spread = self.state_bytes / self.devices + self.activation_bytes
+        fits = "fits" if self.bytes_per_device < 0.9 * self.device.memory else "does not fit"
+        return {
+            "optimiser steps": f"{self.steps:,}",
+            "tokens": f"{self.tokens:,}",
+            "parameters": f"{self.parameters:,}",
+            "floating-point operations": f"{self.flops:.3g}",
+            "weights, gradients, moments": f"{self.state_bytes / 2**30:.1f} GiB",
+            "activations and logits": f"{self.activation_bytes / 2**30:.1f} GiB per device",
+            "memory per device": f"{self.bytes_per_device / 2**30:.1f} GiB with DDP ({fits} {self.device.name}), "
+            f"{spread / 2**30:.1f} GiB with FSDP over {self.devices}",
+            "hours": f"{self.device_hours:,.1f} {self.device.name} hours at {self.utilisation:.0%} of the peak: "
+            f"{self.device_hours / self.devices:,.1f} on {self.devices}",
+        }
+
+
+def planned_config(settings: TrainingSettings) -> PreTrainedConfig:
+    """The config of the network that will be trained; no weights are read.
+
+    Raises:
+        FileNotFoundError: the checkpoint's config.json cannot be had.
+        ValueError: a checkpoint that cannot be trained.
+    """
+    chosen = settings.model
+    if chosen.start.startswith(SCRATCH):
+        return smdm_config(chosen)
+    source = str(CHECKPOINTS / chosen.start) if chosen.start in embedded_models() else chosen.start
+    values = dict(KNOWN.get(source) or config_values(source, {}))
+    kind = str(values.get("model_type"))
+    extra: dict[str, Any] = {}
+    if kind in TARGETS and not isinstance(settings.objective, NextToken):
+        kind = TARGETS[kind]
+        extra = {"num_sinks": chosen.sinks, "gated_attention": chosen.gated, "softmax": chosen.softmax}
+    values.pop("model_type", None)
+    config_class, _ = family_of(kind).layouts[kind]
+    config: PreTrainedConfig = config_class(**values | extra)
+    return config
+
+
+def plan(
+    settings: TrainingSettings,
+    *,
+    device: str = "h100",
+    devices: int = 8,
+    utilisation: float = 0.4,
+    rows: int | None = None,
+) -> Plan:
+    """Estimate a run without building its weights.
+
+    Operations per token: 6 per weight of the layers (2 forward, 4 backward), 12 S d per layer for attention, and
+    6 d_vocab d for the head on the masked half of the positions only.
+
+    Args:
+        settings: of the run.
+        device: a name of `DEVICES`.
+        devices: how many of them.
+        utilisation: share of the peak that matrix products reach.
+        rows: size of the dataset, for budgets in epochs.
+
+    Raises:
+        ValueError: an unknown device, a budget smaller than a batch, or a batch that does not divide.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device {device!r} is not listed; there are {', '.join(DEVICES)}")
+    share = settings.micro_batch_size * devices
+    if settings.batch_size % share:
+        raise ValueError(
+            f"a batch of {settings.batch_size} sequences does not divide into {devices} device(s) of "
+            f"{settings.micro_batch_size}; choose batch_size as a multiple of {share}"
+        )
+    config: Any = planned_config(settings)
+    steps = settings.total_steps(rows)
+    tokens = steps * settings.batch_size * settings.data.length
+    total, layers = _parameters(config)
+    attention = 12 * settings.data.length * _width(config) * config.num_hidden_layers
+    masked = 1.0 if isinstance(settings.objective, NextToken) else 0.5
+    flops = tokens * (6 * layers + attention + 6 * masked * config.vocab_size * config.hidden_size)
+    muon = layers if settings.optimisation.optimizer == "muon" else 0
+    state = 16 * total - 4 * muon
+    return Plan(
+        steps, tokens, total, flops, state, _activations(config, settings), DEVICES[device], devices, utilisation
+    )
+
+
+def _width(config: Any) -> int:
+    """Of all query heads together."""
+    own = getattr(config, "head_dim", None)
+    return int(config.num_attention_heads * own if own else config.hidden_size)
+
+
+def _parameters(config: Any) -> tuple[int, int]:
+    """Of the network, and of its layers; counted on a network without memory."""
+    _, model_class = family_of(config.model_type).layouts[config.model_type]
+    with torch.device("meta"):
+        model = model_class(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return total, sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+
+
+def _activations(config: Any, settings: TrainingSettings) -> int:
+    """What a fused attention kernel and bfloat16 matrix products keep for the backward pass.
+
+    Per layer and token: the residual stream and the norms' inputs in float32, everything that a matrix product or
+    the gate of the MLP reads in bfloat16 (or float32, where that is the precision).
+    """
+    width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    heads = _width(config)
+    pairs = heads // config.num_attention_heads * config.num_key_value_heads
+    size = 2 if settings.precision == "bf16" else 4
+    per_layer = 4 * 4 * width + size * (2 * width + 3 * heads + 4 * pairs + 4 * inner)
+    tokens = settings.micro_batch_size * settings.data.length
+    kept = tokens * (4 * width * layers + per_layer if settings.checkpointing else per_layer * layers)
+    return int(kept + ELEMENTS["cuda"] * 8)

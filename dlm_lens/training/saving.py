@@ -1,0 +1,149 @@
+"""The part of the trainer that writes and reads checkpoints: whole ones, and nothing pickled."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Trainer
+
+from dlm_lens.training.checkpoints import (
+    MOMENTS_FILE,
+    PARTIAL,
+    CheckpointError,
+    NonFiniteLossError,
+    aside,
+    last_checkpoint,
+    publish,
+    step_of,
+)
+from dlm_lens.training.monitoring import Stopwatch
+from dlm_lens.training.optimization import learning_rate, optimizer_tensors, restore_optimizer
+from dlm_lens.training.progress import without_progress_bars
+from dlm_lens.training.settings import TrainingSettings
+from dlm_lens.training.sources import Cursor
+
+
+class WholeCheckpoints(Trainer):
+    """A `Trainer` whose checkpoints are whole or not there, and whose state is weights, moments and a record."""
+
+    settings: TrainingSettings
+    tokenizer: Any
+    stopwatch: Stopwatch
+    last_cursor: Cursor | None
+    optimizer: Any
+    lr_scheduler: Any
+    _partial: Path | None = None
+
+    def _stopped(self, why: str) -> str:
+        kept = last_checkpoint(self.settings.output)
+        left = f"the last good checkpoint is {kept}" if kept else "no checkpoint had been saved yet"
+        return (
+            f"step {self.state.global_step + 1}: {why}; training stopped, {left}. Lower the learning rate or the "
+            "clipping, or look at the data of this step"
+        )
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._partial) if self._partial is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write aside, flush, rename; whatever fails, the checkpoint before stays whole."""
+        output = Path(self.settings.output)
+        parameters = {} if self._sharded else dict(self.model.named_parameters())
+        bad = next((name for name, p in parameters.items() if not bool(p.detach().isfinite().all())), None)
+        if bad is not None:
+            raise NonFiniteLossError(self._stopped(f"the weight {bad} is not finite"))
+        try:
+            if self.args.should_save:
+                aside(output)
+            self.accelerator.wait_for_everyone()
+            self._partial = output / PARTIAL
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                publish(self._partial, self._record(), self.settings.keep)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(output / PARTIAL, ignore_errors=True)
+            kept = last_checkpoint(output)
+            left = f"the one before, {kept}, is whole" if kept else "there is none before it"
+            raise CheckpointError(
+                f"step {self.state.global_step}: the checkpoint could not be written to {output} ({error}); "
+                f"{left}. Make room and resume"
+            ) from error
+        finally:
+            self._partial = None
+        self.accelerator.wait_for_everyone()
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "step": self.state.global_step,
+            "cursor": self.last_cursor,
+            "settings": plain(self.settings.identity()),
+            "seconds": self.stopwatch.seconds(),
+            "versions": {"torch": torch.__version__},
+        }
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model as `dlm_lens.load` reads it, and its tokenizer; nothing pickled."""
+        if not self.args.should_save:
+            return
+        target = output_dir or self.args.output_dir
+        os.makedirs(target, exist_ok=True)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        with without_progress_bars():
+            model.save_pretrained(target, state_dict=state_dict)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(target)
+
+    @property
+    def _sharded(self) -> bool:
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            save_file(optimizer_tensors(self.optimizer.state_dict()), os.path.join(output_dir, MOMENTS_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if self._sharded:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        restore_optimizer(self.optimizer, load_file(os.path.join(checkpoint, MOMENTS_FILE)).items())
+        step, steps = step_of(Path(checkpoint)), self.state.max_steps
+        self.lr_scheduler.last_epoch = step
+        rate = learning_rate(step, steps, self.settings.optimisation)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.lr_scheduler._last_lr = [rate] * len(self.optimizer.param_groups)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        # Through from_pretrained, because a family may store its weights under other names than it holds them.
+        own = self.model if model is None else model
+        with without_progress_bars():
+            stored = type(own).from_pretrained(resume_from_checkpoint, dtype=own.dtype, use_safetensors=True)
+        own.load_state_dict(stored.state_dict())
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing to save: no number that training draws depends on a generator's state."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing to load."""
+
+
+def plain(values: Any) -> Any:
+    """Values as JSON gives them back, so that stored and present settings compare."""
+    if isinstance(values, dict):
+        return {str(name): plain(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [plain(value) for value in values]
+    return values

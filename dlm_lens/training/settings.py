@@ -1,0 +1,243 @@
+"""The settings of a training run: frozen, checked, and what a checkpoint remembers of them."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from dlm_lens.attention import Placement
+from dlm_lens.training.objective import MaskedDiffusion, NextToken, check_choices
+from dlm_lens.training.sources import Packing
+
+OptimizerName = Literal["adamw", "muon"]
+Precision = Literal["bf16", "fp32"]
+
+FREE = frozenset(
+    {"output", "micro_batch_size", "save_minutes", "save_steps", "keep", "log_steps", "report_to", "workers",
+     "probe_steps", "probe_rows", "eval_steps", "eval_samples", "eval_rows"}
+)  # fmt: skip
+"""Settings that a resumed run may change: they do not change what is learned."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which network is trained.
+
+    Args:
+        start: a masked DLM to go on with, an AR checkpoint to convert, or a size of SMDM's ("smdm-472M") from
+            scratch; a directory or a hub name.
+        sinks: learned sink tokens; like the rest, for converted and new models.
+        position: "front" or "end".
+        zero_value: force the sinks' values to zero.
+        gated: gated attention.
+        softmax: "standard", "off_by_one" or "sink_logits".
+        shift: the output at i - 1 predicts position i, for converted models.
+        tokenizer: directory or hub name, for models from scratch.
+    """
+
+    start: str = ""
+    sinks: int = 0
+    position: Placement = "front"
+    zero_value: bool = False
+    gated: bool = False
+    softmax: str = "standard"
+    shift: bool = True
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What is read.
+
+    Args:
+        path: hub name of a dataset, or a .jsonl, .json, .parquet or .txt file or pattern.
+        name: its configuration on the hub.
+        split: its split.
+        streaming: read while training; needed for what does not fit on the disk.
+        column: texts, or ids where the column is called input_ids.
+        prompt_column: for fine-tuning; the prompt is never masked.
+        answer_column: for fine-tuning.
+        length: positions of a sequence.
+        packing: "joined" or "isolated" documents; fine-tuning fills rows with the end of text instead.
+        bos: begin every document with a token that is never masked; None: where the outputs are shifted, so that
+            every masked position has a predecessor.
+        shuffle_buffer: documents among which a stream is shuffled; 0 for its own order.
+        eval_split: for the evaluation loss.
+
+    Raises:
+        ValueError: a length below 2, or one of the fine-tuning columns without the other.
+    """
+
+    path: str = ""
+    name: str | None = None
+    split: str = "train"
+    streaming: bool = True
+    column: str = "text"
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    length: int = 2048
+    packing: Packing = "joined"
+    bos: bool | None = None
+    shuffle_buffer: int = 0
+    eval_split: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self, packing=Packing)
+        if self.length < 2:
+            raise ValueError(f"data.length is {self.length}; a sequence has at least 2 positions")
+        if (self.prompt_column is None) != (self.answer_column is None):
+            raise ValueError("fine-tuning needs both data.prompt_column and data.answer_column")
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """How weights change.
+
+    The rate rises linearly over `warm_up` of the steps and falls along a cosine from `rate` to `min_rate`.
+
+    Args:
+        optimizer: "adamw", or "muon" for the layers' matrices with AdamW for the rest (2502.16982).
+        rate: largest learning rate.
+        min_rate: at the last step.
+        warm_up: share of the steps.
+        betas: of AdamW.
+        weight_decay: of the layers' matrices.
+        other_weight_decay: of embeddings, norms, biases and sinks; None for the same, as in the published code.
+        clip: largest norm of the gradient; 0 for no limit.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    optimizer: OptimizerName = "adamw"
+    rate: float = 1e-4
+    min_rate: float = 1e-5
+    warm_up: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    other_weight_decay: float | None = None
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choices(self, optimizer=OptimizerName)
+        if not 0 <= self.min_rate <= self.rate:
+            raise ValueError(f"learning rates go from rate {self.rate} down to min_rate {self.min_rate}")
+        if not 0 <= self.warm_up < 1:
+            raise ValueError(f"warm_up is {self.warm_up}; it is a share of the steps, below 1")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Everything that determines a training run, and how it is watched.
+
+    Exactly one of `tokens`, `steps` and `epochs` says how long it is.
+
+    Args:
+        output: directory of checkpoints and logs.
+        model: the network.
+        data: what is read.
+        objective: what is minimised.
+        optimisation: how weights change.
+        batch_size: sequences per optimiser step, over all devices and accumulated passes.
+        micro_batch_size: sequences per forward pass and device.
+        tokens: budget; steps = tokens // (batch_size * length).
+        steps: optimiser steps.
+        epochs: passes over a dataset of known size.
+        seed: of weights that are new, order, and noise.
+        precision: "bf16" (autocast, weights stay in float32) or "fp32".
+        compile: torch.compile the layers.
+        checkpointing: recompute activations in the backward pass.
+        save_minutes: between checkpoints.
+        save_steps: between checkpoints, beside that; 0 for none.
+        keep: checkpoints that are kept.
+        log_steps: between log entries.
+        eval_steps: between evaluation losses; 0 for none.
+        eval_rows: sequences of the evaluation loss.
+        eval_samples: masks per sequence of the evaluation loss.
+        probe_steps: between sink statistics; 0 for none.
+        probe_rows: sequences of the probe batch.
+        report_to: "tensorboard", "wandb", or both.
+        workers: processes that prepare batches beside each training process.
+
+    Raises:
+        ValueError: not exactly one budget, or a count out of its range.
+    """
+
+    output: str = "runs/training"
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    objective: MaskedDiffusion | NextToken = field(default_factory=MaskedDiffusion)
+    optimisation: Optimisation = field(default_factory=Optimisation)
+    batch_size: int = 512
+    micro_batch_size: int = 8
+    tokens: float | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    seed: int = 0
+    precision: Precision = "bf16"
+    compile: bool = False
+    checkpointing: bool = False
+    save_minutes: float = 30.0
+    save_steps: int = 0
+    keep: int = 2
+    log_steps: int = 10
+    eval_steps: int = 0
+    eval_rows: int = 64
+    eval_samples: int = 4
+    probe_steps: int = 0
+    probe_rows: int = 4
+    report_to: tuple[str, ...] = ("tensorboard",)
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, precision=Precision)
+        given = [name for name in ("tokens", "steps", "epochs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given) or 'nothing'} says how long the run is; give one of tokens, steps, epochs"
+            )
+        if getattr(self, given[0]) <= 0:
+            raise ValueError(f"{given[0]} is {getattr(self, given[0])}; a run has at least one step")
+        for name in ("save_minutes", "keep", "log_steps", "probe_rows", "eval_rows", "eval_samples"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+    def total_steps(self, rows: int | None = None) -> int:
+        """Optimiser steps of the run; `rows` is the size of the dataset, if it is known.
+
+        Raises:
+            ValueError: the budget is smaller than one batch, or epochs of a stream.
+        """
+        if self.steps is not None:
+            return self.steps
+        if self.tokens is not None:
+            steps = int(self.tokens // (self.batch_size * self.data.length))
+            if steps < 1:
+                raise ValueError(
+                    f"the budget of {self.tokens:,.0f} tokens is smaller than one batch of {self.batch_size} "
+                    f"sequences of {self.data.length} ({self.batch_size * self.data.length:,} tokens); raise "
+                    "tokens or lower batch_size"
+                )
+            return steps
+        if rows is None:
+            raise ValueError("epochs needs a dataset of known size; give tokens or steps for a stream")
+        return max(1, int((self.epochs or 0) * rows / self.batch_size))
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one before."""
+        values = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return values | {"objective": {"kind": type(self.objective).__name__, **values["objective"]}}
+
+
+def differences(before: Any, now: Any, path: str = "") -> list[str]:
+    """Each setting that two runs do not share, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = []
+        for name in sorted(before.keys() | now.keys()):
+            inner = f"{path}.{name}" if path else name
+            found += differences(before.get(name), now.get(name), inner)
+        return found
+    same = (
+        list(before) == list(now)
+        if isinstance(before, list | tuple) and isinstance(now, list | tuple)
+        else before == now
+    )
+    return [] if same else [f"{path} was {before!r} and is {now!r}"]

@@ -1,0 +1,289 @@
+"""`MaskedDiffusionTrainer`: transformers' Trainer with the objective, exact resumption and honest stops."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from dlm_lens.training.arguments import training_arguments
+from dlm_lens.training.batches import Batching, BatchStream
+from dlm_lens.training.checkpoints import (
+    NonFiniteLossError,
+    last_checkpoint,
+    read_run,
+    step_of,
+)
+from dlm_lens.training.data import build_source
+from dlm_lens.training.forward import loss_forward
+from dlm_lens.training.monitoring import Evaluation, SaveClock, SinkMetrics, Stopwatch, evaluation_loss
+from dlm_lens.training.objective import MaskedDiffusion
+from dlm_lens.training.optimization import build_optimizer, learning_rate
+from dlm_lens.training.probing import probe_batch
+from dlm_lens.training.progress import ProgressBar
+from dlm_lens.training.saving import WholeCheckpoints, plain
+from dlm_lens.training.settings import TrainingSettings, differences
+from dlm_lens.training.sources import Cursor, Source, take
+
+logger = logging.getLogger(__name__)
+
+EVALUATION_SEED = 20_250_101
+"""Of evaluation masks: fixed, so that losses of different steps and runs share their masks."""
+
+
+class MaskedDiffusionTrainer(WholeCheckpoints):
+    """Train a masked DLM (or, with `NextToken`, an AR baseline).
+
+    Batches and noise are functions of the seed and the number of the sample, so that a run that was killed and
+    resumed, or divided among processes, is the unbroken run of one process. Checkpoints are whole or not there,
+    and `dlm_lens.load` opens them.
+
+    Args:
+        model: from `convert`, `dlm_lens.load`, or a config; its weights should be float32.
+        settings: everything else.
+        train_dataset: of the datasets library, a list of mappings, or a `Source`.
+        eval_dataset: likewise, for the evaluation loss; None for none.
+        tokenizer: the model's by default.
+        callbacks: of transformers.
+
+    Raises:
+        ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, a model without
+            a mask token.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: Any,
+        settings: TrainingSettings,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        *,
+        tokenizer: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
+        self.objective = settings.objective.for_model(model, settings.batch_size)
+        self.source = self._source(train_dataset, model)
+        if getattr(model, "dtype", torch.float32) != torch.float32:
+            logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)
+        steps = settings.total_steps(_size(self.source))
+        arguments = training_arguments(settings, steps)
+        self.batching = Batching(
+            settings.batch_size, settings.micro_batch_size, arguments.world_size, arguments.process_index
+        )
+        arguments.gradient_accumulation_steps = self.batching.accumulation
+        self.last_cursor: Cursor | None = None
+        self._reading: tuple[int, Cursor | None] = (0, None)
+        super().__init__(model=model, args=arguments, callbacks=list(callbacks))
+        self.remove_callback(PrinterCallback)
+        self.add_callback(ProgressBar())
+        self.loss_is_scaled_for_ga = True
+        self.add_callback(SaveClock(settings.save_minutes, settings.save_steps))
+        self.stopwatch = Stopwatch(settings.batch_size * self.source.length)
+        self.add_callback(self.stopwatch)
+        self.examples = None
+        if eval_dataset is not None:
+            self.examples = take(self._source(eval_dataset, model), settings.eval_rows)
+            if settings.eval_steps:
+                self.add_callback(Evaluation(self, settings.eval_steps))
+        if settings.probe_steps:
+            self.add_callback(SinkMetrics(self, settings.probe_steps))
+
+    def _source(self, dataset: Any, model: Any) -> Source:
+        if hasattr(dataset, "read") and hasattr(dataset, "length"):
+            found: Source = dataset
+            return found
+        shift = bool(getattr(self.objective, "logit_shift", False))
+        return build_source(dataset, self.settings.data, self.tokenizer, shift=shift, seed=self.settings.seed)
+
+    # Data and loss
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
+        """This process's batches, from the step at which training goes on."""
+        step, cursor = self._reading
+        stream = BatchStream(self.source, self.objective, self.batching, self.settings.seed, step, cursor)
+        # Only one process can read the stream in order; it prepares batches while the model computes.
+        workers = min(1, self.settings.workers)
+        return DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=torch.cuda.is_available())
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """A step's micro-batches and, over all processes, what its loss is divided by."""
+        samples = [next(epoch_iterator) for _ in range(num_batches)]
+        self.last_cursor = samples[-1].pop("cursor")
+        total = torch.stack([batch.pop("count") for batch in samples]).sum().to(device)
+        if self.args.world_size > 1:
+            total = self.accelerator.gather(total).sum()
+        return samples, total.clamp(min=1)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The process's part of sum(weight CE) / (count of the whole step)."""
+        loss = model(**inputs)["loss"] / num_items_in_batch
+        # Gradients are averaged over the processes, and this is a part of a sum.
+        loss = loss * self.accelerator.num_processes
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
+        """One micro-batch.
+
+        Raises:
+            NonFiniteLossError: the loss is not a number.
+        """
+        if getattr(self.model.config, "attention_dropout", 0.0):
+            # Dropout too is a function of the step.
+            torch.manual_seed(hash((self.settings.seed, self.state.global_step, self.batching.rank)) % 2**63)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if not bool(loss.isfinite()):
+            raise NonFiniteLossError(self._stopped(f"the loss is {loss.item()}"))
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if norm is not None and not math.isfinite(float(norm)):
+            raise NonFiniteLossError(self._stopped(f"the norm of the gradient is {float(norm)}"))
+        return norm
+
+    # Optimiser
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimiser of the settings.
+
+        Raises:
+            ValueError: Muon on sharded weights, which are no matrices any more.
+        """
+        if self.optimizer is None:
+            if self.settings.optimisation.optimizer == "muon" and (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled
+            ):
+                raise ValueError("Muon needs whole matrices, and FSDP and DeepSpeed split them; choose adamw")
+            self.optimizer = build_optimizer(self.model if model is None else model, self.settings.optimisation)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Warm-up and cosine; a function of the step."""
+        if self.lr_scheduler is None:
+            settings = self.settings.optimisation
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer if optimizer is None else optimizer,
+                lambda step: learning_rate(step, num_training_steps, settings) / (settings.rate or 1.0),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # Running
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train to the last step; True goes on from the newest checkpoint, or begins if there is none.
+
+        Raises:
+            ValueError: the checkpoint belongs to a run with other settings, or a new run would begin in a directory
+                that holds one.
+            NonFiniteLossError: the loss is not a number any more.
+            CheckpointError: a checkpoint could not be written.
+        """
+        if resume_from_checkpoint is True:
+            found = last_checkpoint(self.settings.output)
+        else:
+            found = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+            held = last_checkpoint(self.settings.output)
+            if found is None and held is not None:
+                raise ValueError(f"{held} is there already; resume it, or choose another output than its directory")
+        self._reading = (0, None) if found is None else self._resumed(found)
+        if found is not None and step_of(found) >= self.args.max_steps:
+            logger.warning("%s is the last step of this run already", found)
+            self.state.global_step = step_of(found)
+            return TrainOutput(self.state.global_step, math.nan, {})
+        if self.settings.compile:
+            self.model.get_decoder().compile()
+        with loss_forward(self.model):
+            return super().train(resume_from_checkpoint=None if found is None else str(found), **kwargs)
+
+    def _resumed(self, found: Path) -> tuple[int, Cursor]:
+        record = read_run(found)
+        changed = differences(record["settings"], plain(self.settings.identity()))
+        if changed:
+            raise ValueError(
+                f"{found} belongs to a run with other settings: {'; '.join(changed)}. Go on with the old settings, "
+                "or choose another output"
+            )
+        self.stopwatch.before = record["seconds"]
+        return step_of(found), record["cursor"]
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint of the run."""
+        return last_checkpoint(self.settings.output)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The evaluation loss, with masks that are the same every time; logged as eval_loss.
+
+        Raises:
+            ValueError: no evaluation data were given.
+        """
+        if self.examples is None:
+            raise ValueError("there is no evaluation loss without eval_dataset")
+        objective = replace(self.objective, random_length_share=0.0)
+        if isinstance(objective, MaskedDiffusion):
+            objective = replace(objective, low_discrepancy=True, group=self.settings.eval_samples)
+        loss = evaluation_loss(
+            self.model,
+            self.examples,
+            objective,
+            length=self.source.length,
+            samples=self.settings.eval_samples,
+            batch_size=self.settings.micro_batch_size,
+            seed=EVALUATION_SEED,
+            loss_of=self.through_wrapper(),
+        )
+        metrics = {"eval_loss": loss}
+        self.log(metrics)
+        return metrics
+
+    def through_wrapper(self, *, probed: bool = False) -> Callable[..., Any] | None:
+        """How the network is run where FSDP or DeepSpeed gather its weights in their own forward; else None."""
+        if not (self._sharded and self.is_in_train):
+            return None
+        wrapped: Any = self.model_wrapped
+        if not probed:
+            return lambda **asked: wrapped(**asked)["loss"]
+        nothing = torch.zeros(1, dtype=torch.long, device=self.args.device)
+        return lambda ids: wrapped(input_ids=ids, outputs=nothing, targets=nothing, weights=nothing.float())
+
+    def probe(self) -> list[Any]:
+        """The fixed sequences at which sink statistics are measured."""
+        return take(self.source, self.settings.probe_rows, self.settings.seed)
+
+    def probed(self) -> Any:
+        """The fixed canvases of `probe`."""
+        return probe_batch(self.probe(), self.objective, self.source)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the throughput beside the loss."""
+        # Trainer counts epochs from the start of the process; what is shown is the share of the run.
+        self.state.epoch = self.state.global_step / max(1, self.state.max_steps)
+        if "loss" in logs:
+            logs = {**logs, **self.stopwatch.read(self.state.global_step)}
+        super().log(logs, start_time)
+
+
+def _size(source: Source) -> int | None:
+    rows = getattr(source, "rows", None)
+    return len(rows) if rows is not None else None

@@ -1,0 +1,55 @@
+"""A small training run as a program of its own: `python -m tests.training.job DIRECTORY [name=value ...]`."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from dlm_lens.testing import tiny
+from dlm_lens.training import DataSettings, MaskedDiffusion, MaskedDiffusionTrainer, Optimisation, TrainingSettings
+
+ROWS = [{"text": " ".join(f"w{(i * i + j) % 50}" for j in range(6 + i % 13))} for i in range(64)]
+STEPS = 8
+
+
+class Kill(TrainerCallback):
+    """End the process as the kernel would, in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(output: Path, *, callbacks: tuple[TrainerCallback, ...] = (), eval_dataset: Any = None, **values: Any):
+    torch.set_num_threads(1)
+    family = values.pop("family", "sink_qwen")
+    model = tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {}))
+    settings = {
+        "batch_size": 8, "micro_batch_size": 4, "precision": "fp32", "steps": STEPS, "log_steps": 1, "keep": 9,
+        "data": DataSettings(length=12), "optimisation": Optimisation(rate=1e-2), "report_to": (),
+        "objective": MaskedDiffusion(low_discrepancy=True, random_length_share=0.2),
+    } | values  # fmt: skip
+    settings = TrainingSettings(output=str(output), **settings)
+    return MaskedDiffusionTrainer(model, settings, ROWS, eval_dataset, callbacks=callbacks)
+
+
+def losses(trainer: MaskedDiffusionTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    given = {name: int(value) for name, value in (pair.split("=") for pair in sys.argv[2:])}
+    kill = given.pop("kill", None)
+    trainer = job(target, callbacks=() if kill is None else (Kill(kill),), **given)
+    trainer.train(resume_from_checkpoint=True)
+    if trainer.is_world_process_zero():
+        (target / "losses.json").write_text(json.dumps(losses(trainer)))

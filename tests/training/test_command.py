@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import dlm_lens
+from dlm_lens.cli import app
+
+RUN = CliRunner()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.jsonl"
+    lines = [{"text": f"tom has {i % 9} apples . sort 4 {i % 7} 9 1 : answer 1 {i % 5} 4 9 ."} for i in range(50)]
+    text.write_text("\n".join(map(json.dumps, lines)))
+    values = {
+        "output": str(tmp_path / "run"),
+        "model": {"start": "toy-ar", "sinks": 1},
+        "data": {"path": str(text), "length": 24, "streaming": False, "eval_split": "train"},
+        "optimisation": {"rate": 2e-3, "optimizer": "muon"},
+        "steps": 6, "batch_size": 8, "micro_batch_size": 4, "precision": "bf16",
+        "probe_steps": 3, "eval_steps": 3, "log_steps": 1,
+    }  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def scalars(output: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (directory,) = {file.parent for file in output.rglob("events.out.*")}
+    events = EventAccumulator(str(directory)).Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_train_writes_checkpoints_and_curves(config: Path) -> None:
+    result = RUN.invoke(app, ["train", str(config)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    output = config.parent / "run"
+    assert f"trained: {output}/checkpoint-6" in result.output
+    model = dlm_lens.load(output / "checkpoint-6")
+    assert (model.config.num_sinks, model.dtype) == (1, torch.float32)
+    found = scalars(output)
+    assert len(found["train/loss"]) == 6
+    assert len(found["train/tokens_per_second"]) == 6
+    assert len(found["eval/loss"]) == 2
+    for name in ("learned_share", "main_share", "moved", "value_norm_ratio"):
+        assert len(found[f"train/sink/{name}"]) == 3, name  # before the first step, at 3, at 6
+    assert found["eval/loss"][-1] < found["train/loss"][0]
+
+
+def test_the_same_command_goes_on(config: Path) -> None:
+    RUN.invoke(app, ["train", str(config), "--override", "save_steps=2"], catch_exceptions=False)
+    output = config.parent / "run"
+    before = (output / "checkpoint-6" / "model.safetensors").read_bytes()
+    (output / "checkpoint-6" / "run.json").unlink()
+    result = RUN.invoke(app, ["train", str(config), "--override", "save_steps=2"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert (output / "checkpoint-6" / "model.safetensors").read_bytes() == before
+    refused = RUN.invoke(app, ["train", str(config), "--override", "seed=1"])
+    assert "belongs to a run with other settings: seed was 0 and is 1" in str(refused.exception)
+
+
+def test_a_dry_run_builds_nothing(config: Path) -> None:
+    result = RUN.invoke(app, ["train", str(config), "--dry-run", "--devices", "2", "--device", "a100"])
+    assert result.exit_code == 0, result.output
+    assert "optimiser steps             6\n" in result.output
+    assert "tokens                      1,152\n" in result.output
+    assert "a100 hours at 40% of the peak" in result.output
+    assert not (config.parent / "run").exists()

@@ -1,0 +1,221 @@
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dlm_lens.adapters.smdm import SIZES
+from dlm_lens.testing import tiny
+from dlm_lens.training import (
+    DataSettings,
+    MaskedDiffusion,
+    ModelSettings,
+    NextToken,
+    Optimisation,
+    TrainingSettings,
+    build_model,
+    plan,
+    read_settings,
+    shipped_configs,
+)
+from dlm_lens.training.configuration import CONFIGS
+from dlm_lens.training.planning import planned_config
+
+
+def written(path: Path, **values: object) -> str:
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_the_papers_settings_are_shipped() -> None:
+    """A.1 of "One Token Is Enough", and the published code where it is silent."""
+    sink = read_settings("qwen2.5-0.5b-sink")
+    assert (sink.model.start, sink.model.sinks, sink.model.position) == ("Qwen/Qwen2.5-0.5B", 1, "front")
+    assert (sink.optimisation.betas, sink.optimisation.weight_decay) == ((0.9, 0.95), 0.1)
+    assert (sink.optimisation.rate, sink.optimisation.min_rate, sink.optimisation.warm_up) == (1e-4, 1e-5, 0.01)
+    assert (sink.tokens, sink.batch_size, sink.data.length) == (30e9, 512, 2048)
+    assert isinstance(sink.objective, MaskedDiffusion)
+    assert (sink.objective.floor, sink.optimisation.clip) == (1e-3, 1.0)
+    large = read_settings("qwen2.5-1.5b")
+    assert (large.model.start, large.model.sinks, large.tokens, large.batch_size) == (
+        "Qwen/Qwen2.5-1.5B", 0, 100e9, 4096,
+    )  # fmt: skip
+    assert read_settings("qwen2.5-1.5b-gated").model.gated
+    scratch = read_settings("smdm-472m-sink")
+    assert (scratch.optimisation.rate, scratch.optimisation.min_rate, scratch.batch_size) == (2e-4, 2e-5, 256)
+    assert (scratch.tokens, scratch.model.sinks) == (100e9, 1)
+    tuned = read_settings("sft-gsm8k")
+    assert (tuned.epochs, tuned.batch_size, tuned.data.length, tuned.optimisation.rate) == (10, 256, 2048, 2e-4)
+
+
+def test_every_shipped_config_is_complete() -> None:
+    for name in shipped_configs():
+        settings = read_settings(name)
+        assert settings.output != TrainingSettings(steps=1).output, name
+    assert {path.stem for path in CONFIGS.glob("accelerate-*")} == {"accelerate-fsdp", "accelerate-deepspeed"}
+
+
+def test_overrides_and_bases(tmp_path: Path) -> None:
+    base = written(tmp_path / "base.yaml", steps=5, model={"start": "toy", "sinks": 2}, batch_size=16)
+    top = written(tmp_path / "top.yaml", base="base.yaml", model={"sinks": 1})
+    settings = read_settings(top, ["optimisation.rate=3e-3", "objective.kind=next_token", "report_to=[wandb]"])
+    assert settings.model == ModelSettings(start="toy", sinks=1)
+    assert (settings.steps, settings.optimisation.rate, settings.report_to) == (5, 3e-3, ("wandb",))
+    assert settings.objective == NextToken()
+    assert read_settings(base).model.sinks == 2
+    # tokens in place of the base's steps
+    assert read_settings(top, ["steps=null", "tokens=1e6"]).tokens == 1e6
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimisation.rte=1", r"no setting optimisation\.rte; did you mean optimisation\.rate\?"),
+        ("objective.flor=1", r"no setting objective\.flor; did you mean objective\.floor\?"),
+        ("batch=8", r"no setting batch; did you mean batch_size\?"),
+        ("seed=one", r"the setting seed is 'one': input should be a valid integer"),
+        ("data.packing=loose", r"packing"),
+        ("objective.floor=2", r"floor is 2\.0; a masking probability"),
+        ("objective.kind=gan", r"objective\.kind is 'gan'; it must be one of 'masked_diffusion', 'next_token'"),
+        ("seed", r"'seed' is not key=value"),
+        ("tokens=5", r"tokens and steps says how long"),
+        ("steps.more=5", r"goes below steps, which is a value"),
+    ],
+)
+def test_mistakes_are_one_sentence(override: str, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "run.yaml", steps=5)
+    with pytest.raises(ValueError, match=message) as error:
+        read_settings(path, [override])
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_configs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"neither a file nor a shipped config: laptop, qwen2\.5-0\.5b"):
+        read_settings("qwen3")
+    (tmp_path / "a.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match="is no YAML"):
+        read_settings(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("- 1")
+    with pytest.raises(ValueError, match="it must hold settings"):
+        read_settings(tmp_path / "b.yaml")
+
+
+def small(**values: object) -> TrainingSettings:
+    settings = {"model": ModelSettings(start="toy-ar", sinks=1), "data": DataSettings(length=64), "steps": 10}
+    return TrainingSettings(**settings | {"batch_size": 64, "micro_batch_size": 32} | values)
+
+
+def test_a_plan_counts_parameters_and_operations() -> None:
+    settings = small()
+    found = plan(settings, devices=2, device="a100", utilisation=0.5)
+    model = build_model(settings)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert (found.steps, found.tokens) == (10, 10 * 64 * 64)
+    layers = sum(p.numel() for p in model.model.layers.parameters())
+    per_token = 6 * layers + 12 * 64 * 128 * 4 + 6 * 0.5 * 118 * 128
+    assert found.flops == pytest.approx(found.tokens * per_token)
+    assert found.state_bytes == 16 * found.parameters
+    assert found.device_hours == pytest.approx(found.flops / (312e12 * 0.5) / 3600)
+    muon = plan(replace(settings, optimisation=Optimisation(optimizer="muon")), devices=2)
+    assert muon.state_bytes == 16 * found.parameters - 4 * layers
+
+
+def test_planned_operations_are_those_of_the_matrix_products() -> None:
+    """Against torch's own counter, forward and backward, with half of the positions masked."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from dlm_lens.training import masked_loss
+
+    settings = small(model=ModelSettings(start="toy-ar", sinks=0))
+    model = build_model(settings)
+    model.set_attn_implementation("hooked")  # the counter does not know the CPU's fused attention
+    with FlopCounterMode(display=False) as counter:
+        outputs = torch.arange(0, 2 * 64, 2)
+        masked_loss(model, torch.zeros(2, 64, dtype=torch.long), outputs, outputs % 100, torch.ones(64)).backward()
+    per_token = plan(settings, devices=1).flops / plan(settings, devices=1).tokens
+    assert counter.get_total_flops() / (2 * 64) == pytest.approx(per_token, rel=0.05)
+
+
+def test_planned_activations_are_close_to_what_autograd_keeps() -> None:
+    from dlm_lens.training.head_loss import ELEMENTS
+    from dlm_lens.training.planning import _activations
+
+    settings = small(precision="fp32", data=DataSettings(length=128), micro_batch_size=4)
+    model = tiny(
+        "sink_qwen", hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_key_value_heads=4,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    sizes: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        states = model.model(input_ids=torch.zeros(4, 128, dtype=torch.long)).last_hidden_state
+    expected = _activations(model.config, settings) - 8 * ELEMENTS["cuda"]
+    assert states.requires_grad
+    assert 0.6 < sum(sizes.values()) / expected < 1.5
+
+
+def test_a_plan_needs_no_weights_and_no_network_for_the_shipped_configs() -> None:
+    for name in ("qwen2.5-0.5b-sink", "qwen2.5-1.5b-gated", "smdm-472m"):
+        assert plan(read_settings(name)).steps > 1000
+    # The papers' sizes: 0.49B, and SMDM's 472M beside embedding and head.
+    plain = plan(read_settings("qwen2.5-0.5b"))
+    assert plain.parameters == 494_032_768
+    smdm = plan(read_settings("smdm-472m"))
+    assert smdm.parameters == pytest.approx(471_906_560 + 64_001 * 1280, rel=1e-3)
+    assert planned_config(read_settings("smdm-472m-sink")).num_sinks == 1
+
+
+def test_plans_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="device 'tpu' is not listed"):
+        plan(small(), device="tpu")
+    with pytest.raises(ValueError, match="does not divide into 3 device"):
+        plan(small(), devices=3)
+
+
+def test_models_of_a_run() -> None:
+    dlm = build_model(small())
+    assert (dlm.config.model_type, dlm.config.num_sinks, dlm.dtype) == ("sink_qwen", 1, torch.float32)
+    assert build_model(small(objective=NextToken())).config.model_type == "qwen2"
+    again = build_model(small(model=ModelSettings(start="toy-sink")))
+    assert again.config.num_sinks == 1
+    with pytest.raises(ValueError, match=r"toy is a DLM already; model\.sinks can only be chosen for"):
+        build_model(small(model=ModelSettings(start="toy", sinks=1)))
+    with pytest.raises(ValueError, match=r"no size of SMDM's; there are smdm-472M, smdm-1028M"):
+        build_model(small(model=ModelSettings(start="smdm-500M")))
+    with pytest.raises(ValueError, match="no softmax 'off_by_one'"):
+        build_model(small(model=ModelSettings(start="smdm-472M", softmax="off_by_one")))
+    with pytest.raises(ValueError, match=r"model\.start is empty"):
+        build_model(small(model=ModelSettings()))
+
+
+def test_a_model_from_scratch_has_its_authors_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = dict(SIZES["472M"], n_layer=2, n_embd=256, n_head=4, intermediate_size=512, vocab_size=500)
+    monkeypatch.setitem(SIZES, "tiny", {**shape, "padded_vocab_size": 500})
+    model = build_model(small(model=ModelSettings(start="smdm-tiny", sinks=1), seed=3))
+    layer = model.model.layers[0]
+    usual, written = (2 / 5 / 256) ** 0.5, 1 / 256**0.5 / 2
+    # Standard deviations of at least 65,536 normal numbers.
+    for weight, deviation in (
+        (layer.self_attn.q_proj.weight, usual),
+        (layer.mlp.up_proj.weight, usual),
+        (model.lm_head.weight, usual),
+        (model.model.embed_tokens.weight, usual),
+        (layer.self_attn.o_proj.weight, written),
+        (layer.mlp.down_proj.weight, written),
+    ):
+        assert float(weight.detach().std()) == pytest.approx(deviation, rel=0.02)
+    assert bool((layer.input_layernorm.weight == 1).all())
+
+
+def test_docs_of_the_settings_name_every_field() -> None:
+    for kind in (TrainingSettings, DataSettings, ModelSettings, Optimisation, MaskedDiffusion, NextToken):
+        for field in fields(kind):
+            assert f"{field.name}:" in str(kind.__doc__), f"{kind.__name__}.{field.name}"

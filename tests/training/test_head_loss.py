@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch import nn
+
+from dlm_lens.training import weighted_cross_entropy
+
+N, WIDTH, VOCABULARY = 37, 8, 50
+
+
+def problem() -> tuple[torch.Tensor, nn.Linear, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    targets, weights = torch.randint(0, VOCABULARY, (N,)), torch.rand(N) * 3
+    return torch.randn(N, WIDTH, requires_grad=True), head, targets, weights
+
+
+def gradients64(states: torch.Tensor, head: nn.Linear, targets: torch.Tensor, weights: torch.Tensor) -> tuple:
+    """d/dz of w (logsumexp z - z_y) is w (softmax z - e_y), here in float64 by hand."""
+    x, kernel, factor = states.detach().double(), head.weight.detach().double(), weights.double()[:, None]
+    logits = x @ kernel.T
+    p = torch.exp(logits - logits.max(1, keepdim=True).values)
+    p = p / p.sum(1, keepdim=True)
+    loss = -(factor[:, 0] * p[torch.arange(N), targets].log()).sum()
+    slope = factor * (p - torch.eye(VOCABULARY).double()[targets])
+    return loss, slope @ kernel, slope.T @ x
+
+
+@pytest.mark.parametrize("elements", [VOCABULARY, 7 * VOCABULARY, 10**6])
+@pytest.mark.parametrize("plain", [True, False])
+def test_loss_and_gradients(elements: int, plain: bool) -> None:
+    states, head, targets, weights = problem()
+    wanted = gradients64(states, head, targets, weights)
+    if not plain:
+        head.register_forward_hook(lambda module, args, output: None)  # a watched head runs as a module
+    loss = weighted_cross_entropy(states, head, targets, weights, elements)
+    (2.5 * loss).backward()
+    # float32 against float64.
+    torch.testing.assert_close(loss.double(), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states.grad.double() / 2.5, wanted[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.weight.grad.double() / 2.5, wanted[2], rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_float32_gradients() -> None:
+    states, head, targets, weights = problem()
+    wanted = gradients64(states, head, targets, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = weighted_cross_entropy(states, head, targets, weights, 5 * VOCABULARY)
+    loss.backward()
+    assert head.weight.grad.dtype == torch.float32
+    error = float((head.weight.grad.double() - wanted[2]).norm() / wanted[2].norm())
+    assert 1e-4 < error < 2e-2  # bfloat16 has 8 bits
+
+
+def test_nothing_masked_is_a_loss_of_zero_with_gradients() -> None:
+    states, head, targets, weights = problem()
+    loss = weighted_cross_entropy(states[:0], head, targets[:0], weights[:0])
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert torch.equal(head.weight.grad, torch.zeros_like(head.weight))
+
+
+def test_no_more_logits_than_asked_for_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, head, targets, weights = problem()
+    sizes = []
+    whole = torch.Tensor.logsumexp
+
+    def watched(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        sizes.append(self.numel())
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "logsumexp", watched)
+    weighted_cross_entropy(states, head, targets, weights, 4 * VOCABULARY)
+    assert max(sizes) == 4 * VOCABULARY
+    assert sum(sizes) == N * VOCABULARY

@@ -1,0 +1,127 @@
+"""Sink statistics of a probe against patterns and values taken by hand, and their picture."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_lens.testing import tiny
+from dlm_lens.training import Example, MaskedDiffusion, probe_batch, sink_statistics
+from dlm_lens.training.probing import LEVELS
+from dlm_lens.viz import sink_emergence
+from tests.reference import forward64
+
+
+class Place:
+    length, padding = 14, 61
+
+
+def batch_of(model):
+    generator = torch.Generator().manual_seed(0)
+    examples = [Example(torch.randint(0, 60, (size,), generator=generator)) for size in (14, 11)]
+    return probe_batch(examples, MaskedDiffusion().for_model(model, 8), Place)
+
+
+@pytest.mark.parametrize(("count", "place"), [(0, "front"), (1, "front"), (2, "end")])
+def test_statistics_are_those_of_the_patterns(count: int, place: str) -> None:
+    model = tiny("sink_qwen", num_sinks=count, sink_placement=place)
+    batch = batch_of(model)
+    found = sink_statistics(model, batch)
+    shares, tops, norms, others, mains, learned, canvas = [], [], [], [], [], [], []
+    for level in range(len(LEVELS)):
+        for row, size in enumerate((14, 11)):
+            kept = forward64(model, batch.canvases[level, row : row + 1, :size])
+            where = torch.arange(size) + (count if place == "front" else 0)
+            own = torch.arange(count) + (0 if place == "front" else size)
+            for layer in range(2):
+                for head in range(4):
+                    pattern = kept[f"pattern{layer}"][0, head][where]  # the canvas's queries
+                    received = torch.cat([pattern[:, where].sum(0), pattern[:, own].sum(0)]) / size
+                    v = kept[f"v{layer}"][0, :, head // 2]
+                    norm = torch.cat([v[where].norm(dim=-1), v[own].norm(dim=-1)])
+                    top = int(received.argmax())
+                    masked = batch.masked[level, row, :size]
+                    alike = [
+                        i for i in range(size) if i != top and (top >= size or bool(masked[i]) == bool(masked[top]))
+                    ]
+                    learned.append((layer, float(norm[size:].mean())))
+                    canvas.append((layer, float(norm[:size].mean())))
+                    shares.append((layer, float(received[size:].sum())))
+                    tops.append((layer, float(received[top])))
+                    norms.append((layer, float(norm[top])))
+                    others.append((layer, float(norm[alike].mean()) if alike else math.nan))
+                    mains.append(top)
+    checked = [("main_share", tops), ("sink_norm", norms), ("other_norm", others), ("canvas_norm", canvas)]
+    for name, values in checked + ([("learned_norm", learned)] if count else []):
+        for layer in range(2):
+            expected = np.nanmean([value for at, value in values if at == layer])
+            assert float(getattr(found, name)[layer]) == pytest.approx(expected, rel=1e-4), name
+    assert found.main.flatten().tolist() == mains
+    assert found.learned is (count > 0)
+    for layer in range(2):
+        if count:
+            expected = np.mean([value for at, value in shares if at == layer])
+            assert float(found.learned_share[layer]) == pytest.approx(expected, rel=1e-4)
+    first, last = np.array(mains).reshape(3, -1)[[0, -1]]
+    assert found.moved() == pytest.approx(float((first != last).mean()))
+
+
+def test_a_planted_sink_is_found() -> None:
+    """Keys of the sink token are made to fit every query; its values are zero."""
+    model = tiny("sink_qwen", num_sinks=1, zero_sink_value=True)
+    for layer in model.model.layers:
+        layer.self_attn.hook_scores.register_forward_hook(
+            lambda module, args, scores: scores.clone().index_fill_(-1, torch.tensor([0]), 50.0)
+        )
+    found = sink_statistics(model, batch_of(model)).metrics()
+    assert found["sink/learned_share"] == pytest.approx(1.0, abs=1e-4)
+    assert found["sink/moved"] == 0.0
+    assert found["sink/value_norm"] == 0.0
+    assert found["sink_share/layer_01"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_masks_of_the_probe_are_nested_and_fixed() -> None:
+    model = tiny("sink_qwen")
+    batch, again = batch_of(model), batch_of(model)
+    assert torch.equal(batch.canvases, again.canvases)
+    assert bool((batch.masked[1] <= batch.masked[0]).all())
+    assert bool((batch.masked[2] <= batch.masked[1]).all())
+    assert batch.masked.flatten(1).sum(1).tolist() == sorted(batch.masked.flatten(1).sum(1).tolist(), reverse=True)
+    assert bool((batch.canvases[batch.masked] == 63).all())
+    assert not bool((batch.masked & ~batch.visible).any())
+
+
+def history(learned: bool = True) -> list[dict]:
+    entries: list[dict] = []
+    for step in (0, 10, 20):
+        entries.append(
+            {"step": step, "sink/main_share": 0.1 + step / 100, "sink/moved": 0.5, "sink/value_norm_ratio": 0.9}
+            | ({"sink/learned_share": 0.1} if learned else {})
+            | ({"sink/changed": 0.25} if step else {})
+            | {f"sink_share/layer_{layer:02d}": layer / 10 + step / 100 for layer in range(3)}
+        )
+        entries.append({"step": step + 1, "loss": 3.0 - step / 10})
+    return entries
+
+
+def test_the_picture_holds_the_numbers() -> None:
+    figure = sink_emergence(history())
+    share, norm, moves, loss = [axis for axis in figure.axes if axis.get_gid() == "emergence"]
+    assert [line.get_ydata().tolist() for line in share.get_lines()] == [
+        pytest.approx([layer / 10, layer / 10 + 0.1, layer / 10 + 0.2]) for layer in range(3)
+    ]
+    assert norm.get_lines()[0].get_ydata().tolist() == [0.9] * 3
+    assert moves.get_lines()[1].get_xdata().tolist() == [10, 20]
+    assert loss.get_lines()[0].get_xydata().tolist() == [[1, 3], [11, 2], [21, 1]]
+    assert "learned" in share.get_title()
+    assert "receives most" in sink_emergence(history(learned=False)).axes[0].get_title()
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def test_a_history_without_probes_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="train with probe_steps above 0"):
+        sink_emergence([{"step": 1, "loss": 2.0}])
+    with pytest.raises(FileNotFoundError, match=r"trainer_state\.json is not there"):
+        sink_emergence(tmp_path)

@@ -1,0 +1,163 @@
+from itertools import islice
+
+import pytest
+import torch
+
+from dlm_lens.testing import tiny
+from dlm_lens.training import Batching, BatchStream, DataSettings, Example, MaskedDiffusion, RowSource
+from dlm_lens.training.data import build_source, read_dataset
+from dlm_lens.training.sources import PackedSource
+
+TOKENIZER = tiny("sink_qwen").tokenizer
+EOS = TOKENIZER.eos_token_id
+TEXTS = [{"text": " ".join(f"w{(3 * i + j) % 50}" for j in range(3 + 5 * (i % 4)))} for i in range(11)]
+
+
+class Stream:
+    """A dataset that is read in order and has no length."""
+
+    column_names = ("text",)
+
+    def __iter__(self):
+        return iter(TEXTS)
+
+
+def built(source, number: int, cursor=None) -> list[torch.Tensor]:
+    return [build().tokens for build, _ in islice(source.read(cursor, 0), number)]
+
+
+def encoded(row: dict) -> list[int]:
+    return [*TOKENIZER(row["text"], add_special_tokens=False)["input_ids"], EOS]
+
+
+def test_a_stream_is_its_documents_one_behind_the_other() -> None:
+    source = build_source(Stream(), DataSettings(length=8), TOKENIZER)
+    everything = [token for row in TEXTS for token in encoded(row)]
+    number = 2 * len(everything) // 8
+    expected = (everything * 2)[: 8 * number]
+    assert torch.cat(built(source, number)).tolist() == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_reading_goes_on_at_every_cursor(stream: bool) -> None:
+    source = build_source(Stream() if stream else TEXTS, DataSettings(length=7), TOKENIZER)
+    read = list(islice(source.read(None, 5), 40))
+    for place in range(40):
+        rest = list(islice(source.read(read[place][1], 5), 39 - place))
+        for (here, _), (there, _) in zip(rest, read[place + 1 :], strict=True):
+            assert torch.equal(here().tokens, there().tokens)
+
+
+def test_reading_goes_on_without_encoding_what_lies_before() -> None:
+    seen = []
+
+    def encode(text: str) -> list[int]:
+        seen.append(text)
+        return encoded({"text": text})
+
+    def documents(epoch: int, skipped: int):
+        return (row["text"] for row in TEXTS[skipped:])
+
+    source = PackedSource(documents, encode, 8)
+    cursor = list(islice(source.read(None, 0), 9))[-1][1]
+    seen.clear()
+    next(iter(source.read(cursor, 0)))
+    assert len(seen) <= 3
+
+
+def test_rows_come_once_per_epoch_in_an_order_of_the_seed() -> None:
+    source = RowSource(list(range(10)), lambda row: Example(torch.tensor([row, row])), 2)
+    rows = [int(tokens[0]) for tokens in built(source, 30)]
+    for epoch in range(3):
+        assert sorted(rows[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert rows[:10] != rows[10:20]
+    other = [int(build().tokens[0]) for build, _ in islice(source.read(None, 1), 10)]
+    assert other != rows[:10]
+
+
+def test_isolated_documents_know_their_borders_and_begin_with_what_is_never_masked() -> None:
+    settings = DataSettings(length=20, packing="isolated", bos=True)
+    source = build_source(Stream(), settings, TOKENIZER)
+    example = next(iter(source.read(None, 0)))[0]()
+    begins = [0] + [i for i in range(1, 20) if example.documents[i] != example.documents[i - 1]]
+    assert len(begins) >= 2
+    # The tokenizer has no beginning of text, so its end serves; a document is begin, text, end.
+    assert example.unmasked.nonzero().flatten().tolist() == begins
+    assert example.tokens[begins].tolist() == [EOS] * len(begins)
+    assert all(int(example.tokens[i - 1]) == EOS for i in begins[1:])
+
+
+def test_fine_tuning_rows_are_prompt_answer_and_ends() -> None:
+    settings = DataSettings(length=12, prompt_column="q", answer_column="a", streaming=False)
+    source = build_source([{"q": "w1 w2 w3", "a": "w4 w5"}], settings, TOKENIZER)
+    (tokens,) = built(source, 1)
+    assert tokens.tolist() == [1, 2, 3, 4, 5] + [EOS] * 7
+    example = next(iter(source.read(None, 0)))[0]()
+    assert example.prompt_length == 3
+
+
+def flat(stream: BatchStream, batches: int) -> list[torch.Tensor]:
+    held = list(islice(iter(stream), batches))
+    return [row for batch in held for row in batch["input_ids"]]
+
+
+def test_any_division_of_a_batch_sees_the_same_samples_and_noise() -> None:
+    source = build_source(TEXTS, DataSettings(length=9), TOKENIZER)
+    objective = MaskedDiffusion(mask_token_id=63, logit_shift=False, random_length_share=0.3)
+    whole = flat(BatchStream(source, objective, Batching(8, 8), 0), 3)
+    small = flat(BatchStream(source, objective, Batching(8, 2), 0), 12)
+    assert all(torch.equal(a, b) for a, b in zip(whole, small, strict=True))
+    ranks = [flat(BatchStream(source, objective, Batching(8, 2, 2, rank), 0), 6) for rank in range(2)]
+    dealt = [row for i in range(6) for rank in range(2) for row in ranks[rank][2 * i : 2 * i + 2]]
+    assert all(torch.equal(a, b) for a, b in zip(whole, dealt, strict=True))
+
+
+def test_a_stream_of_batches_goes_on_at_a_step() -> None:
+    source = build_source(Stream(), DataSettings(length=9), TOKENIZER)
+    objective = MaskedDiffusion(mask_token_id=63, logit_shift=False)
+    batches = list(islice(iter(BatchStream(source, objective, Batching(4, 2), 0)), 8))
+    assert [("cursor" in batch) for batch in batches] == [False, True] * 4
+    later = BatchStream(source, objective, Batching(4, 2), 0, step=3, cursor=batches[5]["cursor"])
+    for here, there in zip(islice(iter(later), 2), batches[6:], strict=True):
+        assert torch.equal(here["input_ids"], there["input_ids"])
+        assert torch.equal(here["targets"], there["targets"])
+
+
+def test_files_are_read_as_datasets(tmp_path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "w1 w2"}\n{"text": "w3"}\n')
+    streamed = read_dataset(DataSettings(path=str(file)))
+    assert [row["text"] for row in streamed] == ["w1 w2", "w3"]
+    assert not hasattr(streamed, "__len__")
+    assert len(read_dataset(DataSettings(path=str(file), streaming=False))) == 2
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        read_dataset(DataSettings(path=str(tmp_path / "missing.jsonl")))
+    with pytest.raises(ValueError, match="no known ending"):
+        read_dataset(DataSettings(path=str(tmp_path)))
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'some/text'\non the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(FileNotFoundError, match=r"the dataset some/text cannot be had .* or give a local file"):
+        read_dataset(DataSettings(path="some/text"))
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="the dataset has no column 'body'; its columns are 'text'"):
+        build_source(TEXTS, DataSettings(column="body"), TOKENIZER)
+    with pytest.raises(ValueError, match="holds text and the model has no tokenizer"):
+        build_source(TEXTS, DataSettings(), None)
+    with pytest.raises(ValueError, match="training dataset is empty"):
+        RowSource([], Example, 4)
+    with pytest.raises(ValueError, match="training stream is empty"):
+        built(PackedSource(lambda epoch, skipped: iter([]), list, 4), 1)
+    with pytest.raises(ValueError, match="a multiple of 6"):
+        Batching(8, 3, 2)
+    settings = DataSettings(length=3, prompt_column="q", answer_column="a")
+    with pytest.raises(ValueError, match="a prompt of 3 tokens leaves no room"):
+        built(build_source([{"q": "w1 w2 w3", "a": "w4"}], settings, TOKENIZER), 1)
+    with pytest.raises(ValueError, match=r"set data\.streaming to false"):
+        build_source(Stream(), DataSettings(prompt_column="text", answer_column="text"), TOKENIZER)

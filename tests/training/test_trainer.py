@@ -1,0 +1,276 @@
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dlm_lens
+from dlm_lens.testing import tiny
+from dlm_lens.training import (
+    CheckpointError,
+    DataSettings,
+    MaskedDiffusion,
+    MaskedDiffusionTrainer,
+    NextToken,
+    NonFiniteLossError,
+    Optimisation,
+    TrainingSettings,
+    evaluation_loss,
+)
+from dlm_lens.training.checkpoints import checkpoints, read_run
+from dlm_lens.training.optimization import learning_rate
+from tests.training.job import ROWS, STEPS, job, losses
+
+ROOT = Path(__file__).parents[2]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> MaskedDiffusionTrainer:
+    trainer = job(tmp_path_factory.mktemp("unbroken"), save_steps=2)
+    trainer.train()
+    return trainer
+
+
+def test_the_loss_of_the_first_step_is_the_objective(unbroken: MaskedDiffusionTrainer, tmp_path: Path) -> None:
+    """Recomputed from the untrained model: all logits, all positions, no part of the trainer but its batch."""
+    trainer = job(tmp_path, micro_batch_size=8)
+    batch = next(iter(trainer.get_train_dataloader()))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    with torch.no_grad():
+        logits = tiny("sink_qwen", num_sinks=1)(**inputs).logits.double()
+    flat = logits.log_softmax(-1).flatten(0, 1)
+    total = -sum(
+        float(w) * float(flat[o, t])
+        for o, t, w in zip(batch["outputs"], batch["targets"], batch["weights"], strict=True)
+    )
+    assert losses(unbroken)[0] == pytest.approx(total / float(batch["count"]), rel=1e-5)
+    assert bool((batch["input_ids"].flatten()[batch["outputs"]] == 63).all())
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    trainer = job(tmp_path, steps=100, eval_dataset=ROWS, eval_steps=50, optimisation=Optimisation(rate=3e-3))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    logged = [(e["step"], e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e]
+    assert [step for step, _ in logged] == [50, 100]
+    assert logged[-1][1] < logged[0][1] < before
+    assert logged[-1][1] < 0.8 * before
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_accumulated_passes_are_one_batch(optimizer: str, tmp_path: Path) -> None:
+    settings = {"steps": 4, "optimisation": Optimisation(rate=1e-2, optimizer=optimizer)}
+    whole = job(tmp_path / "whole", micro_batch_size=8, **settings)
+    parts = job(tmp_path / "parts", micro_batch_size=1, **settings)
+    whole.train()
+    parts.train()
+    # The order of additions differs, nothing else; Muon orthogonalises in bfloat16.
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4 if optimizer == "adamw" else 2e-3)
+
+
+@pytest.mark.parametrize("how", [{"workers": 1}, {"checkpointing": True}])
+def test_batches_prepared_beside_and_recomputed_activations_change_nothing(
+    how: dict, tmp_path: Path, unbroken: MaskedDiffusionTrainer
+) -> None:
+    trainer = job(tmp_path, **how)
+    trainer.train()
+    assert losses(trainer) == pytest.approx(losses(unbroken), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same(tmp_path: Path, unbroken: MaskedDiffusionTrainer) -> None:
+    trainer = job(tmp_path, compile=True, objective=unbroken.settings.objective)
+    trainer.train()
+    # Fused operations round differently, and eight steps carry it on.
+    assert losses(trainer) == pytest.approx(losses(unbroken), rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_is_the_unbroken_one(
+    optimizer: str, tmp_path: Path, unbroken: MaskedDiffusionTrainer
+) -> None:
+    settings = {"save_steps": 3, "optimisation": Optimisation(rate=1e-2, optimizer=optimizer)}
+    whole = job(tmp_path / "whole", **settings)
+    whole.train()
+    first = job(tmp_path / "broken", **settings)
+    first.train()
+    for path in checkpoints(tmp_path / "broken")[1:]:
+        (path / "run.json").unlink()  # as if they had never been finished
+    second = job(tmp_path / "broken", **settings)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == STEPS
+    assert losses(second) == losses(whole)
+    rates = [entry["learning_rate"] for entry in second.state.log_history if "loss" in entry]
+    assert rates == pytest.approx([e["learning_rate"] for e in whole.state.log_history if "loss" in e])
+    for name, value in weights(tmp_path / "whole" / f"checkpoint-{STEPS}").items():
+        assert torch.equal(value, weights(tmp_path / "broken" / f"checkpoint-{STEPS}")[name]), name
+
+
+@pytest.mark.slow
+def test_kill_9_and_resume_is_the_unbroken_run(unbroken: MaskedDiffusionTrainer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.training.job", str(tmp_path), "save_steps=2"]
+    killed = subprocess.run([*command, "kill=5"], cwd=ROOT, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    assert json.loads((tmp_path / "losses.json").read_text()) == losses(unbroken)
+    expected = weights(Path(unbroken.settings.output) / f"checkpoint-{STEPS}")
+    for name, value in weights(tmp_path / f"checkpoint-{STEPS}").items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_checkpoint_loads_and_holds_nothing_pickled(unbroken: MaskedDiffusionTrainer) -> None:
+    path = unbroken.last_checkpoint
+    assert path is not None
+    model = dlm_lens.load(path)
+    for name, value in unbroken.model.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    assert model.tokenizer.mask_token_id == model.config.mask_token_id
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    assert read_run(path)["step"] == STEPS
+
+
+def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:
+    trainer = job(tmp_path, save_steps=1, keep=2)
+    trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{STEPS - 1}", f"checkpoint-{STEPS}"]
+
+
+def test_checkpoints_come_by_the_clock(tmp_path: Path) -> None:
+    trainer = job(tmp_path, save_minutes=1e-9)
+    trainer.train()
+    assert len(checkpoints(tmp_path)) == STEPS
+
+
+def poison(trainer: MaskedDiffusionTrainer, step: int) -> None:
+    usual = trainer.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        loss = usual(*args, **kwargs)
+        return loss * torch.nan if trainer.state.global_step == step else loss
+
+    trainer.compute_loss = compute_loss
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    trainer = job(tmp_path, save_steps=2)
+    poison(trainer, 5)
+    with pytest.raises(NonFiniteLossError, match=r"step 6: the loss is nan.*checkpoint-4"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
+    assert all(bool(value.isfinite().all()) for value in weights(tmp_path / "checkpoint-4").values())
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    trainer = job(tmp_path, save_steps=4)
+    usual = trainer.create_optimizer
+
+    def create_optimizer(*args):
+        optimizer = usual(*args)
+        step = optimizer.step
+
+        def broken(*args, **kwargs):
+            step(*args, **kwargs)
+            if trainer.state.global_step == 7:
+                trainer.model.model.norm.weight.data[0] = torch.inf
+
+        optimizer.step = broken
+        return optimizer
+
+    trainer.create_optimizer = create_optimizer
+    with pytest.raises(NonFiniteLossError, match=r"model\.norm\.weight is not finite"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("place", ["model", "moments", "record"])
+def test_a_full_disk_leaves_the_checkpoint_before(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = job(tmp_path, save_steps=4)
+    names = {
+        "model": ("transformers.modeling_utils", "safe_save_file"),
+        "moments": ("dlm_lens.training.saving", "save_file"),
+        "record": ("dlm_lens.training.checkpoints", "_flush"),
+    }
+    module, name = names[place]
+    usual = getattr(sys.modules[module], name)
+
+    def full(*args, **kwargs):
+        if trainer.state.global_step > 4:
+            raise OSError(28, "No space left on device")
+        return usual(*args, **kwargs)
+
+    monkeypatch.setattr(f"{module}.{name}", full)
+    with pytest.raises(CheckpointError, match=r"step 8: .*No space left on device.*checkpoint-4, is whole"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    dlm_lens.load(tmp_path / "checkpoint-4")
+
+
+def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTrainer) -> None:
+    directory = Path(unbroken.settings.output)
+    other = job(
+        directory, objective=MaskedDiffusion(floor=0.5, low_discrepancy=True, random_length_share=0.2), seed=3
+    )
+    with pytest.raises(ValueError, match=r"objective\.floor was 0\.001 and is 0\.5; seed was 0 and is 3"):
+        other.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="is there already"):
+        job(directory).train()
+    # How a batch is divided does not change what is learned.
+    again = job(directory, micro_batch_size=2)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == STEPS
+
+
+def test_budgets() -> None:
+    settings = TrainingSettings(tokens=30e9, data=DataSettings(length=2048))
+    assert settings.total_steps() == 28610  # 30e9 / (512 * 2048)
+    with pytest.raises(ValueError, match=r"budget of 1,000,000 tokens is smaller than one batch of 512"):
+        replace(settings, tokens=1e6).total_steps()
+    with pytest.raises(ValueError, match="tokens and steps says how long"):
+        TrainingSettings(tokens=1e6, steps=3)
+    with pytest.raises(ValueError, match="nothing says how long"):
+        TrainingSettings()
+    assert TrainingSettings(epochs=10, batch_size=256).total_steps(769_240) == 30_048
+    with pytest.raises(ValueError, match="epochs needs a dataset of known size"):
+        TrainingSettings(epochs=1).total_steps()
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_least() -> None:
+    settings = Optimisation(rate=1e-4, min_rate=1e-5, warm_up=0.01)
+    rates = [learning_rate(step, 1000, settings) for step in range(1001)]
+    assert rates[0] == pytest.approx(1e-5)
+    assert max(rates) == rates[10] == pytest.approx(1e-4)
+    assert rates[505] == pytest.approx(5.5e-5)
+    assert rates[1000] == pytest.approx(1e-5)
+
+
+def test_an_autoregressive_baseline_trains_on_the_same_rows(tmp_path: Path) -> None:
+    trainer = job(tmp_path, family="causal", objective=NextToken(), steps=60)
+    trainer.train()
+    assert losses(trainer)[-1] < 0.8 * losses(trainer)[0]
+
+
+def test_the_evaluation_loss_is_the_same_every_time_and_close_to_many_masks(tmp_path: Path) -> None:
+    trainer = job(tmp_path)
+    model = tiny("sink_qwen", num_sinks=1)
+    settings = {"length": 12, "batch_size": 5}
+    examples = trainer.probe() * 4
+    objective = replace(trainer.objective, random_length_share=0.0, group=8)
+    first = evaluation_loss(model, examples, objective, samples=8, seed=1, **settings)
+    torch.manual_seed(99)
+    assert evaluation_loss(model, examples, objective, samples=8, seed=1, **settings) == first
+    repeats = [evaluation_loss(model, examples, objective, samples=8, seed=s, **settings) for s in range(2, 12)]
+    mean, spread = sum(repeats) / 10, torch.tensor(repeats).std()
+    assert abs(first - mean) < 4 * float(spread)
+    assert not model.training
