@@ -1,0 +1,236 @@
+"""`dlm-lens sinks`, `norms` and `lens`: tables of a recording, as text or JSON."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dlm_lens.recording import Recording
+    from dlm_lens.sinks import Sinks
+
+RECORDING = typer.Argument(help="Directory of a recording (dlm-lens record, or record(..., to=)).")
+DETECTOR = typer.Option(
+    help="above-mean[:EPS], above-std[:K], share[:X], mean-attention[:X], soft-sigmoid, top-k[:K], "
+    "above-median[:TIMES], low-key-norm[:BELOW]."
+)
+EPS = typer.Option(help="eps of above-mean (2510.15731, Eq. 3); the same as above-mean:EPS.")
+LEVEL = typer.Option(help="head, layer (mean pattern over heads) or model.")
+QUERIES = typer.Option(help="all, masked, unmasked, prompt or block, as recorded.")
+JSON = typer.Option("--json", help="Print JSON instead of tables.")
+
+
+def sinks_command(
+    recording: Annotated[Path, RECORDING],
+    detector: Annotated[str, DETECTOR] = "above-mean",
+    eps: Annotated[float | None, EPS] = None,
+    level: Annotated[str, LEVEL] = "head",
+    queries: Annotated[str, QUERIES] = "all",
+    top: Annotated[int, typer.Option(help="How many sinks to list, strongest first.")] = 20,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Find the attention sinks of a recording: how many per layer, and the strongest ones."""
+    found = sinks_of(read(recording), detector, eps, level, queries)
+    by_layer = per_layer(found)
+    show(as_json, {"rule": found.rule, "found": repr(found)}, {"layers": by_layer, "sinks": found.table(top)})
+
+
+def norms_command(
+    recording: Annotated[Path, RECORDING],
+    detector: Annotated[str, DETECTOR] = "above-mean",
+    eps: Annotated[float | None, EPS] = None,
+    level: Annotated[str, typer.Option(help="head (2601.19657, Eq. 15) or layer (Eq. 16).")] = "head",
+    learned: Annotated[bool, typer.Option(help="Judge the learned sink tokens instead of detected sinks.")] = False,
+    alike: Annotated[str, typer.Option(help="any, or masked: compare with tokens masked as the sink is.")] = "any",
+    samples: Annotated[int, typer.Option(help="Pairs of a sink and another token.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Do sinks have short values? Needs a recording with --reducer value-norm, and received for shares."""
+    from dlm_lens.probes.norms import value_norms
+
+    rec = read(recording)
+    sinks: Any = "learned" if learned else sinks_of(rec, detector, eps, level, "all")
+    norms = value_norms(rec, sinks, samples=samples, alike=alike, seed=seed)  # type: ignore[arg-type]
+    about = {"rule": norms.rule, "norm": norms.formula, "pairs": len(norms.sink), "found": norms.found}
+    show(as_json, {**about, "alike": alike, "seed": seed}, {"measures": norms.table(), "layers": norms.profile})
+
+
+def lens_command(
+    recording: Annotated[Path, RECORDING],
+    model: Annotated[
+        str | None, typer.Option(help="The recording's model; the one that it names by default.")
+    ] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="Canvas positions such as 3,-1; the sinks by default.")
+    ] = None,
+    detector: Annotated[str, DETECTOR] = "above-mean",
+    eps: Annotated[float | None, EPS] = None,
+    level: Annotated[str, LEVEL] = "head",
+    steps: Annotated[str | None, typer.Option(help="Steps such as 0,16,-1; all by default.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers such as 0,5,-1; all by default.")] = None,
+    top: Annotated[int, typer.Option(help="How many tokens to name.")] = 3,
+    lines: Annotated[int, typer.Option(help="How many positions to list, of the last layer read.")] = 20,
+    tuned: Annotated[Path | None, typer.Option(help="A tuned lens of this model (train_tuned_lens).")] = None,
+    hooks: Annotated[
+        str, typer.Option(help='Say what hooks change, such as "mask_sinks(above_mean(3), top=5)".')
+    ] = "",
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, auto, cpu.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the model: bfloat16, float32, ...; its own by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the controls beside the sinks.")] = 0,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Read what each layer says at the sinks (or at positions) of a recording: the logit lens, step by step."""
+    from dlm_lens.adapters import load
+    from dlm_lens.hooks import parse_hooks
+    from dlm_lens.probes.lens import logit_lens
+    from dlm_lens.probes.tuned import TunedLens
+
+    rec = read(recording)
+    sinks = sinks_of(rec, detector, eps, level, "all") if positions is None else None
+    wanted = sinks if sinks is not None else _integers(positions, "--positions")
+    chosen: dict[str, Any] = {"steps": _integers(steps, "--steps"), "layers": _integers(layers, "--layers")}
+    parsed = parse_hooks(hooks) if hooks else ()
+    network = load(model or rec.model, dtype=dtype, device_map=device)
+    if network.tokenizer is not None:
+        rec = replace(rec, run=replace(rec.run, tokenizer=network.tokenizer))
+    lens = logit_lens(
+        network,
+        rec.run,
+        wanted,
+        **chosen,
+        top=top,
+        hooks=parsed,
+        tuned=None if tuned is None else TunedLens.load(tuned, network),
+        seed=seed,
+    )
+    if not len(lens.step):
+        raise ValueError("there is nothing to read: no such sink or position in these steps; lower the threshold")
+    listed = lens.table(lens.layers[-1]).head(lines)
+    about = {"lens": lens.lens, "rule": "positions" if sinks is None else sinks.rule, "hooks": list(lens.hooks)}
+    show(as_json, about, {"layers": lens.summary(), "entries": listed})
+
+
+def read(path: Path) -> "Recording":
+    """A recording whose token ids have the texts that it stores."""
+    from dlm_lens.recording import Recording
+
+    rec = Recording.load(path)
+    run = rec.run if rec.run.tokenizer is not None else replace(rec.run, tokenizer=Words(rec.words))
+    return replace(rec, run=run)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Decodes the token ids of a recording without its tokenizer."""
+
+    known: Mapping[int, str]
+
+    def decode(self, ids: Any, **settings: Any) -> str:
+        """The stored texts, "<id>" for others."""
+        return " ".join(self.known.get(int(i), f"<{int(i)}>") for i in ids)
+
+
+def sinks_of(rec: "Recording", detector: str, eps: float | None, level: str, queries: str) -> "Sinks":
+    """What the options say."""
+    from dlm_lens.sinks import find_sinks, received_of
+
+    rule = detector_of(detector, eps)
+    if getattr(rule, "quantity", "") in ("max activation", "key norm"):
+        return find_sinks(rec, rule, level=level)  # type: ignore[arg-type]
+    return find_sinks(received_of(rec, queries), rule, level=level)  # type: ignore[arg-type]
+
+
+def detector_of(text: str, eps: float | None = None) -> Any:
+    """The detector that an option names.
+
+    Raises:
+        ValueError: no such detector, or a setting that it does not take.
+    """
+    from dlm_lens import sinks as s
+
+    known: Mapping[str, Callable[..., Any]] = {
+        "above-mean": s.AboveMean,
+        "above-std": s.AboveStd,
+        "share": s.Share,
+        "mean-attention": s.MeanAttention,
+        "soft-sigmoid": s.SoftSigmoid,
+        "top-k": s.TopK,
+        "above-median": s.AboveMedian,
+        "low-key-norm": s.LowKeyNorm,
+    }
+    name, _, given = text.partition(":")
+    if name not in known:
+        raise ValueError(f"--detector {text!r}: there are {', '.join(known)}")
+    if eps is not None and (name != "above-mean" or given):
+        raise ValueError(f"--eps {eps} is above-mean's, not that of --detector {text}")
+    if not given:
+        return s.AboveMean(eps) if eps is not None else s.TopK(5) if name == "top-k" else known[name]()
+    try:
+        return known[name](int(given) if name == "top-k" else float(given))
+    except ValueError as error:
+        raise ValueError(f"--detector {text!r}: {error}") from None
+
+
+def per_layer(found: "Sinks") -> "pd.DataFrame":
+    """Per layer: sinks in a pattern, share of patterns with one, how often the next step keeps the main one."""
+    import pandas as pd
+
+    if "layer" not in found.dims:
+        return pd.DataFrame([{"layer": "all", **_counts(found.is_sink, found.main(), found.dims)}])
+    axis = found.dims.index("layer")
+    main, dims = found.main(), tuple(name for name in found.dims if name != "layer")
+    lines = [
+        {"layer": layer, **_counts(found.is_sink.select(axis, i), main.select(axis, i), dims)}
+        for i, layer in enumerate(found.layers)
+    ]
+    return pd.DataFrame(lines)
+
+
+def _counts(is_sink: Any, main: Any, dims: tuple[str, ...]) -> dict[str, float | int]:
+    line: dict[str, float | int] = {
+        "sinks": int(is_sink.sum()),
+        "sinks_per_pattern": float(is_sink.sum(-1).float().mean()),
+    }
+    line["patterns_with_sink"] = float(is_sink.any(-1).float().mean())
+    if dims[0] == "step" and len(main) > 1:
+        both = (main[1:] >= 0) & (main[:-1] >= 0)
+        line["main_sink_stays"] = (
+            float((main[1:] == main[:-1])[both].float().mean()) if bool(both.any()) else float("nan")
+        )
+    return line
+
+
+def show(as_json: bool, about: Mapping[str, Any], tables: Mapping[str, "pd.DataFrame"]) -> None:
+    """Print everything, as JSON without NaN or as text."""
+    if as_json:
+        found = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+        typer.echo(json.dumps({**about, **found}, ensure_ascii=False, indent=1))
+        return
+    for name, value in about.items():
+        typer.echo(f"{name}: {value}")
+    for name, table in tables.items():
+        typer.echo(f"\n{name}")
+        typer.echo(_unmeasured(table).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+
+
+def _unmeasured(table: "pd.DataFrame") -> "pd.DataFrame":
+    """Without columns in which nothing is known, and without those that say the same in every line."""
+    repeated = [name for name in ("scale", "level") if name in table]
+    return table.dropna(axis=1, how="all").drop(columns=repeated, errors="ignore")
+
+
+def _integers(text: str | None, owner: str) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{owner} takes whole numbers with commas between them, got {text!r}") from None

@@ -1,0 +1,95 @@
+"""`region_flow`: which regions attention comes from and goes to, over the steps of a run."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.probes.intervals import estimate, mean_of
+from dlm_lens.recording import Recording
+
+
+@dataclass(frozen=True, eq=False)
+class RegionFlow:
+    """Share of its attention that a query of one region puts on each region of keys, at every step.
+
+    Args:
+        mass: mean over the queries of a region and over heads; NaN where a region has no queries.
+        steps: index of each step in the run.
+        layers: index of each layer in the model.
+        query_regions: names along the axis.
+        key_regions: names along the axis; those of keys overlap, except self, past, future and learned sinks.
+        seed: of the intervals.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    mass: Float[Tensor, "step batch layer query_region key_region"]
+    steps: tuple[int, ...]
+    layers: tuple[int, ...]
+    query_regions: tuple[str, ...]
+    key_regions: tuple[str, ...]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        steps, _, *rest = self.mass.shape
+        wanted = [len(self.layers), len(self.query_regions), len(self.key_regions)]
+        if steps != len(self.steps) or rest != wanted:
+            raise ValueError(
+                f"RegionFlow.mass has shape {list(self.mass.shape)}, not {[len(self.steps), '...', *wanted]}"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"RegionFlow({len(self.steps)} steps, {len(self.layers)} layers; from {', '.join(self.query_regions)})"
+        )
+
+    def table(self, layer: int | None = None) -> pd.DataFrame:
+        """One line per step and pair of regions: mean over layers and prompts, with its interval over prompts.
+
+        Args:
+            layer: only this one.
+
+        Raises:
+            ValueError: a layer that was not recorded.
+        """
+        if layer is not None and layer not in self.layers:
+            raise ValueError(f"layer {layer} was not recorded; there are {self.layers}")
+        kept = slice(None) if layer is None else [self.layers.index(layer)]
+        mass = self.mass[:, :, kept].double().nanmean(2)
+        lines = []
+        for place, step in enumerate(self.steps):
+            for i, query in enumerate(self.query_regions):
+                for j, key in enumerate(self.key_regions):
+                    values = mass[place, :, i, j]
+                    known = values.isfinite()
+                    if not bool(known.any()):
+                        continue
+                    e = estimate(torch.stack([values.nan_to_num(), known.double()], -1), mean_of, seed=self.seed)
+                    line = {"step": step, "queries": query, "keys": key}
+                    lines.append({**line, "mass": e.value, "low": e.low, "high": e.high, "prompts": e.prompts})
+        return pd.DataFrame(lines)
+
+
+def region_flow(recording: Recording, *, seed: int = 0) -> RegionFlow:
+    """Flow of attention between regions over the steps, out of a recording with RegionMass, mean over heads.
+
+    Raises:
+        ValueError: RegionMass was not recorded.
+    """
+    if "region_mass" not in recording.specs:
+        raise ValueError(
+            "this recording has no region_mass; record with RegionMass(), or RegionMass(sinks=detector)"
+        )
+    labels = recording.specs["region_mass"].labels
+    return RegionFlow(
+        mass=recording.region_mass.mean(3),
+        steps=recording.steps,
+        layers=recording.layers,
+        query_regions=tuple(labels["query_region"]),
+        key_regions=tuple(labels["key_region"]),
+        seed=seed,
+    )

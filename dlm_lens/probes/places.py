@@ -1,0 +1,124 @@
+"""Which positions a lens reads: given ones, or sinks over their life with controls beside them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import Sinks
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Positions of a run, one entry each.
+
+    Args:
+        step: of the entry.
+        batch: its row.
+        position: on the canvas; learned sink tokens stand behind it.
+        sink: False for a control, and for positions that are no sinks.
+        sink_layer: in which of the layers it is a sink, in any head.
+    """
+
+    step: Int[Tensor, "entry"]
+    batch: Int[Tensor, "entry"]
+    position: Int[Tensor, "entry"]
+    sink: Bool[Tensor, "entry"]
+    sink_layer: Bool[Tensor, "entry layer"]
+
+
+def places_of(
+    run: Denoised,
+    positions: Sinks | Sequence[int] | None,
+    steps: Sequence[int],
+    layers: tuple[int, ...],
+    learned: int,
+    controls: bool,
+    seed: int,
+) -> Places:
+    """The entries to read, in the order of steps, rows and positions; controls stand behind all sinks.
+
+    Raises:
+        ValueError: a position that is not there, or sinks of another run.
+    """
+    if isinstance(positions, Sinks):
+        return _of_sinks(run, positions, steps, layers, controls, seed)
+    canvas = run.tokens.shape[1]
+    chosen = range(canvas + learned) if positions is None else list(positions)
+    for position in chosen:
+        if not -canvas <= position < canvas + learned:
+            raise ValueError(
+                f"position {position}: canvas positions go from 0 to {canvas - 1}, or from -{canvas} to -1"
+                + (f", and the learned sink tokens' up to {canvas + learned - 1}" if learned else "")
+            )
+    wanted = torch.zeros(len(steps), len(run.tokens), canvas + learned, dtype=torch.bool)
+    wanted[..., [p % canvas if p < 0 else p for p in chosen]] = True
+    wanted &= _content(run, learned)
+    return _entries(wanted, steps, torch.zeros(*wanted.shape[:2], len(layers), wanted.shape[2], dtype=torch.bool))
+
+
+def _of_sinks(
+    run: Denoised, sinks: Sinks, steps: Sequence[int], layers: tuple[int, ...], controls: bool, seed: int
+) -> Places:
+    if sinks.dims[:2] != ("step", "batch") or sinks.is_sink.shape[:2] != run.selected.shape[:2]:
+        raise ValueError(
+            f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; a run of {run.steps} steps and "
+            f"{len(run.tokens)} rows asks for sinks of this run, found at every step"
+        )
+    found = sinks.is_sink[list(steps)]
+    if "head" in sinks.dims:
+        found = found.any(-2)
+    if "layer" in sinks.dims:
+        none = torch.zeros_like(found[:, :, 0])
+        where = [sinks.layers.index(layer) if layer in sinks.layers else None for layer in layers]
+        by_layer = torch.stack([none if i is None else found[:, :, i] for i in where], 2)
+        anywhere, found = found.any(2), by_layer.any(2)
+    else:
+        anywhere = found
+        by_layer = found[:, :, None].expand(-1, -1, len(layers), -1)
+    entries = _entries(found, steps, by_layer)
+    if not controls:
+        return entries
+    chosen = _controls(run, found, anywhere, steps, seed)
+    others = _entries(chosen, steps, torch.zeros_like(by_layer))
+    sinks_first = {
+        name: torch.cat([getattr(entries, name), getattr(others, name)])
+        for name in ("step", "batch", "position", "sink_layer")
+    }
+    return Places(**sinks_first, sink=torch.arange(len(entries.step) + len(others.step)) < len(entries.step))
+
+
+def _controls(
+    run: Denoised,
+    found: Bool[Tensor, "step batch key"],
+    anywhere: Bool[Tensor, "step batch key"],
+    steps: Sequence[int],
+    seed: int,
+) -> Bool[Tensor, "step batch key"]:
+    """As many positions that are a sink in no layer, masked and visible ones apart, at every step in every row."""
+    canvas = run.tokens.shape[1]
+    masked, chosen = run.masked[list(steps)], torch.zeros_like(found)
+    numbers = torch.rand(masked.shape, generator=torch.Generator().manual_seed(seed))
+    content = _content(run, 0).expand(masked.shape)
+    if run.settings.get("sampler") == "causal":
+        content, masked = content & ~masked, torch.zeros_like(masked)
+    for kind in (masked, ~masked):
+        count = (found[..., :canvas] & kind).sum(-1, keepdim=True)
+        free = kind & content & ~anywhere[..., :canvas]
+        order = numbers.masked_fill(~free, -1.0).argsort(-1, descending=True)
+        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(canvas).expand_as(order))
+        chosen[..., :canvas] |= free & (rank < count)
+    return chosen
+
+
+def _entries(wanted: Tensor, steps: Sequence[int], by_layer: Bool[Tensor, "step batch layer key"]) -> Places:
+    place, batch, position = wanted.nonzero(as_tuple=True)
+    sink_layer = by_layer[place, batch, :, position]
+    return Places(torch.tensor(list(steps))[place], batch, position, sink_layer.any(-1), sink_layer)
+
+
+def _content(run: Denoised, learned: int) -> Bool[Tensor, "batch key"]:
+    return torch.nn.functional.pad(run.attention_mask.byte(), (0, learned), value=1).bool()

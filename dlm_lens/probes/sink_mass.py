@@ -1,0 +1,93 @@
+"""Reducers per query: how much of its attention goes to known sinks, and how much it could mix at most."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dlm_lens.recording import LayerStep
+from dlm_lens.sinks import Sinks
+
+QUERIES = ("step", "batch", "layer", "head", "query")
+
+
+@dataclass(frozen=True, eq=False)
+class SinkMass:
+    """Share of every query's attention that goes to the sinks of its pattern, m_i = sum_{j in sinks} A_ij.
+
+    Args:
+        sinks: known sinks of the same prompts and steps, at level "head" or "layer"; sinks of a layer are those of
+            all of its heads.
+
+    Raises:
+        ValueError: sinks without steps, prompts and layers.
+    """
+
+    sinks: Sinks
+
+    name = "sink_mass"
+    dims = QUERIES
+    unit = "share of attention"
+    formula = "sum_{j in sinks} A_ij"
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        wanted = (
+            ("step", "batch", "layer", "head", "key")
+            if self.sinks.level == "head"
+            else ("step", "batch", "layer", "key")
+        )
+        if self.sinks.dims != wanted:
+            raise ValueError(
+                f"the sinks have axes {self.sinks.dims}; a query's attention to them asks for {wanted}"
+            )
+
+    def __repr__(self) -> str:
+        return f"SinkMass({self.sinks.rule})"
+
+    def start(self, layer: LayerStep) -> tuple[Bool[Tensor, "batch #head key"], list[Tensor]]:
+        """Which keys are sinks now."""
+        if layer.index not in self.sinks.layers or layer.run.step >= len(self.sinks.is_sink):
+            raise ValueError(f"there are no sinks of step {layer.run.step}, layer {layer.index} among {self.sinks}")
+        found = self.sinks.is_sink[layer.run.step, :, self.sinks.layers.index(layer.index)]
+        found = found[:, None] if found.ndim == 2 else found
+        learned, keys = layer.facts.sinks, layer.inputs.k.shape[2]
+        # An AR step has fewer keys than the run.
+        parts = [found[..., : keys - learned], found[..., found.shape[-1] - learned :]]
+        return torch.cat(parts, -1).to(layer.inputs.q.device), []
+
+    def tile(self, state: Any, layer: LayerStep, rows: slice, pattern: Tensor) -> Any:
+        """With some more queries."""
+        found, parts = state
+        return found, [*parts, (pattern * found[:, :, None]).sum(-1)]
+
+    def finish(self, state: Any, layer: LayerStep) -> Float[Tensor, "batch head query"]:
+        """All of them, NaN at padding."""
+        return layer.only_queries(torch.cat(state[1], -1))
+
+
+@dataclass(frozen=True)
+class MixingBound:
+    """The most that a query can mix, sum_j A_ij ||v_j||, which bounds ||o_i|| (2601.19657, Eq. 20)."""
+
+    name = "mixing_bound"
+    dims = QUERIES
+    unit = "norm of a value"
+    formula = "sum_j A_ij ||v_j||_2 (2601.19657, Eq. 20)"
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    def start(self, layer: LayerStep) -> tuple[Float[Tensor, "batch head key 1"], list[Tensor]]:
+        """The norm of every value, for every query head."""
+        norms = layer.inputs.v.norm(dim=-1, dtype=torch.float32)
+        return norms.repeat_interleave(layer.inputs.q.shape[1] // norms.shape[1], 1)[..., None], []
+
+    def tile(self, state: Any, layer: LayerStep, rows: slice, pattern: Tensor) -> Any:
+        """With some more queries."""
+        norms, parts = state
+        return norms, [*parts, (pattern @ norms)[..., 0]]
+
+    def finish(self, state: Any, layer: LayerStep) -> Float[Tensor, "batch head query"]:
+        """All of them, NaN at padding."""
+        return layer.only_queries(torch.cat(state[1], -1))

@@ -1,0 +1,217 @@
+"""`pattern_stability`: are a head's patterns alike from step to step, also where its sink moves?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
+from dlm_lens.probes.recalling import record_run
+from dlm_lens.recording import LayerStep, ReceivedAttention
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import Detector, find_sinks
+
+MEASURES = ("cosine", "overlap", "kept", "best")
+
+
+@dataclass(frozen=True)
+class PatternSimilarity:
+    """A pattern against that of the step before, and against the keys that a reference step would keep.
+
+    Over the queries i that are content, n of them: `cosine` of A_t and A_{t-1} as vectors; `overlap` = 1/n sum_i
+    sum_j min(A_t, A_{t-1}), the attention that stays where it is; `kept` = 1/n sum_i of the attention on the keys
+    that query i attended to most at the reference step, a share `keep` of them; `best` the same with its own keys.
+    NaN at the first step, or before the reference step. Holds one pattern [head, query, key] per layer, and a mask
+    of that size.
+
+    Args:
+        reference: the step whose keys are kept.
+        keep: which share of the keys, above 0 and at most 1.
+    """
+
+    reference: int = 0
+    keep: float = 0.3
+
+    name = "pattern_similarity"
+    dims = ("step", "batch", "layer", "head", "measure")
+    unit = "cosine, or share of attention"
+    formula = "cos(A_t, A_t-1); 1/n sum_ij min(A_t, A_t-1); 1/n sum of A_t on kept keys"
+    labels: ClassVar[dict[str, tuple[str, ...]]] = {"measure": MEASURES}
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    def start(self, layer: LayerStep) -> list[Tensor]:
+        """Nothing yet."""
+        return []
+
+    def tile(self, state: list[Tensor], layer: LayerStep, rows: slice, pattern: Tensor) -> list[Tensor]:
+        """With some more queries."""
+        return [*state, pattern]
+
+    def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head measure"]:
+        """All four of every head."""
+        present = layer.facts.present
+        now = torch.cat(state, -2) * present[:, None, :, None]
+        queries = present.sum(-1)[:, None].float()
+        found = now.new_full((*now.shape[:2], len(MEASURES)), torch.nan)
+        before = layer.memory.get(("similarity", "before"))
+        if before is not None:
+            found[..., 0] = torch.cosine_similarity(now.flatten(2), before.flatten(2), -1)
+            found[..., 1] = torch.minimum(now, before).sum((-1, -2)) / queries
+        count = max(1, round(self.keep * now.shape[-1]))
+        if layer.run.step == self.reference:
+            chosen = torch.zeros_like(now, dtype=torch.bool).scatter_(-1, now.topk(count, -1).indices, True)
+            layer.memory["similarity", "kept"] = chosen
+        kept = layer.memory.get(("similarity", "kept"))
+        if kept is not None:
+            found[..., 2] = (now * kept).sum((-1, -2)) / queries
+            found[..., 3] = now.topk(count, -1).values.sum((-1, -2)) / queries
+        layer.memory["similarity", "before"] = now
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class PatternStability:
+    """How alike a head's patterns are over the steps, beside what its largest sink does.
+
+    Args:
+        cosine: of the pattern with that of the step before, NaN at the first.
+        overlap: attention that stays where it was at the step before.
+        kept: attention on the keys that each query attended to most at the reference step; NaN before it.
+        best: the same with the keys of the step itself, the most that as many keys can hold.
+        main: key of the largest sink; -1 for none.
+        layers: index of each layer in the model.
+        reference: the step.
+        keep: share of the keys kept.
+        rule: how the sinks were found.
+        seed: of the intervals.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    cosine: Float[Tensor, "step batch layer head"]
+    overlap: Float[Tensor, "step batch layer head"]
+    kept: Float[Tensor, "step batch layer head"]
+    best: Float[Tensor, "step batch layer head"]
+    main: Int[Tensor, "step batch layer head"]
+    layers: tuple[int, ...]
+    reference: int
+    keep: float
+    rule: str
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("overlap", "kept", "best", "main"):
+            if getattr(self, name).shape != self.cosine.shape:
+                raise ValueError(
+                    f"PatternStability.{name} has shape {list(getattr(self, name).shape)}, not as cosine"
+                )
+        if self.cosine.ndim != 4 or len(self.layers) != self.cosine.shape[2]:
+            raise ValueError(f"{len(self.layers)} layer indices for cosine of shape {list(self.cosine.shape)}")
+
+    def __repr__(self) -> str:
+        steps, rows, layers, heads = self.cosine.shape
+        return f"PatternStability({steps} steps, {rows} prompts, {layers} layers, {heads} heads; {self.rule})"
+
+    @property
+    def changes(self) -> dict[str, Bool[Tensor, "step batch layer head"]]:
+        """What the largest sink did since the step before: "stays", "changes", "comes or goes", "none"; step 0 is none.
+
+        These are changes of the largest sink, moves and switches alike.
+        """
+        now, before = self.main, self.main.roll(1, 0)
+        counts = torch.ones_like(now, dtype=torch.bool)
+        counts[0] = False
+        there, was = now >= 0, before >= 0
+        return {
+            "stays": counts & there & was & (now == before),
+            "changes": counts & there & was & (now != before),
+            "comes or goes": counts & (there != was),
+            "none": counts & ~there & ~was,
+        }
+
+    def table(self) -> pd.DataFrame:
+        """One line per head: means over steps and prompts with intervals, and how often its largest sink changes.
+
+        `recall` is `kept` over `best`, behind the reference step: 1 if the old keys hold as much as the best ones.
+        """
+        changes = self.changes
+        behind = torch.arange(len(self.cosine))[:, None] > self.reference
+        lines = []
+        for place, layer in enumerate(self.layers):
+            for head in range(self.cosine.shape[3]):
+                line: dict[str, float | int] = {"layer": layer, "head": head}
+                for name, values in (("cosine", self.cosine), ("overlap", self.overlap)):
+                    e = self._mean(values[:, :, place, head])
+                    line |= {name: e.value, f"{name}_low": e.low, f"{name}_high": e.high}
+                ratio = (self.kept / self.best)[:, :, place, head].where(behind, torch.nan)
+                e = self._mean(ratio)
+                line |= {"recall": e.value, "recall_low": e.low, "recall_high": e.high}
+                line |= {name: int(kind[:, :, place, head].sum()) for name, kind in changes.items()}
+                lines.append(line)
+        return pd.DataFrame(lines)
+
+    def by_change(self) -> pd.DataFrame:
+        """Similarity of successive patterns by what the largest sink did between them, with intervals over prompts."""
+        lines = []
+        for name, kind in self.changes.items():
+            line: dict[str, float | int | str] = {"sink": name, "pairs": int(kind.sum())}
+            for measure, values in (("cosine", self.cosine), ("overlap", self.overlap)):
+                e = self._mean(values.where(kind, torch.nan))
+                line |= {measure: e.value, f"{measure}_low": e.low, f"{measure}_high": e.high}
+            lines.append(line)
+        return pd.DataFrame(lines)
+
+    def _mean(self, values: Float[Tensor, "step batch *axes"]) -> Estimate:
+        known = values.isfinite()
+        pairs = torch.stack([values[known].double(), torch.ones(int(known.sum())).double()], -1)
+        return estimate(summed(pairs, known.nonzero()[:, 1], values.shape[1]), mean_of, seed=self.seed)
+
+
+def pattern_stability(
+    model: Any,
+    run: Denoised,
+    detector: Detector,
+    *,
+    reference: int | None = None,
+    keep: float = 0.3,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+) -> PatternStability:
+    """Are patterns alike from step to step, as sparse attention that reuses them assumes (SparseD, 2509.24014)?
+
+    Replays the run, one forward pass a step; holds one pattern [head, query, key] of every layer, with all rows of
+    the run. Beside the similarity of each head stands what its largest sink did: a claim of stability and a claim
+    of moving sinks are compatible where they are about other heads, or where `by_change` shows that patterns stay
+    alike although the sink changes.
+
+    Args:
+        model: a DLM from `dlm_lens.load`.
+        run: from `denoise`.
+        detector: what a sink is.
+        reference: the step whose keys are kept; None for a fifth of the steps.
+        keep: share of the keys kept per query.
+        layers: which layers; None for all.
+        seed: of the intervals.
+
+    Raises:
+        TypeError: the run is no `Denoised`.
+        ValueError: an AR run, whose written rows never change; a step or share that cannot be.
+    """
+    if isinstance(run, Denoised) and run.settings.get("sampler") == "causal":
+        raise ValueError("the pattern of an AR model never changes where it is written; take a DLM's run")
+    chosen = run.steps // 5 if reference is None else reference
+    if not 0 <= chosen < run.steps or not 0 < keep <= 1:
+        raise ValueError(
+            f"reference={reference} of {run.steps} steps, keep={keep}: a step of the run, and a share of the keys"
+        )
+    rec = record_run(model, run, [ReceivedAttention(), PatternSimilarity(chosen, keep)], layers=layers)
+    sinks = find_sinks(rec, detector)
+    values = dict(zip(MEASURES, rec.pattern_similarity.unbind(-1), strict=True))
+    return PatternStability(
+        **values, main=sinks.main(), layers=rec.layers, reference=chosen, keep=keep, rule=sinks.rule, seed=seed
+    )

@@ -1,0 +1,188 @@
+"""`sink_updates`: is attention to a sink a no-op?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dlm_lens.probes.intervals import estimate, mean_of, ratio_of
+from dlm_lens.probes.recalling import record_run
+from dlm_lens.probes.sink_mass import MixingBound, SinkMass
+from dlm_lens.recording import ResidualNorm, UpdateNorm
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import Sinks
+
+PER_HEAD = ("mass", "mixed", "bound")
+PER_LAYER = ("update", "stream")
+
+
+@dataclass(frozen=True, eq=False)
+class SinkUpdates:
+    """What attention adds at every query, and how much of the query's attention goes to sinks.
+
+    NaN at padding and where an AR run has not written yet.
+
+    Args:
+        mass: share of the query's attention on the sinks of its pattern.
+        mixed: ||o_i||, what the head mixes (2601.19657, Eq. 17).
+        bound: sum_j A_ij ||v_j||, which it cannot exceed (Eq. 20).
+        update: ||z_i||, what all heads together add to the stream (Eq. 21).
+        stream: ||h_i||, the stream that they add it to.
+        layers: index of each layer in the model.
+        rule: how the sinks were found.
+        attends: a query attends to the sinks if it has more than this share of its attention there.
+        seed: of the intervals.
+
+    Raises:
+        ValueError: shapes that contradict each other, or a share that is none.
+    """
+
+    mass: Float[Tensor, "step batch layer head query"]
+    mixed: Float[Tensor, "step batch layer head query"]
+    bound: Float[Tensor, "step batch layer head query"]
+    update: Float[Tensor, "step batch layer query"]
+    stream: Float[Tensor, "step batch layer query"]
+    layers: tuple[int, ...]
+    rule: str
+    attends: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        step, batch, layer, _, query = self.mass.shape
+        wanted = {name: tuple(self.mass.shape) for name in PER_HEAD} | dict.fromkeys(
+            PER_LAYER, (step, batch, layer, query)
+        )
+        for name, shape in wanted.items():
+            if tuple(getattr(self, name).shape) != shape:
+                raise ValueError(
+                    f"SinkUpdates.{name} has shape {list(getattr(self, name).shape)}, not {list(shape)}"
+                )
+        if len(self.layers) != layer or not 0 <= self.attends < 1:
+            raise ValueError(
+                f"{len(self.layers)} layer indices for {layer} layers, or attends={self.attends} not in [0, 1)"
+            )
+
+    def __repr__(self) -> str:
+        return f"SinkUpdates({self.mass.shape[0]} steps, {len(self.layers)} layers; sinks by {self.rule})"
+
+    def table(self) -> pd.DataFrame:
+        """Per layer and measure: the mean over the queries that attend to the sinks and over the others.
+
+        Measures: `mixed` ||o_i||, `bound` of Eq. 20, `tightness` = ||o_i|| / bound (1 if nothing cancels), all per
+        head; `relative` = ||z_i|| / ||h_i||, where a query attends if the mean over heads of its share exceeds
+        `attends`. `ratio` is attending over others with its 95% interval over prompts; `correlation` is Spearman's,
+        of the share with the measure, within a pattern and step, mean over them. NaN where a group is empty.
+        """
+        measures = {
+            "mixed": (self.mixed, self.mass),
+            "bound": (self.bound, self.mass),
+            "tightness": (self.mixed / self.bound.clamp(min=1e-30), self.mass),
+            "relative": (self.update / self.stream.clamp(min=1e-30), self.mass.mean(3)),
+        }
+        lines = [
+            {"layer": layer, "measure": name, **self._line(values[:, :, place], mass[:, :, place])}
+            for place, layer in enumerate(self.layers)
+            for name, (values, mass) in measures.items()
+        ]
+        return pd.DataFrame(lines)
+
+    def _line(self, values: Tensor, mass: Tensor) -> dict[str, float | int]:
+        known = values.isfinite() & mass.isfinite()
+        attends = known & (mass > self.attends)
+        sums = torch.stack([x for kept in (attends, known & ~attends) for x in _sums(values, kept)], -1)
+        ratio = estimate(sums, ratio_of, seed=self.seed)
+        totals = sums.sum(0)
+        rho = estimate(torch.stack(_sums(*spearman(mass, values, known)), -1), mean_of, seed=self.seed)
+        return {
+            "queries": int(totals[1]),
+            "others": int(totals[3]),
+            "attending": float(totals[0] / totals[1]),
+            "other": float(totals[2] / totals[3]),
+            "ratio": ratio.value,
+            "ratio_low": ratio.low,
+            "ratio_high": ratio.high,
+            "correlation": rho.value,
+            "correlation_low": rho.low,
+            "correlation_high": rho.high,
+        }
+
+
+def sink_updates(
+    model: Any,
+    run: Denoised,
+    sinks: Sinks,
+    *,
+    attends: float = 0.5,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+) -> SinkUpdates:
+    """Is attention to a sink a no-op, as low-norm values would make it (2601.19657, Eq. 17-22)?
+
+    Replays the run, one forward pass a step, and takes for every query the share of its attention on the sinks,
+    ||o_i|| with its bound, and ||z_i|| / ||h_i||. A no-op shows as queries that attend to sinks and add less.
+
+    Args:
+        model: from `dlm_lens.load`, the run's.
+        run: from `denoise`.
+        sinks: found in the same run (`find_sinks`), at level "head" or "layer".
+        attends: a query attends to the sinks if it has more than this share of its attention there.
+        layers: the layers, of those that the sinks have; None for all of them.
+        seed: of the intervals.
+
+    Raises:
+        TypeError: the run is no `Denoised`.
+        ValueError: sinks of another run or level, a layer without sinks, a share that is none.
+    """
+    if not 0 <= attends < 1:
+        raise ValueError(f"attends is {attends}; it is a share of attention, from 0 to below 1")
+    if sinks.is_sink.shape[:2] != run.selected.shape[:2]:
+        raise ValueError(
+            f"the sinks have {list(sinks.is_sink.shape[:2])} steps and prompts, "
+            f"the run {list(run.selected.shape[:2])}"
+        )
+    reducers = [SinkMass(sinks), MixingBound(), UpdateNorm(), ResidualNorm()]
+    rec = record_run(model, run, reducers, layers=sinks.layers if layers is None else layers)
+    return SinkUpdates(
+        mass=rec.sink_mass,
+        mixed=rec.mixed_norm,
+        bound=rec.mixing_bound,
+        update=rec.update_norm,
+        stream=rec.residual_norm[..., : run.tokens.shape[1]],
+        layers=rec.layers,
+        rule=sinks.rule,
+        attends=attends,
+        seed=seed,
+    )
+
+
+def _sums(values: Tensor, kept: Bool[Tensor, "step batch *axes"]) -> tuple[Tensor, Tensor]:
+    """Sum and count over everything but the prompts."""
+    values = torch.where(kept, values, 0.0).double()
+    return tuple(x.transpose(0, 1).flatten(1).sum(-1) for x in (values, kept.double()))  # type: ignore[return-value]
+
+
+def spearman(
+    one: Float[Tensor, "*axes query"], two: Float[Tensor, "*axes query"], known: Bool[Tensor, "*axes query"]
+) -> tuple[Float[Tensor, "*axes"], Bool[Tensor, "*axes"]]:
+    """Spearman's correlation along the queries that are known; where it is defined."""
+    ranks = [_ranks(values, known) for values in (one, two)]
+    count = known.sum(-1, keepdim=True).clamp(min=1)
+    centred = [(r - (r * known).sum(-1, keepdim=True) / count) * known for r in ranks]
+    norms = [r.square().sum(-1).sqrt() for r in centred]
+    rho = (centred[0] * centred[1]).sum(-1) / (norms[0] * norms[1])
+    return rho, (norms[0] > 0) & (norms[1] > 0)
+
+
+def _ranks(values: Tensor, known: Tensor) -> Float[Tensor, "*axes query"]:
+    """Ranks among the known ones, of equals the mean."""
+    found = np.zeros(values.shape)
+    flat = values.double().masked_fill(~known, torch.inf).flatten(0, -2).numpy()
+    for row, numbers in zip(found.reshape(-1, values.shape[-1]), flat, strict=True):
+        _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+        row[:] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return torch.from_numpy(found)

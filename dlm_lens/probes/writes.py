@@ -1,0 +1,154 @@
+"""`sink_writes`: what a sink puts into the residual stream of whoever attends to it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.attention import SinkLayout
+from dlm_lens.probes.reading import Head
+from dlm_lens.probes.writes_result import SinkWrites
+from dlm_lens.recording.passes import on_canvas
+from dlm_lens.recording.tapping import Shown, Tap
+from dlm_lens.sampling import Denoised, StoredRun
+from dlm_lens.sinks import Sinks
+
+AXES = ("step", "batch", "layer", "head", "position")
+
+
+@torch.no_grad()
+def sink_writes(
+    model: Any,
+    run: Denoised,
+    sinks: Sinks,
+    *,
+    steps: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    limit: int = 2000,
+    top: int = 5,
+    seed: int = 0,
+    progress: bool = False,
+) -> SinkWrites:
+    """What sinks write, per head: W_O^h v_j, read as tokens with softmax(W_U norm(W_O^h v_j)).
+
+    The vector is what a query adds to its stream if all of its attention in the head goes to the key (with gated
+    attention: through an open gate). Norm and unembedding see it alone, so that its direction is read whatever its
+    length; the length stands beside it. Each sink stands beside a control, another key of the same pattern that is
+    no sink, drawn with `seed`.
+
+    Args:
+        model: from `dlm_lens.load`, the run's.
+        run: from `denoise`.
+        sinks: of this run, at level "head".
+        steps: which steps, negative from the end; None for all.
+        layers: which layers; None for all.
+        limit: so many sinks at most, those with the highest scores.
+        top: how many tokens to name.
+        seed: of controls and intervals.
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: the run is no `Denoised`.
+        ValueError: sinks of another run or level, none at all, or a limit below 1.
+    """
+    stored, head = StoredRun(model, run), Head(model)
+    if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.selected.shape[:2]:
+        raise ValueError(
+            f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; give those of this run, found at "
+            "level 'head'"
+        )
+    if limit < 1 or not 1 <= top <= head.vocabulary:
+        raise ValueError(f"sink_writes(limit={limit}, top={top}): both are at least 1, top at most the vocabulary")
+    entries, is_sink = _entries(run, sinks, steps, layers, limit, seed)
+    vectors = torch.zeros(len(entries), int(model.config.hidden_size))
+    reader = _Reader(model, sinks, entries, vectors)
+    for step in tqdm(entries[:, 0].unique().tolist(), desc="reading", unit="step", disable=not progress):
+        reader.run(stored, step)
+    found = _read(head, vectors, top)
+    step, batch, layer, _, position = entries.unbind(-1)
+    canvas = run.tokens.shape[1]
+    return SinkWrites(
+        run=run,
+        **dict(zip(("step", "batch", "head", "position"), entries[:, [0, 1, 3, 4]].unbind(-1), strict=True)),
+        layer=torch.tensor(sinks.layers)[layer],
+        sink=is_sink,
+        masked=run.masked[step, batch, position.clamp(max=canvas - 1)] & (position < canvas),
+        score=sinks.scores[tuple(entries.unbind(-1))],
+        norm=vectors.norm(dim=-1),
+        **found,
+        rule=sinks.rule,
+        seed=seed,
+    )
+
+
+def _entries(
+    run: Denoised, sinks: Sinks, steps: Sequence[int] | None, layers: Sequence[int] | None, limit: int, seed: int
+) -> tuple[Int[Tensor, "entry axis"], Tensor]:
+    """Places of the sinks, then of their controls; layers by place among the sinks' own."""
+    wanted = torch.zeros_like(sinks.is_sink)
+    count = run.steps
+    chosen = range(count) if steps is None else [step % count for step in steps]
+    places = [i for i, layer in enumerate(sinks.layers) if layers is None or layer in layers]
+    wanted[torch.tensor(list(chosen), dtype=torch.long)[:, None], :, torch.tensor(places, dtype=torch.long)] = True
+    found = (sinks.is_sink & wanted).nonzero()
+    if not len(found):
+        raise ValueError(f"there is no sink by {sinks.rule} in these steps and layers")
+    order = sinks.scores[tuple(found.unbind(-1))].argsort(descending=True, stable=True)[:limit]
+    found = found[order.sort().values]
+    cell = tuple(found[:, :-1].unbind(-1))
+    free = ~sinks.is_sink[cell] & ~sinks.scores[cell].isnan()
+    free[:, run.tokens.shape[1] :] = False
+    chance = torch.rand(free.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~free, -1)
+    others = torch.cat([found[:, :-1], chance.argmax(-1, keepdim=True)], -1)[free.any(-1)]
+    return torch.cat([found, others]), torch.arange(len(found) + len(others)) < len(found)
+
+
+class _Reader:
+    """Fills in W_O v of the entries as their layers come by."""
+
+    def __init__(self, model: Any, sinks: Sinks, entries: Int[Tensor, "entry axis"], vectors: Tensor) -> None:
+        self.entries, self.vectors, self.layers = entries, vectors, sinks.layers
+        self.layout, self.step, self.rows = SinkLayout.of(model), 0, sinks.is_sink.shape[1]
+        self.canvas = sinks.is_sink.shape[-1] - sinks.sinks
+        wanted = sorted({sinks.layers[i] for i in entries[:, 2].unique().tolist()})
+        self.tap = Tap(model, wanted, self._show, stream=False)
+
+    def run(self, stored: StoredRun, step: int) -> None:
+        """One step of the run."""
+        self.step = step
+        self.tap.open()
+        try:
+            stored.states(step)
+        finally:
+            self.tap.close()
+
+    def _show(self, shown: Shown) -> None:
+        layer = shown.inputs.layer
+        here = (self.entries[:, 0] == self.step) & (self.entries[:, 2] == self.layers.index(layer))
+        if not bool(here.any()):
+            return
+        values = on_canvas(shown.inputs, self.rows, self.layout).v
+        heads, device = shown.inputs.q.shape[1], values.device
+        _, batch, _, head, key = self.entries[here].to(device).unbind(-1)
+        # An AR step has fewer keys than the run; learned sink tokens stand behind them all.
+        key = torch.where(key < self.canvas, key, key - self.canvas + values.shape[2] - self.layout.count)
+        value = values[batch, head // (heads // values.shape[1]), key].float()
+        weight = self.tap.weight(layer).to(device).float()
+        for one in head.unique().tolist():
+            mine = head == one
+            self.vectors[here.nonzero()[:, 0][mine.cpu()]] = (value[mine] @ weight[one]).cpu()
+
+
+def _read(head: Head, vectors: Tensor, top: int) -> dict[str, Tensor]:
+    """The tokens of every vector, a few at a time."""
+    parts = []
+    for part in vectors.split(head.rows_at_once):
+        logs = head.log_probabilities(part)
+        best = logs.topk(top, dim=-1)
+        entropy = torch.special.entr(logs.exp()).sum(-1)
+        parts.append((best.indices.cpu(), best.values.exp().float().cpu(), entropy.float().cpu()))
+    names = ("top_tokens", "top_probabilities", "entropy")
+    return {name: torch.cat(values) for name, values in zip(names, zip(*parts, strict=True), strict=True)}

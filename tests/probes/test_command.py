@@ -1,0 +1,98 @@
+"""The commands `sinks`, `norms` and `lens` print what the library finds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import dlm_lens as dl
+from dlm_lens import cli
+from dlm_lens.probes import logit_lens, train_tuned_lens, value_norms
+from dlm_lens.probes.command import Words, detector_of, read
+from dlm_lens.testing import tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Any, Any]:
+    model, place = tiny("sink_qwen", num_sinks=1), tmp_path_factory.mktemp("saved")
+    model.save_pretrained(place / "model")
+    model.tokenizer.save_pretrained(place / "model")
+    model = dl.load(place / "model")
+    reducers = [dl.ReceivedAttention(("all", "masked")), dl.ValueNorm(), dl.KeyNorm()]
+    rec = dl.record(model, [[5, 9, 14, 3], [7, 2]], reducers, steps=3, gen_length=9, to=place / "rec")
+    return str(place / "rec"), str(place / "model"), model, rec
+
+
+def printed(*arguments: str) -> Any:
+    result = CliRunner().invoke(cli.app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_sinks_are_those_of_the_library(saved: Any) -> None:
+    path, _, _, rec = saved
+    found = printed("sinks", path, "--eps", "1", "--top", "7")
+    sinks = dl.find_sinks(rec, dl.AboveMean(1.0))
+    assert found["rule"] == sinks.rule
+    assert len(found["sinks"]) == 7
+    assert [line["score"] for line in found["sinks"]] == pytest.approx(sinks.table(7).score.tolist(), rel=1e-6)
+    assert [line["token"] for line in found["sinks"]] == sinks.table(7).token.tolist()
+    assert [line["sinks"] for line in found["layers"]] == sinks.is_sink.sum((0, 1, 3, 4)).tolist()
+    main = sinks.main()[:, :, 1]
+    both = (main[1:] >= 0) & (main[:-1] >= 0)
+    stays = (main[1:] == main[:-1])[both].float().mean()
+    assert found["layers"][1]["main_sink_stays"] == pytest.approx(float(stays))
+    masked = printed("sinks", path, "--detector", "top-k:1", "--queries", "masked", "--level", "layer")
+    assert "queries: masked" in masked["rule"]
+    assert "level: layer" in masked["rule"]
+    assert "LowKeyNorm(below=0.9)" in printed("sinks", path, "--detector", "low-key-norm:0.9")["rule"]
+
+
+def test_norms_are_those_of_the_library(saved: Any) -> None:
+    path, _, _, rec = saved
+    found = printed("norms", path, "--eps", "1", "--alike", "masked", "--samples", "30", "--seed", "2")
+    norms = value_norms(rec, dl.find_sinks(rec, dl.AboveMean(1.0)), alike="masked", samples=30, seed=2)
+    assert [line["value"] for line in found["measures"]] == pytest.approx(norms.table().value.tolist(), rel=1e-6)
+    assert found["layers"][0]["share"] == pytest.approx(norms.profile.share[0], rel=1e-6)
+    learned = printed("norms", path, "--learned")
+    assert learned["found"] == 3 * 2 * 2 * 4
+
+
+def test_the_lens_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
+    path, name, model, rec = saved
+    found = printed("lens", path, "--eps", "1", "--steps", "0,-1", "--hooks", "mask_sinks(above_mean(1))")
+    lens = logit_lens(model, rec.run, dl.find_sinks(rec, dl.AboveMean(1.0)), steps=[0, -1], top=3)
+    assert [line["entropy"] for line in found["layers"]] == pytest.approx(lens.summary().entropy.tolist(), rel=1e-6)
+    assert found["entries"][0]["top"] == lens.table(1).top[0]
+    assert found["entries"][0]["change"] > 0
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 50}" for i in range(60)))
+    tuned = train_tuned_lens(model, text, steps=2, length=20).save(tmp_path / "lens.safetensors")
+    found = printed("lens", path, "--model", name, "--positions", "3,-1", "--tuned", str(tuned), "--lines", "4")
+    assert found["lens"].startswith("TunedLens")
+    assert {line["position"] for line in found["entries"]} <= {3, 12}
+    assert len(found["entries"]) == 4
+
+
+def test_what_is_asked_wrongly_is_a_sentence(saved: Any) -> None:
+    path = saved[0]
+    for arguments, sentence in (
+        (["sinks", path, "--detector", "none"], "there are above-mean"),
+        (["sinks", path, "--detector", "share:0.2", "--eps", "1"], "--eps 1.0 is above-mean's"),
+        (["sinks", path, "--detector", "share:x"], "share:x"),
+        (["sinks", path + "/none"], "no recording"),
+        (["lens", path, "--steps", "a"], "--steps takes whole numbers"),
+        (["lens", path, "--eps", "1000"], "nothing to read"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+            CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+
+
+def test_words_of_a_recording_stand_for_its_tokenizer(saved: Any) -> None:
+    rec = read(Path(saved[0]))
+    assert rec.run.tokenizer.decode([5, 9]) == "w5 w9"
+    assert Words({1: "a"}).decode([1, 2]) == "a <2>"
+    assert detector_of("top-k") == dl.TopK(5)
+    assert detector_of("above-mean:2") == dl.AboveMean(2.0)

@@ -1,0 +1,280 @@
+"""The lens against float64 loops over independent forward passes, in every family."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.hooks import mask_positions
+from dlm_lens.probes import LogitLens, TunedLens, logit_lens, sink_writes, train_tuned_lens
+from dlm_lens.testing import tiny
+from tests.recording.reference import alone
+from tests.reference import forward64, normed
+
+PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40]]
+RUN: dict[str, Any] = {"steps": 4, "gen_length": 8, "temperature": 0.5, "seed": [3, 4]}
+CLOSE = {"abs": 2e-4, "rel": 2e-3}  # float32 through two layers and a head against float64
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llada": (lambda: tiny("llada"), {}),
+    "llada guided": (lambda: tiny("llada"), {"cfg_scale": 1.0}),
+    "dream": (lambda: tiny("dream"), {}),
+    "smdm": (lambda: tiny("smdm"), {}),
+    "sinks in front": (lambda: tiny("sink_qwen", num_sinks=2), {}),
+    "sinks behind": (lambda: tiny("sink_qwen", num_sinks=1, sink_placement="end"), {}),
+    "gated": (lambda: tiny("sink_qwen", gated_attention=True), {}),
+    "ar": (lambda: tiny("causal"), {}),
+}
+
+
+def started(name: str) -> tuple[Any, Any]:
+    make, more = MODELS[name]
+    model = make()
+    settings = {k: v for k, v in RUN.items() if name != "ar" or k != "steps"} | more
+    with torch.no_grad():  # a norm of ones would not show whether it was applied
+        model.get_decoder().norm.weight.uniform_(0.3, 2.0, generator=torch.Generator().manual_seed(0))
+    return model, dl.denoise(model, PROMPTS, **settings)
+
+
+def read64(model: Any, stream: Tensor) -> Tensor:
+    """Log-probabilities of a stream, by the formula."""
+    weights = {name: value.double() for name, value in model.state_dict().items()}
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    logits = normed(stream, weights["model.norm.weight"], model.config.rms_norm_eps) @ head.T
+    return logits - logits.exp().sum(-1, keepdim=True).log()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_is_that_of_loops(name: str) -> None:
+    model, run = started(name)
+    lens = logit_lens(model, run, steps=[0, -1], top=3)
+    shifted = name in ("dream", "ar")
+    canvas, mask_id = run.tokens.shape[1], getattr(model.config, "mask_token_id", None)
+    index = {
+        key: i
+        for i, key in enumerate(zip(*(t.tolist() for t in (lens.step, lens.batch, lens.position)), strict=True))
+    }
+    seen, asked = 0, 0
+    for step in (0, run.steps - 1):
+        for row in range(2):
+            keep, _, kept, queries, order, _ = alone(model, run, step, row)
+            network = order if name != "ar" else queries
+            keys = [*keep.nonzero()[:, 0].tolist(), *range(canvas, canvas + len(network) - len(queries))]
+            assert {key[2] for key in index if key[:2] == (step, row)} == set(keys)
+            for at, position in zip(network, keys, strict=True):
+                entry = index[step, row, position]
+                wanted = [read64(model, kept[f"resid{layer}"][0, at]) for layer in range(2)]
+                ahead = position + 1 if shifted else position
+                about = ahead if position < canvas and ahead < canvas else -1
+                is_asked = about >= 0 and bool(run.masked[step, row, about])
+                assert (int(lens.predicts[entry]), bool(lens.asked[entry])) == (about, is_asked)
+                assert bool(lens.masked[entry]) == (position < canvas and bool(run.masked[step, row, position]))
+                for layer, logs in enumerate(wanted):
+                    p = logs.exp()
+                    assert float(lens.entropy[entry, layer]) == pytest.approx(float(-(p * logs).sum()), **CLOSE)
+                    best = logs.sort(descending=True)
+                    assert lens.top_probabilities[entry, layer].tolist() == pytest.approx(
+                        best.values[:3].exp().tolist(), **CLOSE
+                    )
+                    # Of ties in float32 either may come first.
+                    chosen = lens.top_tokens[entry, layer]
+                    assert logs[chosen].tolist() == pytest.approx(best.values[:3].tolist(), abs=1e-3)
+                    if not is_asked:
+                        assert lens.kl[entry, layer].isnan()
+                        assert lens.rank[entry, layer] == -1
+                        continue
+                    kl = float((wanted[1].exp() * (wanted[1] - logs)).sum())
+                    assert float(lens.kl[entry, layer]) == pytest.approx(kl, **CLOSE)
+                    token = int(run.tokens[row, about])
+                    gaps = [float(logs[t] - logs[token]) for t in range(len(logs)) if t not in (mask_id, token)]
+                    sure, unsure = sum(g > 1e-3 for g in gaps), sum(abs(g) <= 1e-3 for g in gaps)
+                    assert sure <= int(lens.rank[entry, layer]) <= sure + unsure
+                    asked += 1
+                seen += 1
+    assert seen > 30
+    assert asked >= 4
+    assert len(index) == seen
+
+
+def test_the_last_layer_is_the_model() -> None:
+    model, run = started("llada")
+    lens = logit_lens(model, run, layers=[-1], steps=[1], top=64)
+    assert lens.layers == (1,)
+    assert float(lens.kl.nanmean()) == 0.0
+    logits = model(input_ids=run.canvases[1][:1]).logits.double().softmax(-1)[0]
+    for entry in range(len(lens.step)):
+        if lens.batch[entry] == 0:
+            row = logits[lens.position[entry]]
+            torch.testing.assert_close(
+                lens.top_probabilities[entry, 0].double(), row[lens.top_tokens[entry, 0]], atol=1e-6, rtol=1e-4
+            )
+
+
+def test_sinks_are_read_beside_controls_of_their_class() -> None:
+    model, run = started("sinks in front")
+    rec = dl.record(model, PROMPTS, [dl.ReceivedAttention(), dl.ValueNorm()], **RUN)
+    assert rec.run.tokens.equal(run.tokens)
+    sinks = dl.find_sinks(rec, dl.TopK(2))
+    lens = logit_lens(model, run, sinks)
+    found = sinks.is_sink.any(2).any(2)
+    places = list(zip(*(t.tolist() for t in (lens.step, lens.batch, lens.position)), strict=True))
+    assert {p for p, s in zip(places, lens.sink, strict=True) if s} == {tuple(p) for p in found.nonzero().tolist()}
+    others = [p for p, s in zip(places, lens.sink, strict=True) if not s]
+    assert len(set(others)) == len(others) > 10
+    for step, row, position in others:
+        assert position < run.tokens.shape[1]
+        assert run.attention_mask[row, position]
+        assert not found[step, row, position]
+    for step in range(run.steps):
+        for row in range(2):
+            here, canvas = (lens.step == step) & (lens.batch == row), run.tokens.shape[1]
+            for masked in (True, False):
+                kind = here & (lens.masked == masked) & (lens.position < canvas)
+                free = int(
+                    ((run.masked[step, row] == masked) & run.attention_mask[row] & ~found[step, row, :canvas]).sum()
+                )
+                wanted = min(int((kind & lens.sink).sum()), free)
+                assert int((kind & ~lens.sink).sum()) == wanted
+    entry = int((lens.sink_layer[:, 0] & ~lens.sink_layer[:, 1]).nonzero()[0])
+    assert sinks.is_sink[lens.step[entry], lens.batch[entry], 0, :, lens.position[entry]].any()
+    table = lens.table(1)
+    assert set(table.token[table.position.isna()]) == {"sink(0)", "sink(1)"}
+    summary = lens.summary().set_index(["layer", "group", "class"])
+    kept = lens.sink & lens.masked
+    assert summary.loc[(0, "sink", "masked"), "kl"] == pytest.approx(float(lens.kl[kept, 0].mean()), rel=1e-5)
+    first = (lens.rank[kept, 0] == 0).float().mean()
+    assert summary.loc[(0, "sink", "masked"), "found"] == pytest.approx(float(first), rel=1e-5)
+    assert summary.loc[(1, "other", "visible")].isna()["kl"]
+    assert len(logit_lens(model, run, sinks, controls=False).step) == int(found.sum())
+
+
+def test_what_hooks_change_is_the_divergence_of_two_lenses() -> None:
+    model, run = started("llada")
+    lens = logit_lens(model, run, [10, -1], hooks=[mask_positions(2, 9)], steps=[1])
+    assert lens.hooked is not None
+    assert lens.change is not None
+
+    def edit(scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[..., [2, 9]] = -torch.inf
+        return scores
+
+    # Row 0 has no padding: what a hook calls a position is one there.
+    ids = run.canvases[1][:1]
+    plain = forward64(model, ids)
+    hooked = forward64(model, ids, edits={(layer, "scores"): edit for layer in (0, 1)})
+    compared = 0
+    for entry in (lens.batch == 0).nonzero()[:, 0].tolist():
+        for layer in range(2):
+            one, two = (read64(model, kept[f"resid{layer}"][0, lens.position[entry]]) for kept in (plain, hooked))
+            assert float(lens.change[entry, layer]) == pytest.approx(
+                float((one.exp() * (one - two)).sum()), **CLOSE
+            )
+            assert float(lens.hooked.entropy[entry, layer]) == pytest.approx(
+                float(-(two.exp() * two).sum()), **CLOSE
+            )
+            compared += 1
+    assert compared == 4
+    assert float(lens.change.min()) > 1e-4
+    assert not lens.hooked.top_probabilities.equal(lens.top_probabilities)
+
+
+def test_what_sinks_write_is_that_of_loops() -> None:
+    for name in ("llada", "sinks in front", "ar"):
+        model, run = started(name)
+        settings = {k: v for k, v in RUN.items() if name != "ar" or k != "steps"}
+        rec = dl.record(model, PROMPTS, [dl.ReceivedAttention()], **settings)
+        sinks = dl.find_sinks(rec, dl.TopK(1))
+        writes = sink_writes(model, run, sinks, top=3, limit=40)
+        assert int(writes.sink.sum()) == min(40, int(sinks.is_sink.sum()))
+        weights, canvas = model.state_dict(), run.tokens.shape[1]
+        for entry in range(len(writes.step)):
+            step, row, layer, h, position = (
+                int(getattr(writes, n)[entry]) for n in ("step", "batch", "layer", "head", "position")
+            )
+            assert bool(sinks.is_sink[step, row, layer, h, position]) == bool(writes.sink[entry])
+            keep, _, kept, _, order, _ = alone(model, run, step, row)
+            keys = [*keep.nonzero()[:, 0].tolist(), *range(canvas, canvas + rec.sinks)]
+            v = kept[f"v{layer}"][0, order[keys.index(position)], h // 2]
+            w = weights[f"model.layers.{layer}.self_attn.o_proj.weight"].double()[:, 8 * h : 8 * h + 8]
+            vector = torch.stack([sum(w[d, i] * v[i] for i in range(8)) for d in range(32)])
+            assert float(writes.norm[entry]) == pytest.approx(float(vector.norm()), rel=1e-4)
+            logs = read64(model, vector)
+            assert float(writes.entropy[entry]) == pytest.approx(float(-(logs.exp() * logs).sum()), **CLOSE)
+            assert writes.top_probabilities[entry].tolist() == pytest.approx(
+                logs.sort(descending=True).values[:3].exp().tolist(), **CLOSE
+            )
+        floor = writes.score[writes.sink].min()
+        assert int((sinks.scores[sinks.is_sink] > floor).sum()) < 40 or name == "llada"
+        assert set(writes.summary().group) == {"sink", "other"}
+
+
+def test_a_tuned_lens_is_trained_saved_and_refused_for_another_model(tmp_path: Any) -> None:
+    model, run = started("llada")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{(7 * i * i + i) % 50}" for i in range(200)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lens = train_tuned_lens(model, text, steps=60, batch_size=4, length=20, learning_rate=5e-3)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+    plain, tuned = logit_lens(model, run), logit_lens(model, run, tuned=lens)
+    # A canvas that it has not seen: closer to what the model says, and the last layer is as it was.
+    assert float(tuned.kl[:, 0].nanmean()) < 0.8 * float(plain.kl[:, 0].nanmean())
+    assert tuned.entropy[:, 1].equal(plain.entropy[:, 1])
+    again = TunedLens.load(lens.save(tmp_path / "lens.safetensors"), model)
+    assert again.weight.equal(lens.weight)
+    assert again.training == lens.training
+    assert again.layers == (0,)
+    stream = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    by_hand = stream.double() + stream.double() @ lens.weight[0].double().T + lens.bias[0].double()
+    torch.testing.assert_close(again.translate(0, stream).double(), by_hand, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="was trained for"):
+        TunedLens.load(tmp_path / "lens.safetensors", tiny("llada", seed=1))
+    with pytest.raises(ValueError, match="was trained for"):
+        logit_lens(tiny("llada", seed=1), run, tuned=lens)
+    with pytest.raises(ValueError, match="is no tuned lens"):
+        TunedLens.load(text, model)
+    with pytest.raises(FileNotFoundError):
+        TunedLens.load(tmp_path / "none", model)
+
+
+@pytest.mark.parametrize(("name", "most"), [("dream", 0.9), ("ar", 0.95)])
+def test_a_tuned_lens_learns_where_the_model_predicts(name: str, most: float, tmp_path: Any) -> None:
+    model, run = started(name)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{(7 * i * i + i) % 50}" for i in range(200)))
+    lens = train_tuned_lens(model, text, steps=60, batch_size=4, length=20, learning_rate=5e-3)
+    plain, tuned = (logit_lens(model, run, tuned=t) for t in (None, lens))
+    assert float(tuned.kl[:, 0].nanmean()) < most * float(plain.kl[:, 0].nanmean())
+
+
+def test_chunks_of_entries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run = started("llada")
+    one = logit_lens(model, run, hooks=[mask_positions(3)])
+    monkeypatch.setattr("dlm_lens.probes.reading.ENTRIES_AT_ONCE", 64 * 5)
+    two = logit_lens(model, run, hooks=[mask_positions(3)])
+    for name in ("entropy", "kl", "change", "top_probabilities"):
+        # Another number of rows may take another kernel.
+        torch.testing.assert_close(getattr(one, name), getattr(two, name), equal_nan=True, atol=1e-5, rtol=1e-4)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    model, run = started("llada")
+    for settings, sentence in (
+        ({"steps": [4]}, "step 4 of 4"),
+        ({"steps": []}, "steps is empty"),
+        ({"layers": [2]}, "layer 2 of 2"),
+        ({"positions": [40]}, "position 40"),
+        ({"top": 0}, "top is 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            logit_lens(model, run, **settings)
+    other = dl.find_sinks(dl.record(model, PROMPTS, **{**RUN, "steps": 2}), dl.TopK(1))
+    with pytest.raises(ValueError, match="asks for sinks of this run"):
+        logit_lens(model, run, other)
+    with pytest.raises(ValueError, match="level 'head'"):
+        sink_writes(model, run, other)
+    with pytest.raises(TypeError, match="Denoised"):
+        logit_lens(model, run.canvases)
+    assert isinstance(logit_lens(model, run, [0], steps=[0]), LogitLens)
