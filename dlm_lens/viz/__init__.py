@@ -1,10 +1,9 @@
-"""Figures: one function per picture; each returns a matplotlib `Figure` and touches no global state.
+"""Pictures: figures for papers, circuitsvis views for notebooks, and the report, one function each.
 
-Save with `figure.savefig(path, bbox_inches="tight")`.
+A figure is a matplotlib `Figure` and touches no global state: save it with `figure.savefig(path,
+bbox_inches="tight")`. A view has `save(path)`, and shows itself in a notebook.
 """
 
-from dlm_lens.viz.emerging import emerging_lines
-from dlm_lens.viz.incoming import incoming_attention
-from dlm_lens.viz.positions import sink_positions
+import lazy_loader
 
-__all__ = ["emerging_lines", "incoming_attention", "sink_positions"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,13 +1,14 @@
 """One layer and head of a `Received`, one row of the batch: what a two-dimensional picture shows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sinks import Level, Received
+from dlm_lens.recording import Recording
+from dlm_lens.sinks import Level, Received, received_of
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,49 @@ class Shown:
         return None if self.received.tokens is None else [int(i) for i in self.received.tokens[-1, 0]]
 
 
+@dataclass(frozen=True)
+class Words:
+    """Decodes the token ids that it knows; others as <id>."""
+
+    words: Mapping[int, str]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The texts, joined."""
+        return "".join(self.words.get(int(i), f"<{i}>") for i in ids)
+
+
 def choose(received: Any, layer: int | None, head: int | None, row: int) -> Shown:
     """Pick a head of a layer, the head mean of a layer (head None), or the model mean (both None).
 
     Raises:
-        TypeError: not a `Received`.
+        TypeError: neither a `Received` nor a `Recording`.
         ValueError: a head without its layer, or a layer, head or row that is not there.
     """
-    if not isinstance(received, Received):
-        raise TypeError(f"the first argument is a {type(received).__name__}; give a Received (received_over_steps)")
+    received = as_received(received)
     level = level_of(layer, head)
     received = received.at_level(level)
     layers = slice(0, 1) if layer is None else _slice("layer", layer, received.layers)
     heads = slice(0, 1) if head is None else _slice("head", head, range(received.values.shape[3]))
     rows = _slice("row", row, range(received.values.shape[1]))
-    return Shown(_part(received, rows, layers, heads), layer, head, row)
+    return Shown(received.part(rows, layers, heads), layer, head, row)
+
+
+def as_received(given: Any) -> Received:
+    """A `Received` as it is; of a `Recording` its received attention of all queries.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a recording without received attention.
+    """
+    if isinstance(given, Recording):
+        received = received_of(given)
+        # A loaded recording has the texts of its tokens, but no tokenizer.
+        return replace(received, tokenizer=Words(given.words)) if received.tokenizer is None else received
+    if not isinstance(given, Received):
+        raise TypeError(
+            f"the first argument is a {type(given).__name__}; give a Received (received_over_steps) or a Recording"
+        )
+    return given
 
 
 def level_of(layer: int | None, head: int | None) -> Level:
@@ -90,25 +119,3 @@ def index_of(name: str, wanted: int, there: Sequence[int]) -> int:
 def _slice(name: str, wanted: int, there: Sequence[int]) -> slice:
     index = index_of(name, wanted, there)
     return slice(index, index + 1)
-
-
-def _part(received: Received, rows: slice, layers: slice, heads: slice) -> Received:
-    expected = received.expected
-    wide_layers, wide_heads = (
-        s if expected.shape[axis] > 1 else slice(None) for axis, s in ((2, layers), (3, heads))
-    )
-
-    def of_rows(tensor: Tensor | None, axis: int) -> Tensor | None:
-        return None if tensor is None else tensor[(slice(None),) * axis + (rows,)]
-
-    return replace(
-        received,
-        values=received.values[:, rows, layers, heads],
-        expected=expected[:, rows, wide_layers, wide_heads],
-        counted=received.counted[:, rows],
-        tokens=of_rows(received.tokens, 1),
-        masked=of_rows(received.masked, 1),
-        valid=of_rows(received.valid, 0),
-        final_tokens=of_rows(received.final_tokens, 0),
-        layers=received.layers[layers] if received.layers else (),
-    )

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dlm_lens.recording import Recording
 from dlm_lens.sinks import Received
-from dlm_lens.viz.choice import Shown, choose
+from dlm_lens.viz.choice import Shown, as_received, choose
 from dlm_lens.viz.labels import (
     PLAIN,
     SCALE_LABELS,
@@ -28,7 +29,7 @@ UNDEFINED = "#d9d9d9"
 
 
 def incoming_attention(
-    received: Received,
+    received: Received | Recording,
     *,
     layer: int | None,
     head: int | None,
@@ -42,7 +43,7 @@ def incoming_attention(
     is still masked at that step, a grey cell has no defined score. Padding is left out.
 
     Args:
-        received: from `received_over_steps`.
+        received: from `received_over_steps`, or a recording with ReceivedAttention.
         layer: index of the layer in the model; None for the mean over layers and heads.
         head: index of the head; None for the mean over heads.
         row: which sequence of the batch.
@@ -50,9 +51,10 @@ def incoming_attention(
         title: what stands in front of the caption, such as the model's name.
 
     Raises:
-        TypeError: not a `Received`.
+        TypeError: neither a `Received` nor a `Recording`.
         ValueError: a layer, head, row or step that is not there.
     """
+    received = as_received(received)
     shown = choose(received, layer, head, row)
     chosen = _steps(shown, steps)
     positions = shown.content.tolist()

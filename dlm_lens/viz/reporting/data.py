@@ -1,0 +1,252 @@
+"""What a report holds: one row of a recording, as much of it exactly as fits."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.recording import Recording
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, TopK, received_of
+from dlm_lens.sinks.texts import TokenTexts
+from dlm_lens.viz.reporting.exact import LADDER, Rung, Scores
+from dlm_lens.viz.reporting.packing import narrow, packed
+
+logger = logging.getLogger(__name__)
+
+Source = Recording | tuple[Received, Denoised]
+"""A recording, or received attention and its run."""
+
+BUDGET = 4_900_000
+"""Characters of one recording's data, so that a report stays under 5 MB."""
+
+MOST = 2**28
+"""Scores of one row that a browser can be asked to hold."""
+
+RULES = ("above-mean", "above-std", "top-k")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A recording and its row that a report is about.
+
+    Args:
+        received: received attention of this row alone.
+        run: the run, all rows.
+        row: which of its rows.
+        rows: how many it has.
+        model: name of the model; empty if unknown.
+        steps: index of each step in the run.
+        heads: index of each head.
+        text_of: the text of a token id.
+        versions: of the packages that computed the scores.
+    """
+
+    received: Received
+    run: Denoised
+    row: int
+    rows: int
+    model: str
+    steps: tuple[int, ...]
+    heads: tuple[int, ...]
+    text_of: Callable[[int], str]
+    versions: Mapping[str, str]
+
+    @classmethod
+    def of(cls, source: Any, row: int) -> "Subject":
+        """Read what `report` is given.
+
+        Raises:
+            TypeError: neither a `Recording` nor a `Received` with its `Denoised`.
+            ValueError: a row that is not there, scores of another run, or too many of them.
+        """
+        if isinstance(source, Recording):
+            received, run = received_of(source), source.run
+            model, steps, heads, words = source.model, source.steps, source.heads, dict(source.words)
+            versions = source.versions
+        elif isinstance(source, tuple) and [type(part) for part in source] == [Received, Denoised]:
+            received, run = source
+            model, steps, heads, words, versions = "", tuple(range(run.steps)), None, {}, {}
+        else:
+            raise TypeError(
+                f"a report of a {type(source).__name__}; give a Recording, or a tuple (Received, Denoised)"
+            )
+        _check(received, run, row)
+        fallback = TokenTexts(received.tokenizer)
+        return cls(
+            received=received.part(rows=slice(row, row + 1)),
+            run=run,
+            row=row,
+            rows=len(run.tokens),
+            # A file that is handed on tells nothing of the folders of whoever made it.
+            model=Path(model).name if Path(model).is_absolute() else model,
+            steps=tuple(steps),
+            heads=tuple(range(received.values.shape[3])) if heads is None else tuple(heads),
+            text_of=lambda token: words[token] if token in words else str(fallback(token)),
+            versions=versions,
+        )
+
+
+def _check(received: Received, run: Denoised, row: int) -> None:
+    steps, batch, _, _, keys = received.values.shape
+    wanted = (run.steps, len(run.tokens), run.tokens.shape[1] + received.sinks)
+    if (steps, batch, keys) != wanted:
+        raise ValueError(
+            f"the scores have {steps} steps, {batch} rows and {keys} keys, the run {wanted[0]}, {wanted[1]} and "
+            f"{wanted[2]}; give the run that they belong to"
+        )
+    if not 0 <= row < batch:
+        raise ValueError(f"row {row} of {batch}; rows go from 0 to {batch - 1}")
+    if received.values[:, row].numel() > MOST:
+        raise ValueError(
+            f"{received.values[:, row].numel():,} scores are more than a browser can hold ({MOST:,}); take a part, "
+            "such as recording.select(step=slice(None, None, 4))"
+        )
+
+
+def rule_of(detector: Detector) -> dict[str, Any]:
+    """A detector as the page knows it.
+
+    Raises:
+        ValueError: one that the page does not have.
+    """
+    if isinstance(detector, AboveMean) and not detector.literal:
+        return {"name": "above-mean", "value": detector.eps}
+    if isinstance(detector, AboveStd):
+        return {"name": "above-std", "value": detector.k}
+    if isinstance(detector, TopK):
+        return {"name": "top-k", "value": detector.k}
+    raise ValueError(f"a report cannot apply {detector!r}; it has AboveMean(eps), AboveStd(k) and TopK(k)")
+
+
+def content_of(subject: Subject, budget: int = BUDGET) -> dict[str, Any]:
+    """Everything that the page shows of a recording, ready for JSON."""
+    valid = subject.run.attention_mask[subject.row]
+    shown = torch.cat([valid.nonzero().flatten(), len(valid) + torch.arange(subject.received.sinks)])
+    levels, values = _patterns(subject.received, shown)
+    return {
+        **_facts(subject),
+        **_canvas(subject, shown),
+        "levels": levels,
+        **_fitting(Scores(values), budget),
+    }
+
+
+def _facts(subject: Subject) -> dict[str, Any]:
+    run, received = subject.run, subject.received
+    progress = run.progress[:, subject.row]
+    return {
+        "model": subject.model,
+        "row": subject.row,
+        "rows": subject.rows,
+        "steps": list(subject.steps),
+        "layers": list(received.layers),
+        "heads": list(subject.heads),
+        "learned": received.sinks,
+        "scale": received.scale,
+        "queries": received.queries,
+        "viewers": received.min_viewers,
+        "progress": [round(p, 6) for p in progress.tolist()],
+        "blocks": list(run.blocks),
+        "settings": {name: _shown(value, subject.row) for name, value in run.settings.items()},
+        "versions": dict(subject.versions),
+        "text": run.texts[subject.row] if run.tokenizer is not None else None,
+        "causal": run.settings.get("sampler") == "causal",  # which calls what is not yet written masked
+    }
+
+
+def _shown(value: Any, row: int) -> str:
+    """A setting in words; of a list with one entry per row, this row's."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
+    """The tokens and masks of every canvas, and of the final one, without padding."""
+    run, row, sinks = subject.run, subject.row, subject.received.sinks
+    learned = -1 - torch.arange(sinks)
+    canvases = torch.cat([run.canvases[:, row], learned.expand(run.steps + 1, -1)], -1)[:, shown]
+    ids, index = canvases.unique(return_inverse=True)
+    pad = torch.zeros(run.steps + 1, sinks, dtype=torch.bool)
+    masked = torch.cat([run.masked[:, row], pad], -1)[:, shown]
+    selected = torch.cat([run.selected[:, row], pad[1:]], -1)[:, shown]
+    positions = run.tokens.shape[1]
+    return {
+        "positions": [key if key < positions else -1 - (key - positions) for key in shown.tolist()],
+        "prompt": run.prompt_length,
+        "words": [subject.text_of(int(i)) for i in ids],
+        "ids": ids.tolist(),
+        "tokens": packed(narrow(index.numpy(), len(ids))),
+        "masked": packed(masked.numpy().astype("u1")),
+        "written": packed(selected.numpy().astype("u1")),
+    }
+
+
+def _patterns(received: Received, shown: Tensor) -> tuple[list[dict[str, Any]], Float[Tensor, "pattern step key"]]:
+    """The scores at every level that there is, one pattern after the other: all heads, all layers, the model."""
+    levels, values, first = [], [], 0
+    possible: list[Level] = ["head", "layer", "model"]
+    needed = {"head": (), "layer": ("head",), "model": ("layer", "head")}
+    for level in possible[possible.index(received.level) :]:
+        done = needed[received.level]
+        if any(axis not in received.dims for axis in needed[level] if axis not in done):
+            continue
+        found = received.at_level(level).values[:, 0][..., shown]
+        _, layers, heads, _ = found.shape
+        levels.append({"name": level, "first": first, "layers": layers, "heads": heads})
+        values.append(found.permute(1, 2, 0, 3).flatten(0, 1).float())
+        first += layers * heads
+    return levels, torch.cat(values)
+
+
+def _fitting(scores: Scores, budget: int) -> dict[str, Any]:
+    """The most exact version of the scores that fits the budget."""
+    statistics = scores.statistics()
+    bins: dict[int, Any] = {}
+    for rung in LADDER:
+        last = rung is LADDER[-1]
+        kept = scores.kept(rung)
+        size = sum(len(part["data"]) for part in statistics.values())
+        # No need to try what cannot fit: deflate saves little of a score.
+        if not last and size + int(kept.sum()) * (2.0 if scores.halves else 3.8) > budget:
+            continue
+        if rung.colours not in bins:
+            bins[rung.colours] = scores.bins(rung.colours)
+        size += len(bins[rung.colours]["data"])
+        if not last and size > budget:
+            continue
+        strongest = scores.strongest(kept)
+        size += sum(len(part["data"]) for part in strongest.values())
+        if size <= budget or last:
+            break
+    if size > budget:
+        logger.warning(
+            "the report has %.1f MB of scores instead of %.1f; take a part, such as recording.select(step=...)",
+            size / 1e6,
+            budget / 1e6,
+        )
+    return {
+        **_exactness(scores, rung, kept),
+        "edges": scores.edges(rung.colours),
+        "statistics": statistics,
+        "strongest": strongest,
+        "bins": bins[rung.colours],
+    }
+
+
+def _exactness(scores: Scores, rung: Rung, kept: Tensor) -> dict[str, Any]:
+    return {
+        "highest": scores.highest,
+        "undefined_keys": bool((scores.defined < scores.values.shape[-1]).any()),
+        "exact": {
+            "all": bool((kept == scores.defined).all()),
+            "fewest": int(kept[scores.defined > 0].min()) if bool((scores.defined > 0).any()) else 0,
+            "scores": int(kept.sum()),
+            "of": int(scores.defined.sum()),
+            "limits": scores.limits(kept),
+        },
+    }

@@ -1,0 +1,38 @@
+"""Numbers as text in a page: arrays by planes of bytes, deflated, in base64."""
+
+import base64
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+DTYPES = {"<f8": "f8", "<f4": "f4", "<f2": "f2", "<u4": "u4", "<u2": "u2", "|u1": "u1"}
+"""numpy's names of the types that the page reads, and the page's."""
+
+
+LEVEL = 6
+"""Of deflate: 9 takes minutes on scores without a pattern, and saves 1%."""
+
+
+def packed(array: npt.NDArray[Any]) -> dict[str, Any]:
+    """An array as the page reads it: its type and shape, and its bytes.
+
+    All first bytes of the numbers come first, then all second ones: signs and exponents resemble each other, which
+    deflate saves.
+
+    Raises:
+        ValueError: a type that the page does not read.
+    """
+    array = np.ascontiguousarray(array)
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype.str not in DTYPES:
+        raise ValueError(f"an array of {array.dtype}; the page reads {', '.join(DTYPES.values())}")
+    planes = np.ascontiguousarray(array.reshape(-1).view(np.uint8).reshape(-1, array.dtype.itemsize).T)
+    data = base64.b64encode(zlib.compress(planes.tobytes(), LEVEL)).decode("ascii")
+    return {"dtype": DTYPES[array.dtype.str], "shape": list(array.shape), "data": data}
+
+
+def narrow(array: npt.NDArray[Any], largest: int) -> npt.NDArray[Any]:
+    """Whole numbers up to `largest` in the smallest type that holds them."""
+    return array.astype(np.uint8 if largest < 2**8 else np.uint16 if largest < 2**16 else np.uint32)

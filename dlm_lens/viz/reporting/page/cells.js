@@ -1,0 +1,66 @@
+// The canvas as cells: a token each, on the colour of what it receives.
+
+function buildCells(pane) {
+  const { recorded, cells } = pane;
+  pane.cellOf = [];
+  for (let key = 0; key < recorded.keys; key += 1) {
+    const cell = make("span", "cell");
+    cell.setAttribute("role", "listitem");
+    if (recorded.about.positions[key] < 0) cell.classList.add("learned");
+    cell.append(make("bdi"));
+    pane.cellOf.push(cell);
+  }
+  cells.replaceChildren(...pane.cellOf);
+}
+
+function paintCells(pane, state, other) {
+  const { recorded, step } = pane;
+  const exact = new Map(recorded.strongest(pane.pattern, step).map((entry) => [entry.key, entry.score]));
+  const sinks = new Set(sinksOf(recorded, pane.pattern, step, state.rule).map((entry) => entry.key));
+  const patterns = pane.size.layers * pane.size.heads;
+  pane.cellOf.forEach((cell, key) => {
+    const bin = recorded.bin(pane.pattern, step, key);
+    const score = exact.get(key);
+    const masked = recorded.isMasked(step, key);
+    const text = visible(recorded.word(step, key));
+    const { ground, ink } = bin ? colours(score ?? middle(bin)) : { ground: "transparent", ink: "inherit" };
+    cell.style.backgroundColor = ground;
+    cell.style.color = ink;
+    cell.classList.toggle("undefined", !bin);
+    cell.classList.toggle("masked", masked);
+    cell.classList.toggle("sink", sinks.has(key));
+    cell.classList.toggle("written", recorded.isWritten(step, key));
+    cell.classList.toggle("differs", Boolean(other) && differs(pane, other, key));
+    cell.firstChild.textContent = masked ? "\u00a0\u00a0" : cut(recorded.word(step, key));
+    cell.dataset.key = key;
+    const count = pane.heads.get(key) ?? 0;
+    const what = masked ? maskWords(pane, key) : text;
+    cell.title = [
+      `${recorded.about.positions[key] < 0 ? "learned" : "position"} ${recorded.place(key)}: ${what}`,
+      `score ${score !== undefined ? score.toFixed(3) : bin ? `from ${number(bin[0])} to ${number(bin[1])}` : "undefined"}`,
+      `sink in ${count} of ${patterns} at this step`,
+    ].join("\n");
+    if (masked) cell.setAttribute("aria-label", `masked, position ${recorded.place(key)}`);
+    else cell.removeAttribute("aria-label");
+  });
+}
+
+function maskWords(pane, key) {
+  const { recorded, step } = pane;
+  for (let later = step; later < recorded.steps; later += 1) {
+    if (!recorded.isMasked(later + 1, key)) {
+      const when = recorded.about.steps[later];
+      return `${recorded.about.causal ? "not yet there" : "masked"}, written at step ${when}: ${visible(recorded.word(later + 1, key))}`;
+    }
+  }
+  return "masked to the end";
+}
+
+// Whether two panes show another token at the same position, where both show one.
+function differs(pane, other, key) {
+  const [a, b] = [pane, other];
+  if (a.recorded.about.positions.length !== b.recorded.about.positions.length) return false;
+  if (a.recorded.about.positions[key] !== b.recorded.about.positions[key]) return false;
+  if (a.recorded.isMasked(a.step, key) || b.recorded.isMasked(b.step, key)) return false;
+  return a.recorded.word(a.step, key) !== b.recorded.word(b.step, key);
+}

@@ -1,0 +1,68 @@
+// Colour of a score: logarithmic from half of even attention to the highest score of the page.
+
+const RAMPS = {
+  // Dark means much on light ground, bright means much on dark ground.
+  light: ["#ffffff", "#fff3d6", "#fed98e", "#fe9929", "#d95f0e", "#993404", "#5c1a02"],
+  dark: ["#16181d", "#2d1b4e", "#5b2a86", "#9c3a7c", "#d9575b", "#f59a4d", "#fbe38e"],
+};
+const LOWEST = 0.5;
+
+const POSITIONS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c7a00", "#7a5195"];
+
+let theme = "light";
+let highest = 4;
+
+function mix(ramp, t) {
+  const at = Math.min(Math.max(t, 0), 1) * (ramp.length - 1);
+  const low = Math.min(Math.floor(at), ramp.length - 2);
+  const channel = (i) => {
+    const [a, b] = [ramp[low], ramp[low + 1]].map((c) => parseInt(c.slice(i, i + 2), 16));
+    return Math.round(a + (b - a) * (at - low));
+  };
+  return [channel(1), channel(3), channel(5)];
+}
+
+function share(score) {
+  return Math.log2(Math.max(score, LOWEST) / LOWEST) / Math.log2(highest / LOWEST);
+}
+
+// Ground and ink of a score.
+function colours(score) {
+  const rgb = mix(RAMPS[theme], share(score));
+  const [r, g, b] = rgb.map((c) => (c / 255) ** 2.2);
+  const light = 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  return { ground: `rgb(${rgb.join(" ")})`, ink: light > 0.19 ? "#000000" : "#ffffff" };
+}
+
+// What a bin is painted as: its middle on the logarithmic scale.
+function middle([low, high]) {
+  return low > 0 ? Math.sqrt(low * high) : high / 2;
+}
+
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+// A canvas element in device pixels, drawn in CSS pixels.
+function sized(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  return pen;
+}
+
+function paintLegend(root, { scale, causal, undefined_keys: undefinedKeys }) {
+  root.replaceChildren();
+  const bar = make("span", "bar");
+  bar.style.background = `linear-gradient(to right, ${RAMPS[theme].join(", ")})`;
+  root.append(make("span", "", `${LOWEST} or less`), bar, make("span", "", number(highest)));
+  root.append(make("span", "grow", `received attention, ${scale}${scale === "relative to uniform" ? " (1 = even)" : ""}`));
+  root.append(make("span", "key sinkkey", "sink"), make("span", "key maskkey", causal ? "not yet there" : "masked"));
+  root.append(make("span", "key writtenkey", "written at this step"));
+  if (undefinedKeys) root.append(make("span", "key undefinedkey", "no score"));
+}

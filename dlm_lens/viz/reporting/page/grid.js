@@ -1,0 +1,100 @@
+// Layers by heads: the main sink of every one at this step.
+
+const GRID_LEFT = 30;
+const GRID_TOP = 18;
+
+function gridShape(pane) {
+  const { layers, heads } = pane.size;
+  const room = Math.max(120, pane.grid.parentElement.clientWidth - 2);
+  const width = Math.max(6, Math.min(60, (room - GRID_LEFT) / heads));
+  const height = Math.max(8, Math.min(32, 460 / layers));
+  return { layers, heads, width, height };
+}
+
+function paintGrid(pane, state) {
+  const { recorded, step, grid } = pane;
+  const shape = gridShape(pane);
+  const pen = sized(grid, GRID_LEFT + shape.width * shape.heads + 2, GRID_TOP + shape.height * shape.layers + 2);
+  pen.font = `${Math.min(11, shape.height - 1)}px system-ui, sans-serif`;
+  pen.textBaseline = "middle";
+  paintGridAxes(pen, pane, shape);
+  for (let layer = 0; layer < shape.layers; layer += 1) {
+    for (let head = 0; head < shape.heads; head += 1) {
+      const [main] = sinksOf(recorded, recorded.pattern(state.level, layer, head), step, state.rule);
+      const [x, y] = [GRID_LEFT + head * shape.width, GRID_TOP + layer * shape.height];
+      pen.fillStyle = css("--blank");
+      if (main) pen.fillStyle = pane.gridColour.value === "score" ? colours(main.score).ground : POSITIONS[main.key % POSITIONS.length];
+      pen.fillRect(x + 0.5, y + 0.5, shape.width - 1, shape.height - 1);
+      if (!main || shape.width < 20 || shape.height < 11) continue;
+      pen.fillStyle = pane.gridColour.value === "score" ? colours(main.score).ink : "#000";
+      pen.textAlign = "center";
+      pen.fillText(shortPlace(recorded, main.key), x + shape.width / 2, y + shape.height / 2, shape.width - 2);
+    }
+  }
+  const [layer, head] = pane.chosen;
+  const [x, y] = [GRID_LEFT + head * shape.width, GRID_TOP + layer * shape.height];
+  pen.lineWidth = 3;
+  pen.strokeStyle = css("--ground");
+  pen.strokeRect(x - 0.5, y - 0.5, shape.width + 1, shape.height + 1);
+  pen.lineWidth = 2;
+  pen.strokeStyle = css("--mark");
+  pen.strokeRect(x, y, shape.width, shape.height);
+  pane.root.querySelector(".chosen").replaceChildren(...chosenWords(pane, state));
+  grid.setAttribute("aria-label", pane.root.querySelector(".chosen").textContent);
+}
+
+function shortPlace(recorded, key) {
+  const position = recorded.about.positions[key];
+  return position < 0 ? `s${-1 - position}` : String(position);
+}
+
+function paintGridAxes(pen, pane, { layers, heads, width, height }) {
+  const { about } = pane.recorded;
+  pen.fillStyle = css("--soft");
+  const everyHead = Math.ceil(22 / width);
+  const everyLayer = Math.ceil(11 / height);
+  pen.textAlign = "center";
+  for (let head = 0; head < heads; head += everyHead) {
+    pen.fillText(heads > 1 || pane.level === "head" ? about.heads[head] : "mean", GRID_LEFT + (head + 0.5) * width, GRID_TOP / 2);
+  }
+  pen.textAlign = "right";
+  for (let layer = 0; layer < layers; layer += everyLayer) {
+    pen.fillText(pane.level === "model" ? "all" : (about.layers[layer] ?? layer), GRID_LEFT - 5, GRID_TOP + (layer + 0.5) * height);
+  }
+}
+
+function patternWords(pane) {
+  const { about } = pane.recorded;
+  const [layer, head] = pane.chosen;
+  if (pane.level === "model") return "mean of all heads";
+  const where = `layer ${about.layers[layer] ?? layer}`;
+  return pane.level === "layer" ? `${where}, mean of its heads` : `${where}, head ${about.heads[head]}`;
+}
+
+function chosenWords(pane, state) {
+  const { recorded, step } = pane;
+  const [main] = sinksOf(recorded, pane.pattern, step, state.rule);
+  const where = `${patternWords(pane)}: `;
+  if (!main) return [`${where}no sink`];
+  const word = recorded.isMasked(step, main.key) ? "masked" : token(recorded.word(step, main.key), 24);
+  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, word, `), score ${main.score.toFixed(3)}`];
+}
+
+// What a key or a click in the grid chooses: [layer, head], or null.
+function gridMove(pane, key) {
+  const { layers, heads } = pane.size;
+  const [layer, head] = pane.chosen;
+  const moves = {
+    ArrowUp: [layer - 1, head], ArrowDown: [layer + 1, head], ArrowLeft: [layer, head - 1], ArrowRight: [layer, head + 1],
+    Home: [layer, 0], End: [layer, heads - 1], PageUp: [0, head], PageDown: [layers - 1, head],
+  };
+  if (!(key in moves)) return null;
+  const [toLayer, toHead] = moves[key];
+  return [Math.min(Math.max(toLayer, 0), layers - 1), Math.min(Math.max(toHead, 0), heads - 1)];
+}
+
+function gridAt(pane, event) {
+  const { layers, heads, width, height } = gridShape(pane);
+  const [layer, head] = [Math.floor((event.offsetY - GRID_TOP) / height), Math.floor((event.offsetX - GRID_LEFT) / width)];
+  return layer >= 0 && layer < layers && head >= 0 && head < heads ? [layer, head] : null;
+}

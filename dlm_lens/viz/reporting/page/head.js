@@ -1,0 +1,131 @@
+// One pattern: its path over the steps, and the keys that receive most of it.
+
+const PATH_LEFT = 46;
+const PATH_BOTTOM = 30;
+
+function pathShape(pane) {
+  const width = Math.max(200, pane.path.parentElement.clientWidth - 2);
+  const height = Math.min(460, Math.max(200, pane.recorded.keys * 6));
+  const { steps, keys } = pane.recorded;
+  return { width: width - PATH_LEFT - 6, height: height - PATH_BOTTOM - 6, steps, keys, full: [width, height] };
+}
+
+// The scores of all steps as an image of a dot per (step, key).
+function pathImage(pane) {
+  const { recorded, pattern } = pane;
+  const image = document.createElement("canvas");
+  [image.width, image.height] = [recorded.steps, recorded.keys];
+  const pen = image.getContext("2d");
+  const dots = pen.createImageData(recorded.steps, recorded.keys);
+  const blank = theme === "light" ? 226 : 52;
+  const veil = theme === "light" ? 120 : 150;
+  for (let step = 0; step < recorded.steps; step += 1) {
+    for (let key = 0; key < recorded.keys; key += 1) {
+      const bin = recorded.bin(pattern, step, key);
+      let rgb = bin ? mix(RAMPS[theme], share(middle(bin))) : [blank, blank, blank];
+      if (bin && recorded.isMasked(step, key)) rgb = rgb.map((c) => Math.round(0.8 * c + 0.2 * veil));
+      dots.data.set([...rgb, 255], 4 * (key * recorded.steps + step));
+    }
+  }
+  pen.putImageData(dots, 0, 0);
+  return image;
+}
+
+function paintPath(pane, state) {
+  const shape = pathShape(pane);
+  const pen = sized(pane.path, ...shape.full);
+  const [dx, dy] = [shape.width / shape.steps, shape.height / shape.keys];
+  const spot = (step, key) => [PATH_LEFT + (step + 0.5) * dx, 6 + (key + 0.5) * dy];
+  pen.imageSmoothingEnabled = false;
+  pen.drawImage(pathImage(pane), PATH_LEFT, 6, shape.width, shape.height);
+  pen.strokeStyle = css("--soft");
+  pen.lineWidth = 1;
+  const [now] = spot(pane.step, 0);
+  pen.strokeRect(now - dx / 2, 6, Math.max(dx, 2), shape.height);
+  const radius = Math.max(1.5, Math.min(5, dx * 0.42));
+  const places = new Map();
+  for (let step = 0; step < shape.steps; step += 1) {
+    const sinks = sinksOf(pane.recorded, pane.pattern, step, state.rule);
+    const [largest] = pane.recorded.strongest(pane.pattern, step);
+    for (const { key } of sinks.slice(1)) mark(pen, spot(step, key), radius * 0.45, true);
+    if (largest) mark(pen, spot(step, largest.key), radius, sinks.length > 0);
+    if (sinks.length) places.set(sinks[0].key, (places.get(sinks[0].key) ?? 0) + 1);
+  }
+  paintPathAxes(pen, pane, shape, spot);
+  pane.summary.replaceChildren(...pathWords(pane, places));
+  pane.path.setAttribute("aria-label", `${patternWords(pane)}. ${pane.summary.textContent}`);
+}
+
+function mark(pen, [x, y], radius, filled) {
+  pen.beginPath();
+  pen.arc(x, y, radius, 0, 2 * Math.PI);
+  pen.lineWidth = 1;
+  pen.strokeStyle = css(filled ? "--rim" : "--mark");
+  pen.fillStyle = css(filled ? "--mark" : "--ground");
+  pen.fill();
+  pen.stroke();
+}
+
+function paintPathAxes(pen, pane, shape, spot) {
+  const { recorded } = pane;
+  pen.fillStyle = css("--soft");
+  pen.font = "11px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  pen.textAlign = "right";
+  const everyKey = Math.max(1, Math.ceil((14 * shape.keys) / shape.height / 4) * 4);
+  for (let key = 0; key < shape.keys; key += 1) {
+    const learned = recorded.about.positions[key] < 0;
+    if (learned ? shape.height / shape.keys < 5 : key % everyKey) continue;
+    pen.fillText(recorded.place(key), PATH_LEFT - 5, spot(0, key)[1]);
+  }
+  pen.textAlign = "center";
+  const everyStep = Math.max(1, Math.ceil((28 * shape.steps) / shape.width));
+  for (let step = 0; step < shape.steps; step += everyStep) {
+    pen.fillText(recorded.about.steps[step], spot(step, 0)[0], shape.height + 15);
+  }
+  pen.fillText("step", PATH_LEFT + shape.width / 2, shape.height + 28);
+}
+
+function pathWords(pane, places) {
+  const { recorded } = pane;
+  const found = [...places].sort((a, b) => b[1] - a[1]);
+  if (!found.length) return [`No sink at any of ${recorded.steps} steps.`];
+  const steps = found.reduce((sum, [, count]) => sum + count, 0);
+  const words = [`A sink at ${steps} of ${recorded.steps} steps; the main one at `];
+  found.slice(0, 4).forEach(([key, count], i) => {
+    words.push(`${i ? ", " : ""}${recorded.place(key)} (`, token(recorded.word(recorded.steps, key), 12), `) ${count}\u00d7`);
+  });
+  words.push(found.length > 4 ? `, and ${found.length - 4} other places.` : ".");
+  return words;
+}
+
+function pathAt(pane, event) {
+  const { width, steps } = pathShape(pane);
+  const step = Math.floor(((event.offsetX - PATH_LEFT) / width) * steps);
+  return step >= 0 && step < steps ? step : null;
+}
+
+function paintStrongest(pane, state) {
+  const { recorded, step, pattern } = pane;
+  const table = pane.root.querySelector("table.strongest");
+  const place = pattern * recorded.steps + step;
+  const sinks = new Map(sinksOf(recorded, pattern, step, state.rule).map((entry) => [entry.key, entry]));
+  header(table, ["position", "token", "state", "score", "threshold", "sink"]);
+  table.tBodies[0].replaceChildren(...recorded.strongest(pattern, step).slice(0, 16).map(({ key, score }) => {
+    const level = state.rule.name === "top-k" ? NaN : threshold(recorded, place, score, state.rule);
+    const line = row(recorded.place(key), tokenAt(pane, key), stateOf(pane, key), scored(score), scored(level), sinks.has(key) ? "yes" : "");
+    line.dataset.key = key;
+    return line;
+  }));
+}
+
+function tokenAt(pane, key) {
+  return token(pane.recorded.word(pane.step, key), 24);
+}
+
+function stateOf(pane, key) {
+  const { recorded, step } = pane;
+  if (recorded.about.positions[key] < 0) return "learned";
+  if (recorded.isMasked(step, key)) return recorded.about.causal ? "not yet there" : "masked";
+  return recorded.about.positions[key] < recorded.about.prompt ? "prompt" : "written";
+}

@@ -1,0 +1,82 @@
+// A recording on the page; a comparison has two.
+
+class Pane {
+  constructor(recorded, label, actions) {
+    this.recorded = recorded;
+    this.actions = actions;
+    this.root = document.getElementById("pane").content.firstElementChild.cloneNode(true);
+    const find = (name) => this.root.querySelector(name);
+    this.cells = find(".cells");
+    this.grid = find("canvas.grid");
+    this.path = find("canvas.path");
+    this.summary = find(".summary");
+    this.gridColour = find(".gridcolour");
+    this.listing = find(".listing");
+    this.more = find(".more");
+    this.lines = LINES;
+    this.step = 0;
+    find(".label").textContent = label;
+    find("h2").hidden = actions.alone;
+    find(".about").textContent = aboutWords(recorded);
+    buildCells(this);
+    paintFacts(this);
+    this.listen();
+  }
+
+  listen() {
+    this.gridColour.addEventListener("change", () => this.actions.paint());
+    this.listing.addEventListener("change", () => {
+      this.lines = LINES;
+      this.actions.paint();
+    });
+    this.more.addEventListener("click", () => {
+      this.lines += 4 * LINES;
+      this.actions.paint();
+    });
+    this.grid.addEventListener("click", (event) => {
+      const place = gridAt(this, event);
+      if (place) this.choose(...place);
+    });
+    this.grid.addEventListener("keydown", (event) => {
+      const place = gridMove(this, event.key);
+      if (!place) return;
+      event.preventDefault();
+      event.stopPropagation();
+      this.choose(...place);
+      this.actions.say(this.grid.getAttribute("aria-label"));
+    });
+    this.path.addEventListener("click", (event) => {
+      const step = pathAt(this, event);
+      if (step !== null) this.actions.goTo(this, step);
+    });
+  }
+
+  choose(layer, head) {
+    this.actions.choose(layer, head);
+  }
+
+  // What the state means for this recording.
+  take(state, step) {
+    this.step = step;
+    this.level = state.level;
+    this.size = this.recorded.level(state.level);
+    this.chosen = [Math.min(state.layer, this.size.layers - 1), Math.min(state.head, this.size.heads - 1)];
+    this.pattern = this.recorded.pattern(state.level, ...this.chosen);
+    countSinks(this, state);
+  }
+
+  paint(state, other) {
+    const { about } = this.recorded;
+    const written = `${Math.round(100 * about.progress[this.step])}% written`;
+    this.root.querySelector(".when").textContent = `at step ${about.steps[this.step]}, ${written}`;
+    this.root.querySelector(".colours").textContent = `Colour: what each token receives in ${patternWords(this)}.`;
+    for (const which of this.root.querySelectorAll(".which")) which.textContent = `of ${patternWords(this)}`;
+    this.root.querySelector(".unwritten").textContent = about.causal ? "not yet there" : "masked";
+    paintLegend(this.root.querySelector(".legend"), about);
+    paintCells(this, state, other);
+    paintGrid(this, state);
+    paintPath(this, state);
+    paintStrongest(this, state);
+    paintSinks(this, state);
+  }
+}

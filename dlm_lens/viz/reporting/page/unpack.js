@@ -1,0 +1,115 @@
+// The data of the page: from text to typed arrays, and a recording that can be asked.
+
+const TYPES = { f8: Float64Array, f4: Float32Array, f2: Uint16Array, u4: Uint32Array, u2: Uint16Array, u1: Uint8Array };
+
+function bytesOf(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const raw = atob(text);
+  const bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i += 1) bytes[i] = raw.charCodeAt(i);
+  return bytes;
+}
+
+async function inflate(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+function fromHalf(half) {
+  const values = new Float32Array(half.length);
+  for (let i = 0; i < half.length; i += 1) {
+    const [exponent, fraction] = [(half[i] >> 10) & 31, half[i] & 1023];
+    const size = exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024);
+    values[i] = half[i] & 0x8000 ? -size : size;
+  }
+  return values;
+}
+
+async function unpacked(part) {
+  const planes = await inflate(bytesOf(part.data));
+  const type = TYPES[part.dtype];
+  const width = type.BYTES_PER_ELEMENT;
+  const count = planes.length / width;
+  let bytes = planes;
+  if (width > 1) {
+    bytes = new Uint8Array(planes.length);
+    for (let b = 0; b < width; b += 1) {
+      for (let i = 0, at = b; i < count; i += 1, at += width) bytes[at] = planes[b * count + i];
+    }
+  }
+  const values = new type(bytes.buffer);
+  return part.dtype === "f2" ? fromHalf(values) : values;
+}
+
+// One recording. A pattern is a head of a layer, the mean of a layer's heads, or the mean of all.
+class Recorded {
+  static async from(data) {
+    const given = new Recorded();
+    const parts = { ...data.statistics, ...data.strongest, bins: data.bins };
+    for (const name of ["tokens", "masked", "written"]) parts[name] = data[name];
+    const names = Object.keys(parts);
+    const arrays = await Promise.all(names.map((name) => unpacked(parts[name])));
+    names.forEach((name, i) => { given[name] = arrays[i]; });
+    given.about = data;
+    given.steps = data.steps.length;
+    given.keys = data.positions.length;
+    given.words = data.words;
+    given.offsets = new Uint32Array(given.count.length + 1);
+    for (let i = 0; i < given.count.length; i += 1) given.offsets[i + 1] = given.offsets[i] + given.count[i];
+    return given;
+  }
+
+  level(name) {
+    return this.about.levels.find((level) => level.name === name);
+  }
+
+  // Index of a pattern; layer and head are places on the axes, of which a level keeps one, both or none.
+  pattern(name, layer, head) {
+    const { first, layers, heads } = this.level(name);
+    return first + Math.min(layer, layers - 1) * heads + Math.min(head, heads - 1);
+  }
+
+  // The exactly known keys of a pattern at a step, highest first.
+  strongest(pattern, step) {
+    const place = pattern * this.steps + step;
+    const found = [];
+    for (let i = this.offsets[place]; i < this.offsets[place + 1]; i += 1) {
+      found.push({ key: this.key[i], score: this.score[i] });
+    }
+    return found;
+  }
+
+  complete(pattern, step) {
+    const place = pattern * this.steps + step;
+    return this.count[place] === this.defined[place];
+  }
+
+  // The two borders between which a score lies; null where it is undefined.
+  bin(pattern, step, key) {
+    const code = this.bins[(pattern * this.keys + key) * this.steps + step];
+    const { edges, highest } = this.about;
+    return code ? [code > 1 ? edges[code - 2] : 0, code <= edges.length ? edges[code - 1] : highest] : null;
+  }
+
+  word(step, key) {
+    return this.words[this.tokens[step * this.keys + key]];
+  }
+
+  id(step, key) {
+    return this.about.ids[this.tokens[step * this.keys + key]];
+  }
+
+  isMasked(step, key) {
+    return this.masked[step * this.keys + key] === 1;
+  }
+
+  isWritten(step, key) {
+    return this.written[step * this.keys + key] === 1;
+  }
+
+  // Canvas position of a key as a label; learned sink tokens have none.
+  place(key) {
+    const position = this.about.positions[key];
+    return position < 0 ? `sink(${-1 - position})` : String(position);
+  }
+}

@@ -1,0 +1,67 @@
+// Text of the page. Tokens are somebody else's: they only ever become text, in a direction of their own.
+
+const CELL = 14;
+
+// What is not seen, or commands the direction of what follows, is written as its code.
+const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
+
+function visible(text) {
+  const shown = text.startsWith(" ") && text.trim() ? text.slice(1) : text;
+  const escaped = shown
+    .replace(/\n/g, "\u21b5")
+    .replace(HIDDEN, (c) => `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`)
+    .replace(/^ +| +$/g, (spaces) => "\u2423".repeat(spaces.length));
+  return escaped || "\u2205";
+}
+
+function cut(text, length = CELL) {
+  const letters = Array.from(visible(text));
+  return letters.length > length ? `${letters.slice(0, length - 1).join("")}\u2026` : letters.join("");
+}
+
+function make(tag, kind = "", text = "") {
+  const element = document.createElement(tag);
+  if (kind) element.className = kind;
+  if (text !== "") element.textContent = text;
+  return element;
+}
+
+function token(text, length) {
+  const element = make("bdi", "token", cut(text, length));
+  element.title = visible(text);
+  return element;
+}
+
+function number(value) {
+  if (Number.isNaN(value)) return "\u2013";
+  return Math.abs(value) >= 1000 ? value.toPrecision(6) : value.toFixed(3).replace(/\.?0+$/, "");
+}
+
+// A cell with a score: rounded to read, exact in its data.
+function scored(value) {
+  const cell = make("td", "number", Number.isNaN(value) ? "\u2013" : value.toFixed(3));
+  if (!Number.isNaN(value)) cell.dataset.exact = String(value);
+  return cell;
+}
+
+function row(...cells) {
+  const line = document.createElement("tr");
+  line.append(...cells.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : wrapped(cell))));
+  return line;
+}
+
+function wrapped(content) {
+  const cell = document.createElement("td");
+  cell.append(content instanceof Node ? content : String(content));
+  return cell;
+}
+
+function header(table, names) {
+  const line = document.createElement("tr");
+  for (const name of names) {
+    const cell = make("th", "", name);
+    cell.scope = "col";
+    line.append(cell);
+  }
+  table.tHead.replaceChildren(line);
+}

@@ -1,0 +1,108 @@
+"""`report`: the page around the data."""
+
+import base64
+import hashlib
+import html
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dlm_lens.sinks import AboveMean, Detector
+from dlm_lens.viz.reporting.data import BUDGET, Source, Subject, content_of, rule_of
+
+SCRIPTS = ("unpack", "rules", "colour", "words", "cells", "grid", "head", "tables", "facts", "pane", "app")
+"""The scripts in the order in which they become one module."""
+
+
+def report(
+    source: Source,
+    path: str | Path,
+    *,
+    compare: Source | None = None,
+    detector: Detector | None = None,
+    row: int = 0,
+    title: str = "",
+    labels: tuple[str, str] | None = None,
+) -> Path:
+    """Write one HTML file in which the sinks of a run can be followed step by step, in any browser, offline.
+
+    The file holds the canvases and, of every (step, layer, head) and of their means, the highest scores exactly; of
+    the others the bin of a colour, if all exact ones do not fit in 5 MB (64 steps of 32 layers of 32 heads of 128
+    keys do, in that way). The page says what is exact, and finds the sinks that `find_sinks` finds.
+
+    Args:
+        source: a `Recording` with received attention of all queries, or a `Received` and its `Denoised` as a tuple.
+        path: the file to write; one of that name is replaced.
+        compare: another one to show beside it, step by step.
+        detector: the rule that the page starts with, `AboveMean(eps)`, `AboveStd(k)` or `TopK(k)`; `AboveMean(3.0)`
+            by default.
+        row: which sequence of the batch.
+        title: heading of the page.
+        labels: names of the two that are compared; those of the models by default.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: something else than a recording.
+        ValueError: a row or a detector that a report cannot show, or too many scores.
+    """
+    rule = rule_of(AboveMean(3.0) if detector is None else detector)
+    subjects = [Subject.of(given, row) for given in ([source] if compare is None else [source, compare])]
+    named = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
+    data = {
+        "title": title or " and ".join(dict.fromkeys(named if compare is not None else [subjects[0].model])),
+        "rule": rule,
+        "recordings": [
+            {"label": label, **content_of(subject, BUDGET)} for subject, label in zip(subjects, named, strict=False)
+        ],
+    }
+    return _write(Path(path), page_of(data))
+
+
+def page_of(data: dict[str, Any]) -> str:
+    """The whole page, in ASCII."""
+    style, script = _part("style.css"), "\n".join(_part(f"{name}.js") for name in SCRIPTS)
+    parts = {
+        "POLICY": (
+            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        "TITLE": html.escape(data["title"] or "Attention sinks")
+        .encode("ascii", "xmlcharrefreplace")
+        .decode("ascii"),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": embedded(data),
+    }
+    page = _part("page.html")
+    pieces = page.split("%%")
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def embedded(data: Any) -> str:
+    """JSON that no HTML parser takes for anything else, whatever the tokens in it say."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _part(name: str) -> str:
+    return files("dlm_lens.viz.reporting").joinpath("page", name).read_text(encoding="ascii")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("ascii")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
+
+
+def _write(path: Path, text: str) -> Path:
+    """All or nothing: who opens the file while it is written sees the old one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="ascii", newline="\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path

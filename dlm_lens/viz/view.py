@@ -1,0 +1,147 @@
+"""`View`: circuitsvis pieces on a page of their own, without a network, in which tokens stay text."""
+
+import html
+import json
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+Component = Literal["AttentionHeads", "AttentionPattern", "ColoredTokens"]
+
+AS_HTML: tuple[Component, ...] = ("ColoredTokens",)
+"""Components of circuitsvis that take a token's text for HTML: given as it is, `<img onerror=...>` would run."""
+
+POLICY = "default-src 'none'; script-src 'sha256-{}'; style-src 'unsafe-inline'; img-src data:"
+"""What a saved page may load: nothing from elsewhere."""
+
+STYLE = (
+    "body{font-family:system-ui,sans-serif;max-width:1100px;margin:1.5em auto;padding:0 1em;line-height:1.4}"
+    "h1{font-size:1.2em}h2{font-size:1em;margin:1.2em 0 0}"
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One circuitsvis component with its props.
+
+    Args:
+        component: its name.
+        props: JSON values; `tokens` are texts from anywhere.
+        heading: what stands above it.
+    """
+
+    component: Component
+    props: Mapping[str, Any]
+    heading: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """Pieces of circuitsvis that a notebook shows and `save` writes as one HTML file.
+
+    Args:
+        title: what it shows.
+        sentences: where it comes from: scale, level, what was left out.
+        pieces: what there is to see.
+    """
+
+    title: str
+    sentences: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+
+    def __repr__(self) -> str:
+        return f"View({self.title}; {len(self.pieces)} pieces; save(path) writes it)"
+
+    def _repr_html_(self) -> str:
+        """For a notebook, with the script that the installed circuitsvis bundles (1.3 MB a view)."""
+        body, script = self._parts()
+        return f'{body}<script type="module">{script}</script>'
+
+    def _parts(self) -> tuple[str, str]:
+        """Markup, and the module that fills it; a module, so that the names of several views do not meet."""
+        names = [f"dlm-lens-{uuid4().hex}" for _ in self.pieces]
+        about = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences)
+        places = "".join(
+            (f"<h2>{html.escape(piece.heading)}</h2>" if piece.heading else "")
+            + f'<div id="{name}" style="margin: 10px 0; position: relative"></div>'
+            for piece, name in zip(self.pieces, names, strict=True)
+        )
+        calls = "\n".join(
+            f'CircuitsVis.render("{name}", CircuitsVis.{piece.component}, {_props(piece)});'
+            for piece, name in zip(self.pieces, names, strict=True)
+        )
+        return f"<h1>{html.escape(self.title)}</h1>{about}{places}", f"{_bundle()}\n{calls}"
+
+    def save(self, path: str | Path) -> Path:
+        """Write one HTML file that needs no network, and return its path.
+
+        Raises:
+            FileNotFoundError: the directory is not there.
+        """
+        path = Path(path)
+        body, script = self._parts()
+        # The script is allowed by its hash: were markup to get in, no script of its own would run.
+        digest = b64encode(sha256(script.encode()).digest()).decode()
+        page = (
+            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(digest)}">'
+            f"<title>{html.escape(self.title)}</title><style>{STYLE}</style></head>"
+            f'<body>{body}<script type="module">{script}</script></body></html>\n'
+        )
+        path.write_text(page, encoding="utf-8")
+        return path
+
+
+def _props(piece: Piece) -> str:
+    """The props as JSON that is safe in a script: no <, >, & and, as json writes ASCII, no line separators."""
+    props = dict(piece.props)
+    if piece.component in AS_HTML:
+        props["tokens"] = [html.escape(token) for token in props["tokens"]]
+    text = json.dumps(props, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _bundle() -> str:
+    """The browser bundle of the installed circuitsvis, which must not end the script that it stands in.
+
+    Raises:
+        ImportError: circuitsvis is not installed, or has no bundle where this version of dlm_lens looks.
+    """
+    try:
+        file = files("circuitsvis") / "dist" / "cdn" / "iife.js"
+        text = file.read_text(encoding="utf-8")
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ImportError(
+            f"circuitsvis's bundle dist/cdn/iife.js is not there ({error}); pip install circuitsvis"
+        ) from error
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def web_label(text: str, length: int = 40) -> str:
+    """One token's text in at most `length` characters: what a browser cannot show as text is its escape.
+
+    Among it are line breaks, marks that turn the direction of writing, and other invisible characters.
+    """
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text
+    )
+    return (shown if len(shown) <= length else shown[: length - 1] + "…") or "∅"
+
+
+def web_labels(ids: list[int], tokenizer: Any) -> list[str]:
+    """Token ids as `web_label`s; ids without a tokenizer, sink(i) for learned sink tokens."""
+
+    def label(token: int) -> str:
+        if token < 0:
+            return f"sink({-1 - token})"
+        return str(token) if tokenizer is None else web_label(str(tokenizer.decode([token])))
+
+    known = {token: label(token) for token in set(ids)}
+    return [known[token] for token in ids]

@@ -1,0 +1,359 @@
+"""The report in a browser: it moves, it shows the recording's numbers, and it finds the sinks of find_sinks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.sinks import find_sinks, received_of
+
+pytestmark = pytest.mark.browser
+
+PROMPTS = ["Tom has 5 apples and buys 3 more.", "Mia has 2 eggs."]
+STEPS = 8
+
+FOUND = """([pane, level, name, value]) => {
+    const { recorded } = window.dlmLens.panes[pane];
+    const found = [];
+    for (let step = 0; step < recorded.steps; step += 1) {
+        for (const s of window.dlmLens.sinksAt(recorded, level, step, { name, value })) {
+            const threshold = Number.isNaN(s.threshold) ? null : s.threshold;
+            found.push([step, s.layer, s.head, recorded.about.positions[s.key], s.score, threshold]);
+        }
+    }
+    return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    def recorded(name, **settings):
+        return dl.record(dl.load(name), PROMPTS, **settings)
+
+    return {
+        "toy": recorded("toy", steps=STEPS, gen_length=16),
+        "toy-sink": recorded("toy-sink", steps=STEPS, gen_length=16),
+        "toy-ar": recorded("toy-ar"),
+    }
+
+
+@pytest.fixture(scope="module")
+def files(recordings, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    made = {name: dl.viz.report(rec, folder / f"{name}.html", row=1) for name, rec in recordings.items()}
+    made["both"] = dl.viz.report(
+        recordings["toy"], folder / "both.html", compare=recordings["toy-ar"], labels=("masked", "AR"), row=1
+    )
+    return made
+
+
+def of_python(recording, rule, level, row=1):
+    """All sinks of a row as the page lists them: positions on the canvas, -1 - i for learned sinks."""
+    sinks = find_sinks(recording, rule, level=level)
+    shape = (sinks.is_sink.shape[0], sinks.is_sink.shape[1], -1, 1, sinks.is_sink.shape[-1])
+    if level == "head":
+        shape = sinks.is_sink.shape
+    is_sink, scores, threshold = (t.reshape(shape)[:, row] for t in (sinks.is_sink, sinks.scores, sinks.threshold))
+    canvas = is_sink.shape[-1] - sinks.sinks
+    found = {}
+    for step, layer, head, key in is_sink.nonzero().tolist():
+        place = (step, layer, head, key if key < canvas else -1 - (key - canvas))
+        limit = threshold[step, layer, head, key].item()
+        found[place] = (scores[step, layer, head, key].item(), None if limit != limit else limit)
+    return found
+
+
+def of_page(page, rule, level, pane=0):
+    name, value = {
+        dl.AboveMean: lambda: ("above-mean", rule.eps),
+        dl.AboveStd: lambda: ("above-std", rule.k),
+        dl.TopK: lambda: ("top-k", rule.k),
+    }[type(rule)]()
+    lines = page.evaluate(FOUND, [pane, level, name, value])
+    found = {tuple(line[:4]): (line[4], line[5]) for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def until(page, condition, seconds=20):
+    """Wait for a condition; playwright's own way of waiting evaluates text, which the page's policy forbids."""
+    for _ in range(seconds * 20):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"{condition} did not come true in {seconds} s")
+
+
+RULES = [*map(dl.AboveMean, (-0.5, 0.1, 1.0, 2.0, 2.7182818, 3.0, 4.5, 8.0)), *map(dl.AboveStd, (0.3, 2.0, 3.3))]
+RULES += [dl.TopK(1), dl.TopK(5)]
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-sink", "toy-ar"])
+def test_the_page_finds_what_find_sinks_finds(recordings, files, opened, name):
+    page = opened(files[name])
+    total = 0
+    for level in ("head", "layer", "model"):
+        for rule in RULES:
+            expected = of_python(recordings[name], rule, level)
+            # Scores and thresholds too, to the last bit.
+            assert of_page(page, rule, level) == expected, (rule, level)
+            total += len(expected)
+    assert total > 1000
+
+
+def test_a_cut_file_is_exact_from_its_limit_on_and_says_so(recordings, opened, tmp_path, monkeypatch):
+    monkeypatch.setattr("dlm_lens.viz.reporting.writing.BUDGET", 12_000)
+    page = opened(dl.viz.report(recordings["toy"], tmp_path / "cut.html", row=1))
+    exact = page.evaluate("dlmLens.panes[0].recorded.about.exact")
+    assert not exact["all"]
+    assert exact["scores"] < exact["of"]
+    rules = {"above-mean": dl.AboveMean, "above-std": dl.AboveStd}
+    for name, rule in rules.items():
+        limit = exact["limits"][name]
+        missing = 0
+        for level in ("head", "layer", "model"):
+            assert of_page(page, rule(limit), level) == of_python(recordings["toy"], rule(limit), level)
+            found = of_page(page, rule(limit - 0.01), level)
+            wanted = of_python(recordings["toy"], rule(limit - 0.01), level)
+            assert found.items() <= wanted.items()
+            missing += len(wanted) - len(found)
+        assert missing > 0  # the limit is no further up than it must be
+    most = int(exact["limits"]["top-k"])
+    assert of_page(page, dl.TopK(most), "head") == of_python(recordings["toy"], dl.TopK(most), "head")
+    page.set("#value", exact["limits"]["above-mean"])
+    assert "what find_sinks finds" in page.text("#limit")
+    page.set("#value", exact["limits"]["above-mean"] - 0.01)
+    assert "lower bounds" in page.text("#limit")
+    assert "or more sinks" in page.text(".count")
+
+
+def test_numbers_shown_are_those_of_the_recording(recordings, files, opened):
+    page = opened(files["toy"])
+    values = received_of(recordings["toy"]).values[:, 1]
+    for step, layer, head in [(0, 0, 0), (5, 3, 1), (STEPS - 1, 2, 2)]:
+        page.set("#step", step)
+        page.evaluate("([l, h]) => dlmLens.panes[0].choose(l, h)", [layer, head])
+        lines = page.eval_on_selector_all(
+            "table.strongest tbody tr",
+            "rows => rows.map(r => [r.cells[0].textContent, r.cells[3].textContent, r.cells[3].dataset.exact])",
+        )
+        scores = values[step, layer, head]
+        expected = scores.nan_to_num(nan=-1).argsort(descending=True, stable=True)[: len(lines)].tolist()
+        assert [int(position) for position, _, _ in lines] == expected
+        for position, shown, exact in lines:
+            assert float(exact) == scores[int(position)].item()
+            assert abs(float(shown) - float(exact)) <= 0.000501
+    assert len(lines) == 16
+
+
+def test_colours_and_bins_hold_the_scores(recordings, files, opened):
+    page = opened(files["toy"])
+    bins = page.evaluate(
+        """() => { const r = dlmLens.panes[0].recorded; const p = r.pattern("head", 1, 2);
+        return [...Array(r.steps).keys()].map(t => r.about.positions.map((_, k) => r.bin(p, t, k))); }"""
+    )
+    keys = page.evaluate("dlmLens.panes[0].recorded.about.positions")
+    scores = received_of(recordings["toy"]).values[:, 1, 1, 2]
+    for step, line in enumerate(bins):
+        for key, (low, high) in zip(keys, line, strict=True):
+            # Borders are float64 in the page.
+            assert low * (1 - 1e-6) <= scores[step, key].item() <= high * (1 + 1e-6)
+            assert high <= max(2 * low, 0.25, 1.5 * low)
+    ground = "e => getComputedStyle(e).backgroundColor"
+    grounds = {page.eval_on_selector(f".cell[data-key='{key}']", ground) for key in range(len(keys))}
+    assert len(grounds) > 5
+
+
+def test_the_slider_moves_and_the_canvas_changes(recordings, files, opened):
+    page = opened(files["toy"])
+    run = recordings["toy"].run
+    content = run.attention_mask[1].nonzero().flatten()
+    for step in (0, 3, STEPS - 1):
+        page.set("#step", step)
+        assert f"step {step} of 0 to {STEPS - 1}" in page.text("#where")
+        masked = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.classList.contains('masked'))")
+        assert masked == run.masked[step, 1, content].tolist()
+        written = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.classList.contains('written'))")
+        assert written == run.selected[step, 1, content].tolist()
+        shown = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.textContent)")
+        for text, token, hidden in zip(shown, run.canvases[step, 1, content].tolist(), masked, strict=True):
+            word = recordings["toy"].words[token].strip()
+            assert text.strip() == ("" if hidden else word if len(word) <= 14 else f"{word[:13]}…")
+
+
+def test_paths_change_with_the_head_and_the_line_with_the_step(files, opened):
+    page = opened(files["toy"])
+    picture = "e => e.toDataURL()"
+    first = {name: page.eval_on_selector(f"canvas.{name}", picture) for name in ("grid", "path")}
+    page.set("#step", 5)
+    second = {name: page.eval_on_selector(f"canvas.{name}", picture) for name in ("grid", "path")}
+    assert first["grid"] != second["grid"]
+    assert first["path"] != second["path"]
+    page.set("#value", 1000)
+    assert page.text(".count").startswith("0 sinks")
+    assert "no sink" in page.text(".chosen")
+    assert page.eval_on_selector("canvas.grid", picture) != second["grid"]
+
+
+def test_play_goes_to_the_end_and_stops(files, opened):
+    page = opened(files["toy"])
+    page.set("#step", STEPS - 3)
+    page.click("#play")
+    assert page.text("#play") == "Pause"
+    until(page, f"dlmLens.state.step === {STEPS - 1} && dlmLens.state.timer === null")
+    assert page.text("#play") == "Play"
+    page.click("#play")  # again, from the start
+    until(page, "dlmLens.state.step === 1")
+    page.click("#play")
+    assert page.evaluate("dlmLens.state.timer") is None
+
+
+def test_keyboard(files, opened):
+    page = opened(files["toy"])
+    at = "[dlmLens.state.step, dlmLens.state.layer, dlmLens.state.head]"
+    page.evaluate("dlmLens.panes[0].choose(1, 1)")
+    for key, step in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", STEPS - 1), ("Home", 0)]:
+        page.keyboard.press(key)
+        assert page.evaluate(at) == [step, 1, 1]
+    page.keyboard.press("Space")
+    assert page.evaluate("dlmLens.state.timer !== null")
+    page.keyboard.press("Space")
+    page.focus("canvas.grid")
+    step = page.evaluate("dlmLens.state.step")
+    for key, place in [
+        ("ArrowDown", [2, 1]),
+        ("ArrowRight", [2, 2]),
+        ("ArrowUp", [1, 2]),
+        ("Home", [1, 0]),
+        ("ArrowLeft", [1, 0]),
+        ("End", [1, 3]),
+        ("PageDown", [3, 3]),
+        ("ArrowDown", [3, 3]),
+    ]:
+        page.keyboard.press(key)
+        assert page.evaluate(at) == [step, *place]
+    assert "layer 3, head 3" in page.get_attribute("canvas.grid", "aria-label")
+    assert "layer 3, head 3" in page.text("#said")
+    outline = "e => getComputedStyle(e).outlineStyle"
+    assert page.eval_on_selector("canvas.grid", outline) != "none"
+
+
+def test_every_control_is_reached_with_tab_and_named(files, opened):
+    page = opened(files["both"])
+    seen, name = set(), "document.activeElement.id || document.activeElement.className"
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate(name))
+    assert {"theme", "play", "back", "forward", "step", "rule", "value", "fine", "level", "link", "grid"} <= seen
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, canvas")].filter(e =>
+        !(e.getAttribute("aria-label") || e.textContent.trim() ||
+        [...(e.labels ?? [])].some(l => l.textContent.trim())))
+        .map(e => e.outerHTML)"""
+    )
+    assert unnamed == []
+
+
+def test_clicks_in_the_grid_and_the_path(files, opened):
+    page = opened(files["toy"])
+    box = page.locator("canvas.grid").bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 10, box["y"] + box["height"] - 10)
+    assert page.evaluate("[dlmLens.state.layer, dlmLens.state.head]") == [3, 3]
+    page.mouse.click(box["x"] + 40, box["y"] + 30)
+    assert page.evaluate("[dlmLens.state.layer, dlmLens.state.head]") == [0, 0]
+    assert "layer 0, head 0" in page.text(".chosen")
+    page.locator("canvas.path").scroll_into_view_if_needed()
+    box = page.locator("canvas.path").bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 12, box["y"] + box["height"] / 2)
+    assert page.evaluate("dlmLens.state.step") == STEPS - 1
+
+
+def test_the_tables_list_the_sinks_of_the_step(recordings, files, opened):
+    page = opened(files["toy"])
+    page.set("#step", 4)
+    for eps in (3.0, 1.5):
+        page.set("#value", eps)
+        sinks = {p: s for p, s in of_python(recordings["toy"], dl.AboveMean(eps), "head").items() if p[0] == 4}
+        assert page.text(".count").startswith(f"{len(sinks)} sinks at {len({p[3] for p in sinks})} positions")
+        page.select_option(".listing", "head")
+        while page.locator(".more").is_visible():
+            page.click(".more")
+        lines = page.eval_on_selector_all(
+            "table.sinks tbody tr",
+            "rows => rows.map(r => [r.cells[0].textContent, r.cells[1].textContent, r.cells[4].dataset.exact])",
+        )
+        listed = {(where, int(position)): float(score) for where, position, score in lines}
+        assert listed == {(f"L{layer} H{head}", position): s[0] for (_, layer, head, position), s in sinks.items()}
+        page.select_option(".listing", "key")
+        counts = page.eval_on_selector_all(
+            "table.sinks tbody tr",
+            "rows => rows.map(r => [Number(r.cells[0].textContent), Number(r.cells[3].textContent)])",
+        )
+        positions = [place[3] for place in sinks]
+        assert dict(counts) == {position: positions.count(position) for position in positions}
+    page.select_option("#rule", "top-k")
+    assert page.text(".count").startswith("16 sinks")
+    page.select_option("#level", "model")
+    assert page.text(".count").startswith("1 sinks at 1 positions in 1 patterns")
+    page.select_option("#rule", "above-std")
+    assert "standard deviations" in page.text("#limit")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 480])
+@pytest.mark.parametrize("name", ["toy-sink", "both"])
+def test_nothing_is_wider_than_the_window(files, opened, name, width, scheme):
+    page = opened(files[name], width=width, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    tops = page.eval_on_selector_all(".pane", "panes => panes.map(p => p.getBoundingClientRect().top)")
+    if name == "both":
+        assert (tops[0] == tops[1]) == (width == 1280)  # beside each other, or one below the other
+    ground = "e => getComputedStyle(e).backgroundColor"
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    before = page.eval_on_selector("body", ground)
+    page.click("#theme")
+    assert page.eval_on_selector("body", ground) != before
+
+
+def test_a_comparison_is_linked_by_progress_and_by_step(recordings, files, opened):
+    page = opened(files["both"])
+    assert page.text("#panes .pane:nth-child(1) h2") == "masked"
+    assert page.text("#panes .pane:nth-child(2) h2") == "AR"
+    progress = [recordings[name].run.progress[:, 1] for name in ("toy", "toy-ar")]
+    steps = recordings["toy-ar"].run.steps
+    assert steps != STEPS
+    for step in range(STEPS):
+        page.set("#step", step)
+        expected = (progress[1][:steps] - progress[0][step]).abs().argmin().item()
+        assert page.evaluate("dlmLens.panes.map(p => p.step)") == [step, expected]
+        assert f"at step {expected}," in page.text("#panes .pane:nth-child(2) .when")
+    page.select_option("#link", "step")
+    for step in range(STEPS):
+        page.set("#step", step)
+        assert page.evaluate("dlmLens.panes.map(p => p.step)") == [step, min(step, steps - 1)]
+    # One rule and one head for both, each with its own numbers.
+    rule = dl.AboveMean(1.5)
+    for pane, name in enumerate(("toy", "toy-ar")):
+        assert of_page(page, rule, "head", pane) == of_python(recordings[name], rule, "head")
+    page.locator("canvas.path").nth(1).scroll_into_view_if_needed()
+    box = page.locator("canvas.path").nth(1).bounding_box()
+    page.mouse.click(box["x"] + 50, box["y"] + 40)
+    assert page.evaluate("dlmLens.panes[1].step") == 0
+
+
+def test_tokens_that_differ_are_marked(recordings, opened, tmp_path):
+    base = recordings["toy"].select(batch=[1])
+    run = base.run
+    content = run.attention_mask[0].nonzero().flatten().tolist()
+    place = content[2]
+    other_tokens = run.canvases.clone()
+    other_tokens[:, 0, place] = other_tokens[0, 0, content[3]]
+    assert other_tokens[0, 0, place] != run.canvases[0, 0, place]
+    other = replace(base, run=replace(run, canvases=other_tokens))
+    page = opened(dl.viz.report(base, tmp_path / "two.html", compare=other))
+    marked = page.eval_on_selector_all(
+        ".cell", "cells => cells.filter(c => c.classList.contains('differs')).map(c => Number(c.dataset.key))"
+    )
+    assert marked == [2, 2]
+    assert torch.equal(base.received.nan_to_num(), other.received.nan_to_num())

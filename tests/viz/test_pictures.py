@@ -1,0 +1,329 @@
+"""Pictures hold the numbers of what they are given: patterns, distributions, profiles, regions, norms, lenses."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.probes import logit_lens, value_norms
+from dlm_lens.recording import CLASSES, KEY_REGIONS, ReceivedAttention, RegionMass, ValueNorm, record
+from dlm_lens.sampling import denoise
+from dlm_lens.sinks import (
+    AboveMean,
+    TopK,
+    eps_sweep,
+    find_sinks,
+    received_of,
+    received_over_steps,
+    sink_profile,
+    trajectories,
+)
+from dlm_lens.testing import tiny
+from dlm_lens.viz.maps import MASKED
+from dlm_lens.viz.stepping import snapshot
+
+TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5", "w10 w11 w12 w13"]
+SETTINGS = {"steps": 4, "gen_length": 8, "seed": 3}
+RULE = AboveMean(0.3)
+"""Random models have weak sinks."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llada")
+
+
+@pytest.fixture(scope="module")
+def recording(model):
+    return record(model, TEXTS, [ReceivedAttention(), ValueNorm(), RegionMass()], **SETTINGS)
+
+
+def texts(figure):
+    found = [t.get_text() for axes in figure.axes for t in (axes._left_title, axes.title, axes.yaxis.label)]
+    return " ".join([*found, figure.get_suptitle()]).replace("\n", " ")
+
+
+def line(axes, gid):
+    found = [drawn for drawn in axes.lines if drawn.get_gid() == gid]
+    assert len(found) == 1
+    return found[0].get_xydata()
+
+
+def marks(axes, gid):
+    found = [c for c in axes.collections if c.get_gid() == gid]
+    assert len(found) == 1
+    return found[0].get_offsets()
+
+
+def rendered(figure):
+    figure.savefig(io.BytesIO(), format="png", bbox_inches="tight", dpi=50)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "sink_qwen", "causal"])
+def test_a_snapshot_is_the_pattern_that_the_step_formed(family):
+    network = tiny(family, num_sinks=2) if family == "sink_qwen" else tiny(family)
+    settings = {"gen_length": 8, "seed": 3} | ({} if family == "causal" else {"steps": 4})
+    run = denoise(network, TEXTS[:2], **settings)
+    received = received_over_steps(network, run)
+    for row, step, layer in [(0, 0, 1), (1, 2, 0)]:
+        shot = snapshot(network, run, step=step, layer=layer, row=row)
+        torch.testing.assert_close(shot.pattern.sum(-1), torch.ones(shot.pattern.shape[:2]))
+        # Padding is gone: what is left scores as the whole batch's patterns do, an independent way to the numbers.
+        scores = received.values[step, row, layer]
+        defined = ~scores.isnan().all(0)
+        found = shot.received().values[0, 0, 0]
+        keys = torch.tensor([*shot.positions, *range(run.tokens.shape[1], scores.shape[1])])
+        assert set(defined.nonzero().flatten().tolist()) <= set(keys.tolist())
+        torch.testing.assert_close(found, scores[:, keys], equal_nan=True, rtol=1e-4, atol=1e-5)
+        assert shot.tokens == received.tokens[step, row, keys].tolist()
+        assert torch.equal(shot.masked, received.masked[step, row, keys])
+        assert shot.sinks == received.sinks == (2 if family == "sink_qwen" else 0)
+
+
+def test_value_norms_of_a_snapshot_are_the_recorded_ones(model, recording):
+    shot = snapshot(model, recording.run, step=2, layer=1, row=1)
+    # [kv_head, key]; two query heads share a value.
+    recorded = recording.value_norm[2, 1, 1][:, shot.positions]
+    torch.testing.assert_close(shot.value_norms, recorded.repeat_interleave(2, 0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"step": 4}, "step 4 of 4"), ({"row": -1}, "row -1 of 3"), ({"layer": 2}, "layer 2 of 2")],
+)
+def test_a_snapshot_of_what_is_not_there(model, recording, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        snapshot(model, recording.run, **{"step": 0, "layer": 0, "row": 0} | wrong)
+    with pytest.raises(TypeError, match="give the Denoised"):
+        snapshot(model, recording, step=0, layer=0)
+
+
+@pytest.mark.parametrize("head", [2, None])
+def test_maps_hold_the_patterns_and_mark_the_sinks(model, recording, head):
+    rule = TopK(3)
+    figure = dl.viz.attention_maps(model, recording.run, steps=(0, 3), layer=1, head=head, row=1, detector=rule)
+    received = received_of(recording).at_level("head" if head is not None else "layer")
+    sinks = find_sinks(received, rule, level=received.level)
+    place = (1, 1, head) if head is not None else (1, 1)
+    for axes, step in zip(figure.axes, (0, 3), strict=False):
+        shot = snapshot(model, recording.run, step=step, layer=1, row=1)
+        values = shot.pattern.mean(0) if head is None else shot.pattern[head]
+        np.testing.assert_allclose(axes.collections[0].get_array(), values.numpy())
+        triangles = {
+            name: [shot.positions[int(x - 0.5)] for x, _ in marks(axes, name)] for name in ("sink", "sinks")
+        }
+        found = sinks.is_sink[(step, *place)].nonzero().flatten().tolist()
+        assert triangles["sink"] == [sinks.main()[(step, *place)].item()]
+        assert sorted(triangles["sink"] + triangles["sinks"]) == found
+        strip = next(c for c in axes.collections if c.get_gid() == "masked").get_array()
+        assert strip.flatten().tolist() == shot.masked.float().tolist()
+    assert len(found) == 3
+    level = "level: head (layer 1, head 2)" if head is not None else "head mean of layer 1"
+    for sentence in (level, "TopK(k=3)", "n = 1 sequence (row 1)", "relative to uniform", "10 positions"):
+        assert sentence in texts(figure)
+    rendered(figure)
+
+
+def test_a_causal_map_shows_what_cannot_be_seen_as_such():
+    network = tiny("causal")
+    run = denoise(network, TEXTS[0], gen_length=6)
+    figure = dl.viz.attention_maps(network, run, steps=(3,), layer=0, head=1)
+    shown = figure.axes[0].collections[0].get_array()
+    hidden = np.ma.getmaskarray(shown)
+    np.testing.assert_array_equal(hidden, np.triu(np.ones(shown.shape, dtype=bool), 1))
+    assert "not visible to the query" in [t.get_text() for t in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("steps", [(), range(5)])
+def test_maps_stand_side_by_side_up_to_four(model, recording, steps):
+    with pytest.raises(ValueError, match=f"{len(steps)} steps; give one to 4"):
+        dl.viz.attention_maps(model, recording.run, steps=steps, layer=0, head=0)
+
+
+def test_the_distribution_is_the_tail_of_the_scores(recording):
+    figure = dl.viz.score_distribution(recording, parts=2, layer=1)
+    lines = [drawn.get_xydata() for drawn in figure.axes[0].lines if drawn.get_gid() == "tail"]
+    assert len(lines) == 2
+    for number, steps in enumerate((slice(0, 2), slice(2, 4))):
+        values = received_of(recording).values[steps, :, 1]
+        values = values[~values.isnan()]
+        for x, y in lines[number][::37]:
+            share = float((values >= x * (1 - 1e-6)).double().mean())
+            assert y == pytest.approx(share, abs=1.5 / len(values)) or (share == 0 and math.isnan(y))
+    (low, _), _ = line(figure.axes[0], "threshold")
+    scores = received_of(recording).values[:, :, 1]
+    limits = AboveMean(3.0).thresholds(scores)
+    assert low == pytest.approx(float(limits[limits.isfinite()].median()), rel=1e-3)
+    for sentence in ("relative to uniform", "all heads of layer 1", f"n = {int((~scores.isnan()).sum())} keys"):
+        assert sentence in texts(figure)
+    rendered(figure)
+
+
+def test_bands_appear_with_the_second_sequence(recording):
+    def bands(figure):
+        return [np.isfinite(c.get_paths()[0].vertices).all() for c in figure.axes[0].collections if c.get_paths()]
+
+    assert all(bands(dl.viz.score_distribution(recording)))
+    assert not any(bands(dl.viz.score_distribution(recording.select(batch=0))))
+
+
+@pytest.mark.parametrize("main", ["head", "model"])
+def test_strength_per_layer_and_head(recording, main):
+    profile = sink_profile(received_of(recording), RULE, main=main)
+    figure = dl.viz.sink_strength(profile)
+    left, right = figure.axes[:2]
+    np.testing.assert_allclose(left.collections[0].get_array(), profile.score.numpy())
+    np.testing.assert_allclose(line(right, "per head")[:, 0], profile.sinks.mean(-1).numpy())
+    np.testing.assert_allclose(line(right, "positions")[:, 0], profile.positions.numpy())
+    assert line(right, "positions")[:, 1].tolist() == [0.5, 1.5]
+    assert [t.get_text() for t in left.texts] == [f"{score:.1f}" for score in profile.score.flatten().tolist()]
+    whose = {"head": "each head's main sink", "model": "the model's main sink"}[main]
+    for sentence in (whose, "AboveMean(eps=0.3)", "n = 4 steps of 3 sequences", "relative to uniform"):
+        assert sentence in texts(figure)
+    with pytest.raises(TypeError, match="made by AboveMean"):
+        dl.viz.sink_strength(profile, TopK(1))
+    rendered(figure)
+
+
+def test_the_sweep_has_a_line_per_length(recording):
+    eps = [0.1, 0.3, 1.0]
+    table = eps_sweep(received_of(recording), eps)
+    figure = dl.viz.sinks_over_eps(recording, eps, marked=0.3)
+    keys, patterns = figure.axes
+    kept = [drawn.get_xydata() for drawn in keys.lines if drawn.get_gid() == "kept"]
+    with_sink = [drawn.get_xydata() for drawn in patterns.lines if drawn.get_gid() == "with sink"]
+    assert len(kept) == len(with_sink) == table["S"].nunique() == 3
+    for (_, lines), found, share in zip(table.groupby("S"), kept, with_sink, strict=True):
+        wanted = lines["kept"].where(lines["kept"] > 0)
+        np.testing.assert_allclose(found, np.stack([eps, wanted], -1))
+        np.testing.assert_allclose(share, np.stack([eps, lines["with_sink"]], -1))
+    assert line(keys, "marked")[:, 0].tolist() == [0.3, 0.3]
+    assert "of 3 sequences" in texts(figure)
+    with pytest.raises(ValueError, match="give that of eps_sweep"):
+        dl.viz.sinks_over_eps(table.drop(columns="kept"))
+    with pytest.raises(TypeError, match="own eps"):
+        dl.viz.sinks_over_eps(table, eps)
+    rendered(figure)
+
+
+def test_region_mass_is_the_mean_over_sequences_and_its_base_even_attention(recording):
+    figure = dl.viz.region_mass(recording, queries=("masked", "prompt"), layer=1, head=3)
+    mass = recording.region_mass[:, :, 1, 3].double()
+    for axes, region in zip(figure.axes, KEY_REGIONS, strict=False):
+        for name in ("masked", "prompt"):
+            wanted = mass[..., CLASSES.index(name), KEY_REGIONS.index(region)].nanmean(1)
+            np.testing.assert_allclose(line(axes, name)[:, 1], wanted.numpy(), rtol=1e-6)
+        assert axes.get_title() == f"on {region}"
+    run, even = recording.run, []
+    for step in range(4):
+        shares = [run.masked[step, row].sum() / run.attention_mask[row].sum() for row in range(3)]
+        even.append(float(torch.stack(shares).mean()))
+    np.testing.assert_allclose(line(figure.axes[1], "even")[:, 1], even, rtol=1e-6)
+    assert "learned sink tokens alone" in texts(figure)
+    assert "n = 3 sequences, 4 steps" in texts(figure)
+    rendered(figure)
+
+
+def test_even_attention_has_even_region_mass(model, recording):
+    """Planted truth: where every pattern is even, the grey line is the black one."""
+    flat = tiny("llada", initializer_range=1e-9)
+    even = record(flat, TEXTS, [RegionMass()], **SETTINGS)
+    figure = dl.viz.region_mass(even, queries=("all",))
+    for axes, region in zip(figure.axes, KEY_REGIONS, strict=False):
+        if region not in ("past", "future"):
+            np.testing.assert_allclose(line(axes, "all"), line(axes, "even"), atol=1e-6)
+
+
+def test_region_mass_of_what_has_none(recording):
+    with pytest.raises(ValueError, match="no region_mass; record with RegionMass"):
+        dl.viz.region_mass(record(tiny("llada"), TEXTS[:1], [ValueNorm()], **SETTINGS))
+    with pytest.raises(ValueError, match="queries is"):
+        dl.viz.region_mass(recording, queries=("sinks",))
+    with pytest.raises(TypeError, match="give a Recording"):
+        dl.viz.region_mass(received_of(recording))
+
+
+def test_norms_are_drawn_as_they_are(recording):
+    norms = value_norms(recording, find_sinks(recording, RULE))
+    figure = dl.viz.value_norm_scatter(norms)
+    points, counts = figure.axes
+    for place, (name, values) in enumerate((("sinks", norms.sink), ("others", norms.other))):
+        drawn = marks(points, name)
+        np.testing.assert_allclose(drawn[:, 1], values.numpy())
+        assert (abs(drawn[:, 0] - place) < 0.5).all()
+        np.testing.assert_allclose(
+            points.lines[place].get_ydata(), [norms.mean_sink, norms.mean_other][place].value
+        )
+    assert sum(float(patch.get_data().values.sum()) for patch in counts.patches) == pytest.approx(2)
+    for sentence in (norms.rule, f"n = {len(norms.sink)} pairs of {norms.found} sinks, 3 prompts"):
+        assert sentence in texts(figure)
+    layers = dl.viz.value_norm_layers(norms)
+    for axes, name in ((0, "norm_sink"), (0, "norm_other"), (1, "share")):
+        np.testing.assert_allclose(line(layers.axes[axes], name), norms.profile[["layer", name]])
+    rendered(figure)
+    rendered(layers)
+    with pytest.raises(TypeError, match="give the ValueNorms"):
+        dl.viz.value_norm_scatter(recording)
+
+
+def test_the_lens_table_names_the_likeliest_tokens(model, recording):
+    run = recording.run
+    lens = logit_lens(model, run, [run.prompt_length + 1, run.prompt_length + 4])
+    figure = dl.viz.lens_table(lens, position=run.prompt_length + 4, row=1)
+    chosen = (lens.batch == 1) & (lens.position == run.prompt_length + 4)
+    np.testing.assert_allclose(
+        figure.axes[0].collections[0].get_array(), lens.top_probabilities[chosen][:, :, 0].T.numpy()
+    )
+    names = [f"w{i}" if i < 61 else ("<pad>", "<eos>", "[MASK]")[i - 61] for i in range(64)]
+    wanted = [names[i] for i in lens.top_tokens[chosen][:, :, 0].flatten().tolist()]
+    assert [t.get_text() for t in figure.axes[0].texts] == wanted
+    frames = [p for p in figure.axes[0].patches if p.get_gid() == "right"]
+    assert len(frames) == int((lens.asked[chosen, None] & (lens.rank[chosen] == 0)).sum())
+    strips = [p.get_x() for p in figure.axes[0].patches if p.get_gid() == "asked"]
+    assert strips == lens.asked[chosen].nonzero().flatten().tolist()
+    at_step = dl.viz.lens_table(lens, step=2, row=0)
+    assert len(at_step.axes[0].texts) == 2 * len(lens.layers)
+    rendered(figure)
+    for wrong, message in (({}, "give one of them"), ({"position": 0}, "read nothing at position 0")):
+        with pytest.raises(ValueError, match=message):
+            dl.viz.lens_table(lens, **wrong)
+
+
+def test_models_side_by_side_take_whatever_tells_their_sinks(recording):
+    received = received_of(recording)
+    sinks = find_sinks(received, RULE)
+    given = {"a": received, "b": recording, "c": sinks, "d": trajectories(sinks, hysteresis=1.0)}
+    figure = dl.viz.sink_positions_by_model(given, RULE, heads=dict.fromkeys(given, (1, 2)), rows={"a": 1})
+    filled = {}
+    for axes, name in zip(figure.axes, given, strict=False):
+        filled[name] = [tuple(point) for point in marks(axes, "sink").tolist()]
+        assert axes._left_title.get_text().startswith(name)
+    main = sinks.main()[:, :, 1, 2]
+    assert filled["a"] == [(t, int(p)) for t, p in enumerate(main[:, 1]) if p >= 0]
+    wanted = [(t, int(p)) for t, p in enumerate(main[:, 0]) if p >= 0]
+    assert wanted
+    assert filled["b"] == filled["c"] == filled["d"] == wanted
+    assert "rule: AboveMean(eps=0.3)" in texts(figure)
+    with pytest.raises(ValueError, match=r"no \(layer, head\) for b"):
+        dl.viz.sink_positions_by_model({"b": received}, heads={})
+    rendered(figure)
+
+
+def test_a_recording_is_as_good_as_its_received_attention(recording, tmp_path):
+    loaded = dl.Recording.load(recording.save(tmp_path / "rec"))
+    for given in (loaded, received_of(recording)):
+        figure = dl.viz.incoming_attention(given, layer=1, head=2)
+        drawn = figure.axes[0].collections[0].get_array().filled(np.nan)
+        np.testing.assert_allclose(drawn, received_of(recording).values[:, 0, 1, 2][:, -17:].numpy())
+        # A loaded recording has no tokenizer, but the texts of its tokens.
+        assert [t.get_text() for t in figure.axes[0].get_xticklabels()][:3] == ["w1", "w2", "w3"]
+
+
+def test_colours_of_masks_are_those_of_the_legend(model, recording):
+    figure = dl.viz.attention_maps(model, recording.run, steps=(0,), layer=0, head=0)
+    strip = next(c for c in figure.axes[0].collections if c.get_gid() == "masked")
+    assert MASKED == "#d3e3f0"
+    np.testing.assert_allclose(strip.cmap(1.0)[:3], [0xD3 / 255, 0xE3 / 255, 0xF0 / 255])

@@ -1,0 +1,93 @@
+"""dlm-lens plot: every kind writes its file, and what cannot work is one sentence."""
+
+import pytest
+from typer.testing import CliRunner
+
+from dlm_lens import cli
+from dlm_lens.recording import ReceivedAttention, RegionMass, ValueNorm, record
+from dlm_lens.sinks import find_sinks
+from dlm_lens.testing import tiny
+from dlm_lens.viz.asked import Asked, strongest
+from dlm_lens.viz.kinds import KINDS
+
+STARTS = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plot")
+    model = tiny("llada")
+    model.save_pretrained(path / "model")
+    model.tokenizer.save_pretrained(path / "model")
+    texts = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5"]
+    reducers = [ReceivedAttention(), ValueNorm(), RegionMass()]
+    record(model, texts, reducers, steps=3, gen_length=8).save(path / "rec")
+    record(model, texts, [ValueNorm()], steps=3, gen_length=8).save(path / "norms")
+    return path
+
+
+def plot(*arguments):
+    result = CliRunner().invoke(cli.app, ["plot", *map(str, arguments)])
+    return result, str(result.exception) if result.exception else ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_writes_its_file(files, tmp_path, kind):
+    for suffix in KINDS[kind].suffixes[-1:]:
+        out = tmp_path / f"{kind}{suffix}"
+        eps = ["--eps", 0.3] if "eps" in KINDS[kind].options.split() else []
+        model = ["--model", files / "model"] if "model" in KINDS[kind].options.split() else []
+        result, error = plot(kind, files / "rec", "-o", out, *eps, *model)
+        assert (result.exit_code, error) == (0, "")
+        assert out.read_bytes().startswith(STARTS[suffix])
+        assert result.output.strip().endswith(out.name)
+
+
+def test_the_head_is_the_strongest_one_unless_told(files):
+    from dlm_lens import Recording
+
+    recording = Recording.load(files / "rec")
+    asked = Asked({"rec": recording})
+    layer, head = asked.place()
+    best = recording.received.nan_to_num(nan=0).amax(-1).mean((0, 1))
+    assert best[layer, head] == best.max()
+    assert strongest(asked.received) == (layer, head)
+    assert Asked({"rec": recording}, layer="mean", head="mean").place() == (None, None)
+    assert Asked({"rec": recording}, layer=1).place() == (1, None)
+    assert find_sinks(asked.received, asked.rule).detector.eps == 3.0
+
+
+def test_list_names_every_kind():
+    result, _ = plot("list")
+    assert result.exit_code == 0
+    for kind in KINDS:
+        assert kind in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing", "rec"], "there is no picture 'nothing'; there are incoming-attention"),
+        (["sink-strength"], "plot sink-strength needs the directory of a recording"),
+        (["sink-strength", "rec", "--step", 3], "sink-strength takes no --step; it takes --eps"),
+        (["region-mass", "rec", "rec"], "region-mass takes no several recordings"),
+        (
+            ["sink-strength", "rec", "-o", "x.gif"],
+            "x.gif ends in .gif; sink-strength is written as .png, .pdf, .svg",
+        ),
+        (["sink-strength", "rec", "-o", "none/x.png"], "none is not there"),
+        (
+            ["sink-strength", "norms", "-o", "x.png"],
+            "has no received, which sink-strength needs; it has value_norm",
+        ),
+        (["sink-positions", "rec", "--layer", "first"], "--layer is 'first'; give an index, or mean"),
+        (["sink-positions", "rec", "--layer", 9, "--head", 0], "layer 9 is not among the layers 0, 1"),
+        (["attention-pattern", "rec", "--layer", "mean"], "is of one head"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_sentence(files, monkeypatch, arguments, message):
+    monkeypatch.chdir(files)
+    before = set(files.iterdir())
+    _, error = plot(*arguments)
+    assert message in error
+    assert set(files.iterdir()) == before

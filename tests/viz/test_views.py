@@ -1,0 +1,177 @@
+"""circuitsvis views: the numbers of the run, both directions, cropped with a sentence, and tokens as text."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.recording import ReceivedAttention, record
+from dlm_lens.sampling import denoise
+from dlm_lens.testing import tiny
+from dlm_lens.viz import heads
+from dlm_lens.viz.stepping import snapshot
+from dlm_lens.viz.view import Piece, View, web_label
+
+TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llada")
+
+
+@pytest.fixture(scope="module")
+def run(model):
+    return denoise(model, TEXTS, steps=4, gen_length=8, seed=3)
+
+
+def test_heads_hold_every_pattern_in_both_directions(model, run):
+    view = dl.viz.attention_heads(run, model, step=2, layer=1, row=1)
+    shot = snapshot(model, run, step=2, layer=1, row=1)
+    (piece,) = view.pieces
+    assert piece.component == "AttentionHeads"
+    assert piece.props["maskUpperTri"] is False
+    # Written with four decimals.
+    torch.testing.assert_close(torch.tensor(piece.props["attention"]), shot.pattern, rtol=0, atol=5.1e-5)
+    assert float(torch.tensor(piece.props["attention"]).triu(1).sum()) > 1
+    assert piece.props["tokens"] == [f"w{i}" if i < 61 else {62: "<eos>", 63: "[MASK]"}[i] for i in shot.tokens]
+    assert piece.props["attentionHeadNames"] == ["head 0", "head 1", "head 2", "head 3"]
+    assert "10 positions" in " ".join(view.sentences)
+
+
+def test_one_head_and_what_its_values_make_of_it(model, run):
+    shot = snapshot(model, run, step=1, layer=0, row=0)
+    plain = dl.viz.attention_pattern(run, model, step=1, layer=0, head=3).pieces[0].props
+    torch.testing.assert_close(torch.tensor(plain["attention"]), shot.pattern[3], rtol=0, atol=5.1e-5)
+    weighted = dl.viz.value_weighted_pattern(run, model, step=1, layer=0, head=3).pieces[0].props
+    wanted = torch.empty_like(shot.pattern[3])
+    for i in range(len(wanted)):
+        for j in range(len(wanted)):
+            wanted[i, j] = shot.pattern[3, i, j] * shot.value_norms[3, j]
+    torch.testing.assert_close(torch.tensor(weighted["attention"]), wanted, rtol=0, atol=float(wanted.max()) * 1e-3)
+    assert weighted["maxValue"] == pytest.approx(float(wanted.max()))
+    assert plain["maskUpperTri"] is weighted["maskUpperTri"] is False
+    with pytest.raises(ValueError, match="head 4 is not among"):
+        dl.viz.attention_pattern(run, model, step=1, layer=0, head=4)
+
+
+def test_long_sequences_are_cropped_around_the_block_with_a_sentence(model, run, monkeypatch):
+    monkeypatch.setattr(heads, "ENTRIES", 4 * 100)  # 10 x 10 for each of 4 heads
+    view = dl.viz.attention_heads(run, model, step=0, layer=0)
+    (piece,) = view.pieces
+    assert (
+        len(piece.props["tokens"]) == len(piece.props["attention"][0]) == len(piece.props["attention"][0][0]) == 10
+    )
+    assert any("Shown are 10 of 17 positions" in sentence for sentence in view.sentences)
+    start, stop = run.spans[0]
+    shot = snapshot(model, run, step=0, layer=0)
+    first = min(max(0, (start + stop - 10) // 2), 7)
+    torch.testing.assert_close(
+        torch.tensor(piece.props["attention"]), shot.pattern[:, first : first + 10, first : first + 10],
+        rtol=0, atol=5.1e-5,
+    )  # fmt: skip
+    asked = dl.viz.attention_heads(run, model, step=0, layer=0, positions=[0, 16])
+    torch.testing.assert_close(
+        torch.tensor(asked.pieces[0].props["attention"]),
+        shot.pattern[:, [0, 16]][..., [0, 16]],
+        rtol=0,
+        atol=5.1e-5,
+    )
+    with pytest.raises(ValueError, match=r"positions \[17\]"):
+        dl.viz.attention_heads(run, model, step=0, layer=0, positions=[0, 17])
+
+
+def test_learned_sinks_stay_when_the_canvas_is_cropped(monkeypatch):
+    network = tiny("sink_qwen", num_sinks=2)
+    run = denoise(network, TEXTS[0], steps=4, gen_length=8)
+    monkeypatch.setattr(heads, "ENTRIES", 4 * 100)
+    (piece,) = dl.viz.attention_heads(run, network, step=0, layer=0).pieces
+    assert piece.props["tokens"][-2:] == ["sink(0)", "sink(1)"]
+    pattern = torch.tensor(piece.props["attention"])
+    assert pattern.shape[-1] == 10
+    # A learned sink sees itself alone.
+    torch.testing.assert_close(pattern[:, -2:, -2:], torch.eye(2).expand(4, 2, 2))
+
+
+def test_tokens_coloured_by_what_they_receive(model):
+    recording = record(model, TEXTS, [ReceivedAttention()], steps=4, gen_length=8, seed=3)
+    view = dl.viz.received_tokens(recording, layer=1, head=2, row=1, steps=[0, 3])
+    scores = recording.received[:, 1, 1, 2][:, 7:]  # row 1 has 7 columns of padding
+    for piece, step in zip(view.pieces, (0, 3), strict=True):
+        assert piece.heading == f"step {step}"
+        torch.testing.assert_close(torch.tensor(piece.props["values"]), scores[step], rtol=0, atol=5.1e-5)
+        hidden = [token.strip() == "▢" for token in piece.props["tokens"]]
+        assert hidden == recording.run.masked[step, 1, 7:].tolist()
+        assert piece.props["maxValue"] == pytest.approx(float(scores[[0, 3]].max()))
+    assert "relative to uniform" in view.sentences[0]
+    assert "level: head (layer 1, head 2)" in view.sentences[0]
+
+
+def test_text_emerges(run):
+    view = dl.viz.emerging_text(run, row=0, steps=[0, 2, 3])
+    before = run.masked[0, 0]
+    for piece, step in zip(view.pieces, (0, 2, 3), strict=True):
+        masked = run.masked[step + 1, 0]
+        assert piece.props["values"] == (before & ~masked).float().tolist()
+        assert [token.strip() == "▢" for token in piece.props["tokens"]] == masked.tolist()
+        before = masked
+    assert sum(sum(piece.props["values"]) for piece in view.pieces) == 8
+    with pytest.raises(ValueError, match="step 4 is not there"):
+        dl.viz.emerging_text(run, steps=[4])
+
+
+HOSTILE = [
+    "</script><script>x",
+    '"><img src=x onerror=y>',
+    "<!--<script>",
+    "&lt;b&gt;",
+    "\u2028",
+    "\u202eevil",
+    "\ud800",
+]
+
+
+def test_nothing_of_a_token_is_markup_or_ends_the_script(tmp_path):
+    tokens = [web_label(text) for text in HOSTILE]
+    values = [0.0] * len(tokens)
+    square = [values] * len(tokens)
+    view = View(
+        HOSTILE[0],
+        (HOSTILE[1],),
+        (
+            Piece("ColoredTokens", {"tokens": tokens, "values": values}, HOSTILE[2]),
+            Piece("AttentionPattern", {"tokens": tokens, "attention": square}),
+        ),
+    )
+    page = view.save(tmp_path / "page.html").read_text(encoding="utf-8")
+    lowered = page.lower()
+    assert lowered.count("<script") - lowered.count('innerhtml="<script><\\/script>"') == 1
+    assert lowered.count("</script") == 1
+    assert "<img" not in lowered.split("<script")[0]
+    calls = re.findall(r"CircuitsVis\.(\w+), (\{.*\})\);$", page.replace("</script>", "\n"), re.MULTILINE)
+    props = {component: json.loads(text) for component, text in calls}
+    assert not any(set("<>&") & set(text) for _, text in calls)
+    # ColoredTokens takes HTML, so that it gets what shows as the token; the other takes text.
+    assert props["AttentionPattern"]["tokens"] == tokens
+    assert props["ColoredTokens"]["tokens"][1] == "&quot;&gt;&lt;img src=x onerror=y&gt;"
+    assert props["ColoredTokens"]["tokens"][3] == "&amp;lt;b&amp;gt;"
+    assert "unsafe-inline'" not in re.search(r"script-src [^;]*", page).group()
+    assert "http://" not in lowered.split("<script")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\u202eevil", "\\u202eevil"),
+        ("\ud800", "\\ud800"),
+        ("a\nb", "a\\nb"),
+        ("", "∅"),
+        (" the", " the"),
+        ("你", "你"),
+    ],
+)
+def test_labels_for_the_browser(text, shown):
+    assert web_label(text) == shown
+    assert len(web_label("x" * 1000)) == 40
