@@ -85,7 +85,7 @@ def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict
         if step:  # the first one warms up
             seconds.append(ended - started)
     # Masks differ in number, so that steps do too; their sum is the same for both sides.
-    return {"seconds": sum(seconds) / len(seconds), "peak": peak(device), "losses": losses}
+    return {"seconds": sum(seconds) / max(1, len(seconds)), "peak": peak(device), "losses": losses}
 
 
 def main(

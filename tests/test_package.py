@@ -93,4 +93,4 @@ def test_the_wheel_holds_hooks_types_and_checkpoints(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
     )
     assert str(tmp_path / "installed") in done.stdout
-    assert "MaskPositions(positions=(1,)" in done.stdout
+    assert "mask_positions(1)" in done.stdout

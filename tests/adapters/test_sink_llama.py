@@ -26,7 +26,8 @@ def test_logits_are_those_of_an_independent_network(options: dict, attn: str) ->
         real = slice(None) if mask is None else mask.bool()
         logits = model(input_ids=IDS, attention_mask=mask).logits[real]
         # A float32 network against float64.
-        torch.testing.assert_close(logits.double(), forward64(model, IDS, mask)["logits"][real], rtol=1e-4, atol=1e-4)
+        expected = forward64(model, IDS, mask)["logits"][real]
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_fresh_model_ties_its_head() -> None:

@@ -1,0 +1,253 @@
+"""`ResultsFile`: one line per item, on disk before the next begins; `Results`: what all processes wrote."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from dlm_lens.experiments.spec import Item, key_of
+
+PATTERN = "results*.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished item.
+
+    Args:
+        item: what was asked.
+        value: what came out.
+        seconds: how long it took.
+    """
+
+    item: Item
+    value: Mapping[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Results:
+    """The finished items of a run, in the order in which the experiment lists them.
+
+    Args:
+        config: experiment, scale and settings.
+        records: finished items.
+        missing: how many are not finished.
+        sessions: versions and machine of every start.
+        weights: digest of every model's weights.
+    """
+
+    config: Mapping[str, Any]
+    records: Sequence[Record]
+    missing: int = 0
+    sessions: Sequence[Mapping[str, Any]] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings."""
+        settings: Mapping[str, Any] = self.config["settings"]
+        return settings
+
+    @property
+    def seconds(self) -> float:
+        """Computing time of all items together."""
+        return sum(record.seconds for record in self.records)
+
+    @cached_property
+    def models(self) -> list[str]:
+        """The models of the records, in order."""
+        return list(dict.fromkeys(record.item["model"] for record in self.records if "model" in record.item))
+
+    def where(self, **wanted: Any) -> list[Record]:
+        """The records whose items have these values."""
+        return [
+            record
+            for record in self.records
+            if all(record.item.get(name) == value for name, value in wanted.items())
+        ]
+
+    def listed(self, name: str, **wanted: Any) -> list[Any]:
+        """The lists of a value, of the records with these items, as one list."""
+        return [entry for record in self.where(**wanted) for entry in record.value[name]]
+
+
+class ResultsFile:
+    """The file of one process, appended to with fsync.
+
+    The first line holds the config; a line that begins a session holds versions, one per model the digest of its
+    weights, the others an item each. A last line that a crash tore apart is cut off; its item is computed again.
+
+    Args:
+        directory: of the run; other processes have files of their own in it.
+        config: what the results depend on.
+        session: versions and machine.
+        rank: which process this is.
+
+    Raises:
+        ValueError: results of another config lie there, another process writes them, or a line is no result.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], session: Mapping[str, Any], rank: int = 0) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / f"results-{rank:05d}.jsonl"
+        self._check(directory, config)
+        self._file = self.path.open("ab", buffering=0)
+        _lock(self._file, self.path)
+        self._mend()
+        if self.path.stat().st_size == 0:
+            self._write({"config": config})
+            _sync_folder(directory)
+        self._write({"session": session})
+        found = read_results(directory)
+        self.weights = dict(found.weights)
+        self.done = {key_of(record.item) for record in found.records}
+
+    def __enter__(self) -> "ResultsFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def append(self, record: Record) -> None:
+        """Keep an item; it is on disk when this returns."""
+        self._write({"item": record.item, "value": record.value, "seconds": round(record.seconds, 3)})
+        self.done.add(key_of(record.item))
+
+    def note_weights(self, model: str, digest: str) -> None:
+        """Keep the digest of a model's weights.
+
+        Raises:
+            ValueError: the results so far are of other weights.
+        """
+        before = self.weights.get(model)
+        if before is None:
+            self._write({"weights": {model: digest}})
+            self.weights[model] = digest
+        elif before != digest:
+            raise ValueError(
+                f"{self.path.parent} holds results of {model} with the weights {before}, and they are {digest} now; "
+                "choose another --out"
+            )
+
+    def _check(self, directory: Path, config: Mapping[str, Any]) -> None:
+        for path in sorted(directory.glob(PATTERN)):
+            head = next(_lines(path), None)
+            if head is not None:
+                check_config(directory, head.get("config", {}), config)
+
+    def _mend(self) -> None:
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self.path, whole)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        # One write, so that a line is there whole or torn at the end, never mixed.
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        if self._file.write(data) != len(data):
+            raise OSError(f"{self.path}: the disk took a part of a line; is it full?")
+        os.fsync(self._file.fileno())
+
+
+def check_config(directory: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse to mix results of different settings.
+
+    Raises:
+        ValueError: naming the first setting that differs.
+    """
+    for name, before, now in _differences(theirs, ours):
+        raise ValueError(
+            f"{directory} holds results with {name}={before!r:.100}, and this run has {name}={now!r:.100}; choose "
+            "another --out, or the same settings"
+        )
+
+
+def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[Item]] | None = None) -> Results:
+    """The results of all processes.
+
+    Args:
+        directory: of the run.
+        order: config -> all items, to sort by and to count what is missing.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: a line is no result, an item is there twice, or files of different settings.
+    """
+    paths = sorted(directory.glob(PATTERN))
+    config: Mapping[str, Any] | None = None
+    sessions: list[Mapping[str, Any]] = []
+    weights: dict[str, str] = {}
+    records: dict[str, Record] = {}
+    for path in paths:
+        for line in _lines(path):
+            if "config" in line:
+                check_config(directory, line["config"], line["config"] if config is None else config)
+                config = line["config"]
+            elif "session" in line:
+                sessions.append(line["session"])
+            elif "weights" in line:
+                weights |= line["weights"]
+            else:
+                key = key_of(line["item"])
+                if key in records:
+                    raise ValueError(f"{path} holds the item {key} a second time")
+                records[key] = Record(line["item"], line["value"], line["seconds"])
+    if config is None:
+        raise FileNotFoundError(f"{directory} holds no results; run the experiment first")
+    if order is None:
+        return Results(config, list(records.values()), 0, sessions, weights)
+    keys = [key_of(item) for item in order(config)]
+    found = [records[key] for key in keys if key in records]
+    return Results(config, found, len(keys) - len(found), sessions, weights)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file."""
+    data = path.read_bytes()
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not {"config", "session", "weights", "item"} & set(found):
+            raise ValueError(f"{path}, line {number} is no result; take the file away, or choose another --out")
+        yield found
+
+
+def _differences(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted({*theirs, *ours}):
+        before, now = theirs.get(name), ours.get(name)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            yield from _differences(before, now, f"{prefix}{name}.")
+        elif before != now:
+            yield f"{prefix}{name}", before, now
+
+
+def _lock(file: FileIO, path: Path) -> None:
+    """One process per file; a killed process leaves no lock behind."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process writes {path}; wait for it, or choose another --out") from None
+
+
+def _sync_folder(directory: Path) -> None:
+    """A new file's name has to be on disk too."""
+    if os.name != "posix":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,104 @@
+"""`run_experiment`: compute what is missing, item by item, and keep every item at once."""
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from dlm_lens.experiments.bench import Bench
+from dlm_lens.experiments.results import Record, Results, ResultsFile, read_results
+from dlm_lens.experiments.spec import Experiment, Item, key_of
+
+logger = logging.getLogger(__name__)
+
+
+def run_experiment(
+    experiment: Experiment,
+    out: str | Path,
+    *,
+    small: bool = False,
+    models: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    loading: Mapping[str, Any] | None = None,
+) -> Results:
+    """Compute the items that `out` does not hold yet, and return all that it holds.
+
+    Every item is on disk (fsync) before the next begins, so that a killed run goes on where it was and no item is
+    lost or there twice. Under torchrun each process computes every WORLD_SIZE-th item into a file of its own.
+
+    Args:
+        experiment: from `find_experiment`.
+        out: directory of the results.
+        small: the small settings instead of the full ones.
+        models: instead of the settings' own.
+        settings: settings to replace.
+        loading: arguments of `dlm_lens.load`; not a part of the config, as far as they are no dtype.
+
+    Raises:
+        ValueError: a setting that there is not, or `out` holds results of other settings.
+    """
+    rank, world = _process()
+    loading = dict(loading or {})
+    config = experiment.config(small, models, settings) | {"dtype": loading.get("dtype")}
+    items = list_items(experiment, config)
+    with ResultsFile(Path(out), config, _session(rank, world), rank) as file:
+        bench = Bench(loading, file.note_weights)
+        mine = items[rank::world]
+        left = [item for item in mine if key_of(item) not in file.done]
+        logger.info("%s: %d of %d items are there", out, len(mine) - len(left), len(mine))
+        with tqdm(
+            total=len(mine), initial=len(mine) - len(left), desc=experiment.name, unit="item", disable=rank != 0
+        ) as bar:
+            for item in left:
+                start = time.perf_counter()
+                value = experiment.run(item, config["settings"], bench)
+                file.append(Record(item, value, time.perf_counter() - start))
+                bar.update()
+    return read_results(Path(out), lambda found: list_items(experiment, found))
+
+
+def list_items(experiment: Experiment, config: Mapping[str, Any]) -> list[Item]:
+    """All items of a run.
+
+    Raises:
+        ValueError: two are equal, so that a resumed run could not tell them apart.
+    """
+    items = list(experiment.items(config["settings"]))
+    keys = [key_of(item) for item in items]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{experiment.name} lists the item {twice} twice")
+    return items
+
+
+def _process() -> tuple[int, int]:
+    """Rank and number of processes, as torchrun sets them."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={world}: the rank must be below the number of processes")
+    return rank, world
+
+
+def _session(rank: int, world: int) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    import dlm_lens
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "dlm_lens": dlm_lens.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "devices": devices or ["cpu"],
+        "threads": torch.get_num_threads(),
+        "rank": rank,
+        "world_size": world,
+    }

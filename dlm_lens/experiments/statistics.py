@@ -1,0 +1,72 @@
+"""Intervals: Wilson's for shares of cases, a bootstrap over prompts for what comes many to a prompt."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESAMPLES = 2000
+
+
+class Interval(NamedTuple):
+    """A number with its 95% interval; `n` counts the cases (prompts, where they are drawn again)."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "-"
+        if math.isnan(self.low):
+            return f"{self.value:.2f}"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def wilson(correct: Sequence[Any], z: float = 1.959964) -> Interval:
+    """Share of true values with Wilson's score interval, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+
+    Raises:
+        ValueError: there is no case.
+    """
+    n, successes = len(correct), sum(map(bool, correct))
+    if n < 1:
+        raise ValueError("a share needs at least one case, got none")
+    p, scale = successes / n, 1 + z**2 / n
+    centre = (p + z**2 / (2 * n)) / scale
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / scale
+    return Interval(p, 0.0 if not successes else centre - half, 1.0 if successes == n else centre + half, n)
+
+
+def mean_over_prompts(values: Sequence[float | None], seed: int = 0) -> Interval:
+    """Mean of one number per prompt, with the percentile interval of a bootstrap over prompts; None is left out."""
+    known = np.asarray([value for value in values if value is not None and not math.isnan(value)], float)
+    return ratio_over_prompts(known, np.ones(len(known)), seed)
+
+
+def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0) -> Interval:
+    """Ratio of sums over prompts, with the percentile interval of a bootstrap that draws whole prompts."""
+    top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
+    n = len(top)
+    if n == 0 or bottom.sum() == 0:
+        return Interval(math.nan, math.nan, math.nan, n)
+    value = float(top.sum() / bottom.sum())
+    if n < 2:
+        return Interval(value, math.nan, math.nan, n)
+    draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
+    sums = bottom[draws].sum(1)
+    low, high = np.quantile(top[draws].sum(1)[sums > 0] / sums[sums > 0], (0.025, 0.975))
+    return Interval(value, float(low), float(high), n)
+
+
+def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -> Interval:
+    """Mean of one - other over the same prompts, with a bootstrap over prompts.
+
+    Raises:
+        ValueError: not the same number of both.
+    """
+    if len(one) != len(other):
+        raise ValueError(f"{len(one)} and {len(other)} values are no pairs")
+    return mean_over_prompts([float(a) - float(b) for a, b in zip(one, other, strict=True)], seed)

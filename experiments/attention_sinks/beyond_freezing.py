@@ -1,0 +1,65 @@
+"""Beyond Table 1: hiding the columns that were sinks at one step, against hiding those that are sinks now."""
+
+from collections.abc import Iterator
+
+from dlm_lens.experiments.attention_sinks import hooked
+from dlm_lens.experiments.attention_sinks.hooked import difference
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Experiment, Finding, Rendering, Settings
+
+
+def conditions(settings: Settings, model: str) -> dict[str, str]:
+    """From a step on: the sinks of that step, the sinks of every step, random columns."""
+    k = settings["columns"]
+    mask = f"mask_top_sinks({k})"
+    found = {"unmasked": ""}
+    for step in settings["from_steps"]:
+        steps = f"range({step}, {settings['steps']})"
+        found[f"frozen at {step}"] = f"freeze_sinks(TopK({k}), step={step})"
+        found[f"followed from {step}"] = f"at_steps({mask}, {steps})"
+        found[f"random from {step}"] = f"mask_random(like=at_steps({mask}, {steps}))"
+    return found
+
+
+def render(results: Results) -> Rendering:
+    """Accuracy, and followed minus frozen."""
+    from dlm_lens.experiments.attention_sinks.drawing import lines
+
+    curves = {
+        f"{model}, {kind}": [
+            (step, hooked.accuracy(results, model, f"{kind} {'at' if kind == 'frozen' else 'from'} {step}"))
+            for step in results.settings["from_steps"]
+        ]
+        for model in results.models
+        for kind in ("frozen", "followed", "random")
+    }
+    title = "the strongest columns of every head, hidden from a step on; 95% intervals (Wilson; paired bootstrap)"
+    figure = lines(curves, x="from step", y="exact match")
+    return Rendering([hooked.table(results, title)], {"freezing": figure}, list(_findings(results)))
+
+
+def _findings(results: Results) -> Iterator[Finding]:
+    for model in results.models:
+        for step in results.settings["from_steps"]:
+            more = difference(results, model, f"followed from {step}", f"frozen at {step}")
+            yield Finding(
+                "sinks move, so that a mask has to follow them (not measured)",
+                f"{model}, step {step}: followed minus frozen: {more}",
+                "agrees" if more.high < 0 else "disagrees" if more.low > 0 else "undecided",
+                "below 0: following costs more than hiding where the sinks were",
+            )
+
+
+EXPERIMENT = Experiment(
+    name="beyond-freezing",
+    shows="beyond 2510.15731, Table 1",
+    title="hiding fixed against moving sinks",
+    metric="exact match of the final answer",
+    small={**hooked.SMALL, "from_steps": [4, 16], "steps": 32},
+    full={**hooked.FULL, "from_steps": [64, 128], "steps": 256, "sampler": {"gen_length": 256},
+          "models": ["GSAI-ML/LLaDA-8B-Instruct"]},
+    items=hooked.items(conditions),
+    run=hooked.run,
+    render=render,
+    cost=hooked.cost,
+)  # fmt: skip

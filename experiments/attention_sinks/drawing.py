@@ -1,0 +1,73 @@
+"""The few kinds of pictures that the experiments draw from their results, for print: no colour carries meaning alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+MARKS = "osD^vP*X"
+STYLES = ("-", "--", ":", "-.")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f7f7f")
+
+
+def lines(
+    curves: Mapping[str, Sequence[tuple[float, Any]]], *, x: str, y: str, log: bool = False, title: str = ""
+) -> Figure:
+    """Curves of (x, number or interval); intervals become bars."""
+    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, points) in enumerate(curves.items()):
+        places = [float(place) for place, _ in points]
+        centre = np.asarray([_centre(value) for _, value in points])
+        bars = np.asarray([_ends(value) for _, value in points]).T
+        kind = {"color": COLOURS[number % 8], "marker": MARKS[number % 8], "linestyle": STYLES[number % 4]}
+        if np.isfinite(bars).any():
+            errors = np.clip(np.nan_to_num(np.stack([centre - bars[0], bars[1] - centre])), 0, None)
+            axes.errorbar(places, centre, yerr=errors, label=name, capsize=2, markersize=4, linewidth=1, **kind)
+        else:
+            axes.plot(places, centre, label=name, markersize=3, linewidth=1, **kind)
+    if log:
+        axes.set_xscale("log")
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.set_title(title, loc="left", fontsize=8, parse_math=False)
+    figure.legend(loc="outside lower left", ncols=2, fontsize=7, frameon=False)
+    return figure
+
+
+def heat(
+    panels: Mapping[str, Any], *, x: str, y: str, bar: str, columns: int = 2, marks: Mapping[str, Any] | None = None
+) -> Figure:
+    """Matrices side by side, each with its own scale of colours; `marks` are (x, y) points of a panel."""
+    rows = -(-len(panels) // columns)
+    width = min(columns, len(panels))
+    figure = Figure(figsize=(3.6 * width + 0.6, 3.1 * rows + 0.3), layout="constrained")
+    for number, (name, values) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, width, number)
+        data = np.ma.masked_invalid(np.asarray(values, float))
+        mesh = axes.pcolormesh(data, cmap="viridis", vmin=0)
+        axes.set_facecolor("#d9d9d9")
+        axes.set_ylim(len(data), 0)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        for place in (marks or {}).get(name, ()):
+            axes.plot(place[0] + 0.5, place[1], marker="v", color="black", markersize=6, clip_on=False)
+        axes.set_title(name, loc="left", fontsize=8, parse_math=False)
+        axes.set_xlabel(x, fontsize=7)
+        axes.set_ylabel(y, fontsize=7)
+        axes.tick_params(labelsize=6)
+        shown = figure.colorbar(mesh, ax=axes, fraction=0.05, pad=0.02)
+        shown.ax.tick_params(labelsize=6)
+        shown.set_label(bar, fontsize=6)
+    return figure
+
+
+def _centre(value: Any) -> float:
+    return float(getattr(value, "value", value))
+
+
+def _ends(value: Any) -> tuple[float, float]:
+    return float(getattr(value, "low", np.nan)), float(getattr(value, "high", np.nan))

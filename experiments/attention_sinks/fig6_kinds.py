@@ -1,0 +1,98 @@
+"""Figure 6: (a) masked and written queries with sinks of their own; (b) sinks that vanish at once."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dlm_lens.experiments.attention_sinks import watching
+from dlm_lens.experiments.attention_sinks.watching import rule, watch
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table
+from dlm_lens.experiments.statistics import Interval, ratio_over_prompts
+
+
+def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
+    """Per prompt and layer: steps where both classes of queries have a sink, and where these differ; lives."""
+    import dlm_lens as dl
+    from dlm_lens.sinks import query_split
+
+    found: dict[str, Any] = {"both": [], "differ": [], "lives": [], "transient": []}
+    for watched in watch(item, settings, bench, ("all", "masked", "unmasked")):
+        table = query_split(watched.received["masked"], watched.received["unmasked"], rule(settings))
+        table["apart"] = (table["differ"] * table["both"]).fillna(0)
+        layers = table.groupby("layer", sort=True)[["both", "apart"]].sum()
+        found["both"].append([int(value) for value in layers["both"]])
+        found["differ"].append([int(round(value)) for value in layers["apart"]])
+        lives = dl.trajectories(watched.received["all"], rule(settings)).table()
+        # The end of the run cuts a life short without the sink having vanished.
+        whole = lives[lives["died"]]
+        found["lives"].append(len(whole))
+        found["transient"].append(int(whole["transient"].sum()))
+    return found
+
+
+def render(results: Results) -> Rendering:
+    """Differing main sinks per layer, and the part of transient lives."""
+    from dlm_lens.experiments.attention_sinks.drawing import lines
+
+    rows, curves, short = [], {}, []
+    for model in results.models:
+        layers = len(results.listed("both", model=model)[0])
+        points = [(layer, apart(results, model, layer)) for layer in range(layers)]
+        curves[model] = points
+        for layer, share in points:
+            rows.append([model, str(layer), str(share), str(sum(b[layer] for b in results.listed("both", model=model)))])
+        short.append([model, str(transient(results, model)), str(sum(results.listed("lives", model=model)))])
+    tables = [
+        Table("(a) steps at which the main sink of masked queries is another than that of written ones, of those "
+              "where both have one; 95% intervals over prompts", ["model", "layer", "differ", "n steps of heads"], rows),
+        Table("(b) lives of at most 2 steps, of those that were seen to end", ["model", "transient", "n lives"], short),
+    ]  # fmt: skip
+    figure = lines(curves, x="layer", y="masked and written queries: main sinks differ")
+    return Rendering(tables, {"split": figure}, list(_findings(results)))
+
+
+def apart(results: Results, model: str, layer: int) -> Interval:
+    """How often masked and written queries have different main sinks in a layer, where both have one."""
+    return ratio_over_prompts(
+        [found[layer] for found in results.listed("differ", model=model)],
+        [found[layer] for found in results.listed("both", model=model)],
+    )
+
+
+def transient(results: Results, model: str) -> Interval:
+    """Part of the ended lives that lasted at most 2 steps."""
+    return ratio_over_prompts(results.listed("transient", model=model), results.listed("lives", model=model))
+
+
+def _findings(results: Results) -> Iterator[Finding]:
+    for model in results.models:
+        last = len(results.listed("both", model=model)[0]) - 1
+        first, deepest = apart(results, model, 0), apart(results, model, last)
+        yield Finding(
+            "LLaDA, deepest layers: masked and unmasked tokens maintain separate sinks (6a)",
+            f"{model}: they differ in {deepest} of the steps of layer {last}; layer 0: {first}",
+            "agrees" if deepest.low > 0.1 and deepest.low > first.high
+            else "disagrees" if deepest.high < 0.1 or deepest.high < first.low else "undecided",
+            "agreement is taken as more than a tenth, and more than in the first layer",
+        )  # fmt: skip
+        short = transient(results, model)
+        yield Finding(
+            "LLaDA: sinks that appear for one step and vanish exist, as edge cases (6b)",
+            f"{model}: {short} of the ended lives",
+            "agrees" if 0 < short.value < 0.5 else "disagrees",
+            "",
+        )
+
+
+EXPERIMENT = Experiment(
+    name="fig6-kinds",
+    shows="2510.15731, Figure 6",
+    title="sinks of masked against written queries, and transient sinks",
+    metric="share of steps with different main sinks; share of lives of at most 2 steps",
+    small={**watching.SMALL, "models": ["toy", "toy-gated"]},
+    full={**watching.FULL, "models": ["GSAI-ML/LLaDA-8B-Instruct"]},
+    items=watching.items,
+    run=run,
+    render=render,
+    cost=watching.cost,
+)

@@ -1,0 +1,89 @@
+"""Accuracy under hooks: what the experiments beyond the paper share. A condition is a name and a hook expression."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dlm_lens.experiments.attention_sinks.problems import asked, starts
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Cost, Item, Settings, Table
+from dlm_lens.experiments.statistics import Interval, paired_difference, wilson
+
+SMALL: dict[str, Any] = {
+    "models": ["toy"], "task": "toy_arithmetic", "prompts": 8, "batch": 8, "sampler": {}, "columns": 1
+}  # fmt: skip
+"""Settings with an embedded model."""
+
+FULL: dict[str, Any] = {
+    **SMALL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"], "prompts": 100, "batch": 16,
+    "columns": 5,
+}  # fmt: skip
+"""With real checkpoints; the shipped word problems, since the direct path needs a scorer (table1-masking has GSM8K)."""
+
+Conditions = Callable[[Settings, str], Mapping[str, str]]
+"""(settings, model) -> name -> hook expression; "" for none."""
+
+
+def items(conditions: Conditions) -> Callable[[Settings], Iterator[Item]]:
+    """Items: model by model, condition by condition, the same prompts for all."""
+
+    def listed(settings: Settings) -> Iterator[Item]:
+        for model in settings["models"]:
+            for name, hook in conditions(settings, model).items():
+                for start in starts(settings):
+                    yield {"model": model, "condition": name, "hook": hook, "start": start}
+
+    return listed
+
+
+def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
+    """Which problems were answered correctly."""
+    import dlm_lens as dl
+    from dlm_lens.evaluation.tasks.toy import final_answer
+    from dlm_lens.hooks import parse_hooks
+
+    these = asked(settings, item["start"])
+    hooks = parse_hooks(item["hook"]) if item["hook"] else ()
+    done = dl.denoise(
+        bench.model(item["model"]), [problem.prompt for problem in these], hooks=hooks, **settings["sampler"]
+    )
+    right = [final_answer(text) == problem.target for text, problem in zip(done.answers, these, strict=True)]
+    return {"correct": right}
+
+
+def cost(item: Item, settings: Settings) -> list[Cost]:
+    """One forward pass per step."""
+    rows = min(settings["batch"], settings["prompts"] - item["start"])
+    steps = int(settings["sampler"].get("steps", settings["sampler"].get("gen_length", 32)))
+    return [Cost(steps, rows, 32 + int(settings["sampler"].get("gen_length", 32)), item["model"])]
+
+
+def names(results: Results, model: str) -> list[str]:
+    """The conditions of a model, in order."""
+    return list(dict.fromkeys(record.item["condition"] for record in results.where(model=model)))
+
+
+def accuracy(results: Results, model: str, condition: str) -> Interval:
+    """Exact match with Wilson's interval."""
+    return wilson(results.listed("correct", model=model, condition=condition))
+
+
+def difference(results: Results, model: str, one: str, other: str) -> Interval:
+    """Exact match under one condition minus that under another, paired by prompt."""
+    first, second = (results.listed("correct", model=model, condition=name) for name in (one, other))
+    return paired_difference(first, second)
+
+
+def table(results: Results, title: str, plain: str = "unmasked") -> Table:
+    """A line per model and condition."""
+    rows = []
+    for model in results.models:
+        for name in names(results, model):
+            (hook,) = {record.item["hook"] for record in results.where(model=model, condition=name)}
+            whole = len(results.listed("correct", model=model, condition=name)) == len(
+                results.listed("correct", model=model, condition=plain)
+            )
+            lost = "-" if name == plain or not whole else str(difference(results, model, name, plain))
+            found = accuracy(results, model, name)
+            rows.append([model, name, f"`{hook}`" if hook else "", str(found), lost, str(found.n)])
+    head: Sequence[str] = ["model", "condition", "hook", "exact match", f"minus {plain}", "n"]
+    return Table(title, head, rows)

@@ -1,0 +1,62 @@
+"""What the experiments ask the models: shipped problems, a file of prompts, or a task of lm-evaluation-harness."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dlm_lens.evaluation
+from dlm_lens.experiments.spec import Settings
+
+SHIPPED = {"toy_arithmetic": "A", "toy_lists": "L", "toy_facts": "F"}
+"""Tasks that come with the package, in the language of the embedded models; task names of problems.jsonl."""
+
+
+class Problem(NamedTuple):
+    """A prompt and the answer that counts as right."""
+
+    prompt: str
+    target: str
+
+
+def problems(task: str) -> list[Problem]:
+    """The problems of a shipped task, or of a JSONL file with `prompt` and, for accuracies, `target`.
+
+    Raises:
+        FileNotFoundError: neither a shipped task nor a file.
+    """
+    if task in SHIPPED:
+        file, wanted = Path(dlm_lens.evaluation.__path__[0]) / "tasks" / "problems.jsonl", SHIPPED[task]
+    elif Path(task).is_file():
+        file, wanted = Path(task), None
+    else:
+        raise FileNotFoundError(f"{task!r} is no file of prompts and none of {', '.join(SHIPPED)}")
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [
+        Problem(line["prompt"], line.get("target", "")) for line in lines if wanted is None or line["task"] == wanted
+    ]
+
+
+def asked(settings: Settings, start: int = 0) -> list[Problem]:
+    """The problems of one item: up to `batch`, from `start` on."""
+    stop = min(start + settings["batch"], settings["prompts"])
+    return problems(settings["task"])[start:stop]
+
+
+def starts(settings: Settings) -> range:
+    """Where every item's problems begin.
+
+    Raises:
+        ValueError: the task has fewer problems than asked for.
+    """
+    there = len(problems(settings["task"]))
+    if not 1 <= settings["prompts"] <= there:
+        raise ValueError(f"prompts is {settings['prompts']}; {settings['task']} has 1 to {there}")
+    return range(0, settings["prompts"], settings["batch"])
+
+
+def chat(model: Any, prompts: Sequence[str], settings: Settings) -> list[Any]:
+    """The prompts as they are, or as chats if the settings say so."""
+    if not settings.get("chat"):
+        return list(prompts)
+    return [[{"role": "user", "content": prompt}] for prompt in prompts]

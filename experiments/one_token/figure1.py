@@ -1,0 +1,200 @@
+"""Figure 1: attention maps at two steps, whose bright columns move, and value norms of sinks and other tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dlm_lens.experiments.attention_sinks.problems import asked, chat, starts
+from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.one_token.paper import FIGURE1
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table, Verdict
+from dlm_lens.experiments.statistics import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.probes.norms_result import Alike
+
+LARGEST = 96
+"""Rows and columns of a stored map; larger ones are averaged down."""
+
+EDGES = [0.5 * edge for edge in range(0, 61)]
+"""Bins of norms."""
+
+SMALL: dict[str, Any] = {
+    "models": ["toy", "toy-sink", "toy-gated"], "task": "toy_arithmetic", "prompts": 16, "batch": 16, "chat": False,
+    "sampler": {"gen_length": 32, "steps": 32}, "late": 16, "eps": 3.0, "pairs": 10_000,
+}  # fmt: skip
+FULL: dict[str, Any] = {
+    **SMALL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"], "task": "gsm8k.jsonl",
+    "prompts": 32, "batch": 4, "chat": True, "sampler": {"gen_length": 128, "steps": 128}, "late": 64,
+}  # fmt: skip
+"""The paper: 10K sinks and 10K other tokens of GSM8K and HumanEval, steps 0 and 64; how a sink is told is not said.
+`task` is a JSONL file with `prompt`."""
+
+
+def items(settings: Settings) -> Iterator[Item]:
+    """Model by model, some prompts at a time."""
+    for model in settings["models"]:
+        for start in starts(settings):
+            yield {"model": model, "start": start}
+
+
+def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
+    """Norms of sinks and of others per prompt, matched two ways; of the first prompt two attention maps."""
+    import dlm_lens as dl
+    from dlm_lens.probes import value_norms
+
+    model = bench.model(item["model"])
+    prompts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
+    recording = dl.record(model, prompts, [dl.ReceivedAttention(), dl.ValueNorm()], seed=0, **settings["sampler"])
+    found = dl.find_sinks(recording, dl.AboveMean(settings["eps"]))
+    result: dict[str, Any] = {"found": int(found.is_sink.sum()), "patterns": found.is_sink[..., 0].numel()}
+    kinds: tuple[Alike, ...] = ("any", "masked")
+    for alike in kinds if result["found"] else ():
+        norms = value_norms(recording, found, samples=settings["pairs"], alike=alike)
+        result[alike] = [_sums(norms, prompt) for prompt in range(len(prompts))]
+        result[f"{alike}_counts"] = _counts(norms)
+    main = found.scores.nan_to_num(nan=-1.0).argmax(-1)
+    result["moved"] = numbers((main[0] != main[-1]).double().flatten(1).mean(-1))
+    if item["start"] == 0:
+        result["maps"] = _maps(model, recording.run, found.scores, settings)
+    return result
+
+
+def _sums(norms: Any, prompt: int) -> list[float]:
+    """Sum of the sinks' norms, of the others', and how many pairs."""
+    own = norms.prompt == prompt
+    return [round(float(norms.sink[own].sum()), 4), round(float(norms.other[own].sum()), 4), int(own.sum())]
+
+
+def _counts(norms: Any) -> list[list[int]]:
+    import numpy as np
+
+    top = EDGES[-1]
+    pairs = (np.histogram(values.clamp(max=top).numpy(), EDGES)[0] for values in (norms.sink, norms.other))
+    return [counts.tolist() for counts in pairs]
+
+
+def _maps(model: Any, run: Any, scores: Any, settings: Settings) -> dict[str, Any]:
+    """The patterns of one head at two steps: canvas queries, learned sinks as last keys.
+
+    Of the heads whose main sink moves, the one where it is strongest at both steps.
+    """
+    steps = (0, min(settings["late"], run.steps - 1))
+    values, places = scores[list(steps), 0].nan_to_num(nan=-1.0).max(-1)
+    # Where no head's main sink moves, all are below zero alike and the first is shown.
+    weight = values.amin(0).masked_fill(places[0] == places[1], -1.0)
+    layer, head = divmod(int(weight.argmax()), weight.shape[-1])
+    return {
+        "layer": layer, "head": head, "steps": list(steps),
+        "patterns": [numbers(_pattern(model, run, step, layer, head), 3) for step in steps],
+    }  # fmt: skip
+
+
+def _pattern(model: Any, run: Any, step: int, layer: int, head: int) -> Any:
+    import torch
+
+    from dlm_lens.attention import SinkLayout
+
+    kept: list[Any] = []
+    point = model.get_decoder().layers[layer].self_attn.hook_pattern
+    handle = point.register_forward_hook(lambda module, args, pattern: kept.append(pattern[0, head]))
+    mask = run.attention_mask[:1].bool()[0]
+    try:
+        with torch.inference_mode():
+            model(input_ids=run.canvases[step][:1, mask].to(model.device), use_cache=False)
+    finally:
+        handle.remove()
+    pattern, layout = kept[0].float().cpu(), SinkLayout.of(model)
+    canvas, sinks = layout.canvas(len(pattern)), layout.sinks(len(pattern))
+    pattern = torch.cat([pattern[canvas, canvas], pattern[canvas, sinks]], 1)
+    size = (min(pattern.shape[0], LARGEST), min(pattern.shape[1], LARGEST))
+    return torch.nn.functional.adaptive_avg_pool2d(pattern[None], size)[0]
+
+
+def cost(item: Item, settings: Settings) -> list[Cost]:
+    """One forward pass per step, and two for the maps."""
+    rows = min(settings["batch"], settings["prompts"] - item["start"])
+    length = 32 + settings["sampler"]["gen_length"]
+    return [Cost(settings["sampler"]["steps"], rows, length, item["model"]), Cost(2, 1, length, item["model"])]
+
+
+def ratio(results: Results, model: str, alike: str) -> Interval:
+    """Mean norm of sinks over mean norm of others; bootstrap over prompts."""
+    sums = [row for record in results.where(model=model) for row in record.value.get(alike, ()) if row[2]]
+    return ratio_over_prompts([row[0] for row in sums], [row[1] for row in sums])
+
+
+def mean_norms(results: Results, model: str, alike: str) -> tuple[Interval, Interval]:
+    """Mean norms of sinks and of others."""
+    sums = [row for record in results.where(model=model) for row in record.value.get(alike, ()) if row[2]]
+    pairs = [row[2] for row in sums]
+    return ratio_over_prompts([row[0] for row in sums], pairs), ratio_over_prompts([row[1] for row in sums], pairs)
+
+
+def render(results: Results) -> Rendering:
+    """Norms, how often sinks move, the maps and the distributions."""
+    from dlm_lens.experiments.attention_sinks.drawing import heat, lines
+
+    rows = []
+    panels: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
+    for model in results.models:
+        sink, other = mean_norms(results, model, "any")
+        pairs = sum(row[2] for record in results.where(model=model) for row in record.value.get("any", ()))
+        rows.append([
+            model, str(pairs), str(sink), str(other), str(ratio(results, model, "any")),
+            str(ratio(results, model, "masked")), str(mean_over_prompts(results.listed("moved", model=model))),
+        ])  # fmt: skip
+        for place in (one.value["maps"] for one in results.where(model=model) if "maps" in one.value):
+            for step, pattern in zip(place["steps"], place["patterns"], strict=True):
+                panels[f"{model}, layer {place['layer']}, head {place['head']}, step {step}"] = pattern
+        curves |= _distribution(results, model)
+    head = ["model", "pairs", "value norm of sinks", "of others", "ratio", "ratio, others in the same state",
+            "main sink moved, first to last step"]  # fmt: skip
+    rule = f"sinks by Eq. 3 of 2510.15731, eps = {results.settings['eps']}, per head, relative to uniform"
+    figures = {
+        "maps": heat(panels, x="key", y="query", bar="attention"),
+        "norms": lines(curves, x="value norm (bins of 0.5)", y="share"),
+    }
+    table = Table(f"{rule}; intervals over prompts", head, rows)
+    return Rendering([table], figures, [_finding(results, model) for model in results.models])
+
+
+def _distribution(results: Results, model: str) -> dict[str, Any]:
+    import numpy as np
+
+    counts = [record.value["any_counts"] for record in results.where(model=model) if "any_counts" in record.value]
+    if not counts:
+        return {}
+    shares = np.sum(counts, 0) / np.sum(counts, (0, 2))[:, None]
+    last = int(np.nonzero(shares.sum(0))[0].max()) + 1
+    names = (f"{model}, sinks", f"{model}, others")
+    return {name: list(zip(EDGES[:last], row[:last], strict=True)) for name, row in zip(names, shares, strict=True)}
+
+
+def _finding(results: Results, model: str) -> Finding:
+    found = ratio(results, model, "any")
+    verdict: Verdict = "agrees" if found.high < 1 else "disagrees" if found.low > 1 else "undecided"
+    printed = "; ".join(f"{name} {sink:.2f} vs {other:.2f}" for name, (sink, other) in FIGURE1.items())
+    return Finding(
+        f"sinks have shorter values than other tokens ({printed}: ratios "
+        f"{', '.join(f'{sink / other:.2f}' for sink, other in FIGURE1.values())})",
+        f"{model}: ratio {found}",
+        verdict,
+    )
+
+
+EXPERIMENT = Experiment(
+    name="one-token-figure1",
+    shows="2601.19657, Figure 1",
+    title="moving sinks, and the value norms of sinks against other tokens",
+    metric="L2 norm of values per head (Eq. 15)",
+    small=SMALL,
+    full=FULL,
+    items=items,
+    run=run,
+    render=render,
+    cost=cost,
+    paper=[
+        Table("Figure 1, mean value norms of 10K tokens each", ["", "sinks", "others"],
+              [[name, f"{sink:.2f}", f"{other:.2f}"] for name, (sink, other) in FIGURE1.items()]),
+    ],
+)  # fmt: skip

@@ -1,0 +1,178 @@
+"""What Tables 1 to 5 share: items, one run, the table of results."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dlm_lens.experiments.one_token import real
+from dlm_lens.experiments.one_token.seeds import over_seeds, paired, shown
+from dlm_lens.experiments.one_token.training import SCRATCH, Miniature
+from dlm_lens.experiments.one_token.variants import VARIANTS
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Cost, Finding, Item, Rendering, Settings, Table, Verdict
+from dlm_lens.experiments.statistics import Interval, wilson
+
+POSITIONS = 64
+"""Of a canvas of the synthetic language."""
+
+SMALL: dict[str, Any] = {
+    "configs": [], "tasks": [], "overrides": [], "sft": "", "limit": None, "variants": ["plain", "sink", "gated"],
+    "start": SCRATCH, "seeds": 2, "steps": 100, "batch_size": 16, "corpus": 20_000, "optimizer": "muon",
+    "prompts": 16, "watched": 4, "validation": 64, "trained": "runs/one-token",
+}  # fmt: skip
+"""A few minutes. `configs` empty: networks of 0.8 million parameters on the synthetic language; `trained`: where
+networks are kept, so that tables which share one train it once."""
+
+METRIC = "validation loss in nats (Eq. 3 and 4, fixed masks); differences paired by seed, intervals 95% Student's t"
+
+SHORT = (
+    "The budget is short: the networks are still learning, so a lower loss says that a network learns faster, not "
+    "that it ends better."
+)
+
+
+def small(variants: Sequence[str], **changed: Any) -> dict[str, Any]:
+    """The small settings of a table."""
+    return {**SMALL, "variants": list(variants), **changed}
+
+
+def full(variants: Sequence[str], configs: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
+    """The paper's settings: training configs, and cells of the table."""
+    return {
+        **SMALL, "variants": list(variants), "configs": list(configs), "tasks": list(tasks), "seeds": 1,
+        "trained": "runs/one-token-real",
+    }  # fmt: skip
+
+
+def items(settings: Settings) -> Iterator[Item]:
+    """Seed by seed, so that a run that is cut short leaves pairs."""
+    if settings["configs"]:
+        yield from real.items(settings)
+        return
+    for seed in range(settings["seeds"]):
+        for variant in settings["variants"]:
+            yield {"variant": variant, "seed": seed}
+
+
+def run(item: Item, settings: Settings, bench: Any) -> Mapping[str, Any]:
+    """Train, unless it is trained, and measure."""
+    if "config" in item:
+        return real.run(item, settings)
+    from dlm_lens.experiments.one_token.measuring import measured
+
+    return measured(Miniature.of(item, settings), settings)
+
+
+def cost(item: Item, settings: Settings) -> list[Cost]:
+    """Training, validation, exact match and sinks."""
+    if "config" in item:
+        return real.cost(item, settings)
+    shape = "toy-ar" if settings["start"] != SCRATCH else "toy"
+    passes = [
+        Cost(settings["steps"], settings["batch_size"], POSITIONS, shape, backward=True),
+        Cost(-(-settings["validation"] * 4 // 64), 64, POSITIONS, shape),
+        Cost(32 * 3, settings["prompts"], POSITIONS, shape),
+        Cost(32, settings["watched"], POSITIONS, shape),
+    ]
+    return passes
+
+
+def losses(results: Results, variant: str) -> dict[int, float]:
+    """Validation loss by seed."""
+    return {record.item["seed"]: record.value["loss"] for record in results.where(variant=variant)}
+
+
+def difference(results: Results, variant: str, baseline: str) -> Interval:
+    """Validation loss minus the baseline's, paired by seed."""
+    return paired(losses(results, variant), losses(results, baseline))
+
+
+def number(results: Results, variant: str, pick: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
+    """One number of every seed that has it."""
+    found = (pick(record.value) for record in results.where(variant=variant))
+    return [value for value in found if value is not None]
+
+
+def variants(results: Results) -> list[str]:
+    """Those that have results, in order."""
+    return list(dict.fromkeys(record.item["variant"] for record in results.records))
+
+
+def tables(results: Results, baseline: str) -> list[Table]:
+    """Losses and exact match, then sinks."""
+    given = results.settings
+    start = "from scratch" if given["start"] == SCRATCH else f"converted from {given['start']}"
+    title = f"{start}, {given['steps']} steps of {given['batch_size']} x {POSITIONS} positions"
+    return [
+        Table(title, ["", "seeds", "validation loss", "paired difference", "exact match A", "L", "F"],
+              [_quality(results, name, baseline) for name in variants(results)]),
+        Table(
+            "sinks over all steps of the runs on held-out prompts of task A (means over seeds, and over layers)",
+            ["", "share of attention on learned sinks", "their value norm / others'",
+             "sinks found per pattern (eps = 3)", "their value norm / others' in the same state",
+             "main sink moved"],
+            [_sinks(results, name) for name in variants(results)],
+        ),
+    ]  # fmt: skip
+
+
+def _quality(results: Results, variant: str, baseline: str) -> list[str]:
+    own = list(losses(results, variant).values())
+    apart = "-" if variant == baseline else shown(difference(results, variant, baseline), sign=True)
+    cells = [
+        str(wilson([one for record in results.where(variant=variant) for one in record.value["right"][task]]))
+        for task in ("A", "L", "F")
+    ]
+    return [VARIANTS[variant].label, str(len(own)), shown(over_seeds(own)), apart, *cells]
+
+
+def _sinks(results: Results, variant: str) -> list[str]:
+    def cell(pick: Callable[[Mapping[str, Any]], float | None]) -> str:
+        values = number(results, variant, pick)
+        return shown(over_seeds(values)) if values else "-"
+
+    return [
+        VARIANTS[variant].label, cell(share), cell(learned_ratio), cell(lambda value: value["found"]),
+        cell(found_ratio), cell(lambda value: value["moved"]),
+    ]  # fmt: skip
+
+
+def share(value: Mapping[str, Any]) -> float | None:
+    """Attention on the learned sinks, mean over layers."""
+    return sum(value["share"]) / len(value["share"]) if "share" in value else None
+
+
+def learned_ratio(value: Mapping[str, Any]) -> float | None:
+    """Value norm of the learned sinks over that of the canvas, each a mean over layers."""
+    return sum(value["norm"]) / sum(value["other"]) if "norm" in value else None
+
+
+def found_ratio(value: Mapping[str, Any]) -> float | None:
+    """Value norm of the sinks found by Eq. 3 over that of others in the same state."""
+    return value["found_norm"] / value["found_other"] if value["found_norm"] is not None else None
+
+
+def improves(paper: str, name: str, found: Interval, why: str = "") -> Finding:
+    """Whether a network has a lower validation loss."""
+    verdict: Verdict = "agrees" if found.high < 0 else "disagrees" if found.low > 0 else "undecided"
+    return Finding(paper, f"{name}: {shown(found, sign=True)} nats, {found.n} seeds", verdict, why)
+
+
+def alike(paper: str, name: str, found: Interval, gain: Interval, why: str = "") -> Finding:
+    """Whether two networks are alike: they differ by less than half of what the sink token gains over none."""
+    half = abs(gain.value) / 2
+    verdict: Verdict = "undecided"
+    if -half < found.low and found.high < half:
+        verdict = "agrees"
+    elif found.low > half or found.high < -half:
+        verdict = "disagrees"
+    said = f"{name}: {shown(found, sign=True)} nats, {found.n} seeds; half of the sink token's change: {half:.3f}"
+    return Finding(paper, said, verdict, why or "alike: the whole interval within half of the sink token's change")
+
+
+def rendering(results: Results, baseline: str, findings: Callable[[Results], Sequence[Finding]]) -> Rendering:
+    """The tables of a run, miniature or real."""
+    if results.settings["configs"]:
+        return Rendering([real.table(results)])
+    there = variants(results)
+    told = [] if results.missing and len(there) < len(results.settings["variants"]) else list(findings(results))
+    return Rendering(tables(results, baseline), {}, told, [SHORT])

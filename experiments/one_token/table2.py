@@ -1,0 +1,63 @@
+"""Table 2: DLMs trained from scratch, plain, with a sink token, and with gated attention."""
+
+from collections.abc import Iterator
+
+from dlm_lens.experiments.one_token import miniature, paper, real
+from dlm_lens.experiments.one_token.seeds import paired, shown
+from dlm_lens.experiments.one_token.table1 import VARIANTS, sink_against_gate
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Experiment, Finding, Rendering, Verdict
+
+CONFIGS = ("smdm-472m", "smdm-472m-sink", "smdm-472m-gated")
+
+
+def findings(results: Results) -> Iterator[Finding]:
+    """The sink token helps, the gate helps less; where attention goes."""
+    for name, label in (("sink", "DLM + extra token"), ("gated", "DLM + GA")):
+        gain = paper.mean_gain(paper.TABLE2, label, "DLM")
+        yield miniature.improves(
+            f"{label} is better than DLM ({gain:+.2f} points over eight benchmarks)",
+            f"{label} - DLM",
+            miniature.difference(results, name, "plain"),
+        )
+    yield sink_against_gate(results)
+    yield fixed(results)
+
+
+def fixed(results: Results) -> Finding:
+    """Whether the main sink moves less with a learned one."""
+    moved = {
+        name: {record.item["seed"]: record.value["moved"] for record in results.where(variant=name)}
+        for name in ("sink", "plain")
+    }
+    apart = paired(moved["sink"], moved["plain"])
+    verdict: Verdict = "agrees" if apart.high < 0 else "disagrees" if apart.low > 0 else "undecided"
+    return Finding(
+        "the sink token turns the moving sink into one that stays (Section 3; no number)",
+        "share of maps whose main sink is another at the last step than at the first, sink token - DLM: "
+        f"{shown(apart, sign=True)}, {apart.n} seeds",
+        verdict,
+    )
+
+
+def render(results: Results) -> Rendering:
+    """Tables and findings."""
+    made = miniature.rendering(results, "plain", lambda found: list(findings(found)))
+    worse = "; ".join(paper.lower(paper.TABLE2, "DLM + extra token", "DLM"))
+    said = f'The paper says "consistent improvements"; by its own table the sink token loses on {worse}.'
+    return Rendering(made.tables, made.figures, made.findings, [*made.notes, said])
+
+
+EXPERIMENT = Experiment(
+    name="one-token-table2",
+    shows="2601.19657, Table 2",
+    title="DLMs from scratch: plain, with a sink token, with gated attention",
+    metric=miniature.METRIC,
+    small=miniature.small(VARIANTS),
+    full=miniature.full(VARIANTS, CONFIGS, real.cells("table2", paper.BENCHMARKS)),
+    items=miniature.items,
+    run=miniature.run,
+    render=render,
+    cost=miniature.cost,
+    paper=[paper.printed("Table 2, 0.5B from scratch, 100B tokens", paper.TABLE2)],
+)
