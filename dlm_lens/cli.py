@@ -138,6 +138,24 @@ def report(
     typer.echo(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 
 
+@app.command()
+def doctor() -> None:
+    """Check the installation: packages, devices, and the embedded model through every host."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from dlm_lens.doctor import findings
+
+    _quiet_transformers()
+    console, bad = Console(), 0
+    for finding in findings():
+        mark = {True: "[green]ok[/green]", False: "[red]bad[/red]", None: "[dim]--[/dim]"}[finding.good]
+        console.print(f"{mark:>4}  {finding.subject:<18} {escape(finding.found)}")
+        bad += finding.good is False
+    if bad:
+        raise typer.Exit(1)
+
+
 def _quiet_transformers() -> None:
     """One model of a megabyte needs no progress bar of its weights."""
     from transformers.utils import logging as transformers_logging

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import dlm_lens
-from dlm_lens import cli
+from dlm_lens import cli, doctor
 from dlm_lens.testing import tiny
 from dlm_lens.viz import emerging_lines
 
@@ -106,3 +106,34 @@ def test_tokens_cannot_command_the_terminal() -> None:
     assert "[bold␣red]" in shown
     assert "\x1b" not in shown
     assert "\x07" not in shown
+
+
+def test_the_doctor_names_what_is_wrong_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"nnsight": "0.7.0", "torch": "2.13.0+cpu"}
+
+    def version(name: str) -> str:
+        if name == "einops":
+            raise doctor.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2.9", "nnsight<0.9,>=0.8.1", "einops>=0.8"])
+    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor, "_traces", lambda: "fine")
+
+    def broken() -> str:
+        raise RuntimeError("the bridge is [down]")
+
+    monkeypatch.setattr(doctor, "_bridges", broken)
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 1
+    lines = {line.split()[1]: line for line in result.output.splitlines() if line.startswith(("ok", "bad"))}
+    assert lines["torch"].startswith("ok") and lines["toy:denoise"].startswith("ok")
+    assert "0.7.0, but dlm_lens needs <0.9,>=0.8.1" in lines["nnsight"]
+    assert "pip install 'einops>=0.8'" in lines["einops"]
+    assert "RuntimeError: the bridge is [down]" in lines["toy:bridge"]
+
+
+def test_the_doctor_finds_the_models_well_in_every_host() -> None:
+    checks = {finding.subject: finding for finding in doctor.findings()}
+    assert all(checks[name].good for name in ("toy:denoise", "toy:nnsight", "toy:bridge", "torch"))
+    assert "5 + 4 =" in checks["toy:denoise"].found
