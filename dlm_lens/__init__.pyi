@@ -16,8 +16,13 @@ from .adapters import load as load
 from .bridging import BridgeRecorder as BridgeRecorder
 from .bridging import StepCache as StepCache
 from .bridging import bridge as bridge
+from .probes import LogitLens as LogitLens
 from .probes import Replay as Replay
+from .probes import TunedLens as TunedLens
+from .probes import ValueNorms as ValueNorms
+from .probes import logit_lens as logit_lens
 from .probes import replay as replay
+from .probes import value_norms as value_norms
 from .sampling import Comparison as Comparison
 from .recording import AttentionEntropy as AttentionEntropy
 from .recording import KeyNorm as KeyNorm

@@ -127,7 +127,8 @@ def test_the_doctor_names_what_is_wrong_and_fails(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 1
     lines = {line.split()[1]: line for line in result.output.splitlines() if line.startswith(("ok", "bad"))}
-    assert lines["torch"].startswith("ok") and lines["toy:denoise"].startswith("ok")
+    assert lines["torch"].startswith("ok")
+    assert lines["toy:denoise"].startswith("ok")
     assert "0.7.0, but dlm_lens needs <0.9,>=0.8.1" in lines["nnsight"]
     assert "pip install 'einops>=0.8'" in lines["einops"]
     assert "RuntimeError: the bridge is [down]" in lines["toy:bridge"]

@@ -20,7 +20,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                                          "vocabulary": 128256},
     "Qwen/Qwen2.5-0.5B": {"parameters": 0.494e9, "layers": 24, "heads": 14, "width": 896, "vocabulary": 151936},
     "Qwen/Qwen2.5-1.5B": {"parameters": 1.544e9, "layers": 28, "heads": 12, "width": 1536, "vocabulary": 151936},
-    "smdm-472M": {"parameters": 0.571e9, "layers": 28, "heads": 16, "width": 1024, "vocabulary": 32001},
+    "smdm-472M": {"parameters": 0.554e9, "layers": 18, "heads": 10, "width": 1280, "vocabulary": 32000},
 }  # fmt: skip
 """Of the checkpoints that the full settings name, so that a plan needs neither network nor weights."""
 

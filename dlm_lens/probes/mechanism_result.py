@@ -76,11 +76,11 @@ class SinkMechanism:
         return self.dependence.masked_fill(~self.asked, torch.nan).nanmean(0)
 
     def table(self) -> pd.DataFrame:
-        """One line per measure, with sinks masked and with the control: dependent positions, others, difference.
+        """One line per measure, with sinks masked and with the control: dependent positions and others.
 
         Measures: "confidence" (change of the largest probability, same canvas) and "steps later" (order of writing,
         runs of their own; its mean over an answer is near 0 because the number written per step is fixed).
-        `difference` is dependent minus others; `beyond` is the difference with the sinks masked minus the control's;
+        `difference` is dependent minus others, `beyond` how much larger it is than with random columns masked;
         `correlation` is Spearman's, of dependence and change within a canvas. Intervals draw prompts.
         """
         mean = self.mean_dependence

@@ -119,7 +119,7 @@ class PatternStability:
 
     @property
     def changes(self) -> dict[str, Bool[Tensor, "step batch layer head"]]:
-        """What the largest sink did since the step before: "stays", "changes", "comes or goes", "none"; step 0 is none.
+        """What the largest sink did since the step before; the first step is in no class.
 
         These are changes of the largest sink, moves and switches alike.
         """
@@ -156,7 +156,7 @@ class PatternStability:
         return pd.DataFrame(lines)
 
     def by_change(self) -> pd.DataFrame:
-        """Similarity of successive patterns by what the largest sink did between them, with intervals over prompts."""
+        """Similarity of successive patterns by what the largest sink did between them, with intervals."""
         lines = []
         for name, kind in self.changes.items():
             line: dict[str, float | int | str] = {"sink": name, "pairs": int(kind.sum())}

@@ -63,7 +63,7 @@ function play(on) {
   if (on) {
     if (state.step === last) goStep(0);
     state.timer = setInterval(() => {
-      if (state.step > last) play(false);
+      if (state.step >= last) play(false);
       else goStep(state.step + 1);
     }, PAUSE);
   }
