@@ -88,7 +88,7 @@ class Recorded {
   bin(pattern, step, key) {
     const code = this.bins[(pattern * this.keys + key) * this.steps + step];
     const { edges, highest } = this.about;
-    return code ? [code > 1 ? edges[code - 1] : 0, code <= edges.length ? edges[code - 1] : highest] : null;
+    return code ? [code > 1 ? edges[code - 2] : 0, code <= edges.length ? edges[code - 1] : highest] : null;
   }
 
   word(step, key) {
