@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
@@ -51,12 +52,7 @@ def score_distribution(
     level_of(layer, head)
     if not 1 <= parts <= len(DASHES):
         raise ValueError(f"parts is {parts}; it is 1 to {len(DASHES)}")
-    if layer is not None:
-        place = index_of("layer", layer, received.layers)
-        received = received.part(layers=slice(place, place + 1))
-    if head is not None:
-        place = index_of("head", head, range(received.values.shape[3]))
-        received = received.part(heads=slice(place, place + 1))
+    received = _part(received, layer, head)
     groups = np.array_split(np.arange(len(received.values)), min(parts, len(received.values)))
     counts = _count(received, rule, groups)
     figure = Figure(figsize=(5.6, 3.9), layout="constrained")
@@ -70,18 +66,7 @@ def score_distribution(
         axes.fill_between(counts.x, low, high, color=colour, alpha=0.2, linewidth=0)
     if np.isfinite(counts.threshold):
         axes.axvline(counts.threshold, color="0.45", linewidth=1.0, label=f"threshold of {rule}", gid="threshold")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(lambda score, _: f"{score:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    axes.set_ylim(top=1.4)
-    axes.grid(color="0.9", linewidth=0.6)
-    axes.tick_params(labelsize=7)
-    axes.set_xlabel(f"score x ({counts.scale})", fontsize=8)
-    axes.set_ylabel("share of keys with a score of at least x", fontsize=8)
-    axes.legend(fontsize=7, frameon=False)
+    _name_axes(axes, counts.scale)
     shape = received.values.shape
     where = "all heads of all layers" if layer is None else f"all heads of layer {layer}"
     sentences = [
@@ -95,6 +80,33 @@ def score_distribution(
     ]
     axes.set_title(caption(sentences, 5.6), loc="left", fontsize=8, **PLAIN)
     return figure
+
+
+def _part(received: Received, layer: int | None, head: int | None) -> Received:
+    """One layer, one head, or all."""
+    if layer is not None:
+        place = index_of("layer", layer, received.layers)
+        received = received.part(layers=slice(place, place + 1))
+    if head is not None:
+        place = index_of("head", head, range(received.values.shape[3]))
+        received = received.part(heads=slice(place, place + 1))
+    return received
+
+
+def _name_axes(axes: Axes, scale: str) -> None:
+    """Both logarithmic, with plain numbers."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(lambda score, _: f"{score:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axes.set_ylim(top=1.4)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.tick_params(labelsize=7)
+    axes.set_xlabel(f"score x ({scale})", fontsize=8)
+    axes.set_ylabel("share of keys with a score of at least x", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`value_norm_scatter` and `value_norm_layers`: Figures 1 and 3 of "One Token Is Enough" (2601.19657)."""
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -27,39 +28,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     _check(norms)
     figure = Figure(figsize=(6.8, 3.9), layout="constrained")
     points, counts = figure.subplots(1, 2, sharey=True, width_ratios=(1.5, 1))
-    spread = np.random.default_rng(norms.seed)
-    groups = (
-        ("sinks", norms.sink, norms.mean_sink, SINKS, "o"),
-        ("others", norms.other, norms.mean_other, OTHERS, "^"),
-    )
-    for place, (name, values, mean, colour, marker) in enumerate(groups):
-        drawn = values[:MOST_POINTS].numpy()
-        sideways = place + spread.uniform(-0.32, 0.32, len(drawn))
-        points.scatter(
-            sideways,
-            drawn,
-            s=5 if len(drawn) > 500 else 16,
-            marker=marker,
-            c=colour,
-            alpha=0.25 if len(drawn) > 500 else 0.7,
-            linewidths=0,
-            gid=name,
-            rasterized=True,
-        )
-        points.plot([place - 0.42, place + 0.42], [mean.value] * 2, color="black", linewidth=1.8, zorder=4)
-        points.fill_between(
-            [place - 0.42, place + 0.42],
-            mean.low,
-            mean.high,
-            facecolor="0.6",
-            edgecolor="black",
-            alpha=0.5,
-            zorder=3,
-        )
-        points.annotate(
-            f"mean {mean.value:.2f}", (place + 0.43, mean.value), ha="right", va="bottom", fontsize=7, zorder=5,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8},
-        )  # fmt: skip
+    _draw_points(points, norms)
     table = norms.distribution(bins=24)
     edges = np.append(table["low"].to_numpy(), table["high"].iloc[-1])
     for name, colour, dashes in (("sinks", SINKS, "-"), ("others", OTHERS, "--")):
@@ -135,6 +104,43 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
         caption([s for s in sentences if s], figure.get_figwidth()), fontsize=8, x=0.01, ha="left", **PLAIN
     )
     return figure
+
+
+def _draw_points(points: Axes, norms: ValueNorms) -> None:
+    """Every pair, spread sideways, and the means with their intervals."""
+    spread = np.random.default_rng(norms.seed)
+    groups = (
+        ("sinks", norms.sink, norms.mean_sink, SINKS, "o"),
+        ("others", norms.other, norms.mean_other, OTHERS, "^"),
+    )
+    for place, (name, values, mean, colour, marker) in enumerate(groups):
+        drawn = values[:MOST_POINTS].numpy()
+        sideways = place + spread.uniform(-0.32, 0.32, len(drawn))
+        points.scatter(
+            sideways,
+            drawn,
+            s=5 if len(drawn) > 500 else 16,
+            marker=marker,
+            c=colour,
+            alpha=0.25 if len(drawn) > 500 else 0.7,
+            linewidths=0,
+            gid=name,
+            rasterized=True,
+        )
+        points.plot([place - 0.42, place + 0.42], [mean.value] * 2, color="black", linewidth=1.8, zorder=4)
+        points.fill_between(
+            [place - 0.42, place + 0.42],
+            mean.low,
+            mean.high,
+            facecolor="0.6",
+            edgecolor="black",
+            alpha=0.5,
+            zorder=3,
+        )
+        points.annotate(
+            f"mean {mean.value:.2f}", (place + 0.43, mean.value), ha="right", va="bottom", fontsize=7, zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8},
+        )  # fmt: skip
 
 
 def _check(norms: ValueNorms) -> None:

@@ -91,7 +91,7 @@ def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) 
     (place, point), *_ = points_of(model, [layer]).items()
     host = [module for module in model.modules() if isinstance(module, HookedAttention)][place]
     canvases = Canvases(model, run, "all")
-    index = row * run.steps + step
+    index = step * len(run.tokens) + row
     seen = _watched(model, canvases.view(index, index + 1).inputs, point, host.get_submodule("hook_v"))
     # To the canvas first, the learned sinks behind it, without what nobody sees.
     length = seen["pattern"].shape[-1]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dlm_lens.recording import Recording
@@ -69,13 +70,7 @@ def sinks_over_eps(
     keys.set_ylim(bottom=0.5 * lowest if np.isfinite(lowest) else None, top=1.0)
     patterns.set_ylim(0, 1.02)
     for axes, what in ((keys, "keys that are sinks"), (patterns, "patterns with a sink")):
-        axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-        axes.set_ylabel(what, fontsize=8)
-        axes.set_xlabel(f"eps ({table['scale'].iloc[0]})", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(color="0.9", linewidth=0.6)
-        if marked is not None:
-            axes.axvline(marked, color="0.45", linewidth=1.0, label=f"eps = {marked:g}", gid="marked")
+        _name_axes(axes, what, table["scale"].iloc[0], marked)
     keys.legend(fontsize=7, frameon=False)
     sentences = [
         *([title] if title else []),
@@ -87,3 +82,13 @@ def sinks_over_eps(
     ]
     figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
+
+
+def _name_axes(axes: Axes, what: str, scale: str, marked: float | None) -> None:
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axes.set_ylabel(what, fontsize=8)
+    axes.set_xlabel(f"eps ({scale})", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.9", linewidth=0.6)
+    if marked is not None:
+        axes.axvline(marked, color="0.45", linewidth=1.0, label=f"eps = {marked:g}", gid="marked")

@@ -296,16 +296,16 @@ def test_models_side_by_side_take_whatever_tells_their_sinks(recording):
     received = received_of(recording)
     sinks = find_sinks(received, RULE)
     given = {"a": received, "b": recording, "c": sinks, "d": trajectories(sinks, hysteresis=1.0)}
-    figure = dl.viz.sink_positions_by_model(given, RULE, heads=dict.fromkeys(given, (1, 2)), rows={"a": 1})
+    figure = dl.viz.sink_positions_by_model(given, RULE, heads=dict.fromkeys(given, (1, 2)), rows={"a": 1, "d": 1})
     filled = {}
     for axes, name in zip(figure.axes, given, strict=False):
         filled[name] = [tuple(point) for point in marks(axes, "sink").tolist()]
         assert axes._left_title.get_text().startswith(name)
     main = sinks.main()[:, :, 1, 2]
-    assert filled["a"] == [(t, int(p)) for t, p in enumerate(main[:, 1]) if p >= 0]
+    assert filled["a"] == filled["d"] == [(t, int(p)) for t, p in enumerate(main[:, 1]) if p >= 0]
     wanted = [(t, int(p)) for t, p in enumerate(main[:, 0]) if p >= 0]
     assert wanted
-    assert filled["b"] == filled["c"] == filled["d"] == wanted
+    assert filled["b"] == filled["c"] == wanted != filled["d"]
     assert "rule: AboveMean(eps=0.3)" in texts(figure)
     with pytest.raises(ValueError, match=r"no \(layer, head\) for b"):
         dl.viz.sink_positions_by_model({"b": received}, heads={})

@@ -1,0 +1,114 @@
+"""The mechanism probe against loops over replays and comparisons, and a planted answer."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.hooks import mask_random, mask_sinks
+from dlm_lens.probes import SinkMechanism, replay, sink_mechanism
+from dlm_lens.testing import tiny
+from tests.recording.reference import alone
+
+PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40], [7, 7, 12, 50]]
+RUN: dict[str, Any] = {"steps": 4, "gen_length": 8, "temperature": 0.5, "seed": [3, 4, 5]}
+RULE = dl.AboveMean(1.0)
+
+
+def test_every_part_is_that_of_replays_and_runs_by_hand() -> None:
+    model = tiny("llada")
+    found = sink_mechanism(model, PROMPTS, RULE, controls=(1, 2), **RUN)
+    rec = dl.record(model, PROMPTS, **RUN)
+    sinks = dl.find_sinks(rec, RULE)
+    assert found.run.canvases.equal(rec.run.canvases)
+    assert found.rule == sinks.rule
+    for step in (0, 3):
+        for row in range(3):
+            keep, masked, kept, *_ = alone(model, rec.run, step, row)
+            at = keep.nonzero()[:, 0].tolist()
+            for i, position in enumerate(at):
+                total = 0.0
+                for layer in range(2):
+                    for head in range(4):
+                        is_sink = sinks.is_sink[step, row, layer, head]
+                        total += sum(
+                            float(kept[f"pattern{layer}"][0, head, i, j]) for j, k in enumerate(at) if is_sink[k]
+                        )
+                assert float(found.dependence[step, row, position]) == pytest.approx(total / 8, rel=1e-3, abs=1e-5)
+                assert bool(found.asked[step, row, position]) == bool(masked[i])
+    known = mask_sinks(source=sinks)
+    by_hand = replay(model, rec.run, [known], attention=False).confidence_change
+    torch.testing.assert_close(found.confidence, by_hand, equal_nan=True)
+    controls = [replay(model, rec.run, [mask_random(like=known, seed=s)], attention=False) for s in (1, 2)]
+    mean = (controls[0].confidence_change + controls[1].confidence_change) / 2
+    torch.testing.assert_close(found.confidence_control, mean, equal_nan=True)
+    pair = dl.compare(model, PROMPTS, [mask_sinks(RULE)], **RUN)
+    assert torch.equal(found.later.nan_to_num(), pair.step_change.nan_to_num())
+    assert torch.equal(found.tokens_changed[0], pair.tokens_changed.float())
+    others = [dl.compare(model, PROMPTS, [mask_random(like=mask_sinks(RULE), seed=s)], **RUN) for s in (1, 2)]
+    mean = torch.stack([other.step_change for other in others]).mean(0)
+    torch.testing.assert_close(found.later_control, mean, equal_nan=True)
+
+
+def planted() -> SinkMechanism:
+    """Confidence falls by 0.3 where a position depends on a sink, by 0.1 elsewhere; the control changes nothing."""
+    run = dl.denoise(tiny("llada"), PROMPTS, **RUN)
+    asked = run.masked[:-1] & run.attention_mask
+    generator = torch.Generator().manual_seed(0)
+    dependence = torch.rand(asked.shape, generator=generator)
+    blank = torch.zeros(asked.shape).masked_fill(~asked, torch.nan)
+    found = SinkMechanism(
+        run=run, dependence=dependence, asked=asked, confidence=blank, confidence_control=blank,
+        later=blank[0], later_control=blank[0], tokens_changed=torch.zeros(2, 3), rule="planted", controls=(0,),
+    )  # fmt: skip
+    fall = torch.where(found.dependent, -0.3, -0.1).masked_fill(~asked, torch.nan)
+    answer = asked[0]
+    late = found.mean_dependence > found.mean_dependence.masked_fill(~answer, torch.nan).nanquantile(0.5, -1, True)
+    later = torch.where(late, 2.0, -2.0).masked_fill(~answer, torch.nan)
+    return replace(found, confidence=fall, later=later)
+
+
+def test_a_planted_mechanism_is_found_with_its_size() -> None:
+    found = planted()
+    table = found.table().set_index(["measure", "masked"])
+    line = table.loc[("confidence", "sinks")]
+    assert (line.dependent, line.others, line.difference) == pytest.approx((-0.3, -0.1, -0.2))
+    assert (line.beyond, line.beyond_low, line.beyond_high) == pytest.approx((-0.2, -0.2, -0.2))
+    assert line.correlation < -0.7
+    assert table.loc[("confidence", "random")].difference == 0
+    line = table.loc[("steps later", "sinks")]
+    assert (line.dependent, line.others, line.beyond) == pytest.approx((2.0, -2.0, 4.0))
+
+
+def test_dependent_is_above_the_median_of_a_canvas() -> None:
+    found = planted()
+    for step in range(4):
+        for row in range(3):
+            asked = found.asked[step, row].nonzero()[:, 0].tolist()
+            if not asked:
+                continue
+            middle = np.median([float(found.dependence[step, row, i]) for i in asked])
+            wanted = {i for i in asked if float(found.dependence[step, row, i]) > middle}
+            assert set(found.dependent[step, row].nonzero()[:, 0].tolist()) == wanted
+    rho = []
+    values = found.confidence
+    for step in range(4):
+        for row in range(3):
+            kept = found.asked[step, row]
+            if kept.any() and values[step, row][kept].unique().numel() > 1:
+                ranks = [pd.Series(t[step, row][kept]).rank() for t in (found.dependence, values)]
+                rho.append(np.corrcoef(*ranks)[0, 1])
+    assert found.table().correlation[0] == pytest.approx(np.mean(rho), rel=1e-6)
+
+
+def test_what_has_no_order_to_choose_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes a DLM"):
+        sink_mechanism(tiny("causal"), PROMPTS, RULE, gen_length=4)
+    with pytest.raises(ValueError, match="one control at least"):
+        sink_mechanism(tiny("llada"), PROMPTS, RULE, controls=(), **RUN)
+    with pytest.raises(ValueError, match="there is no sink"):
+        sink_mechanism(tiny("llada"), PROMPTS, dl.AboveMean(1000.0), **RUN)
