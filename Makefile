@@ -29,7 +29,7 @@ quantised: $(VENV)/.torchao
 	PYTHONPATH=$(VENV)/.torchao $(BIN)/python -m pytest -q tests/adapters/test_quantisation.py
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -23,7 +23,6 @@ from .probes import ValueNorms as ValueNorms
 from .probes import logit_lens as logit_lens
 from .probes import replay as replay
 from .probes import value_norms as value_norms
-from .sampling import Comparison as Comparison
 from .recording import AttentionEntropy as AttentionEntropy
 from .recording import KeyNorm as KeyNorm
 from .recording import MassiveActivations as MassiveActivations
@@ -39,6 +38,7 @@ from .recording import ValueNorm as ValueNorm
 from .recording import WeightedValue as WeightedValue
 from .recording import record as record
 from .recording import record_forward as record_forward
+from .sampling import Comparison as Comparison
 from .sampling import Denoised as Denoised
 from .sampling import LogLikelihood as LogLikelihood
 from .sampling import compare as compare

@@ -17,7 +17,9 @@ def experiment_command(
         list[str] | None, typer.Option("--set", help="A setting as name=value, such as prompts=64.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what a run costs, and stop.")] = False,
-    render: Annotated[bool, typer.Option("--render", help="Tables and figures of the results so far; run nothing.")] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Tables and figures of the results so far; run nothing.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="Where models go; with --plan also a100, h100, h200.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; the checkpoint's own by default.")] = None,
 ) -> None:
@@ -28,9 +30,13 @@ def experiment_command(
     if name == "list":
         list_command()
         return
+    from transformers.utils import logging as transformers_logging
+
     from dlm_lens.experiments import find_experiment, plan_experiment, render_experiment, run_experiment
     from dlm_lens.experiments.spec import read_setting
 
+    # Loading a model of a megabyte needs no bar beside that of the items.
+    transformers_logging.disable_progress_bar()
     experiment = find_experiment(name)
     settings = dict(read_setting(text) for text in given or ())
     chosen: dict[str, Any] = {"small": small, "models": model or (), "settings": settings}

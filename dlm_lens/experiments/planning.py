@@ -12,8 +12,10 @@ UTILISATION = 0.4
 """Part of a device's peak that matrix products of this size reach; an assumption, not measured here."""
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "GSAI-ML/LLaDA-8B-Instruct": {"parameters": 8.02e9, "layers": 32, "heads": 32, "width": 4096, "vocabulary": 126464},
-    "Gen-Verse/MMaDA-8B-MixCoT": {"parameters": 8.08e9, "layers": 32, "heads": 32, "width": 4096, "vocabulary": 134656},
+    "GSAI-ML/LLaDA-8B-Instruct": {"parameters": 8.02e9, "layers": 32, "heads": 32, "width": 4096,
+                                  "vocabulary": 126464},
+    "Gen-Verse/MMaDA-8B-MixCoT": {"parameters": 8.08e9, "layers": 32, "heads": 32, "width": 4096,
+                                  "vocabulary": 134656},
     "Dream-org/Dream-v0-Instruct-7B": {"parameters": 7.62e9, "layers": 28, "heads": 28, "width": 3584,
                                        "vocabulary": 152064},
     "meta-llama/Llama-3.1-8B-Instruct": {"parameters": 8.03e9, "layers": 32, "heads": 32, "width": 4096,
@@ -71,7 +73,7 @@ def plan_experiment(
     settings: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> str:
-    """What a run will cost, in words and numbers; it computes nothing but, on "cpu", one timed forward pass a model.
+    """What a run will cost, in words and numbers; on "cpu" one forward pass of each model is timed.
 
     Args:
         experiment: from `find_experiment`.
@@ -89,7 +91,9 @@ def plan_experiment(
         raise ValueError(f"device is {device!r}; it must be cpu (this machine) or one of {', '.join(DEVICES)}")
     config = experiment.config(small, models, settings)
     items = list_items(experiment, config)
-    costs = [cost for item in items for cost in (experiment.cost(item, config["settings"]) if experiment.cost else ())]
+    costs = [
+        cost for item in items for cost in (experiment.cost(item, config["settings"]) if experiment.cost else ())
+    ]
     lines = [f"{experiment.name} ({'small' if small else 'full'}): {len(items)} items, {experiment.shows}"]
     total, largest = 0.0, 0.0
     for model in dict.fromkeys(cost.model for cost in costs):
@@ -104,18 +108,23 @@ def plan_experiment(
         total, largest = total + seconds, max(largest, memory)
         lines.append(
             f"  {model}: {sum(cost.passes for cost in mine):,} forward passes of up to "
-            f"{max(cost.rows for cost in mine)} x {max(cost.positions for cost in mine)} positions, {flops:.2e} FLOPs, "
+            f"{max(cost.rows for cost in mine)} x {max(cost.positions for cost in mine)} positions, "
+            f"{flops:.2e} FLOPs, "
             f"about {_time(seconds)}, {memory / 1e9:.2f} GB"
         )
-    how = (
-        "one forward pass was timed on this machine; hooks, guidance and tokenising come on top"
-        if device == "cpu"
-        else f"at {UTILISATION:.0%} of the peak of {device}, which is assumed, not measured; hooks come on top"
+    lines.append(
+        f"  together about {_time(total)} on {device} in one process, {largest / 1e9:.2f} GB at most "
+        f"({_how(device)})"
     )
-    lines.append(f"  together about {_time(total)} on {device} in one process, {largest / 1e9:.2f} GB at most ({how})")
     if device != "cpu" and largest > DEVICES[device].memory:
         lines.append(f"  {device} has {DEVICES[device].memory / 1e9:.0f} GB, which is too little: lower batch")
     return "\n".join(lines)
+
+
+def _how(device: str) -> str:
+    if device == "cpu":
+        return "one forward pass was timed on this machine; hooks, guidance and tokenising come on top"
+    return f"at {UTILISATION:.0%} of the peak of {device}, which is assumed, not measured; hooks come on top"
 
 
 def shape_of(model: str) -> Shape:

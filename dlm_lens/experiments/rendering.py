@@ -1,11 +1,12 @@
 """From results to Markdown and pictures; nothing here runs a model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dlm_lens.experiments.results import Results, read_results
 from dlm_lens.experiments.running import list_items
-from dlm_lens.experiments.spec import Experiment, Finding, Rendering, Table
+from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering
 
 
 def render_experiment(experiment: Experiment, out: str | Path) -> Path:
@@ -40,7 +41,7 @@ def load_results(experiment: Experiment, directory: Path) -> Results:
     return found
 
 
-def _items(experiment: Experiment, config: dict, directory: Path) -> list:  # type: ignore[type-arg]
+def _items(experiment: Experiment, config: Mapping[str, Any], directory: Path) -> list[Item]:
     if config["experiment"] != experiment.name:
         raise ValueError(f"{directory} holds results of {config['experiment']}, not of {experiment.name}")
     return list_items(experiment, config)

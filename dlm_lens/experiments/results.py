@@ -92,7 +92,9 @@ class ResultsFile:
         ValueError: results of another config lie there, another process writes them, or a line is no result.
     """
 
-    def __init__(self, directory: Path, config: Mapping[str, Any], session: Mapping[str, Any], rank: int = 0) -> None:
+    def __init__(
+        self, directory: Path, config: Mapping[str, Any], session: Mapping[str, Any], rank: int = 0
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"results-{rank:05d}.jsonl"
         self._check(directory, config)
@@ -130,8 +132,8 @@ class ResultsFile:
             self.weights[model] = digest
         elif before != digest:
             raise ValueError(
-                f"{self.path.parent} holds results of {model} with the weights {before}, and they are {digest} now; "
-                "choose another --out"
+                f"{self.path.parent} holds results of {model} with the weights {before}, and they are {digest} "
+                "now; choose another --out"
             )
 
     def _check(self, directory: Path, config: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ Settings = Mapping[str, Any]
 """Settings of an experiment: JSON values by name."""
 
 Item = Mapping[str, Any]
-"""What one line of the results answers, such as a model, a condition and a range of prompts: JSON values by name."""
+"""What one line of the results answers, such as a model, a condition and some prompts: JSON values by name."""
 
 Verdict = Literal["agrees", "disagrees", "undecided", "no counterpart"]
 """How a number here stands to the paper's: "undecided" if the interval allows both."""

@@ -27,7 +27,7 @@ def render(results: Results) -> Rendering:
         for model in results.models
         for more in ("", " and sinks")
     }
-    title = "queries see the last so many positions and, in a DLM, all later ones; 95% intervals (Wilson; paired bootstrap)"
+    title = "queries see the last so many positions and, in a DLM, all later ones; 95% intervals"
     figure = lines(curves, x="positions of the past that a query keeps", y="exact match")
     return Rendering([hooked.table(results, title)], {"context": figure}, list(_findings(results)))
 
@@ -48,8 +48,7 @@ def _findings(results: Results) -> Iterator[Finding]:
                 '"moving sinks allow the model to discard the past context without significant degradation" (5.3)',
                 f"{model}, window {window}: {lost}",
                 "agrees" if lost.low > -0.05 else "disagrees" if lost.high < -0.05 else "undecided",
-                "the numbers of the problem stand in the past: what is discarded is what is asked for, which no sink "
-                "replaces; the paper measured nothing here",
+                "the past holds the numbers that the problem asks for; the paper measured nothing here",
             )
 
 

@@ -1,7 +1,6 @@
 """Beyond Table 1: sinks hidden in one layer, or in one third of the steps, at a time."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from dlm_lens.experiments.attention_sinks import hooked
 from dlm_lens.experiments.attention_sinks.hooked import accuracy, difference, names
@@ -26,16 +25,18 @@ def render(results: Results) -> Rendering:
         model: [(n, accuracy(results, model, name)) for n, name in enumerate(names(results, model))]
         for model in results.models
     }
-    labels = ", ".join(f"{n}: {name}" for n, name in enumerate(names(results, results.models[0])))
     title = "the strongest columns of every head hidden there only; 95% intervals (Wilson; paired bootstrap)"
-    figure = lines(curves, x=labels, y="exact match")
+    figure = lines(curves, x="hidden where", y="exact match", ticks=names(results, results.models[0]))
     return Rendering([hooked.table(results, title)], {"places": figure}, list(_findings(results)))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
     layers = [f"layer {layer}" for layer in results.settings["layers"]]
     for model in results.models:
-        for kind, places in (("layer", layers), ("third of the run", ["first third", "second third", "last third"])):
+        for kind, places in (
+            ("layer", layers),
+            ("third of the run", ["first third", "second third", "last third"]),
+        ):
             worst = min(places, key=lambda name: accuracy(results, model, name).value)
             yield Finding(
                 "not measured",

@@ -1,4 +1,4 @@
-"""The few kinds of pictures that the experiments draw from their results, for print: no colour carries meaning alone."""
+"""The few kinds of pictures that the experiments draw from their results; no colour carries meaning alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,13 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 
 
 def lines(
-    curves: Mapping[str, Sequence[tuple[float, Any]]], *, x: str, y: str, log: bool = False, title: str = ""
+    curves: Mapping[str, Sequence[tuple[float, Any]]],
+    *,
+    x: str,
+    y: str,
+    log: bool = False,
+    title: str = "",
+    ticks: Sequence[str] = (),
 ) -> Figure:
     """Curves of (x, number or interval); intervals become bars."""
     figure = Figure(figsize=(6.0, 3.6), layout="constrained")
@@ -22,7 +28,11 @@ def lines(
         places = [float(place) for place, _ in points]
         centre = np.asarray([_centre(value) for _, value in points])
         bars = np.asarray([_ends(value) for _, value in points]).T
-        kind = {"color": COLOURS[number % 8], "marker": MARKS[number % 8], "linestyle": STYLES[number % 4]}
+        kind: dict[str, Any] = {
+            "color": COLOURS[number % 8],
+            "marker": MARKS[number % 8],
+            "linestyle": STYLES[number % 4],
+        }
         if np.isfinite(bars).any():
             errors = np.clip(np.nan_to_num(np.stack([centre - bars[0], bars[1] - centre])), 0, None)
             axes.errorbar(places, centre, yerr=errors, label=name, capsize=2, markersize=4, linewidth=1, **kind)
@@ -33,6 +43,8 @@ def lines(
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)
     axes.tick_params(labelsize=7)
+    if ticks:
+        axes.set_xticks(range(len(ticks)), ticks, rotation=20 if len(ticks) > 4 else 0)
     axes.set_title(title, loc="left", fontsize=8, parse_math=False)
     figure.legend(loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     return figure
@@ -55,7 +67,7 @@ def heat(
             axis.set_major_locator(MaxNLocator(integer=True))
         for place in (marks or {}).get(name, ()):
             axes.plot(place[0] + 0.5, place[1], marker="v", color="black", markersize=6, clip_on=False)
-        axes.set_title(name, loc="left", fontsize=8, parse_math=False)
+        axes.set_title(name, loc="left", fontsize=8, pad=9, parse_math=False)
         axes.set_xlabel(x, fontsize=7)
         axes.set_ylabel(y, fontsize=7)
         axes.tick_params(labelsize=6)

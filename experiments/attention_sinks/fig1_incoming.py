@@ -51,7 +51,10 @@ def render(results: Results) -> Rendering:
     from dlm_lens.experiments.attention_sinks.drawing import heat
 
     figure = heat(
-        {name: _wide(rows) for name, rows in maps.items()}, x="position", y="step", bar="received, model mean (1: uniform)"
+        {name: _wide(rows) for name, rows in maps.items()},
+        x="position",
+        y="step",
+        bar="received, model mean (1: uniform)",
     )
     table = Table("scale: relative to uniform; mean pattern for places and score, every head for the last column; "
                   "95% intervals over prompts", head, rows)  # fmt: skip
@@ -71,8 +74,8 @@ def _findings(results: Results) -> Iterator[Finding]:
                 "an AR model's sinks do not shift",
                 f"{model}: {n} patterns have a sink at both ends of the run, of which {here} moved",
                 "undecided" if n < 30 else "agrees" if here.high < 0.1 else "disagrees",
-                "on the relative scale the first token of an AR prefix is no sink by its mask alone; undecided below "
-                "30 patterns",
+                "on the relative scale the first token of an AR prefix is no sink by its mask alone; undecided "
+                "below 30 patterns",
             )
             continue
         yield Finding(

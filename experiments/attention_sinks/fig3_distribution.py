@@ -26,9 +26,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         received = watched.received["all"]
         scores, shares = received.values[:, 0].float(), received.shares[:, 0].float()
         thirds = scores.tensor_split(3)
-        found["counts"].append(
-            [np.histogram(part[~part.isnan()].numpy(), EDGES)[0].tolist() for part in thirds]
-        )
+        found["counts"].append([np.histogram(part[~part.isnan()].numpy(), EDGES)[0].tolist() for part in thirds])
         known = scores[~scores.isnan()]
         found["median"].append(numbers(known.median()))
         found["below"].append(numbers((known < 1).float().mean()))
@@ -56,7 +54,13 @@ def render(results: Results) -> Rendering:
             str(mean_over_prompts(results.listed("below", model=model))), str(top_share(results, model)),
             str(len(results.listed("median", model=model))),
         ])  # fmt: skip
-    head = ["model", "median score (1: uniform)", "keys below uniform", "attention of the top 4% of keys", "n prompts"]
+    head = [
+        "model",
+        "median score (1: uniform)",
+        "keys below uniform",
+        "attention of the top 4% of keys",
+        "n prompts",
+    ]
     table = Table("every head, step and key; scale: relative to uniform; 95% intervals over prompts", head, rows)
     figure = lines(curves, x="received attention (1: uniform; bins of equal ratio)", y="share of keys", log=True)
     return Rendering([table], {"distribution": figure}, list(findings(results)))
@@ -74,7 +78,11 @@ def findings(results: Results) -> Iterator[Finding]:
         yield Finding(
             "only a few tokens receive a very high score, the majority close to zero",
             f"{model}: the top 4% receive {top}; the median key {median}",
-            "agrees" if top.low > 3 * TOP and median.high < 1 else "disagrees" if top.high < 3 * TOP else "undecided",
+            "agrees"
+            if top.low > 3 * TOP and median.high < 1
+            else "disagrees"
+            if top.high < 3 * TOP
+            else "undecided",
             "agreement is taken as three times their part and a median below uniform; "
             "the paper's figure has no numbers to compare with",
         )

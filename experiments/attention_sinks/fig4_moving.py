@@ -1,7 +1,7 @@
 """Figure 4: a sink that moves from one step to the next, and how often that happens."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.table1 import is_causal
@@ -12,7 +12,7 @@ from dlm_lens.experiments.statistics import Interval, ratio_over_prompts
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: patterns of each kind, moves and switches; of the first prompt the clearest move with its maps."""
+    """Per prompt: patterns of each kind, moves and switches; of the first prompt the clearest move and its maps."""
     import dlm_lens as dl
 
     names = ("patterns", "static", "moving", "unsettled", "moves", "switches", "pairs")
@@ -38,7 +38,9 @@ def _example(model: Any, watched: Watched, paths: Any) -> dict[str, Any] | None:
     if moves.empty:
         return None
     previous = {
-        index: table[(table["trajectory"] == line["trajectory"]) & (table["position"] == line["came_from"])]["peak"].max()
+        index: table[(table["trajectory"] == line["trajectory"]) & (table["position"] == line["came_from"])][
+            "peak"
+        ].max()
         for index, line in moves.iterrows()
     }
     line = moves.loc[max(previous, key=lambda index: min(previous[index], moves.loc[index, "peak"]))]
@@ -74,7 +76,7 @@ def _pattern(model: Any, watched: Watched, step: int, layer: int, head: int) -> 
 class _Keeper:
     """A hook that only looks: keeps the pattern that comes by."""
 
-    site = "pattern"
+    site: Literal["pattern"] = "pattern"
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
@@ -99,15 +101,21 @@ def render(results: Results) -> Rendering:
             f"{100 * rate.value:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]", str(count),
         ])  # fmt: skip
         for record in results.where(model=model, start=0):
-            example = record.value.get("example")
-            for step, place, values in zip(
-                *(example[name] for name in ("steps", "positions", "maps")) if example else ((), (), ()), strict=True
-            ):
+            example = record.value.get("example") or {}
+            names = ("steps", "positions", "maps")
+            for step, place, values in zip(*(example.get(name, ()) for name in names), strict=True):
                 title = f"{model}, layer {example['layer']}, head {example['head']}, step {step}"
                 panels[title] = values
                 marks[title] = [(place, -0.5)]
-    head = ["model", "static patterns", "moving", "unsettled", "moves per 100 pairs of steps of a pattern", "n prompts"]
-    table = Table("parts of all patterns (layer x head x prompt), the rest having no sink; 95% intervals over prompts",
+    head = [
+        "model",
+        "static patterns",
+        "moving",
+        "unsettled",
+        "moves per 100 pairs of steps of a pattern",
+        "n prompts",
+    ]
+    table = Table("parts of all patterns (layer x head x prompt), the rest have none; 95% intervals over prompts",
                   head, rows)  # fmt: skip
     figures = {"maps": heat(panels, x="key", y="query", bar="attention", marks=marks)} if panels else {}
     return Rendering([table], figures, list(_findings(results)))

@@ -35,15 +35,17 @@ def render(results: Results) -> Rendering:
     for model in results.models:
         scores = _array(results.listed("score", model=model))
         panels[model] = np.nanmean(scores, 0).tolist()
-        for layer in range(scores.shape[1]):
-            rows.append([
-                model, str(layer), str(mean_over_prompts(np.nanmean(scores[:, layer], -1).tolist())),
-                str(mean_over_prompts([found[layer] for found in results.listed("positions", model=model)])),
-                str(len(scores)),
-            ])  # fmt: skip
+        positions = results.listed("positions", model=model)
+        rows += [
+            [model, str(layer), str(mean_over_prompts(np.nanmean(scores[:, layer], -1).tolist())),
+             str(mean_over_prompts([found[layer] for found in positions])), str(len(scores))]
+            for layer in range(scores.shape[1])
+        ]  # fmt: skip
     head = ["model", "layer", "score of the main sink, mean over heads", "positions that are a sink in some head",
             "n prompts"]  # fmt: skip
-    table = Table("each head's own main sink; relative to uniform; mean over steps; 95% intervals over prompts", head, rows)
+    table = Table(
+        "each head's own main sink; relative to uniform; mean over steps; 95% intervals over prompts", head, rows
+    )
     figure = heat(panels, x="head", y="layer", bar="score of the main sink (1: uniform)")
     return Rendering([table], {"profile": figure}, list(_findings(results)))
 

@@ -21,7 +21,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         table["apart"] = (table["differ"] * table["both"]).fillna(0)
         layers = table.groupby("layer", sort=True)[["both", "apart"]].sum()
         found["both"].append([int(value) for value in layers["both"]])
-        found["differ"].append([int(round(value)) for value in layers["apart"]])
+        found["differ"].append([round(value) for value in layers["apart"]])
         lives = dl.trajectories(watched.received["all"], rule(settings)).table()
         # The end of the run cuts a life short without the sink having vanished.
         whole = lives[lives["died"]]
@@ -40,12 +40,16 @@ def render(results: Results) -> Rendering:
         points = [(layer, apart(results, model, layer)) for layer in range(layers)]
         curves[model] = points
         for layer, share in points:
-            rows.append([model, str(layer), str(share), str(sum(b[layer] for b in results.listed("both", model=model)))])
+            rows.append(
+                [model, str(layer), str(share), str(sum(b[layer] for b in results.listed("both", model=model)))]
+            )
         short.append([model, str(transient(results, model)), str(sum(results.listed("lives", model=model)))])
     tables = [
         Table("(a) steps at which the main sink of masked queries is another than that of written ones, of those "
-              "where both have one; 95% intervals over prompts", ["model", "layer", "differ", "n steps of heads"], rows),
-        Table("(b) lives of at most 2 steps, of those that were seen to end", ["model", "transient", "n lives"], short),
+              "where both have one; 95% intervals over prompts",
+              ["model", "layer", "differ", "n steps of heads"], rows),
+        Table("(b) lives of at most 2 steps, of those that were seen to end",
+              ["model", "transient", "n lives"], short),
     ]  # fmt: skip
     figure = lines(curves, x="layer", y="masked and written queries: main sinks differ")
     return Rendering(tables, {"split": figure}, list(_findings(results)))

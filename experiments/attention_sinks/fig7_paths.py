@@ -49,8 +49,8 @@ def render(results: Results) -> Rendering:
             str(len(results.listed("drift", model=model))),
         ])  # fmt: skip
         for record in results.where(model=model, start=0):
-            layer, head, path = _liveliest(np.asarray(record.value["paths"]))
-            curves[f"{model}, layer {layer}, head {head}"] = [(t, p) for t, p in enumerate(path) if p >= 0]
+            layer, number, path = _liveliest(np.asarray(record.value["paths"]))
+            curves[f"{model}, layer {layer}, head {number}"] = [(t, p) for t, p in enumerate(path) if p >= 0]
     head = ["model", "drift, positions per step", "to the right, of the patterns that drift", "n drifting",
             "static, of the patterns with a sink", "n prompts"]  # fmt: skip
     table = Table("path of the largest sink of every head; 95% intervals over prompts", head, rows)
@@ -99,7 +99,7 @@ def _findings(results: Results) -> Iterator[Finding]:
             "agrees" if static.low > 0.5 else "disagrees" if static.high < 0.5 else "undecided",
             "agreement is taken as more than half",
         )
-    yield Finding("Dream: from right to left", "no embedded model decodes without blocks", "no counterpart",
+    yield Finding("Dream: from right to left", "these models are decoded in blocks, Dream is not", "no counterpart",
                   "run with --model Dream-org/Dream-v0-Instruct-7B")  # fmt: skip
 
 

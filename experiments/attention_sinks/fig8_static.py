@@ -33,14 +33,16 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         found["steps"].append(int(there.sum()))
         found["at_first"].append(int((there & (paths.main - shift < BEGINNING)).sum()))
         table = dl.frontier_alignment(paths).set_index("reference")
+        columns = [table[name].to_dict() for name in ("ratio", "correlation")]
         for name in REFERENCES:
-            found[name].append(numbers(table.loc[name, ["ratio", "correlation"]].astype(float).tolist()))
+            found[name].append(numbers([float(column[name]) for column in columns]))
     return found
 
 
 def render(results: Results) -> Rendering:
     """Sinks at the beginning, and closeness to the frontier."""
-    rows, aligned = [], []
+    rows: list[list[str]] = []
+    aligned: list[list[str]] = []
     for model in results.models:
         count = len(results.listed("static", model=model))
         rows.append([model, str(at_beginning(results, model)),
@@ -48,14 +50,15 @@ def render(results: Results) -> Rendering:
                                             results.listed("steps", model=model))), str(count)])  # fmt: skip
         aligned.extend([
             model, name,
-            *(str(mean_over_prompts([pair[place] for pair in results.listed(name, model=model)])) for place in (0, 1)),
+            *(str(mean_over_prompts([pair[at] for pair in results.listed(name, model=model)])) for at in (0, 1)),
             str(count),
         ] for name in REFERENCES)  # fmt: skip
     tables = [
         Table(f"(a) static sinks among the first {BEGINNING} positions; 95% intervals over prompts",
-              ["model", "of the static patterns", "largest sink there, of all steps with a sink", "n prompts"], rows),
-        Table("(b) distance of the largest sink over that of a random key (below 1: closer), and its correlation with "
-              "the reference over steps", ["model", "reference", "ratio", "correlation", "n prompts"], aligned),
+              ["model", "of the static patterns", "largest sink there, of steps with a sink", "n prompts"], rows),
+        Table("(b) distance of the largest sink over that of a random key (below 1: closer), and its "
+              "correlation with the reference over steps",
+              ["model", "reference", "ratio", "correlation", "n prompts"], aligned),
     ]  # fmt: skip
     from dlm_lens.experiments.attention_sinks.drawing import lines
 
@@ -64,8 +67,7 @@ def render(results: Results) -> Rendering:
                 for n, name in enumerate(REFERENCES)]
         for model in results.models
     }  # fmt: skip
-    figure = lines(curves, x=", ".join(f"{n}: {name}" for n, name in enumerate(REFERENCES)),
-                   y="distance of the largest sink over chance")  # fmt: skip
+    figure = lines(curves, x="distance to", y="distance of the largest sink over chance", ticks=REFERENCES)
     return Rendering(tables, {"frontier": figure}, list(_findings(results)))
 
 

@@ -1,4 +1,4 @@
-"""Accuracy under hooks: what the experiments beyond the paper share. A condition is a name and a hook expression."""
+"""Accuracy under hooks: what experiments beyond the paper share. A condition is a name and a hook expression."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +14,11 @@ SMALL: dict[str, Any] = {
 """Settings with an embedded model."""
 
 FULL: dict[str, Any] = {
-    **SMALL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"], "prompts": 100, "batch": 16,
+    **SMALL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"],
+    "prompts": 100, "batch": 16,
     "columns": 5,
 }  # fmt: skip
-"""With real checkpoints; the shipped word problems, since the direct path needs a scorer (table1-masking has GSM8K)."""
+"""With real checkpoints; the shipped word problems, which have a scorer (table1-masking has GSM8K)."""
 
 Conditions = Callable[[Settings, str], Mapping[str, str]]
 """(settings, model) -> name -> hook expression; "" for none."""

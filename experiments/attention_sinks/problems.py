@@ -33,7 +33,9 @@ def problems(task: str) -> list[Problem]:
         raise FileNotFoundError(f"{task!r} is no file of prompts and none of {', '.join(SHIPPED)}")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
-        Problem(line["prompt"], line.get("target", "")) for line in lines if wanted is None or line["task"] == wanted
+        Problem(line["prompt"], line.get("target", ""))
+        for line in lines
+        if wanted is None or line["task"] == wanted
     ]
 
 

@@ -179,6 +179,7 @@ def _finding(results: Results, model: str) -> Finding:
         f"{', '.join(f'{sink / other:.2f}' for sink, other in FIGURE1.values())})",
         f"{model}: ratio {found}",
         verdict,
+        "the reason is not known; the size of the network may be one" if verdict == "disagrees" else "",
     )
 
 

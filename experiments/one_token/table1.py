@@ -62,7 +62,17 @@ def wording() -> Sequence[str]:
 def render(results: Results) -> Rendering:
     """Tables and findings."""
     made = miniature.rendering(results, "plain", findings)
-    return Rendering(made.tables, made.figures, made.findings, [*made.notes, *wording()])
+    return Rendering(made.tables, made.figures, made.findings, [*made.notes, *given(results), *wording()])
+
+
+def given(results: Results) -> Sequence[str]:
+    """What the seeds of a conversion share."""
+    if results.settings["configs"]:
+        return ()
+    return (
+        f"All seeds begin with the weights of {results.settings['start']}, which has learned this language from "
+        "left to right; a seed decides the order of the data, the masks and what is new. Intervals tell no more.",
+    )
 
 
 EXPERIMENT = Experiment(

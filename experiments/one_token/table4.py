@@ -20,7 +20,7 @@ def findings(results: Results) -> list[Finding]:
     for name, count in (("sinks2", "2"), ("sinks4", "4")):
         points = paper.mean_gain(paper.TABLE4, count, "1")
         found.append(
-            miniature.alike(
+            miniature.no_better(
                 f"{count} are no better than one ({points:+.2f} points)",
                 f"{count} - one",
                 miniature.difference(results, name, "sink"),

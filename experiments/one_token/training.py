@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dlm_lens.experiments.one_token.language import toy, training_text
 from dlm_lens.experiments.one_token.variants import VARIANTS
@@ -84,13 +84,16 @@ def alone(directory: Path) -> Iterator[None]:
     """Hold a directory against other processes, which wait; a killed process leaves no lock behind."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as file:
-        try:
-            import fcntl
-        except ImportError:  # no such locks on Windows
-            pass
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file)
         yield
+
+
+def _lock(file: TextIO) -> None:
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def trained(run: Miniature, directory: Path) -> Path:

@@ -55,7 +55,7 @@ def no_warnings() -> Any:
         (lambda step: step.progress.mean() >= 0.5, [4, 5, 6, 7]),
         (lambda step: False, []),
     ],
-    ids=str,
+    ids=lambda value: "a function" if callable(value) else str(value),
 )
 def test_a_selection_visits_its_steps(lm: Any, plain: dl.Denoised, key: Any, expected: list[int]) -> None:
     with lm.generate(IDS, **RUN) as tracer:

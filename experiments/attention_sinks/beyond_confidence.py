@@ -1,0 +1,136 @@
+"""Section 5.2: does a DLM that lost a sink become unsure where the sink mattered, and write elsewhere first?"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dlm_lens.experiments.attention_sinks import watching
+from dlm_lens.experiments.attention_sinks.problems import asked, chat
+from dlm_lens.experiments.attention_sinks.table1 import is_causal
+from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table
+from dlm_lens.experiments.statistics import Interval, mean_over_prompts, ratio_over_prompts
+
+KINDS = ("sinks", "random")
+
+
+def items(settings: Settings) -> Iterator[Item]:
+    """Model by model: the mask and its control on the canvases of the same unmasked runs."""
+    for item in watching.items(settings):
+        for kind in KINDS:
+            yield {**item, "hidden": kind}
+
+
+def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
+    """Per prompt: how often the prediction flips, over all open positions and at the one that is written next."""
+    import dlm_lens as dl
+    from dlm_lens.hooks import mask_random, mask_top_sinks
+
+    model = bench.model(item["model"])
+    texts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
+    done = dl.denoise(model, texts, **settings["sampler"])
+    mask = mask_top_sinks(settings["columns"])
+    replayed = dl.replay(
+        model, done, [mask if item["hidden"] == "sinks" else mask_random(like=mask)], attention=False
+    )
+    return {"flips": [_flips(replayed, row) for row in range(len(texts))]}
+
+
+def _flips(replayed: Any, row: int) -> dict[str, Any]:
+    """Counts of one prompt. Open: what the sampler may write at a step, in the block being decoded."""
+    import torch
+
+    run, found = replayed.run, dict.fromkeys(("open", "flipped", "first", "first_flipped"), 0)
+    kept: dict[str, list[float]] = {"change": [], "sure_flipped": [], "sure_kept": []}
+    position = torch.arange(replayed.asked.shape[-1])
+    for step, (start, stop) in enumerate(run.spans):
+        here = replayed.asked[step, row]
+        inside = here & (position >= start) & (position < stop)
+        here = inside if bool(inside.any()) else here
+        if not bool(here.any()):
+            continue
+        flipped, sure = replayed.flipped[step, row], replayed.confidence_hooked[step, row]
+        best = int(sure.masked_fill(~here, -torch.inf).argmax())
+        found["open"] += int(here.sum())
+        found["flipped"] += int(flipped[here].sum())
+        found["first"] += 1
+        found["first_flipped"] += int(flipped[best])
+        kept["change"] += replayed.confidence_change[step, row][here].tolist()
+        kept["sure_flipped"] += sure[here & flipped].tolist()
+        kept["sure_kept"] += sure[here & ~flipped].tolist()
+    return found | {name: numbers(sum(v) / len(v)) if v else None for name, v in kept.items()}
+
+
+def cost(item: Item, settings: Settings) -> list[Cost]:
+    """A run, and two passes over each of its canvases."""
+    return [Cost(one.passes * 3, one.rows, one.positions, one.model) for one in watching.cost(item, settings)]
+
+
+def render(results: Results) -> Rendering:
+    """Flips of all open positions against those of the position that is written next."""
+    from dlm_lens.experiments.attention_sinks.drawing import lines
+
+    rows, curves = [], {}
+    for model in results.models:
+        for kind in KINDS:
+            rows.append([
+                model, kind, str(flips(results, model, kind, "flipped", "open")),
+                str(flips(results, model, kind, "first_flipped", "first")),
+                *(str(mean_over_prompts(_of(results, model, kind, name)))
+                  for name in ("change", "sure_flipped", "sure_kept")),
+                str(len(_of(results, model, kind, "open"))),
+            ])  # fmt: skip
+            curves[f"{model}, {kind}"] = [
+                (0, flips(results, model, kind, "flipped", "open")),
+                (1, flips(results, model, kind, "first_flipped", "first")),
+            ]
+    head = ["model", "hidden", "flipped, of the open positions", "flipped, of those surest under the mask",
+            "change of confidence", "confidence where flipped", "where not", "n prompts"]  # fmt: skip
+    columns = results.settings["columns"]
+    table = Table(f"{columns} column(s) per head hidden on canvases of unmasked runs; 95% intervals over prompts",
+                  head, rows)  # fmt: skip
+    figure = lines(curves, x="", y="prediction flipped", ticks=["open positions", "the surest, written next"])
+    return Rendering([table], {"flips": figure}, list(_findings(results)))
+
+
+def flips(results: Results, model: str, kind: str, top: str, bottom: str) -> Interval:
+    """A count over another, over prompts."""
+    return ratio_over_prompts(_of(results, model, kind, top), _of(results, model, kind, bottom))
+
+
+def _of(results: Results, model: str, kind: str, name: str) -> list[Any]:
+    return [one[name] for one in results.listed("flips", model=model, hidden=kind)]
+
+
+def _findings(results: Results) -> Iterator[Finding]:
+    for model in results.models:
+        everywhere = flips(results, model, "sinks", "flipped", "open")
+        first = flips(results, model, "sinks", "first_flipped", "first")
+        if is_causal(model):
+            yield Finding("an AR model must write the affected token", f"{model}: {first} of the next tokens flip",
+                          "no counterpart", "every step writes its one open position")  # fmt: skip
+            continue
+        yield Finding(
+            "(hypothesis) the model becomes less confident where the sink mattered, and does not write there",
+            f"{model}: {everywhere} of the open positions flip, {first} of those that would be written next",
+            "agrees"
+            if first.high < everywhere.low
+            else "disagrees"
+            if first.low > everywhere.high
+            else "undecided",
+            "on fixed canvases, so that nothing is carried over from step to step",
+        )
+
+
+EXPERIMENT = Experiment(
+    name="beyond-confidence",
+    shows="2510.15731, Section 5.2",
+    title="where predictions flip when sinks are hidden, and whether these are written",
+    metric="share of predictions that change on the same canvas",
+    small={**watching.SMALL, "models": ["toy", "toy-ar"], "columns": 1},
+    full={**watching.FULL, "columns": 5},
+    items=items,
+    run=run,
+    render=render,
+    cost=cost,
+)

@@ -1,0 +1,152 @@
+"""Section 7: what do sinks at future (masked) positions hold? Where sinks are, and what a lens reads there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dlm_lens.experiments.attention_sinks import watching
+from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table
+from dlm_lens.experiments.statistics import Interval, ratio_over_prompts
+
+PLACES = ("prompt", "written", "masked")
+GROUPS = ("sink", "other")
+
+
+def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
+    """Per prompt: share of sinks and of keys per place; per layer, how often the lens names the final token."""
+    import dlm_lens as dl
+    from dlm_lens.probes import logit_lens
+
+    found: dict[str, Any] = {"places": [], "lens": []}
+    watched = watch(item, settings, bench)
+    for one in watched:
+        paths = dl.trajectories(one.received["all"], rule(settings))
+        table = dl.place_enrichment(paths).set_index("class")
+        columns = [table[name].to_dict() for name in ("share", "base")]
+        found["places"].append({place: numbers([float(column[place]) for column in columns]) for place in PLACES})
+    whole = _whole(watched)
+    sinks = dl.find_sinks(whole, rule(settings))
+    lens = logit_lens(bench.model(item["model"]), watched[0].run, sinks, top=1).table()
+    future = lens[lens["masked"].astype(bool) & lens["rank"].notna()]
+    for row in range(len(watched)):
+        mine = future[future["batch"] == row]
+        found["lens"].append({
+            group: [[int((part["rank"] == 0).sum()), round(float(part["entropy"].sum()), 3), len(part)]
+                    for _, part in mine[mine["group"] == group].groupby("layer", sort=True)]
+            for group in GROUPS
+        })  # fmt: skip
+    return found
+
+
+def _whole(watched: Any) -> Any:
+    """The received attention of all rows of the run again."""
+    from dataclasses import replace
+
+    import torch
+
+    parts = [one.received["all"] for one in watched]
+    names = ("values", "expected", "counted", "tokens", "masked", "viewers")
+    axes = {**dict.fromkeys(names, 1), "valid": 0, "final_tokens": 0}
+    known = {name: axis for name, axis in axes.items() if getattr(parts[0], name) is not None}
+    return replace(
+        parts[0], **{name: torch.cat([getattr(part, name) for part in parts], axis) for name, axis in known.items()}
+    )
+
+
+def render(results: Results) -> Rendering:
+    """Places of sinks; what the lens says at masked sinks and at masked controls."""
+    from dlm_lens.experiments.attention_sinks.drawing import lines
+
+    places: list[list[str]] = []
+    read: list[list[str]] = []
+    curves: dict[str, list[tuple[int, Interval]]] = {}
+    for model in results.models:
+        for place in PLACES:
+            share, base = (_place(results, model, place, index) for index in (0, 1))
+            places.append(
+                [model, place, f"{share:.3f}", f"{base:.3f}", str(len(results.listed("places", model=model)))]
+            )
+        for group in GROUPS:
+            points = [(layer, named(results, model, group, layer)) for layer in range(_layers(results, model))]
+            curves[f"{model}, {'sinks' if group == 'sink' else 'controls'}"] = points
+            for layer, right in points:
+                n = sum(counts[2] for counts in _counts(results, model, group, layer))
+                read.append(
+                    [model, group, str(layer), str(right), str(_entropy(results, model, group, layer)), str(n)]
+                )
+    tables = [
+        Table("where sinks are, and where a random key of the same step is", ["model", "place", "sinks", "keys",
+              "n prompts"], places),
+        Table("at masked positions: the logit lens behind a layer names the token that is written in the end; "
+              "controls are masked positions of the same step that are no sinks; 95% intervals over prompts",
+              ["model", "position", "layer", "names the final token", "entropy in nats", "n readings"], read),
+    ]  # fmt: skip
+    figure = lines(curves, x="layer", y="lens names the token written in the end")
+    return Rendering(tables, {"lens": figure}, list(_findings(results)))
+
+
+def named(results: Results, model: str, group: str, layer: int) -> Interval:
+    """How often the lens's first token is the one written in the end, at masked positions of a group."""
+    counts = _counts(results, model, group, layer)
+    return ratio_over_prompts([count[0] for count in counts], [count[2] for count in counts])
+
+
+def _entropy(results: Results, model: str, group: str, layer: int) -> Interval:
+    counts = _counts(results, model, group, layer)
+    return ratio_over_prompts([count[1] for count in counts], [count[2] for count in counts])
+
+
+def _counts(results: Results, model: str, group: str, layer: int) -> list[list[float]]:
+    found = [one[group] for one in results.listed("lens", model=model)]
+    return [layers[layer] if layer < len(layers) else [0, 0.0, 0] for layers in found]
+
+
+def _layers(results: Results, model: str) -> int:
+    return max(len(one[group]) for one in results.listed("lens", model=model) for group in GROUPS)
+
+
+def share_on_masks(results: Results, model: str) -> tuple[float, float]:
+    """Part of the sinks on masked positions, and part of the keys that these are."""
+    return _place(results, model, "masked", 0), _place(results, model, "masked", 1)
+
+
+def _place(results: Results, model: str, place: str, index: int) -> float:
+    """Mean over prompts."""
+    values = [one[place][index] for one in results.listed("places", model=model) if one[place][index] is not None]
+    return float(sum(values) / max(1, len(values)))
+
+
+def _findings(results: Results) -> Iterator[Finding]:
+    for model in results.models:
+        share, base = share_on_masks(results, model)
+        yield Finding(
+            'moving sinks "often appear in the future relative to the current generation step" (5.3)',
+            f"{model}: {share:.3f} of the sinks are on masked positions, which are {base:.3f} of the keys",
+            "agrees" if share > base else "disagrees",
+            "agreement is taken as more often than a random key",
+        )
+        # Behind the last layer the lens is the model's own output.
+        last = _layers(results, model) - 2
+        if last >= 0:
+            yield Finding(
+                "what future sinks store is an open question (7)",
+                f"{model}: behind layer {last} the lens names the final token at "
+                f"{named(results, model, 'sink', last)} "
+                f"of the masked sinks, and at {named(results, model, 'other', last)} of the controls",
+                "no counterpart",
+            )
+
+
+EXPERIMENT = Experiment(
+    name="beyond-future",
+    shows="2510.15731, Sections 5.3 and 7",
+    title="sinks at future positions, and what a logit lens reads there",
+    metric="share of sinks on masked positions; how often the lens names the token written there in the end",
+    small={**watching.SMALL, "models": ["toy"], "eps": 2.0},
+    full={**watching.FULL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"]},
+    items=watching.items,
+    run=run,
+    render=render,
+    cost=watching.cost,
+)

@@ -1,0 +1,104 @@
+"""Table 1 on tasks of lm-evaluation-harness: GSM8K, HumanEval, or any other that is generated."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Literal
+
+from dlm_lens.attention import Columns, Hidden, HookContext, hidden_per_map, hide_columns
+from dlm_lens.experiments.spec import Item, Settings
+
+
+def answered(model: Any, mask: Any, item: Item, settings: Settings) -> dict[str, Any]:
+    """Which documents were answered correctly, by the task's own metric, and the columns hidden per map.
+
+    The preset of Table 1 for the item's model is used where there is one; the settings' sampler wins over it.
+
+    Raises:
+        ImportError: lm-evaluation-harness is not installed.
+        ValueError: an unknown task, one that executes code without leave, or one without a per-document metric.
+    """
+    from lm_eval.evaluator import simple_evaluate
+
+    from dlm_lens.evaluation.harness import HarnessLM
+    from dlm_lens.evaluation.running import check_code, find_tasks
+
+    preset = preset_of(item["model"], settings["task"])
+    task = preset.task if preset else settings["task"]
+    manager = find_tasks([task])
+    check_code(manager, [task], settings["confirm_run_unsafe_code"])
+    generation = {**(asdict(preset.generation) if preset else {}), **settings["sampler"]}
+    witness = Witness()
+    hooks = () if mask is None else (mask, witness)
+    lm = HarnessLM(model, hooks=hooks, generation=generation or None, seed=item["seed"],
+                   add_bos=preset.add_bos if preset else False)  # fmt: skip
+    stop = min(item["start"] + settings["batch"], settings["prompts"])
+    results = simple_evaluate(
+        model=lm, tasks=[task], task_manager=manager, samples={task: list(range(item["start"], stop))},
+        num_fewshot=preset.num_fewshot if preset else None, apply_chat_template=bool(preset and preset.chat),
+        bootstrap_iters=0, confirm_run_unsafe_code=settings["confirm_run_unsafe_code"],
+    )  # fmt: skip
+    samples: list[dict[str, Any]] = (results or {})["samples"][task]
+    return {
+        "correct": read_correct(samples, preset.metric if preset else ""),
+        "hook": repr(mask),
+        "hidden": witness.per_map(mask),
+    }
+
+
+def preset_of(model: str, task: str) -> Any:
+    """The preset of Table 1 for this checkpoint and task; None if there is none."""
+    from dlm_lens.evaluation import list_presets
+
+    for preset in list_presets("attention-sinks/table1/"):
+        if preset.model == model and preset.name.endswith(f"/{task}"):
+            return preset
+    return None
+
+
+def read_correct(samples: list[dict[str, Any]], metric: str) -> list[bool]:
+    """Right or wrong per document, in the order of the documents.
+
+    Args:
+        samples: of the harness, one per document and filter.
+        metric: "name (filter)", or empty for the task's first.
+
+    Raises:
+        ValueError: the samples do not have that metric.
+    """
+    name, _, kept = metric.partition(" (")
+    kept = kept.rstrip(")")
+    name = name or str(samples[0]["metrics"][0])
+    mine = [sample for sample in samples if not kept or sample.get("filter") == kept]
+    mine = [sample for sample in mine if sample.get("filter") == mine[0].get("filter")] if mine else []
+    if not mine or name not in mine[0]:
+        raise ValueError(f"the harness's samples have no {metric or name!r}; they have {', '.join(samples[0])}")
+    return [bool(sample[name]) for sample in sorted(mine, key=lambda sample: int(sample["doc_id"]))]
+
+
+class Witness:
+    """A hook that hides nothing and remembers the runs that it saw, to ask them what was hidden."""
+
+    site: Literal["scores"] = "scores"
+
+    def __init__(self) -> None:
+        self.memories: dict[int, Any] = {}
+
+    def __repr__(self) -> str:
+        return "Witness()"
+
+    def __call__(self, tensor: Any, hook: HookContext | None = None) -> Any:
+        """The scores as they are."""
+        return hide_columns(self, tensor, hook)
+
+    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+        """Nothing."""
+        run = getattr(hook, "run", None)
+        if run is not None:
+            self.memories[id(run.memory)] = run.memory
+        return None
+
+    def per_map(self, mask: Any) -> float:
+        """Columns hidden per map, mean over the runs."""
+        found = [hidden_per_map(memory, mask) for memory in self.memories.values()] if mask is not None else []
+        known = [value for value in found if value is not None]
+        return round(sum(known) / len(known), 4) if known else 0.0

@@ -1,0 +1,110 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dlm_lens.evaluation import presets
+from dlm_lens.experiments import find_experiment, list_experiments, render_experiment, run_experiment
+from dlm_lens.experiments.one_token import real
+from dlm_lens.experiments.one_token.variants import VARIANTS
+from dlm_lens.experiments.results import Record, Results
+
+TABLES = [find_experiment(f"one-token-table{number}") for number in range(1, 6)]
+
+OF_CONFIG = {"": "plain", "-sink": "sink", "-gated": "gated", "-end": "end", "-sinks2": "sinks2",
+             "-sinks4": "sinks4", "-zero-value": "zero", "-off-by-one": "off-by-one"}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_every_config_is_the_variant_and_the_papers_setting(table) -> None:
+    for config in table.full["configs"]:
+        found = real.training_settings({"config": config, "seed": 3}, table.full)
+        size, ending = next((size, config.removeprefix(size)) for size in
+                            ("qwen2.5-0.5b", "qwen2.5-1.5b", "smdm-472m") if config.startswith(size))  # fmt: skip
+        options = VARIANTS[OF_CONFIG[ending]].options()
+        assert {name: getattr(found.model, name) for name in options} == options
+        assert found.seed == 3
+        assert found.output.endswith(f"{config}-seed3")
+        # A.1 of the paper.
+        tokens, batch, rate = {"qwen2.5-0.5b": (30e9, 512, 1e-4), "qwen2.5-1.5b": (100e9, 4096, 1e-4),
+                               "smdm-472m": (100e9, 256, 2e-4)}[size]  # fmt: skip
+        assert (found.tokens, found.batch_size, found.optimisation.rate) == (tokens, batch, rate)
+        assert found.optimisation.min_rate == pytest.approx(rate / 10)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_every_cell_is_a_preset(table) -> None:
+    columns = [column for column in table.paper[0].head[1:] if column != "GSM8K"]
+    assert [presets.find_preset(task).task for task in table.full["tasks"]] == [
+        {"ARC-e": "arc_easy", "ARC-c": "arc_challenge", "HellaSwag": "hellaswag", "PIQA": "piqa", "RACE": "race",
+         "SIQA": "social_iqa", "LAMBADA": "lambada_standard"}[column] for column in columns
+    ]  # fmt: skip
+
+
+def test_items_train_before_they_ask() -> None:
+    given = {**TABLES[1].full, "configs": ["smdm-472m"], "tasks": ["one-token/table2/piqa"], "sft": "gsm8k.jsonl"}
+    tasks = [item["task"] for item in real.items(given)]
+    assert tasks == ["train", "one-token/table2/piqa", "sft-gsm8k", "one-token/table2/gsm8k"]
+    tuned = real.training_settings({"config": "smdm-472m", "seed": 0}, given, fine_tuned=True)
+    # 100e9 tokens of 256 x 2048 positions are 190,734 steps.
+    assert tuned.model.start.endswith("smdm-472m-seed0/checkpoint-190734")
+    assert (tuned.data.path, tuned.epochs) == ("gsm8k.jsonl", 10)
+
+
+def test_the_plan_needs_no_weights() -> None:
+    table = TABLES[3]
+    costs = [cost for item in table.items(table.full) for cost in table.cost(item, table.full)]
+    assert len(costs) == 4
+    # 30e9 tokens in micro-batches of 8 x 2048: 28,610 steps of 64.
+    assert {(one.passes, one.rows, one.positions, one.backward) for one in costs} == {(28_610 * 64, 8, 2048, True)}
+
+
+def test_a_training_is_not_begun_by_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given = {**TABLES[0].full, "trained": str(tmp_path)}
+    with pytest.raises(ValueError, match="accelerate launch"):
+        real.run({"config": "qwen2.5-0.5b", "seed": 0, "task": "train"}, given)
+
+
+def test_the_table_of_real_results() -> None:
+    given = {
+        **TABLES[2].full,
+        "configs": ["qwen2.5-0.5b-end"],
+        "tasks": ["one-token/table1/piqa", "one-token/table1/race"],
+    }
+    item = {"config": "qwen2.5-0.5b-end", "seed": 0, "task": "one-token/table1/piqa"}
+    value = {"metric": "acc", "value": 0.6431, "stderr": 0.0112, "n": 1838}
+    results = Results(
+        {"experiment": "one-token-table3", "small": False, "settings": given}, [Record(item, value, 1.0)]
+    )
+    table = real.table(results)
+    assert list(table.head) == ["", "PIQA", "RACE"]
+    assert table.rows == [["qwen2.5-0.5b-end, seed 0", "64.31 (1.12)", "-"]]
+
+
+@pytest.mark.slow
+def test_the_real_path_with_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    text = tmp_path / "text.txt"
+    text.write_text("tom has 5 apples . tom buys 4 more . how many apples ? : 5 + 4 = 9 . answer 9 .\n" * 40)
+    cell = replace(presets.find_preset("one-token/table1/piqa"), name="one-token/table1/piqa", task="toy_choice")
+    monkeypatch.setattr("dlm_lens.evaluation.find_preset", lambda name: cell)
+    given = {
+        "configs": ["laptop"], "tasks": ["one-token/table1/piqa"], "trained": str(tmp_path / "models"), "limit": 2,
+        "overrides": [f"data.path={text}", "steps=2", "batch_size=4", "micro_batch_size=4", "probe_steps=0",
+                      "report_to=[]"],
+    }  # fmt: skip
+    table = TABLES[0]
+    results = run_experiment(table, tmp_path / "run", settings=given)
+    trained, asked = results.records
+    assert trained.value["checkpoint"].endswith("laptop-seed0/checkpoint-2")
+    assert (asked.value["metric"], asked.value["n"]) == ("acc", 2)
+    assert asked.value["value"] in (0.0, 0.5, 1.0)
+    shown = render_experiment(table, tmp_path / "run").read_text()
+    assert f"laptop, seed 0 | {100 * asked.value['value']:.2f}" in shown
+
+
+def test_no_experiment_of_the_paper_is_left_without_full_settings() -> None:
+    for one in list_experiments():
+        if one.name.startswith("one-token"):
+            assert one.full != one.small

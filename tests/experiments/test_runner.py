@@ -1,0 +1,206 @@
+"""The runner: nothing lost, nothing twice, nothing mixed, whatever happens in between."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dlm_lens.experiments import (
+    Bench,
+    Experiment,
+    Rendering,
+    Table,
+    read_results,
+    render_experiment,
+    run_experiment,
+)
+from dlm_lens.experiments.planning import Shape
+from dlm_lens.experiments.results import Record, ResultsFile
+from dlm_lens.experiments.spec import Cost, read_setting
+from dlm_lens.experiments.statistics import paired_difference, ratio_over_prompts, wilson
+
+
+def squares(pause: float = 0.0) -> Experiment:
+    def run(item, settings, bench):
+        time.sleep(pause)
+        return {"square": item["number"] ** 2 * settings["factor"]}
+
+    def render(results):
+        rows = [[str(record.item["number"]), str(record.value["square"])] for record in results.records]
+        return Rendering([Table("squares", ["number", "square"], rows)])
+
+    settings = {"count": 12, "factor": 1}
+    return Experiment(
+        name="squares", shows="arithmetic", title="squares", metric="number", small=settings, full=settings,
+        items=lambda given: [{"number": n} for n in range(given["count"])], run=run, render=render,
+    )  # fmt: skip
+
+
+def test_items_are_kept_and_rendered_in_order(tmp_path: Path) -> None:
+    results = run_experiment(squares(), tmp_path, settings={"factor": 3})
+    assert [record.value["square"] for record in results.records] == [3 * n * n for n in range(12)]
+    page = render_experiment(squares(), tmp_path).read_text()
+    assert "| 11 | 363 |" in page
+    assert "factor=3" in page
+    assert results.sessions[0]["torch"]
+
+
+def test_a_second_call_computes_nothing(tmp_path: Path) -> None:
+    run_experiment(squares(), tmp_path)
+    before = [line for line in (tmp_path / "results-00000.jsonl").read_text().splitlines() if '"item"' in line]
+    run_experiment(squares(), tmp_path)
+    after = [line for line in (tmp_path / "results-00000.jsonl").read_text().splitlines() if '"item"' in line]
+    assert before == after
+
+
+def test_another_config_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    run_experiment(squares(), tmp_path)
+    with pytest.raises(ValueError, match=r"with settings.factor=1, and this run has settings.factor=2"):
+        run_experiment(squares(), tmp_path, settings={"factor": 2})
+    with pytest.raises(ValueError, match="no setting 'colour'"):
+        run_experiment(squares(), tmp_path, settings={"colour": 2})
+
+
+def test_a_torn_last_line_is_computed_again(tmp_path: Path) -> None:
+    run_experiment(squares(), tmp_path)
+    path = tmp_path / "results-00000.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rstrip().rfind(b"\n") + 20])
+    assert len(read_results(tmp_path).records) == 11
+    results = run_experiment(squares(), tmp_path)
+    assert [record.value["square"] for record in results.records] == [n * n for n in range(12)]
+    assert len(path.read_text().splitlines()) == len({*path.read_text().splitlines()}) + 1  # two equal sessions
+
+
+def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
+    run_experiment(squares(), tmp_path)
+    path = tmp_path / "results-00000.jsonl"
+    lines = path.read_text().splitlines()
+    lines[5] = lines[5][:10]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match="line 6 is no result"):
+        run_experiment(squares(), tmp_path)
+
+
+def test_processes_share_the_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in (2, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        found = run_experiment(squares(), tmp_path)
+    assert found.missing == 4
+    assert "4 of 12 items are missing" in render_experiment(squares(), tmp_path).read_text()
+    # The rest on a single process: a world of another size takes over.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    found = run_experiment(squares(), tmp_path)
+    assert [record.item["number"] for record in found.records] == list(range(12))
+    per_file = {path.name: path.read_text().count('"item"') for path in sorted(tmp_path.glob("*.jsonl"))}
+    assert per_file == {"results-00000.jsonl": 8, "results-00002.jsonl": 4}
+
+
+def test_two_processes_never_write_one_file(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path, {"a": 1}, {}), pytest.raises(ValueError, match="another process writes"):
+        ResultsFile(tmp_path, {"a": 1}, {})
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path, {"a": 1}, {}) as file:
+        file.note_weights("m", "abc")
+        file.append(Record({"n": 1}, {"v": 2.5}, 0.1))
+    with ResultsFile(tmp_path, {"a": 1}, {}) as file:
+        file.note_weights("m", "abc")
+        with pytest.raises(ValueError, match="the weights abc, and they are abd now"):
+            file.note_weights("m", "abd")
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.experiments.test_runner import squares
+from dlm_lens.experiments import run_experiment
+run_experiment(squares(0.05), Path({out!r}))
+"""
+
+
+def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    root, out = str(Path(__file__).parents[2]), tmp_path / "run"
+    script = KILLED.format(root=root, out=str(out))
+    path = out / "results-00000.jsonl"
+    for wanted in (2, 6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not path.exists() or path.read_text().count('"item"') < wanted:
+                assert process.poll() is None, "it ended before it was killed"
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    kept = [json.loads(line)["item"]["number"] for line in path.read_text().splitlines() if '"item"' in line]
+    assert kept == list(range(len(kept)))
+    assert 6 <= len(kept) < 12
+    found = run_experiment(squares(), out)
+    numbers = Counter(record.item["number"] for record in found.records)
+    assert numbers == Counter(range(12))
+    assert len(found.sessions) == 3
+
+
+def test_the_bench_holds_one_model_and_tells_its_weights() -> None:
+    told = []
+    bench = Bench(loaded=lambda name, digest: told.append((name, digest)))
+    model = bench.model("toy")
+    assert bench.model("toy") is model
+    calls = []
+    for _ in range(2):
+        bench.once("key", lambda: calls.append(1))
+    assert len(calls) == 1
+    bench.model("toy-ar")
+    bench.once("key", lambda: calls.append(1))
+    assert len(calls) == 2, "what was computed for one model is not another's"
+    assert [name for name, _ in told] == ["toy", "toy-ar"]
+    assert told[0][1] != told[1][1]
+
+
+def test_settings_are_literals() -> None:
+    assert read_setting("columns=[1, 5]") == ("columns", [1, 5])
+    assert read_setting("task=gsm8k") == ("task", "gsm8k")
+    assert read_setting("task=__import__('os')") == ("task", "__import__('os')")
+    with pytest.raises(ValueError, match="no setting"):
+        read_setting("prompts")
+
+
+def test_wilson_solves_its_equation() -> None:
+    # The ends p of the interval are where |p_hat - p| = z sqrt(p (1 - p) / n).
+    found = wilson([True] * 7 + [False] * 3)
+    for end in (found.low, found.high):
+        assert abs(0.7 - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / 10), rel=1e-9)
+    assert wilson([True] * 4).high == 1.0
+    assert wilson([False] * 4).low == 0.0
+
+
+def test_bootstraps_draw_prompts() -> None:
+    # Two prompts: a draw has both, or one of them twice, so that the interval spans both.
+    found = ratio_over_prompts([1, 6], [10, 10])
+    assert (found.value, found.low, found.high) == pytest.approx((0.35, 0.1, 0.6))
+    assert math.isnan(ratio_over_prompts([1], [2]).low)
+    assert paired_difference([1, 1, 0], [0, 1, 0]).value == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="no pairs"):
+        paired_difference([1], [1, 2])
+
+
+def test_flops_of_a_pass() -> None:
+    shape = Shape(parameters=1e6, layers=2, heads=2, width=8, vocabulary=10)
+    # 2 N S + 4 L S^2 d = 2e7 + 6400 per canvas of 10 positions.
+    assert shape.flops(Cost(3, 5, 10, "m")) == pytest.approx(15 * (2e7 + 6400))
+    assert shape.flops(Cost(1, 1, 10, "m", backward=True)) == pytest.approx(3 * (2e7 + 6400))
