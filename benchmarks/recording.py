@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import dlm_lens
@@ -172,8 +174,9 @@ def peak(length: int, steps: int, row: str) -> dict[str, float]:
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "statistics": size / 2**20}
 
 
-def memory(lengths: list[int], steps: int, rows: list[str]) -> None:
-    """Print what each row's peak adds to the plain run's."""
+def memory(lengths: list[int], steps: int, rows: list[str], plot: Path | None = None) -> None:
+    """Print what each row's peak adds to the plain run's, and draw it."""
+    beyond: dict[str, list[float]] = {row: [] for row in rows}
     print(f"\nMiB beyond plain denoising, {steps} steps (in brackets: the statistics returned); {machine()}\n")
     print("| positions | " + " | ".join(rows) + " |\n|---:|" + "---:|" * len(rows))
     for length in lengths:
@@ -182,8 +185,23 @@ def memory(lengths: list[int], steps: int, rows: list[str]) -> None:
             command = [sys.executable, "-m", "benchmarks.recording", f"--lengths={length}", f"--steps={steps}"]
             done = subprocess.run([*command, f"--row={row}"], capture_output=True, text=True, check=True)
             found[row] = json.loads(done.stdout.splitlines()[-1])
+        for row in rows:
+            beyond[row].append(found[row]["peak"] - found[PLAIN]["peak"])
         cells = [f"{found[r]['peak'] - found[PLAIN]['peak']:.0f} ({found[r]['statistics']:.1f})" for r in rows]
         print(f"| {length} | " + " | ".join(cells) + " |", flush=True)
+    if plot is not None:
+        draw(lengths, beyond, plot)
+
+
+def draw(lengths: list[int], beyond: dict[str, list[float]], path: Path) -> None:
+    """Peak memory beyond plain denoising over the length."""
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name, values in beyond.items():
+        axes.plot(lengths, values, marker="o", label=name)
+    axes.set(xlabel="positions S", ylabel="MiB beyond plain denoising", xticks=lengths)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
 
 
 def main(
@@ -192,6 +210,7 @@ def main(
     rounds: int = 5,
     rows: str = "",
     with_memory: Annotated[bool, typer.Option("--memory", help="Peak memory in place of time.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Where to draw the memory over the lengths.")] = None,
     row: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure and print the tables."""
@@ -202,7 +221,9 @@ def main(
         return
     named = rows.split(",") if rows else []
     if with_memory:
-        memory(sizes, steps, named or ["received", "statistics", "all", "masked", "patterns", "eager", "nnsight"])
+        memory(
+            sizes, steps, named or ["received", "statistics", "all", "masked", "patterns", "eager", "nnsight"], plot
+        )
         return
     for length in sizes:
         everything = ("reference", PLAIN, "received", "statistics", "all", "masked", "patterns", "eager")
