@@ -26,20 +26,29 @@ VOCABULARY, STRATA = 32_768, 8
 """8 is the batch size of the authors' script (ML-GSAI/LLaDA, eval_llada_lm_eval.sh), and so of its draws."""
 
 
-def items_of(count: int) -> list[Item]:
-    """Contexts of 8 to 120 tokens; every other continuation has 1 to 4 tokens, the rest 12 to 48."""
-    generator = torch.Generator().manual_seed(0)
+ANSWERS = {"letters": (1, 1), "words": (1, 4), "sentences": (12, 48)}
+"""Tokens of an answer: as in MMLU, in ARC, in HellaSwag or PIQA."""
 
-    def ids(low: int, high: int) -> list[int]:
-        length = int(torch.randint(low, high + 1, (), generator=generator))
-        return [int(i) for i in torch.randint(0, VOCABULARY - 3, (length,), generator=generator)]
 
-    return [Item(n, ids(8, 120), ids(1, 4) if n % 2 else ids(12, 48), n, False) for n in range(count)]
+def _ids(generator: torch.Generator, low: int, high: int) -> list[int]:
+    length = int(torch.randint(low, high + 1, (), generator=generator))
+    return [int(i) for i in torch.randint(0, VOCABULARY - 3, (length,), generator=generator)]
+
+
+def items_of(count: int, kinds: Sequence[str]) -> list[Item]:
+    """Multiple choice: four answers to each context of 8 to 120 tokens, the kinds of answers in turn."""
+    generator, items = torch.Generator().manual_seed(0), []
+    for document in range(count // 4):
+        context = _ids(generator, 8, 120)
+        length = ANSWERS[kinds[document % len(kinds)]]
+        items += [(context, _ids(generator, *length), document) for _ in range(4)]
+    return [Item(place, *item, False) for place, item in enumerate(items)]
 
 
 def jobs_of(count: int, length: int, until: tuple[str, ...]) -> list[Job]:
     """Prompts of 8 to 120 tokens."""
-    return [Job(item.place, item.context, 0, until, length, ()) for item in items_of(count)]
+    generator = torch.Generator().manual_seed(0)
+    return [Job(place, _ids(generator, 8, 120), 0, until, length, ()) for place in range(count)]
 
 
 @torch.no_grad()
@@ -180,15 +189,16 @@ def main(
     )  # fmt: skip
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
-    items = items_of(requests)
     if prompts:
         compare_generation(model, prompts, length, block, True)
         compare_generation(model, prompts, length, block, False)
-    if not items:
+    if not requests:
         return
-    compare_likelihood("half of 1 to 4 tokens, half of 12 to 48", model, items, "chain_rule", samples)
-    compare_likelihood("half of 1 to 4 tokens, half of 12 to 48", model, items, "mc", samples)
-    compare_likelihood("those of 1 to 4 tokens", model, items[1::2], "mc", samples)
+    mixed, title = items_of(requests, ["letters", "words", "sentences"]), "a third letters, words, sentences"
+    compare_likelihood(title, model, mixed, "mc", samples)
+    compare_likelihood(title, model, mixed, "chain_rule", samples)
+    for kind in ANSWERS:
+        compare_likelihood(f"all {kind}", model, items_of(min(requests, 16), [kind]), "mc", samples)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.pairs import Pair
 from dlm_lens.sampling.prompts import padding_id
-from dlm_lens.sampling.scoring import Query, Scorer, assemble, check_items
+from dlm_lens.sampling.scoring import Query, Scorer, assemble, check_items, shared
 
 
 def greedy_completions(
@@ -18,19 +18,23 @@ def greedy_completions(
     """What the model writes in place of each answer, item by item in the given `order`.
 
     One token per forward: the argmax of the position whose argmax is the most probable (ML-GSAI/SMDM,
-    evaluate_diff.py); of an AR model, the next one. `allow_mask` lets [MASK] be written, as in the reference.
+    evaluate_diff.py); of an AR model, the next one. Answers of one length to one prompt are one completion.
+    `allow_mask` lets [MASK] be written, as in the reference.
 
     Raises:
         NonFiniteLogitsError: naming the item and the position.
     """
     queries = (Query(item, pairs[item], pairs[item].in_answer, pairs[item].in_answer) for item in order)
-    for batch in scorer.batches(queries):
+    for batch in scorer.batches(shared(queries)):
         written = _complete(scorer, batch, causal, allow_mask)
-        for query, row in zip(batch, written, strict=True):
-            yield query.item, row[len(row) - len(query.pair.answer) :]
+        for row, ids in zip(batch, written, strict=True):
+            for query in row.queries:
+                yield query.item, ids[len(ids) - len(query.pair.answer) :]
 
 
-def _complete(scorer: Scorer, queries: list[Query], causal: bool, allow_mask: bool) -> Int[Tensor, "row position"]:
+def _complete(
+    scorer: Scorer, queries: Sequence[Query], causal: bool, allow_mask: bool
+) -> Int[Tensor, "row position"]:
     model = scorer.model
     canvas, content, prompt, left, _ = assemble(model, queries)
     network = scorer.network(content, prompt)

@@ -54,13 +54,14 @@ def monte_carlo(
         for item in items:
             generator = shared or torch.Generator().manual_seed(record["seeds"][item])
             drawn[item] = _draw(pairs[item], corruption, record, generator)
-            for mask in drawn[item].different:
+            sums[item] = torch.zeros(len(drawn[item].different), dtype=torch.float64)
+            for number, mask in enumerate(drawn[item].different):
                 if mask.any():
-                    yield Query(item, pairs[item], mask, mask)
+                    yield Query(item, pairs[item], mask, mask, number)
 
-    sums: dict[int, list[Tensor]] = {item: [] for item in range(len(pairs))}
+    sums: dict[int, Float[Tensor, "mask"]] = {}
     for query, loss in scorer.losses(queries()):
-        sums[query.item].append(loss.sum())
+        sums[query.item][query.term] = loss.sum()
     losses = tuple(_per_sample(drawn[item], sums[item]) for item in range(len(pairs)))
     groups = torch.stack(losses).unflatten(-1, (-1, record["strata"])).mean(-1)
     spread = groups.std(-1) if groups.shape[1] > 1 else torch.full((len(pairs),), torch.nan, dtype=torch.float64)
@@ -81,10 +82,7 @@ def _draw(pair: Pair, corruption: Corruption, record: Mapping[str, Any], generat
     return _Samples(different, which, torch.cat([group.rate for group in groups]))
 
 
-def _per_sample(samples: _Samples, sums: Sequence[Tensor]) -> Float[Tensor, "sample"]:
+def _per_sample(samples: _Samples, sums: Float[Tensor, "mask"]) -> Float[Tensor, "sample"]:
     some = samples.different.any(-1)
-    loss = torch.zeros(len(some), dtype=torch.float64)
-    if sums:
-        loss[some] = torch.stack(list(sums))
     # A rate of 0 masks nothing, and nothing masked is no loss.
-    return torch.where(some[samples.which], loss[samples.which] / samples.rate.double(), 0.0)
+    return torch.where(some[samples.which], sums[samples.which] / samples.rate.double(), 0.0)

@@ -164,12 +164,16 @@ def _chain_rule(
         pair = pairs[item]
         if causal:
             return [Query(item, pair, torch.zeros_like(pair.in_answer), pair.in_answer)]
-        return [Query(item, pair, *masks) for masks in zip(*chain_masks(pair, order), strict=True)]
+        masks = zip(*chain_masks(pair, order), strict=True)
+        return [Query(item, pair, *both, term) for term, both in enumerate(masks)]
 
-    terms: dict[int, list[Float[Tensor, "scored"]]] = {}
+    terms: dict[tuple[int, int], Float[Tensor, "scored"]] = {}
     for query, loss in scorer.losses(query for item in items for query in queries(item)):
-        terms.setdefault(query.item, []).append(loss)
-    losses = tuple(torch.cat(terms[item]) for item in range(len(pairs)))
+        terms[query.item, query.term] = loss
+    losses = tuple(
+        torch.cat([terms[item, term] for term in range(1 if causal else len(pair.answer))])
+        for item, pair in enumerate(pairs)
+    )
     value = -torch.stack([loss.sum() for loss in losses])
     return LogLikelihood(
         value,

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,13 +19,25 @@ LOGITS = 2**26
 """Logits of one forward likewise: 256 MiB in float32."""
 
 
-class Query(NamedTuple):
-    """A text with some positions masked, and which positions' tokens are asked for."""
+@dataclass(frozen=True, eq=False)
+class Query:
+    """A text with some positions masked, and which positions' tokens are asked for: a term of an item's sum."""
 
     item: int
     pair: Pair
     masked: Bool[Tensor, "position"]
     scored: Bool[Tensor, "position"]
+    term: int = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row(Query):
+    """Stands for queries that see the same canvas; `scored` is what any of them asks for."""
+
+    queries: list[Query]
+
+
+AnyQuery = TypeVar("AnyQuery", bound=Query)
 
 
 class Batch(NamedTuple):
@@ -41,6 +54,9 @@ class Batch(NamedTuple):
 class Scorer:
     """Evaluates queries: one forward per batch, the head on the scored positions only.
 
+    Queries of one prompt that follow each other and see the same canvas share a row: the answers of a multiple
+    choice have their fully masked canvas in common if they are equally long, single letters every canvas.
+
     Args:
         model: from `dlm_lens.load`.
         cfg_scale: guidance; the unconditional canvas masks the prompt.
@@ -54,17 +70,17 @@ class Scorer:
     shift: bool | None = None
 
     def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
-        """Every query with minus the log-probabilities of its scored tokens, float64, in the order given.
+        """Every query with minus the log-probabilities of its scored tokens, float64, as they are computed.
 
         Raises:
             NonFiniteLogitsError: naming the item and the position.
         """
-        for batch in self.batches(queries):
-            yield from zip(batch, self._evaluate(batch), strict=True)
+        for batch in self.batches(shared(queries)):
+            yield from self._evaluate(batch)
 
-    def batches(self, queries: Iterable[Query]) -> Iterator[list[Query]]:
-        """Cut the stream of queries where the next one would not fit any more."""
-        batch: list[Query] = []
+    def batches(self, queries: Iterable[AnyQuery]) -> Iterator[list[AnyQuery]]:
+        """Cut the stream where the next one would not fit any more."""
+        batch: list[AnyQuery] = []
         width = scored = 0
         for query in queries:
             wider, more = max(width, len(query.masked)), scored + int(query.scored.sum())
@@ -97,14 +113,42 @@ class Scorer:
         wasteful = 2 * halves * (rows - 1) * width > most and 8 * (width - shortest) > width
         return halves * rows * width <= most and halves * scored * head.shape[0] <= LOGITS and not wasteful
 
-    def _evaluate(self, queries: Sequence[Query]) -> tuple[Float[Tensor, "scored"], ...]:
-        batch = assemble(self.model, queries)
+    def _evaluate(self, rows: Sequence[Row]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
+        batch = assemble(self.model, rows)
         logits = self.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
-        check_items(logits, batch.scored, batch.content, queries)
+        check_items(logits, batch.scored, batch.content, rows)
+        where, targets = _asked(rows)
         # With a device map the head may live elsewhere than the embedding.
-        targets = batch.targets.to(logits.device)
-        loss = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-        return loss.double().cpu().split([int(query.scored.sum()) for query in queries])
+        logs = logits.float().log_softmax(-1)[where.to(logits.device), targets.to(logits.device)]
+        queries = [query for row in rows for query in row.queries]
+        losses = (-logs).double().cpu().split([int(query.scored.sum()) for query in queries])
+        yield from zip(queries, losses, strict=True)
+
+
+def shared(queries: Iterable[Query]) -> Iterator[Row]:
+    """Put queries that see the same canvas into one row, among those with one prompt that follow each other."""
+    for _, group in groupby(queries, lambda query: (len(query.masked), _bytes(query.pair.prompt))):
+        same: dict[bytes, list[Query]] = {}
+        for query in group:
+            same.setdefault(_bytes(query.pair.tokens.masked_fill(query.masked, -1)), []).append(query)
+        for each in same.values():
+            first, scored = each[0], torch.stack([query.scored for query in each]).any(0)
+            yield Row(first.item, first.pair, first.masked, scored, queries=each)
+
+
+def _bytes(ids: Int[Tensor, "n"]) -> bytes:
+    return bytes(ids.numpy().tobytes())
+
+
+def _asked(rows: Sequence[Row]) -> tuple[Int[Tensor, "asked"], Int[Tensor, "asked"]]:
+    """Which of the batch's scored positions each query asks for, and the tokens that it asks about."""
+    where, targets, before = [], [], 0
+    for row in rows:
+        rank = row.scored.cumsum(-1) - 1 + before
+        before += int(row.scored.sum())
+        where += [rank[query.scored] for query in row.queries]
+        targets += [query.pair.tokens[query.scored] for query in row.queries]
+    return torch.cat(where), torch.cat(targets)
 
 
 def check_items(

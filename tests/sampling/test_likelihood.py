@@ -1,5 +1,6 @@
 """Likelihoods against float64 sums over all masks, against transformers' loss, alone and in batches."""
 
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -231,7 +232,7 @@ def test_the_head_runs_on_scored_positions_and_a_mask_is_evaluated_once() -> Non
     assert seen["rows"] == [3 + 2 + 4 + 2]
     dlm_lens.log_likelihood(model, *ITEMS, "chain_rule", cfg_scale=1.0)
     assert seen["rows"] == [11, 22]
-    dlm_lens.log_likelihood(model, [[5, 6]] * 2, [[7], [8]], samples=128)
+    dlm_lens.log_likelihood(model, [[5, 6], [5, 9]], [[7], [8]], samples=128)
     assert (seen["rows"][2:], seen["canvases"][2:]) == ([2], [2])
     dlm_lens.log_likelihood(model, [5, 6], [1, 2, 3], samples=4096)
     assert (seen["rows"][3:], seen["canvases"][3:]) == ([12], [7])
@@ -239,6 +240,57 @@ def test_the_head_runs_on_scored_positions_and_a_mask_is_evaluated_once() -> Non
     seen = count(causal)
     dlm_lens.log_likelihood(causal, *ITEMS)
     assert (seen["rows"], seen["canvases"]) == ([11], [4])
+
+
+CHOICES = [[7, 8, 9], [7, 10, 9], [11, 8], [12, 13, 14], [12, 8]]
+
+
+def different(masks: Callable[[int], Iterable[Sequence[bool]]]) -> int:
+    """Different canvases, counted by hand."""
+    return len({
+        tuple(None if hidden else token for token, hidden in zip(answer, mask, strict=True))
+        for answer in CHOICES
+        for mask in masks(len(answer))
+    })  # fmt: skip
+
+
+ALL_MASKS = different(lambda n: [mask for mask in product([False, True], repeat=n) if any(mask)])
+CHAIN = different(lambda n: [[place >= token for place in range(n)] for token in range(n)])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "canvases"),
+    [
+        # So many samples that every mask is drawn.
+        ("mc", {"samples": 1024}, ALL_MASKS),
+        ("mc", {"samples": 1024, "cfg_scale": 0.5}, 2 * ALL_MASKS),
+        ("chain_rule", {}, CHAIN),
+        # Two completions, of three and of two tokens, in one batch for three forwards.
+        ("greedy_completion", {}, 2 * 3),
+    ],
+)
+def test_answers_to_one_prompt_share_the_canvases_that_they_have_in_common(
+    method: str, options: dict[str, Any], canvases: int
+) -> None:
+    model = tiny("llada")
+    alone = [dlm_lens.log_likelihood(model, [5, 6], answer, method, **options) for answer in CHOICES]
+    seen = count(model)
+    together = dlm_lens.log_likelihood(model, [5, 6], CHOICES, method, **options)
+    assert sum(seen["canvases"]) == canvases
+    # Batches of other sizes round differently in float32.
+    torch.testing.assert_close(together.value, torch.cat([run.value for run in alone]), atol=1e-4, rtol=1e-5)
+    for mine, run in zip(together.losses, alone, strict=True):
+        torch.testing.assert_close(mine, run.losses[0], atol=1e-4, rtol=1e-5)
+    written = [ids.tolist() for ids in together.completions]
+    assert written == [run.completions[0].tolist() for run in alone if run.completions]
+
+
+def test_other_prompts_share_nothing() -> None:
+    model = tiny("llada")
+    seen = count(model)
+    prompts = [[5, 6], [5, 9], [5, 6, 6]]
+    dlm_lens.log_likelihood(model, prompts, [[7], [7], [7]], "chain_rule")
+    assert sum(seen["canvases"]) == 3
 
 
 def test_a_forward_stays_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +334,7 @@ def test_answers_of_like_length_are_completed_together(monkeypatch: pytest.Monke
     model = tiny("llada")
     seen = count(model)
     monkeypatch.setitem(scoring.POSITIONS, "cpu", 40)
-    prompts, answers = [[5] * 19, [5] * 10] * 2, [[7], [7] * 10] * 2
+    prompts, answers = [[5] * 19, [5] * 10, [6] * 19, [6] * 10], [[7], [7] * 10] * 2
     dlm_lens.log_likelihood(model, prompts, answers, "greedy_completion")
     assert seen["canvases"] == [2] * 11
 
