@@ -11,7 +11,26 @@ from dlm_lens.recording.protocols import LayerStep
 
 
 @dataclass(frozen=True)
-class ValueNorm:
+class _HeadNorms:
+    """Norms of keys or values in the forms asked for: one reducer per statistic."""
+
+    heads: Literal["each", "mean", "both"] = "each"
+
+    of: ClassVar[Literal["key", "value"]]
+
+    def __post_init__(self) -> None:
+        if self.heads not in ("each", "mean", "both"):
+            raise ValueError(f"{type(self).__name__}(heads={self.heads!r}): it must be 'each', 'mean' or 'both'")
+
+    @property
+    def parts(self) -> "tuple[_HeadNorm, ...]":
+        """One reducer per statistic."""
+        wanted = {"each": (False,), "mean": (True,), "both": (False, True)}[self.heads]
+        return tuple(_HeadNorm(self.of, mean) for mean in wanted)
+
+
+@dataclass(frozen=True)
+class ValueNorm(_HeadNorms):
     """L2 norm of every value, per key head, or its mean over query heads.
 
     ||v_j^m||_2 (2601.19657, Eq. 15) and r_j = 1/M sum_m ||v_j^m||_2 (Eq. 16), in the units of the values. With
@@ -24,19 +43,11 @@ class ValueNorm:
         ValueError: another word.
     """
 
-    heads: Literal["each", "mean", "both"] = "each"
-
-    def __post_init__(self) -> None:
-        _check(self.heads, "ValueNorm")
-
-    @property
-    def parts(self) -> "tuple[_HeadNorm, ...]":
-        """One reducer per statistic."""
-        return _parts("value", self.heads)
+    of = "value"
 
 
 @dataclass(frozen=True)
-class KeyNorm:
+class KeyNorm(_HeadNorms):
     """L2 norm of every key, per key head, or its mean over query heads; rotation does not change it.
 
     ||k_j^m||_2, as Eq. 15 and 16 of 2601.19657 have it for values; sinks have short keys (2410.10781, section 4).
@@ -48,15 +59,7 @@ class KeyNorm:
         ValueError: another word.
     """
 
-    heads: Literal["each", "mean", "both"] = "each"
-
-    def __post_init__(self) -> None:
-        _check(self.heads, "KeyNorm")
-
-    @property
-    def parts(self) -> "tuple[_HeadNorm, ...]":
-        """One reducer per statistic."""
-        return _parts("key", self.heads)
+    of = "key"
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,6 @@ class _HeadNorm:
         # Every group has as many query heads: their mean is the mean over groups.
         norms = tensor.norm(dim=-1, dtype=torch.float32)
         return layer.only_keys(norms.mean(1) if self.mean else norms)
-
-
-def _check(heads: str, owner: str) -> None:
-    if heads not in ("each", "mean", "both"):
-        raise ValueError(f"{owner}(heads={heads!r}): it must be 'each', 'mean' or 'both'")
-
-
-def _parts(of: Literal["key", "value"], heads: str) -> tuple[_HeadNorm, ...]:
-    wanted = {"each": (False,), "mean": (True,), "both": (False, True)}[heads]
-    return tuple(_HeadNorm(of, mean) for mean in wanted)
 
 
 @dataclass(frozen=True)

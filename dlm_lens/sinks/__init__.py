@@ -5,8 +5,6 @@ from dlm_lens.sinks.comparing import compare_detectors, eps_sweep, sink_rate
 from dlm_lens.sinks.detectors import (
     AboveMean,
     AboveStd,
-    Detector,
-    Hysteretic,
     MeanAttention,
     Share,
     SoftSigmoid,
@@ -26,6 +24,7 @@ from dlm_lens.sinks.received import Level, Received, Scale
 from dlm_lens.sinks.recorded import key_statistic_of, received_of
 from dlm_lens.sinks.replay import received_over_steps
 from dlm_lens.sinks.result import Sinks
+from dlm_lens.sinks.rules import Detector, Hysteretic
 from dlm_lens.sinks.sequences import consistency
 from dlm_lens.sinks.token_classes import place_enrichment, token_enrichment
 

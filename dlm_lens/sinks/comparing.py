@@ -11,10 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.sinks.bootstrap import ratio_by_prompt
-from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.detectors import AboveMean
 from dlm_lens.sinks.finding import find_sinks
 from dlm_lens.sinks.received import Level, Received
 from dlm_lens.sinks.result import Sinks
+from dlm_lens.sinks.rules import Detector
 
 ENTRIES_AT_ONCE = 2**19
 

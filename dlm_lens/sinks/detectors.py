@@ -2,70 +2,17 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import top_columns
-
-Quantity = Literal["received", "share", "mean attention", "max activation", "key norm"]
-"""What a detector reads.
-
-Of attention: "received" (relative to uniform, or column sums), the "share" of all counted attention, "mean
-attention" (over the queries that see the key). Of hidden states, see `KeyStatistic`: "max activation" of the
-residual stream, and the "key norm".
-"""
-
-
-@runtime_checkable
-class Detector(Protocol):
-    """A rule over the scores of one pattern's keys, the last axis; NaN keys are undefined and never sinks."""
-
-    @property
-    def quantity(self) -> Quantity:
-        """Which quantity the scores must be."""
-        ...
-
-    def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-        """What each key's score is compared with; NaN where the rule has no threshold."""
-        ...
-
-    def detect(self, scores: Float[Tensor, "*axes key"]) -> Bool[Tensor, "*axes key"]:
-        """Which keys are sinks."""
-        ...
-
-
-@runtime_checkable
-class Hysteretic(Protocol):
-    """A detector that also says which keys stay sinks once they are: down to a part of its threshold."""
-
-    def holds(self, scores: Float[Tensor, "*axes key"], factor: float) -> Bool[Tensor, "*axes key"]:
-        """Whether a key that is a sink stays one."""
-        ...
-
-
-class _Threshold:
-    """A detector whose sinks are the scores strictly above `thresholds`."""
-
-    def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-        raise NotImplementedError
-
-    def relaxed(self, factor: float) -> "_Threshold":
-        raise NotImplementedError
-
-    def detect(self, scores: Float[Tensor, "*axes key"]) -> Bool[Tensor, "*axes key"]:
-        """Whether score_j > threshold_j; a comparison with NaN is False."""
-        return scores > self.thresholds(scores)
-
-    def holds(self, scores: Float[Tensor, "*axes key"], factor: float) -> Bool[Tensor, "*axes key"]:
-        """Whether score_j is not below the threshold of the `relaxed` rule: a sink stays a sink so far."""
-        return scores >= self.relaxed(factor).thresholds(scores)
+from dlm_lens.sinks.rules import ConstantThreshold, Quantity, Threshold, check_finite, mean_and_std
 
 
 @dataclass(frozen=True)
-class AboveMean(_Threshold):
+class AboveMean(Threshold):
     """A sink receives eps more than the others do on average: score_j > mean_{k != j} score_k + eps.
 
     2510.15731, Eq. 3, with eps = 3 as there, on received attention relative to uniform (or on column sums with
@@ -86,7 +33,7 @@ class AboveMean(_Threshold):
     literal: bool = False
 
     def __post_init__(self) -> None:
-        _check_finite("AboveMean", "eps", self.eps)
+        check_finite("AboveMean", "eps", self.eps)
 
     def __repr__(self) -> str:
         return f"AboveMean(eps={self.eps!r}{', literal=True' if self.literal else ''})"
@@ -113,7 +60,7 @@ class AboveMean(_Threshold):
 
 
 @dataclass(frozen=True)
-class AboveStd(_Threshold):
+class AboveStd(Threshold):
     """A sink is a high outlier: score_j > mean + k * std over all defined keys, j among them.
 
     A z-score; the share of tokens that eps = 3 selects (2510.15731, Appendix B) fits this reading too. std is
@@ -128,7 +75,7 @@ class AboveStd(_Threshold):
     k: float = 3.0
 
     def __post_init__(self) -> None:
-        _check_finite("AboveStd", "k", self.k)
+        check_finite("AboveStd", "k", self.k)
 
     @property
     def quantity(self) -> Quantity:
@@ -141,13 +88,13 @@ class AboveStd(_Threshold):
 
     def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """Mean plus k standard deviations, the same for every defined key."""
-        mean, std = _mean_and_std(scores)
+        mean, std = mean_and_std(scores)
         level = (mean + self.k * std).masked_fill(std <= 1e-6 * mean.abs(), torch.nan)
         return level.expand(scores.shape).to(scores.dtype).masked_fill(scores.isnan(), torch.nan)
 
 
 @dataclass(frozen=True)
-class Share(_Threshold):
+class Share(ConstantThreshold):
     """A sink takes more than x of all attention: r_j / sum_k r_k > x.
 
     r_j are the raw column sums over the counted queries, whatever the scale asked for, and sum_k r_k is the
@@ -159,28 +106,14 @@ class Share(_Threshold):
         ValueError: x is not between 0 and 1.
     """
 
-    x: float = 0.3
-
-    def __post_init__(self) -> None:
-        if not 0 < self.x < 1:
-            raise ValueError(f"Share(x={self.x}): x is a part of all attention and must lie between 0 and 1")
-
     @property
     def quantity(self) -> Quantity:
         """Shares of all counted attention."""
         return "share"
 
-    def relaxed(self, factor: float) -> "Share":
-        """The same rule with x times `factor`."""
-        return Share(self.x * factor)
-
-    def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-        """The constant x, where the key is defined."""
-        return torch.full_like(scores, self.x).masked_fill(scores.isnan(), torch.nan)
-
 
 @dataclass(frozen=True)
-class MeanAttention(_Threshold):
+class MeanAttention(ConstantThreshold):
     """A sink gets more than x of the attention of those who see it, on average: alpha_j = r_j / n_j > x.
 
     2410.10781, section 3.1: alpha_k = 1 / (T - k + 1) sum_{i >= k} A_ik with x = 0.3; the share of (layer, head)
@@ -193,30 +126,14 @@ class MeanAttention(_Threshold):
         ValueError: x is not between 0 and 1.
     """
 
-    x: float = 0.3
-
-    def __post_init__(self) -> None:
-        if not 0 < self.x < 1:
-            raise ValueError(
-                f"MeanAttention(x={self.x}): x is a mean of probabilities and must lie between 0 and 1"
-            )
-
     @property
     def quantity(self) -> Quantity:
         """Attention from the counted queries that see the key, on average."""
         return "mean attention"
 
-    def relaxed(self, factor: float) -> "MeanAttention":
-        """The same rule with x times `factor`."""
-        return MeanAttention(self.x * factor)
-
-    def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-        """The constant x, where the key is defined."""
-        return torch.full_like(scores, self.x).masked_fill(scores.isnan(), torch.nan)
-
 
 @dataclass(frozen=True)
-class SoftSigmoid(_Threshold):
+class SoftSigmoid(Threshold):
     """A sink has a soft sink weight above one half: w_j = sigmoid(alpha (m_j - mean - k std)) > above.
 
     Sink-Aware Pruning, 2602.17664, with alpha = 5 and k = 2; m_j is the mass that key j receives, mean and std
@@ -233,8 +150,8 @@ class SoftSigmoid(_Threshold):
     above: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_finite("SoftSigmoid", "alpha", self.alpha)
-        _check_finite("SoftSigmoid", "k", self.k)
+        check_finite("SoftSigmoid", "alpha", self.alpha)
+        check_finite("SoftSigmoid", "k", self.k)
         if self.alpha <= 0 or not 0 < self.above < 1:
             raise ValueError(f"{self}: alpha must be positive and above, a weight, between 0 and 1")
 
@@ -249,12 +166,12 @@ class SoftSigmoid(_Threshold):
 
     def weights(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """w_j, how much of a sink each key is; NaN where it is undefined."""
-        mean, std = _mean_and_std(scores)
+        mean, std = mean_and_std(scores)
         return torch.sigmoid(self.alpha * (scores.double() - mean - self.k * std)).to(scores.dtype)
 
     def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """The score at which w_j is `above`: mean + k std + logit(above) / alpha."""
-        mean, std = _mean_and_std(scores)
+        mean, std = mean_and_std(scores)
         level = mean + self.k * std + math.log(self.above / (1 - self.above)) / self.alpha
         level = level.masked_fill(std <= 1e-6 * mean.abs(), torch.nan)
         return level.expand(scores.shape).to(scores.dtype).masked_fill(scores.isnan(), torch.nan)
@@ -292,18 +209,3 @@ class TopK:
     def holds(self, scores: Float[Tensor, "*axes key"], factor: float) -> Bool[Tensor, "*axes key"]:
         """As `detect`: a rank has no threshold that could be lower for those that are sinks already."""
         return self.detect(scores)
-
-
-def _mean_and_std(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (population) over the defined keys, in float64; the key axis keeps size 1."""
-    undefined = scores.isnan()
-    count = scores.shape[-1] - undefined.sum(-1, keepdim=True)
-    wide = scores.to(torch.float64, copy=True).nan_to_num_(nan=0.0)
-    mean = wide.sum(-1, keepdim=True) / count
-    off = wide.sub_(mean).masked_fill_(undefined, 0.0)
-    return mean, (off.square_().sum(-1, keepdim=True) / count).sqrt()
-
-
-def _check_finite(rule: str, name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{rule}({name}={value!r}): {name} must be a finite number")

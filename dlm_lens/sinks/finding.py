@@ -7,12 +7,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.recording import Recording
-from dlm_lens.sinks.detectors import Detector
 from dlm_lens.sinks.hidden import KeyStatistic
 from dlm_lens.sinks.patterns import received_from_pattern
 from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Level, Received
 from dlm_lens.sinks.recorded import judged_of
 from dlm_lens.sinks.result import Sinks
+from dlm_lens.sinks.rules import Detector
 
 
 class PatternSettings(TypedDict, total=False):

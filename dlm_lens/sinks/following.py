@@ -11,13 +11,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.recording import Recording
-from dlm_lens.sinks.detectors import Detector
 from dlm_lens.sinks.lifetimes import Followed, Lives, follow, switch_on
 from dlm_lens.sinks.linking import link_lives
 from dlm_lens.sinks.paths import Trajectories
 from dlm_lens.sinks.received import AXES, Level, Received, Scale
 from dlm_lens.sinks.recorded import received_of
 from dlm_lens.sinks.result import Sinks
+from dlm_lens.sinks.rules import Detector
 
 HYSTERESIS = 0.75
 """A sink that is on switches off below this part of its threshold eps."""

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import Quantity
 from dlm_lens.sinks.received import AXES, Level, Scale
+from dlm_lens.sinks.rules import Quantity
 
 HiddenQuantity = Literal["max activation", "key norm"]
 """max_d |h_jd| of the residual stream that enters a layer; the L2 norm ||k_j|| of a key."""

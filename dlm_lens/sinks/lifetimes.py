@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import Detector, Hysteretic
+from dlm_lens.sinks.rules import Detector, Hysteretic
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import Detector
 from dlm_lens.sinks.lifetimes import Ints, Lives
 from dlm_lens.sinks.movement import KINDS, TRANSIENT_STEPS, kinds_of, life_counts, main_path
 from dlm_lens.sinks.received import Level, Scale
+from dlm_lens.sinks.rules import Detector
 from dlm_lens.sinks.texts import TokenTexts
 
 By = Literal["pattern", "head", "layer", "all"]

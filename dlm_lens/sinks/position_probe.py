@@ -12,11 +12,12 @@ from torch import Tensor
 
 from dlm_lens.sampling import Denoised
 from dlm_lens.sinks.bootstrap import ratio_by_prompt
-from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.detectors import AboveMean
 from dlm_lens.sinks.finding import find_sinks
 from dlm_lens.sinks.received import MERGED, Level
 from dlm_lens.sinks.replay import received_over_steps
 from dlm_lens.sinks.result import Sinks
+from dlm_lens.sinks.rules import Detector
 from dlm_lens.sinks.texts import TokenTexts
 
 OUTCOMES = ("token", "position", "both", "neither")

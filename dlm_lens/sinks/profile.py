@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.detectors import AboveMean
 from dlm_lens.sinks.received import Received, Scale
+from dlm_lens.sinks.rules import Detector
 
 Main = Literal["head", "model"]
 

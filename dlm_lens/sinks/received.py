@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import Quantity
+from dlm_lens.sinks.rules import Quantity
 
 Scale = Literal[
     "relative to uniform", "column sum", "share of attention", "mean attention", "max activation", "key norm"

@@ -5,9 +5,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.recording import QueryClass, Recording
-from dlm_lens.sinks.detectors import Quantity
 from dlm_lens.sinks.hidden import HiddenQuantity, KeyStatistic
 from dlm_lens.sinks.received import AXES, RELATIVE, Received
+from dlm_lens.sinks.rules import Quantity
 
 
 def received_of(recording: Recording, queries: QueryClass = "all") -> Received:

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import Detector
 from dlm_lens.sinks.received import AXES, Level, Scale
+from dlm_lens.sinks.rules import Detector
 from dlm_lens.sinks.texts import TokenTexts
 
 

@@ -67,12 +67,7 @@ def attention_pattern(
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
     shot = snapshot(model, run, step=step, layer=layer, row=row)
-    place = index_of("head", head, range(len(shot.pattern)))
-    kept, said = _cropped(shot, run, positions, 1)
-    props = _props(shot, shot.pattern[place], kept) | {"showAxisLabels": True}
-    about = (_where(shot, f"level: head (head {head})"), _scale("attention A_ij, rows sum to 1", props), *said)
-    piece = Piece("AttentionPattern", props)
-    return View(f"Attention of layer {shot.layer}, head {head} at step {step}", about, (piece,))
+    return _one_head(shot, run, head, positions, shot.pattern, "Attention", "attention A_ij, rows sum to 1")
 
 
 def value_weighted_pattern(
@@ -92,15 +87,26 @@ def value_weighted_pattern(
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
     shot = snapshot(model, run, step=step, layer=layer, row=row)
-    place = index_of("head", head, range(len(shot.pattern)))
+    weighted, unit = shot.pattern * shot.value_norms[:, None], "A_ij ||v_j||, in the units of the values"
+    return _one_head(shot, run, head, positions, weighted, "Value-weighted attention", unit)
+
+
+def _one_head(
+    shot: Snapshot,
+    run: Denoised,
+    head: int,
+    positions: Sequence[int] | None,
+    values: Float[Tensor, "head query key"],
+    name: str,
+    unit: str,
+) -> View:
+    """The view of what one head's queries have for its keys."""
+    place = index_of("head", head, range(len(values)))
     kept, said = _cropped(shot, run, positions, 1)
-    weighted = shot.pattern[place] * shot.value_norms[place]
-    props = _props(shot, weighted, kept) | {"showAxisLabels": True}
-    unit = _scale("A_ij ||v_j||, in the units of the values", props)
-    about = (_where(shot, f"level: head (head {head})"), unit, *said)
-    piece = Piece("AttentionPattern", props)
-    title = f"Value-weighted attention of layer {shot.layer}, head {head} at step {step}"
-    return View(title, about, (piece,))
+    props = _props(shot, values[place], kept) | {"showAxisLabels": True}
+    about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *said)
+    title = f"{name} of layer {shot.layer}, head {head} at step {shot.step}"
+    return View(title, about, (Piece("AttentionPattern", props),))
 
 
 def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tensor) -> dict[str, Any]:
