@@ -1,8 +1,8 @@
-"""`mask_random`: the control, as many columns chosen by chance."""
+"""`mask_random`: the control, columns chosen by chance: as many, or with as much attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,13 @@ from dlm_lens.attention import (
     Stage,
     top_columns,
 )
+from dlm_lens.hooks.keeping import KeepOnly
+from dlm_lens.hooks.limiting import Limited
 from dlm_lens.hooks.masking import HidesColumns, check_stage, written
+from dlm_lens.hooks.sinks import MaskSinks
+
+Match = Literal["columns", "mass"]
+"""What a control shares with its hook: how many columns go, or what these receive."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +33,7 @@ class MaskRandom(HidesColumns):
     """Hide columns chosen by chance; build it with `mask_random`.
 
     Raises:
-        ValueError: neither a number nor a hook that hides columns, or both.
+        ValueError: neither a number nor a hook that hides columns, or both; a mass where there is none to match.
     """
 
     k: int | None = None
@@ -36,6 +42,7 @@ class MaskRandom(HidesColumns):
     stage: Stage = "before_softmax"
     renormalise: bool = False
     keep_self: bool = False
+    match: Match = "columns"
 
     def __post_init__(self) -> None:
         check_stage(self.stage, self.renormalise)
@@ -51,6 +58,13 @@ class MaskRandom(HidesColumns):
             False,
         ):
             raise ValueError("mask_random(like=...) takes stage, renormalise and keep_self from the hook")
+        if self.match not in get_args(Match):
+            raise ValueError(f"match is {self.match!r}; it must be one of {', '.join(map(repr, get_args(Match)))}")
+        if self.match == "mass" and (self.like is None or isinstance(_innermost(self.like), KeepOnly)):
+            raise ValueError(
+                f"mask_random(k={self.k!r}, like={self.like!r}, match='mass'): a mass is matched to like=, a hook "
+                "that hides the same columns from every query, such as mask_top_sinks(1)"
+            )
 
     def __repr__(self) -> str:
         return written(self, "mask_random")
@@ -77,6 +91,11 @@ class MaskRandom(HidesColumns):
         """As the hook it stands beside."""
         return bool(getattr(self.like, "everywhere", False))
 
+    @property
+    def padding_safe(self) -> bool:
+        """As the hook it stands beside; numbers are drawn for the row's own positions."""
+        return self.like is None or bool(getattr(self.like, "padding_safe", False))
+
     def check_run(self, run: RunStep) -> None:
         """What the hook it stands beside refuses.
 
@@ -92,7 +111,7 @@ class MaskRandom(HidesColumns):
             self.like.observe(keys, columns, hook)
 
     def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
-        """As many content positions of the canvas as there are columns of content to match, and never those."""
+        """Content positions of the canvas, matched to the columns of content that the hook hides; never those."""
         content = _content(keys, columns, hook)
         if self.like is None:
             assert self.k is not None
@@ -102,19 +121,18 @@ class MaskRandom(HidesColumns):
         real: Hidden | None = self.like.hidden(keys, columns, hook)
         if real is None:
             return None
-        return replace(real, columns=self._matched(real.columns.to(content.device), content, hook))
-
-    def _matched(
-        self, real: Bool[Tensor, "#batch #head key"], content: Bool[Tensor, "batch key"], hook: Any
-    ) -> Bool[Tensor, "batch #head key"]:
+        wanted = real.columns.to(content.device)
         layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
-        keys = content.shape[-1]
-        counts = (real & (content | layout.is_sink(keys, content.device))[:, None]).sum(-1, keepdim=True)
-        numbers = _numbers(self.seed, content, real.shape[1], hook)
-        free = content[:, None] & ~real
+        gone = wanted & (content | layout.is_sink(keys, content.device))[:, None]
+        free = content[:, None] & ~wanted
+        numbers = _numbers(self.seed, content, wanted.shape[1], hook)
         order = numbers.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(keys, device=order.device).expand_as(order))
-        return (rank < counts) & free
+        if self.match == "columns":
+            ranked = torch.arange(keys, device=order.device) < gone.sum(-1, keepdim=True)
+        else:
+            mass = _received(self.like, keys, columns, hook, wanted.shape[1]).to(order.device)
+            ranked = _nearest(mass.expand(order.shape).gather(-1, order), free.gather(-1, order), mass, gone)
+        return replace(real, columns=torch.zeros_like(free).scatter(-1, order, ranked) & free)
 
 
 def mask_random(
@@ -125,6 +143,7 @@ def mask_random(
     stage: Stage = "before_softmax",
     renormalise: bool = False,
     keep_self: bool = False,
+    match: Match = "columns",
 ) -> MaskRandom:
     """Hide columns chosen by chance: the control for a hook that chooses them for a reason.
 
@@ -133,14 +152,64 @@ def mask_random(
     others are left, all of them. With `k`, so many in every head. Chosen are content positions of the canvas, never
     padding nor learned sink tokens.
 
+    With `match="mass"` as much attention as that hook would hide, T = sum_j r_j over its columns: in random order
+    every column is taken with which the sum of r_j stays within T; then the smallest of the others, if that brings
+    the sum nearer to T. r_j is that of the statistics in which `mask_sinks` ranks (its `source` and `per`); for
+    other hooks, and for sinks known beforehand, this pass's in front of the control. Where all others together
+    receive less than T, all of them go. `run.settings["mass_hidden"]` says what this came to.
+
     The choice follows from seed, step, layer, head and the row's prompt, on positions counted from the row's first
     token: a row is what it is alone, and both halves of guidance agree. Outside a run the step is 0, and rows are
     equal.
 
     Raises:
-        ValueError: neither k nor like, both, or a hook that hides no columns.
+        ValueError: neither k nor like, both, a hook that hides no columns, or a mass of `keep_only`, which hides
+            other columns from every query.
     """
-    return MaskRandom(k, like, seed, stage, renormalise, keep_self)
+    return MaskRandom(k, like, seed, stage, renormalise, keep_self, match)
+
+
+def _innermost(hook: Any) -> Any:
+    """The hook inside `at_steps`, `at_layers`, `at_heads` and `when`."""
+    while isinstance(hook, Limited):
+        hook = hook.hook
+    return hook
+
+
+def _received(
+    like: Any, keys: int, columns: Callable[[], Columns], hook: HookContext | None, heads: int
+) -> Float[Tensor, "batch #head key"]:
+    """R_j by which the mass is matched; the mean over heads where all heads lose the same columns."""
+    inner = _innermost(like)
+    sums = inner.received(keys, columns, hook) if isinstance(inner, MaskSinks) else columns().sums
+    return (sums if sums.shape[1] == heads else sums.mean(1, keepdim=True)).double()
+
+
+def _nearest(
+    ordered: Float[Tensor, "batch #head key"],
+    free: Bool[Tensor, "batch #head key"],
+    mass: Float[Tensor, "batch #head key"],
+    gone: Bool[Tensor, "batch #head key"],
+) -> Bool[Tensor, "batch #head key"]:
+    """Which of the columns in random order go, so that their mass is nearest to that of `gone`.
+
+    Args:
+        ordered: what each column receives, in random order.
+        free: which of them may be taken; they stand first.
+        mass: what each column receives, in the canvas's order.
+        gone: the columns whose mass is matched, in the canvas's order.
+    """
+    gap = (mass * gone).sum(-1, keepdim=True)
+    left = free & gone.any(-1, keepdim=True)
+    taken = torch.zeros_like(left)
+    # In rounds up to the first that does not fit: the gap only shrinks, so that one passed over never fits again.
+    while bool((fits := left & (ordered <= gap)).any()):
+        now = fits & ((ordered * fits).cumsum(-1) <= gap)
+        taken, left = taken | now, fits & ~now
+        gap = gap - (ordered * now).sum(-1, keepdim=True)
+    others = ordered.masked_fill(~free | taken, torch.inf)
+    last = torch.zeros_like(taken).scatter(-1, others.argmin(-1, keepdim=True), True)
+    return taken | last & (others < 2 * gap)
 
 
 def _content(keys: int, columns: Callable[[], Columns], hook: Any) -> Bool[Tensor, "batch key"]:

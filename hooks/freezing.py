@@ -41,6 +41,11 @@ class FreezeSinks(HidesColumns):
         """Whether it has to see every layer."""
         return self.sinks.everywhere
 
+    @property
+    def padding_safe(self) -> bool:
+        """As the mask."""
+        return self.sinks.padding_safe
+
     def check_run(self, run: RunStep) -> None:
         """Refuse a step that the run does not have.
 

@@ -53,6 +53,16 @@ class KeepOnly(HidesColumns):
         """Whether it has to see every layer."""
         return bool(getattr(self.sinks, "everywhere", False))
 
+    @property
+    def padding_safe(self) -> bool:
+        """As what finds the sinks; a window moves with its query."""
+        return self.sinks is None or self.sinks.padding_safe
+
+    @property
+    def of_one_pass(self) -> bool:
+        """As what finds the sinks."""
+        return self.sinks is None or self.sinks.of_one_pass
+
     def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden:
         """All columns but the sinks, of which every query spares its window."""
         layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()

@@ -51,6 +51,16 @@ class Limited:
         """Whether the hook has to see every layer, also those in which it does not act."""
         return bool(getattr(self.hook, "everywhere", False))
 
+    @property
+    def padding_safe(self) -> bool:
+        """Whether the hook is, and the limit looks at every row by itself."""
+        return bool(getattr(self.hook, "padding_safe", False)) and self.limit.padding_safe
+
+    @property
+    def of_one_pass(self) -> bool:
+        """Whether the hook is, and the limit heeds no step."""
+        return bool(getattr(self.hook, "of_one_pass", False)) and self.limit.of_one_pass
+
     def check_run(self, run: RunStep) -> None:
         """Refuse what the run or its model do not have.
 

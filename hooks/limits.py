@@ -27,6 +27,16 @@ class Limit(Protocol):
         """The only heads in which the hook acts; None for all."""
         ...
 
+    @property
+    def padding_safe(self) -> bool:
+        """Whether it decides for every row by itself."""
+        ...
+
+    @property
+    def of_one_pass(self) -> bool:
+        """Whether it heeds neither step nor progress."""
+        ...
+
     def active(self, hook: Any, who: Any) -> Active:
         """Whether the hook acts at the point and step that `hook` tells."""
         ...
@@ -42,6 +52,14 @@ class Limit(Protocol):
 
 class _Anywhere:
     """The parts of a limit that most limits leave alone."""
+
+    @property
+    def padding_safe(self) -> bool:
+        return True
+
+    @property
+    def of_one_pass(self) -> bool:
+        return False
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -95,6 +113,11 @@ class Layers(_Anywhere):
     indices: tuple[int, ...]
 
     @property
+    def of_one_pass(self) -> bool:
+        """It heeds no step."""
+        return True
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """These."""
         return self.indices
@@ -124,6 +147,11 @@ class Heads(_Anywhere):
     indices: tuple[int, ...]
 
     @property
+    def of_one_pass(self) -> bool:
+        """It heeds no step."""
+        return True
+
+    @property
     def heads(self) -> tuple[int, ...]:
         """These."""
         return self.indices
@@ -150,6 +178,11 @@ class Progress(_Anywhere):
     low: float = 0.0
     high: float = 1.0
     chosen: Callable[[Float[Tensor, "row"]], Any] | None = None
+
+    @property
+    def padding_safe(self) -> bool:
+        """Unless a function chooses, which sees all rows at once."""
+        return self.chosen is None
 
     def active(self, hook: Any, who: Any) -> Active:
         """The rows."""

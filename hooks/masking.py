@@ -14,9 +14,22 @@ class HidesColumns:
     """A hook that hides columns of attention: `hidden` says which.
 
     Called, it edits scores or a pattern; where nobody reads these, attention asks `hidden` and needs no pattern.
+
+    `padding_safe` and `of_one_pass` let others put runs together and cut them short; a hook without them is taken
+    for neither.
     """
 
     stage: Stage
+
+    @property
+    def padding_safe(self) -> bool:
+        """Whether every row of a padded batch gets what it gets alone."""
+        return True
+
+    @property
+    def of_one_pass(self) -> bool:
+        """Whether what it does follows from the pass at hand, not from the step, nor from what came before."""
+        return False
 
     @property
     def site(self) -> Site:

@@ -33,6 +33,16 @@ class MaskPositions(HidesColumns):
     def __repr__(self) -> str:
         return written(self, "mask_positions", ("positions",))
 
+    @property
+    def of_one_pass(self) -> bool:
+        """Yes: the positions are settings."""
+        return True
+
+    @property
+    def padding_safe(self) -> bool:
+        """Where the positions are sink tokens or counted from the end, which padding on the left does not shift."""
+        return all(isinstance(position, SinkToken) or position < 0 for position in self.positions)
+
     def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden:
         """The columns at the positions, in every row and head."""
         layout: SinkLayout | None = getattr(hook, "sinks", None)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import Columns, Hidden, HookContext, Stage, run_of, top_columns
 from dlm_lens.hooks.known import KnownSource, known_columns
 from dlm_lens.hooks.masking import HidesColumns, check_stage, written
-from dlm_lens.hooks.statistics import QUANTITIES, grown, scores_of
+from dlm_lens.hooks.statistics import QUANTITIES, grown, received_by, scores_of
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
 from dlm_lens.sinks.received import MERGED
@@ -59,6 +59,16 @@ class MaskSinks(HidesColumns):
         """Whether it has to see every layer, also those in which it does not act."""
         return self.per == "model" and self.source == "previous"
 
+    @property
+    def padding_safe(self) -> bool:
+        """Yes, unless the sinks are known beforehand, which belong to a canvas."""
+        return isinstance(self.source, str)
+
+    @property
+    def of_one_pass(self) -> bool:
+        """Where the sinks are those of this pass, or of one without hooks."""
+        return self.source in ("current", "clean")
+
     def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
         """The columns of the sinks."""
         found = self.found(keys, columns, hook)
@@ -85,6 +95,13 @@ class MaskSinks(HidesColumns):
         if self.top is not None:
             found = top_columns(scores.masked_fill(~found, torch.nan), self.top)
         return grown(found, keys)
+
+    def received(
+        self, keys: int, columns: Callable[[], Columns], hook: HookContext | None
+    ) -> Float[Tensor, "batch #head key"]:
+        """R_j in the statistics that the sinks are judged by; of known sinks (`source=sinks`), in this pass."""
+        given = None if isinstance(self.source, Received | Sinks) else self._statistics(columns, hook)
+        return received_by([columns()] if given is None else given, self.per, keys)
 
     def _statistics(self, columns: Callable[[], Columns], hook: HookContext | None) -> Sequence[Columns] | None:
         if self.source == "current":

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, Columns
-from dlm_lens.sinks.detectors import Quantity
+from dlm_lens.sinks.rules import Quantity
 from dlm_lens.sinks.received import Level
 
 QUANTITIES: tuple[Quantity, ...] = ("received", "share", "mean attention")
@@ -34,6 +34,12 @@ def scores_of(
     else:
         scores = sums / expected if relative else sums
     return scores.masked_fill(_undefined([columns.viewers for columns in given], per), torch.nan)
+
+
+def received_by(given: Sequence[Columns], per: Level, keys: int) -> Float[Tensor, "batch #head keys"]:
+    """Column sums r_j at a level, on a canvas of `keys` positions; 0 for keys that were not there yet."""
+    sums = _merged([columns.sums for columns in given], per)
+    return torch.nn.functional.pad(sums, (0, keys - sums.shape[-1]))
 
 
 def _merged(values: Sequence[Float[Tensor, "batch #head key"]], per: Level) -> Float[Tensor, "batch #head key"]:

@@ -45,6 +45,11 @@ class MaskTokens(HidesColumns):
     def __repr__(self) -> str:
         return written(self, "mask_tokens", ("classes",))
 
+    @property
+    def of_one_pass(self) -> bool:
+        """Unless it asks for the prompt, which a pass alone does not tell."""
+        return "prompt" not in self.classes
+
     def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden:
         """The positions, in all heads; learned sink tokens are on no canvas and stay."""
         run = run_of(hook, self)

@@ -17,6 +17,7 @@ from dlm_lens.attention.hiding import (
     Stage,
     columns_of,
     counted_queries,
+    hidden_mass,
     hidden_per_map,
     hide_columns,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "columns_of",
     "counted_queries",
     "expected_received",
+    "hidden_mass",
     "hidden_per_map",
     "hide_columns",
     "hooked_attention",

@@ -121,15 +121,19 @@ class PointContext:
         return run_of(self, "this hook").valid
 
 
+class NoRunError(ValueError):
+    """A hook was called outside a run, and needs to know of its steps."""
+
+
 def run_of(hook: Any, who: Any) -> RunStep:
     """The run that a hook is called in.
 
     Raises:
-        ValueError: `hook`, the context it was given, knows of none; the sentence says how to give it one.
+        NoRunError: `hook`, the context it was given, knows of none; the sentence says how to give it one.
     """
     run = getattr(hook, "run", None)
     if not isinstance(run, RunStep):
-        raise ValueError(
+        raise NoRunError(
             f"{who} needs to know the run's step: pass it to dlm_lens.denoise(..., hooks=[...]) or "
             "bridge.denoise(..., hooks=[...]), or give attn.apply(hook, step) the step"
         )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dlm_lens.attention.protocols import ColumnHook, HookContext
 
 _COUNTS = "columns hidden"
+_MASS = "attention hidden"
 
 Stage = Literal["before_softmax", "after"]
 """Hide scores (the other keys take over the attention) or entries of the pattern (the rows lose it)."""
@@ -36,6 +37,24 @@ class Columns:
     expected: Float[Tensor, "batch #head key"]
     viewers: Float[Tensor, "batch #head key"]
     counted: Int[Tensor, "batch"]
+
+
+class AskedColumns:
+    """Statistics that are computed when a hook asks for them, and once.
+
+    Args:
+        compute: the pass over the scores.
+    """
+
+    def __init__(self, compute: Callable[[], Columns]) -> None:
+        self.compute = compute
+        self.found: Columns | None = None
+
+    def __call__(self) -> Columns:
+        """The statistics."""
+        if self.found is None:
+            self.found = self.compute()
+        return self.found
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,18 +142,20 @@ def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | Non
     before = hook.site == "scores"
     floor = torch.finfo(tensor.dtype).min
     visible = tensor > floor / 2 if before else _visible_in(tensor, context)
-    queries = counted_queries(tensor.shape[0], tensor.shape[-2], tensor.shape[-1], context, tensor.device)
+    shape = tensor.shape[0], tensor.shape[-2], tensor.shape[-1]
+    queries = counted_queries(*shape, context, tensor.device, visible)
 
-    def columns() -> Columns:
+    def statistics() -> Columns:
         pattern = tensor.softmax(-1, dtype=torch.float32) if before else tensor.float()
         return columns_of(pattern, visible, queries)
 
+    columns = AskedColumns(statistics)
     with torch.no_grad():
         hidden = hook.hidden(tensor.shape[-1], columns, context)
     if hidden is None:
         return tensor
     hidden = hidden.settled(tensor.shape[1], tensor.device)
-    count_hidden(hook, hidden, tensor.shape[0], tensor.shape[1], context)
+    count_hidden(hook, hidden, tensor.shape[0], tensor.shape[1], context, columns.found)
     entries = hidden.entries(visible, own_keys(tensor.shape[-2], tensor.shape[-1], tensor.device))
     if before:
         return tensor.masked_fill(entries, floor)
@@ -142,8 +163,13 @@ def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | Non
     return edited / edited.sum(-1, keepdim=True).clamp(min=1e-30) if hidden.renormalise else edited
 
 
-def count_hidden(hook: Any, hidden: Hidden, rows: int, heads: int, context: Any) -> None:
-    """Add to the run's memory how many columns of content were hidden, and in how many maps (row and head)."""
+def count_hidden(
+    hook: Any, hidden: Hidden, rows: int, heads: int, context: Any, given: Columns | None = None
+) -> None:
+    """Add to the run's memory how many columns of content were hidden, and in how many maps (row and head).
+
+    Where the hook asked for the statistics, which are `given` then, also what these columns received.
+    """
     run = getattr(context, "run", None)
     if run is None:
         return
@@ -157,6 +183,10 @@ def count_hidden(hook: Any, hidden: Hidden, rows: int, heads: int, context: Any)
     maps = chosen.sum().to(device) * _in_heads(hidden.heads, heads).sum().to(device)
     held = run.memory.setdefault((_COUNTS, _key(hook)), [0, 0])
     held[0], held[1] = held[0] + columns.sum(), held[1] + maps
+    if given is not None:
+        received = (given.sums.to(device) * columns).sum((1, 2)) / given.counted.to(device).clamp(min=1)
+        weighed = run.memory.setdefault((_MASS, _key(hook)), [0, 0])
+        weighed[0], weighed[1] = weighed[0] + received.sum(), weighed[1] + maps
 
 
 def hidden_per_map(memory: MutableMapping[Any, Any], hook: Any) -> float | None:
@@ -166,6 +196,16 @@ def hidden_per_map(memory: MutableMapping[Any, Any], hook: Any) -> float | None:
     heads and rows in which a wrapper kept the hook from acting do not count. None if it looked at none.
     """
     total, maps = memory.get((_COUNTS, _key(hook)), (0, 0))
+    return float(total) / float(maps) if float(maps) else None
+
+
+def hidden_mass(memory: MutableMapping[Any, Any], hook: Any) -> float | None:
+    """Share of the attention that went to what `hook` hid so far in a run of this memory, in front of the hook.
+
+    sum_j r_j / n over the hidden columns j, r_j what the n counted queries give to j; the mean over the maps of
+    `hidden_per_map` at which the hook asked what columns receive. None if it never asked.
+    """
+    total, maps = memory.get((_MASS, _key(hook)), (0, 0))
     return float(total) / float(maps) if float(maps) else None
 
 
@@ -229,15 +269,24 @@ def own_keys(queries: int, keys: int, device: torch.device) -> Int[Tensor, "quer
 
 
 def counted_queries(
-    rows: int, queries: int, keys: int, context: Any, device: torch.device
+    rows: int,
+    queries: int,
+    keys: int,
+    context: Any,
+    device: torch.device,
+    visible: Bool[Tensor, "#batch #head #query key"] | None = None,
 ) -> Bool[Tensor, "batch query"]:
-    """Queries that count: content on the canvas, as far as the context knows; sink tokens' rows never do."""
+    """Queries that count: content on the canvas, never sink tokens' rows.
+
+    The run knows what is content; without a run it is what somebody sees, so that padding, whose keys are hidden
+    from everybody, does not count as a query either.
+    """
     layout: SinkLayout = getattr(context, "sinks", None) or SinkLayout()
     run = getattr(context, "run", None)
     counted = torch.zeros(rows, keys, dtype=torch.bool, device=device)
     canvas = counted[:, layout.canvas(keys)]
     if run is None:
-        canvas[:] = True
+        canvas[:] = True if visible is None else visible.any((1, 2))[:, layout.canvas(keys)]
     else:
         valid = run.for_rows(rows).valid
         if valid.shape[-1] != canvas.shape[-1]:

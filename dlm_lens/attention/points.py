@@ -66,6 +66,8 @@ class HookedAttention(nn.Module):
     ) -> tuple[Float[Tensor, "batch position d_model"], Float[Tensor, "batch head query key"] | None]:
         """Return what is added to the residual stream, and the pattern where it was materialised."""
         host = cast(Any, self)
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and not attention_mask.is_floating_point():
+            attention_mask = attention_mask.bool()  # of 0 and 1, which an additive mask would take for scores
         q, k, v = self._project(hidden_states)
         q, k = self._rotate(q, k, *position_embeddings, dtype=v.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dlm_lens.attention.columns import expected_received, viewers
 from dlm_lens.attention.context import PointContext
-from dlm_lens.attention.hiding import Columns, Hidden, count_hidden, counted_queries
+from dlm_lens.attention.hiding import AskedColumns, Columns, Hidden, count_hidden, counted_queries
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.protocols import ColumnHook
 from dlm_lens.attention.received import received_sums
@@ -51,13 +51,15 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
     for call in calls:
         context = call.context()
         keys = inputs.k.shape[2]
-        counted = counted_queries(len(inputs.q), keys, keys, context, inputs.q.device)[:, inputs.own]
+        shape = len(inputs.q), keys, keys
+        counted = counted_queries(*shape, context, inputs.q.device, inputs.visible)[:, inputs.own]
+        columns = AskedColumns(partial(stream_columns, inputs, counted))
         with torch.no_grad():
-            hidden = call.hook.hidden(keys, partial(stream_columns, inputs, counted), context)
+            hidden = call.hook.hidden(keys, columns, context)
         if hidden is None:
             continue
         hidden = hidden.settled(inputs.q.shape[1], inputs.q.device)
-        count_hidden(call.hook, hidden, inputs.q.shape[0], inputs.q.shape[1], context)
+        count_hidden(call.hook, hidden, inputs.q.shape[0], inputs.q.shape[1], context, columns.found)
         if hidden.stage == "after" and not hidden.renormalise:
             return replace(inputs, dropped=hidden)
         # Behind the softmax with rows that sum to 1 again is the same as before it.

@@ -9,7 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import ColumnHook, Columns, Hook, RunStep, columns_of, counted_queries, hidden_per_map
+from dlm_lens.attention import (
+    ColumnHook,
+    Columns,
+    Hook,
+    RunStep,
+    columns_of,
+    counted_queries,
+    hidden_mass,
+    hidden_per_map,
+)
 from dlm_lens.sampling import StepPlan
 from dlm_lens.sampling.hooking import check_hooks
 from dlm_lens.sampling.host import Follower
@@ -92,6 +101,7 @@ class BridgeRun(Follower):
         found: dict[str, Any] = {"hooks": tuple(map(repr, hooks))}
         if any(isinstance(hook, ColumnHook) for hook in hooks):
             found["columns_hidden"] = tuple(hidden_per_map(self._memory, hook) for hook in hooks)
+            found["mass_hidden"] = tuple(hidden_mass(self._memory, hook) for hook in hooks)
         return found
 
     def _begin(self, rows: int, positions: int, now: RunStep) -> None:

@@ -1,7 +1,7 @@
 """Generation for the harness's requests: sorted by length, batched, and not beyond a text's end."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.evaluation.likelihoods import Around
+from dlm_lens.evaluation.likelihoods import Around, together
 from dlm_lens.evaluation.stopping import cut, end_ids
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.scoring import LOGITS, POSITIONS
@@ -47,8 +47,9 @@ class Generator:
     with low-confidence remasking and no guidance), a row leaves behind the block in which its text ends. What
     stands in front of the end is the same; the blocks behind it are never computed. AR rows end at a stop sequence.
 
-    With hooks or `around`, only prompts of equal length share a run, so that no padding stands beside them, and
-    every run has all its steps.
+    Other runs of that sampler end behind the block in which the last of their texts ends. With hooks a row leaves
+    early only if all of them are `of_one_pass`, and prompts of unequal length share a run only if all of them are
+    `padding_safe`. With `around` only prompts of equal length do, and every run has all its steps.
 
     Args:
         model: from `dlm_lens.load`.
@@ -61,22 +62,23 @@ class Generator:
         self, model: Any, *, batch_size: int | None = None, hooks: Sequence[Any] = (), around: Around | None = None
     ) -> None:
         self.model, self.batch_size, self.hooks, self.around = model, batch_size, tuple(hooks), around
+        self.padded, self.leaves = together(hooks, around), around is None
         self.algorithm = family_of(model.config.model_type).sampler_of(model.config)
         self.ends = end_ids(model.config)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
         """The results, as they finish, the longest prompts first."""
-        alone = bool(self.hooks) or self.around is not None
+        memory = not all(getattr(hook, "of_one_pass", False) for hook in self.hooks)
 
         def kind(job: Job) -> tuple[Any, ...]:
-            return job.gen_length, repr(job.settings), len(job.prompt) if alone else 0
+            return job.gen_length, repr(job.settings), 0 if self.padded else len(job.prompt)
 
         ordered = sorted(jobs, key=lambda job: (kind(job), -len(job.prompt), job.place))
         for _, group in groupby(ordered, key=kind):
             same = list(group)
             settings = dict(same[0].settings)
             rows = self._rows(same[0], settings)
-            if not alone and self._settled(settings, same[0].gen_length):
+            if self.leaves and not memory and self._settled(settings, same[0].gen_length):
                 for start in range(0, len(same), POOL * rows):
                     yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
             else:
@@ -106,31 +108,48 @@ class Generator:
         return plain and values.get("remasking") == "low_confidence" and values.get("eot_token") is None
 
     def _whole(self, jobs: Sequence[Job], settings: Mapping[str, Any]) -> list[Text]:
-        options: dict[str, Any] = {}
-        if self.hooks:
-            options["hooks"] = list(self.hooks)
-        if self.algorithm == "causal":
-            # Hooks shall see every query of the prefix, which a cache leaves out.
-            options |= {"use_cache": False} if self.hooks else {"on_logits": _Stopper(self, jobs)}
+        options: dict[str, Any] = {"gen_length": jobs[0].gen_length, **settings, "hooks": self.hooks}
+        if self.leaves:
+            options |= self._leaving(jobs, options)
         with ExitStack() as stack:
             if self.around is not None:
                 stack.enter_context(self.around(self.model))
-            run = denoise(
-                self.model,
-                [job.prompt for job in jobs],
-                gen_length=jobs[0].gen_length,
-                seed=[job.seed for job in jobs],
-                **{**settings, **options},
-            )
-        rows = [row[keep] for row, keep in zip(run.tokens, run.attention_mask, strict=True)]
+            try:
+                run = denoise(self.model, [job.prompt for job in jobs], seed=[job.seed for job in jobs], **options)
+            except _LeftError as left:
+                lengths = [len(job.prompt) + job.gen_length for job in jobs]
+                rows = [row[len(row) - length :] for row, length in zip(left.canvas, lengths, strict=True)]
+            else:
+                rows = [row[keep] for row, keep in zip(run.tokens, run.attention_mask, strict=True)]
         return [self._finished(job, row.tolist()) for job, row in zip(jobs, rows, strict=True)]
 
+    def _leaving(self, jobs: Sequence[Job], options: Mapping[str, Any]) -> dict[str, Any]:
+        """What ends a run when all its texts have ended."""
+        if self.algorithm == "causal":
+            return {"on_logits": _Stopper(self, jobs)}
+        if self.algorithm != "llada":
+            return {}
+        block, each = self._blocks(options)
+        width = max(len(job.prompt) for job in jobs)
+
+        def leave(step: int, canvas: Tensor) -> None:
+            if step == 0 or step % each:
+                return
+            written = canvas[:, width : width + step // each * block].tolist()
+            if all(self._ended(job, [*job.prompt, *ids]) for job, ids in zip(jobs, written, strict=True)):
+                raise _LeftError(canvas)
+
+        return {"on_canvas": leave}
+
+    def _blocks(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Tokens of a block, and steps in each."""
+        values = block_settings(self.model.sampler_defaults, options, masks=0)
+        blocks = values["gen_length"] // values["block_length"]
+        return values["block_length"], values["steps"] // blocks
+
     def _by_blocks(self, jobs: Sequence[Job], settings: Mapping[str, Any], rows: int) -> Iterator[list[Text]]:
-        values = block_settings(
-            self.model.sampler_defaults, {**settings, "gen_length": jobs[0].gen_length}, masks=0
-        )
-        length, block = values["gen_length"], values["block_length"]
-        each = values["steps"] // (length // block)
+        length = jobs[0].gen_length
+        block, each = self._blocks({**settings, "gen_length": length})
         written = {job.place: list(job.prompt) for job in jobs}
         left = list(jobs)
         for start in range(0, length, block):
@@ -152,17 +171,17 @@ class Generator:
         self, prompts: list[list[int]], shape: Mapping[str, int], steps: int, settings: Mapping[str, Any]
     ) -> list[list[int]]:
         """The next block of every row: a run that is left when its first block is written."""
-        found: list[Tensor] = []
 
         def leave(step: int, canvas: Tensor) -> None:
             if step == steps:
-                found.append(canvas)
-                raise _BlockWrittenError
+                raise _LeftError(canvas)
 
-        with suppress(_BlockWrittenError):
-            denoise(self.model, prompts, on_canvas=leave, **{**settings, **shape})
-        width = found[0].shape[1] - shape["gen_length"]
-        return [[int(i) for i in row] for row in found[0][:, width : width + shape["block_length"]].tolist()]
+        try:
+            denoise(self.model, prompts, on_canvas=leave, hooks=self.hooks, **{**settings, **shape})
+        except _LeftError as left:
+            width = left.canvas.shape[1] - shape["gen_length"]
+            return [[int(i) for i in row] for row in left.canvas[:, width : width + shape["block_length"]].tolist()]
+        raise RuntimeError(f"a run ended before step {steps}")
 
     def _ended(self, job: Job, ids: Sequence[int]) -> bool:
         return cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).ended
@@ -171,8 +190,12 @@ class Generator:
         return Text(job.place, cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).text, ids)
 
 
-class _BlockWrittenError(Exception):
-    """Leaves a run from inside."""
+class _LeftError(Exception):
+    """Leaves a run from inside, with its canvas."""
+
+    def __init__(self, canvas: Tensor) -> None:
+        super().__init__()
+        self.canvas = canvas
 
 
 class _Stopper:

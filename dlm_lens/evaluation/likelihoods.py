@@ -22,6 +22,11 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 """Makes a context for forward passes of the model it is given, such as a recording."""
 
 
+def together(hooks: Sequence[Any], around: Around | None) -> bool:
+    """Whether requests of unequal length may share a forward: every row gets what it gets alone."""
+    return around is None and all(getattr(hook, "padding_safe", False) for hook in hooks)
+
+
 class Item(NamedTuple):
     """A request in ids: where it belongs, its seed, and whether to decode it greedily as well."""
 
@@ -48,7 +53,8 @@ class Answer(NamedTuple):
 class Likelihoods:
     """Computes likelihoods of requests, in an order of its own.
 
-    With hooks or `around`, only requests of equal length share a forward, so that no padding stands beside them.
+    With `around`, or with a hook that is not `padding_safe`, only requests of equal length share a forward, so that
+    no padding stands beside them.
 
     Args:
         model: from `dlm_lens.load`.
@@ -82,8 +88,8 @@ class Likelihoods:
 
     def _chunks(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         ordered = sorted(items, key=lambda item: (-item.length, -len(item.continuation), item.place))
-        alone = bool(self.hooks) or self.around is not None
-        for _, group in groupby(ordered, key=lambda item: item.length if alone else 0):
+        padded = together(self.hooks, self.around)
+        for _, group in groupby(ordered, key=lambda item: 0 if padded else item.length):
             same = list(group)
             yield from (same[start : start + CHUNK] for start in range(0, len(same), CHUNK))
 

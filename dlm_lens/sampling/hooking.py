@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     SinkLayout,
     attached,
     counted_queries,
+    hidden_mass,
     hidden_per_map,
     stream_columns,
 )
@@ -36,8 +37,9 @@ class HookRunner(Follower):
         model: from `dlm_lens.load`.
         hooks: what to run.
         forward: runs the network on a canvas as the run does, guidance and padding included.
-        record: where to note `columns_hidden` at the end of the run: for every hook how many columns it hid per map
-            (see `hidden_per_map`), None for those that hide none.
+        record: where to note `columns_hidden` and `mass_hidden` at the end of the run: for every hook how many
+            columns it hid per map (`hidden_per_map`) and their share of the attention (`hidden_mass`), None for
+            those that hide none, or never asked what columns receive.
 
     Raises:
         ValueError: something that is no hook, or a model without hook points.
@@ -86,6 +88,7 @@ class HookRunner(Follower):
         """The run is over: note what was hidden."""
         if any(isinstance(hook, ColumnHook) for hook in self.hooks):
             self.record["columns_hidden"] = tuple(hidden_per_map(self._memory, hook) for hook in self.hooks)
+            self.record["mass_hidden"] = tuple(hidden_mass(self._memory, hook) for hook in self.hooks)
         super().stop()
 
     def _attach(self) -> None:

@@ -8,7 +8,19 @@ import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.generation import Generator
 from dlm_lens.evaluation.seeding import request_seed
-from dlm_lens.hooks import mask_positions
+from dlm_lens.hooks import (
+    ablate,
+    at_layers,
+    at_steps,
+    freeze_sinks,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_tokens,
+    mask_top_sinks,
+    when,
+)
 from dlm_lens.sampling import scoring
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted, ids, texts
@@ -102,12 +114,75 @@ def test_a_row_leaves_behind_the_block_its_text_ends_in(llada: Any) -> None:
     assert sum(rows) < 5 * 16
 
 
-def test_hooks_see_all_steps_and_no_padding(llada: Any) -> None:
-    prompts = [*texts(3, 4, 4), *texts(2, 7, 7)]
-    hook = mask_positions(1)
+def block_of_end(model: Any, tokens: list[int], stops: list[str]) -> int:
+    """Blocks of four tokens that are written when the text ends."""
+    for block in range(1, 5):
+        written = tokens[: 4 * block]
+        text = model.tokenizer.decode(written)
+        if model.config.eos_token_id in written or any(stop in text for stop in stops):
+            return block
+    return 4
+
+
+@pytest.mark.parametrize(
+    ("hook", "blocks"),
+    [
+        # What a row leaves with: its own blocks, or those of the row that goes on longest.
+        (mask_top_sinks(2), "own"),
+        (mask_top_sinks(2, source="clean", stage="after"), "own"),
+        (at_layers(mask_sinks(dl.AboveMean(0.3), per="layer"), -1), "own"),
+        (mask_tokens("mask", keep_self=True), "own"),
+        (keep_only(2, 4), "own"),
+        (mask_positions(-1), "own"),
+        (mask_top_sinks(2, source="previous"), "longest"),
+        (mask_tokens("prompt"), "longest"),
+        (freeze_sinks(dl.TopK(2), step=2), "longest"),
+        (mask_random(like=mask_top_sinks(2)), "longest"),
+        (at_steps(mask_top_sinks(2), range(3, 9)), "longest"),
+        (when(mask_top_sinks(2), (0.2, 0.6)), "longest"),
+        (ablate("z", positions="masked"), "alone"),
+        (when(mask_top_sinks(2), lambda progress: progress > 0.3), "alone"),
+    ],
+    ids=repr,
+)
+def test_hooked_rows_share_runs_and_leave_early_where_the_hook_allows_it(
+    llada: Any, hook: Any, blocks: str
+) -> None:
+    prompts = texts(5, 2, 9)
+    lengths = {len(ids(llada, prompt)) for prompt in prompts}
+    assert len(lengths) > 1
+    full = [alone(llada, prompt, hooks=[hook]) for prompt in prompts]
+    stops = [llada.tokenizer.decode([tokens[place]]) for tokens, place in zip(full, (1, 5, 2, 3, 6), strict=True)]
+    expected = [until(llada, tokens, *stops) for tokens in full]
     with counted(llada) as rows:
+        found = HarnessLM(llada, hooks=[hook]).generate_until(asked(prompts, until=stops))
+    assert found == expected
+    ended = [block_of_end(llada, tokens, stops) for tokens in full]
+    assert max(ended) < 4
+    passes = 2 if getattr(hook, "needs_clean", False) else 1
+    if blocks == "own":
+        assert sum(rows) == 4 * sum(ended) * passes
+    elif blocks == "longest":
+        assert rows == [5] * 4 * max(ended)
+    else:
+        assert len(rows) >= 4 * len(lengths)
+
+
+def test_no_padding_stands_beside_a_hook_that_counts_from_the_beginning(llada: Any) -> None:
+    prompts = [*texts(3, 4, 4), *texts(2, 7, 7)]
+    hook, padded = mask_positions(1), []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        padded.append("attention_mask" in kwargs)
+
+    handle = llada.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    try:
         found = HarnessLM(llada, hooks=[hook]).generate_until(asked(prompts))
-    assert sorted(rows) == [2] * 16 + [3] * 16
+        assert not any(padded)
+        HarnessLM(llada, hooks=[mask_positions(-1)]).generate_until(asked(prompts))
+        assert any(padded)
+    finally:
+        handle.remove()
     assert found == [until(llada, alone(llada, prompt, hooks=[hook])) for prompt in prompts]
     assert found != HarnessLM(llada).generate_until(asked(prompts))
 

@@ -8,7 +8,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.seeding import request_seed
-from dlm_lens.hooks import attached, mask_positions
+from dlm_lens.hooks import attached, keep_only, mask_positions, mask_random, mask_sinks, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted, ids, texts, words
 from tests.reference import forward64
@@ -128,7 +128,7 @@ def test_a_document_with_choices_is_not_decoded_greedily(llada: Any) -> None:
     settings = {"method": "chain_rule"}
     with counted(llada) as rows:
         HarnessLM(llada, likelihood=settings).loglikelihood(ask("loglikelihood", *pairs, same_document=True))
-    assert sum(rows) == 4  # two tokens each
+    assert sum(rows) == 3  # two tokens each, and the fully masked canvas in common
     with counted(llada) as rows:
         HarnessLM(llada, likelihood=settings).loglikelihood(ask("loglikelihood", *pairs))
     assert sum(rows) == 8
@@ -160,6 +160,31 @@ def test_hooks_are_in_force_and_no_padding_stands_beside_them(llada: Any) -> Non
             alone = dl.log_likelihood(llada, ids(llada, context), ids(llada, answer), "chain_rule")
         assert value == pytest.approx(float(alone), abs=1e-4)
         assert abs(value - other) > 1e-3  # far above rounding: the hook did something
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        mask_top_sinks(2),
+        mask_sinks(dl.AboveMean(0.3), stage="after", keep_self=True),
+        mask_random(3, seed=4),
+        mask_random(like=mask_top_sinks(1), match="mass"),
+        keep_only(1, 4),
+        mask_positions(-1, stage="after"),
+    ],
+    ids=repr,
+)
+def test_hooked_requests_of_unequal_length_share_forwards(llada: Any, hook: Any) -> None:
+    pairs = mixed()
+    lm = HarnessLM(llada, hooks=[hook], likelihood={"method": "chain_rule", "is_greedy": False})
+    with counted(llada) as rows:
+        values = [value for value, _ in lm.loglikelihood(ask("loglikelihood", *pairs))]
+    assert len(rows) < len({len(ids(llada, context + answer)) for context, answer in pairs})
+    for value, (context, answer) in zip(values, pairs, strict=True):
+        with attached(llada, hook):
+            alone = dl.log_likelihood(llada, ids(llada, context), ids(llada, answer), "chain_rule", batch_size=1)
+        # float32 sums in another order.
+        assert value == pytest.approx(float(alone), abs=1e-4)
 
 
 def test_around_is_entered_for_every_chunk(llada: Any) -> None:

@@ -35,6 +35,7 @@ HOOKS: dict[str, Any] = {
     "ids": mask_tokens(7, "eos", keep_self=True),
     "random": mask_random(3),
     "control": mask_random(like=at_heads(mask_top_sinks(2), [0, 3]), seed=5),
+    "mass": mask_random(like=mask_top_sinks(2), match="mass", seed=2),
     "frozen": freeze_sinks(dl.TopK(2), step=1),
     "window": keep_only(2, 4),
     "past and future": keep_only((0,), 3, ahead=2, stage="after"),
@@ -60,6 +61,11 @@ def close(one: dl.Denoised, other: dl.Denoised) -> None:
     torch.testing.assert_close(one.confidence, other.confidence, atol=2e-5, rtol=1e-5)
 
 
+def same_mass(one: float | None, other: float | None) -> None:
+    # None where the hook did not ask; float32 sums in another order.
+    assert one == (None if other is None else pytest.approx(other, rel=1e-4))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) -> None:
     model, options = model_of(name), settings_of(name)
@@ -72,6 +78,7 @@ def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) 
         assert streamed.settings["columns_hidden"] == pytest.approx(
             materialised.settings["columns_hidden"][1:2], rel=1e-6
         )
+        same_mass(streamed.settings["mass_hidden"][0], materialised.settings["mass_hidden"][1])
         same = streamed.confidence.equal(plain.confidence) and streamed.proposals.equal(plain.proposals)
         changed += not same
     assert changed >= len(HOOKS) - 3  # Dream's confidence is random, so that only other proposals show a change
@@ -80,7 +87,7 @@ def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) 
 @pytest.mark.parametrize("name", ["llada", "mmada", "smdm", "front"])
 def test_guidance_masks_both_halves_alike(name: str) -> None:
     model, options = model_of(name), settings_of(name, guided=True)
-    for key in ("current", "previous", "clean", "control", "frozen", "window", "when", "model"):
+    for key in ("current", "previous", "clean", "control", "mass", "frozen", "window", "when", "model"):
         streamed = dl.denoise(model, PROMPTS, hooks=[HOOKS[key]], **options)
         close(
             streamed, dl.denoise(model, PROMPTS, hooks=[Looks("scores"), HOOKS[key], Looks("pattern")], **options)
@@ -126,6 +133,7 @@ def test_a_transformerlens_bridge_gives_the_same(name: str) -> None:
         theirs = bridged.denoise(PROMPTS, hooks=[hook], **options)
         assert ours.canvases.equal(theirs.canvases), key
         torch.testing.assert_close(ours.confidence, theirs.confidence, atol=2e-5, rtol=1e-5)
+        same_mass(ours.settings["mass_hidden"][0], theirs.settings["mass_hidden"][0])
 
 
 @pytest.mark.parametrize("name", ["llada", "front", "llama"])

@@ -1,0 +1,48 @@
+"""Hooks in single padded forward passes, outside any run: every row gets what it gets alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.hooks import attached, keep_only, mask_random, mask_sinks, mask_top_sinks
+from dlm_lens.sampling.network import network_inputs
+from tests.hooks.by_hand import model_of
+from tests.hooks.test_columns_everywhere import Looks
+
+ROWS = [[5, 9, 11, 40, 3, 22, 8, 17, 30, 2, 51, 12], [7, 1, 30, 2, 22, 44, 9, 10, 5]]
+
+HOOKS = [
+    mask_top_sinks(2),
+    mask_sinks(dl.AboveMean(0.2), stage="after", keep_self=True),
+    mask_sinks(dl.Share(0.12), per="layer"),
+    mask_random(2, seed=3),
+    mask_random(like=mask_top_sinks(2)),
+    keep_only(1, 3),
+]
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, ROWS))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in ROWS])
+    content = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ROWS])
+    return ids, content
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+@pytest.mark.parametrize("family", ["llada", "dream", "front", "end"])
+@pytest.mark.parametrize("looked", [False, True], ids=["in stream", "materialised"])
+def test_a_padded_row_is_what_it_is_alone(family: str, hook: Any, looked: bool) -> None:
+    model = model_of(family)
+    ids, content = padded()
+    looks = (Looks("scores"), Looks("pattern")) if looked else ()
+    with torch.no_grad(), attached(model, hook, *looks):
+        together = model(input_ids=ids, **network_inputs(content)).logits
+        alone = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in ROWS]
+    for row, expected in enumerate(alone):
+        # float32 sums in another order.
+        torch.testing.assert_close(together[row, content[row]], expected, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        plain = model(input_ids=ids, **network_inputs(content)).logits
+    assert (plain - together)[content].abs().max() > 1e-3  # the hook did something
