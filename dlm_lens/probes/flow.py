@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.probes.intervals import estimate, mean_of
 from dlm_lens.recording import Recording
+from dlm_lens.shapes import check_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +36,13 @@ class RegionFlow:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        steps, _, *rest = self.mass.shape
-        wanted = [len(self.layers), len(self.query_regions), len(self.key_regions)]
-        if steps != len(self.steps) or rest != wanted:
-            raise ValueError(
-                f"RegionFlow.mass has shape {list(self.mass.shape)}, not {[len(self.steps), '...', *wanted]}"
-            )
+        check_shapes(
+            self,
+            step=len(self.steps),
+            layer=len(self.layers),
+            query_region=len(self.query_regions),
+            key_region=len(self.key_regions),
+        )
 
     def __repr__(self) -> str:
         return (

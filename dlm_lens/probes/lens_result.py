@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.sampling import Denoised
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.texts import TokenTexts
 
 PER_LAYER = ("entropy", "kl", "rank")
@@ -72,15 +73,7 @@ class LogitLens:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        entries: tuple[int, ...] = tuple(self.step.shape)
-        wide = (*entries, len(self.layers))
-        wanted = dict.fromkeys(("batch", "position", "predicts", "masked", "asked", "sink"), entries)
-        wanted |= dict.fromkeys(("sink_layer", *PER_LAYER, "change"), wide)
-        wanted |= dict.fromkeys(("top_tokens", "top_probabilities"), (*wide, self.top_tokens.shape[-1]))
-        for name, shape in wanted.items():
-            given = getattr(self, name)
-            if given is not None and tuple(given.shape) != shape:
-                raise ValueError(f"LogitLens.{name} has shape {list(given.shape)}, not {list(shape)}")
+        check_shapes(self, layer=len(self.layers))
         if (self.hooked is None) != (self.change is None):
             raise ValueError("LogitLens has the entries with hooks and what they change, or neither")
 

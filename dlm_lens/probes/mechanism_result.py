@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.probes.intervals import Estimate, Floats, difference_of, estimate, mean_of, summed
 from dlm_lens.probes.updates import spearman
 from dlm_lens.sampling import Denoised
+from dlm_lens.shapes import check_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +54,8 @@ class SinkMechanism:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        shape = tuple(self.run.selected.shape)
-        wanted = dict.fromkeys(("dependence", "asked", "confidence", "confidence_control"), shape)
-        wanted |= {"later": shape[1:], "later_control": shape[1:], "tokens_changed": (2, shape[1])}
-        for name, expected in wanted.items():
-            if tuple(getattr(self, name).shape) != expected:
-                given = list(getattr(self, name).shape)
-                raise ValueError(f"SinkMechanism.{name} has shape {given}, but the run asks for {list(expected)}")
+        step, batch, position = self.run.selected.shape
+        check_shapes(self, step=step, batch=batch, position=position, kind=2)
 
     def __repr__(self) -> str:
         steps, rows, _ = self.asked.shape

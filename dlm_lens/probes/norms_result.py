@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.probes.intervals import Estimate, Floats, difference_of, estimate, mean_of, ratio_of, summed
+from dlm_lens.shapes import check_shapes
 
 Alike = Literal["any", "masked"]
 
@@ -63,11 +64,7 @@ class ValueNorms:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        shape = self.sink.shape
-        for name in ("other", "percentile", "prompt", "layer"):
-            if getattr(self, name).shape != shape or len(shape) != 1:
-                given = list(getattr(self, name).shape)
-                raise ValueError(f"ValueNorms.{name} has shape {given}, but sink has {list(shape)}")
+        check_shapes(self)
 
     def __repr__(self) -> str:
         return (

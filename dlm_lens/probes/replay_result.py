@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling import Denoised
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Level, Received, find_sinks
 from dlm_lens.sinks.received import COLUMN_SUM
 from dlm_lens.sinks.texts import TokenTexts
@@ -62,15 +63,8 @@ class Replay:
     received_hooked: Received | None = None
 
     def __post_init__(self) -> None:
-        shape = self.run.selected.shape
-        wide = (*shape[:2], len(self.layers))
-        for name in ("asked", *PER_POSITION):
-            given = getattr(self, name).shape
-            if given != shape:
-                raise ValueError(f"Replay.{name} has shape {list(given)}, but the run has {list(shape)}")
-        for name in ("residual_change", "residual_cosine"):
-            if getattr(self, name).shape != wide:
-                raise ValueError(f"Replay.{name} has shape {list(getattr(self, name).shape)}, not {list(wide)}")
+        step, batch, position = self.run.selected.shape
+        check_shapes(self, step=step, batch=batch, position=position, layer=len(self.layers))
         if (self.received is None) != (self.received_hooked is None):
             raise ValueError("Replay has received attention with and without hooks, or neither")
 

@@ -13,6 +13,7 @@ from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
 from dlm_lens.probes.recalling import record_run
 from dlm_lens.recording import LayerStep, ReceivedAttention
 from dlm_lens.sampling import Denoised
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
 
 MEASURES = ("cosine", "overlap", "kept", "best")
@@ -105,13 +106,7 @@ class PatternStability:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("overlap", "kept", "best", "main"):
-            if getattr(self, name).shape != self.cosine.shape:
-                raise ValueError(
-                    f"PatternStability.{name} has shape {list(getattr(self, name).shape)}, not as cosine"
-                )
-        if self.cosine.ndim != 4 or len(self.layers) != self.cosine.shape[2]:
-            raise ValueError(f"{len(self.layers)} layer indices for cosine of shape {list(self.cosine.shape)}")
+        check_shapes(self, layer=len(self.layers))
 
     def __repr__(self) -> str:
         steps, rows, layers, heads = self.cosine.shape

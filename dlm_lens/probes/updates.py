@@ -15,10 +15,8 @@ from dlm_lens.probes.recalling import record_run
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm
 from dlm_lens.sampling import Denoised
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-
-PER_HEAD = ("mass", "mixed", "bound")
-PER_LAYER = ("update", "stream")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +51,9 @@ class SinkUpdates:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        step, batch, layer, _, query = self.mass.shape
-        wanted = {name: tuple(self.mass.shape) for name in PER_HEAD} | dict.fromkeys(
-            PER_LAYER, (step, batch, layer, query)
-        )
-        for name, shape in wanted.items():
-            if tuple(getattr(self, name).shape) != shape:
-                raise ValueError(
-                    f"SinkUpdates.{name} has shape {list(getattr(self, name).shape)}, not {list(shape)}"
-                )
-        if len(self.layers) != layer or not 0 <= self.attends < 1:
-            raise ValueError(
-                f"{len(self.layers)} layer indices for {layer} layers, or attends={self.attends} not in [0, 1)"
-            )
+        check_shapes(self, layer=len(self.layers))
+        if not 0 <= self.attends < 1:
+            raise ValueError(f"attends is {self.attends}; it is a share of attention, from 0 to below 1")
 
     def __repr__(self) -> str:
         return f"SinkUpdates({self.mass.shape[0]} steps, {len(self.layers)} layers; sinks by {self.rule})"

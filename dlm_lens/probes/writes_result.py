@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.sampling import Denoised
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.texts import TokenTexts
 
 
@@ -55,11 +56,7 @@ class SinkWrites:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "layer", "head", "position", "sink", "masked", "score", "norm", "entropy"):
-            if getattr(self, name).shape != self.step.shape:
-                raise ValueError(f"SinkWrites.{name} has shape {list(getattr(self, name).shape)}, not as step")
-        if self.top_tokens.shape != self.top_probabilities.shape or len(self.top_tokens) != len(self.step):
-            raise ValueError(f"SinkWrites.top_tokens has shape {list(self.top_tokens.shape)}, which does not fit")
+        check_shapes(self)
 
     def __repr__(self) -> str:
         return f"SinkWrites({int(self.sink.sum())} sinks of {len(self.step)} entries; by {self.rule})"

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.received import AXES, Level, Scale
 from dlm_lens.sinks.rules import Quantity
 
@@ -44,23 +45,9 @@ class KeyStatistic:
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.values.ndim != len(AXES):
-            raise ValueError(f"KeyStatistic.values has shape {list(self.values.shape)}; its axes are {AXES}")
         if self.quantity not in ("max activation", "key norm"):
             raise ValueError(f"KeyStatistic.quantity is {self.quantity!r}; 'max activation' or 'key norm'")
-        steps, batch, layers, heads, keys = self.values.shape
-        wanted = {
-            "median": (steps, batch, layers, heads, 1),
-            "tokens": (steps, batch, keys),
-            "masked": (steps, batch, keys),
-            "valid": (batch, keys),
-        }
-        for name, shape in wanted.items():
-            given = getattr(self, name)
-            if given is not None and tuple(given.shape) != shape:
-                raise ValueError(f"KeyStatistic.{name} has shape {list(given.shape)}; values ask for {list(shape)}")
-        if self.layers and len(self.layers) != layers:
-            raise ValueError(f"{len(self.layers)} layer indices for {layers} layers")
+        check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}={s}" for n, s in zip(AXES, self.values.shape, strict=True) if n in self.dims)

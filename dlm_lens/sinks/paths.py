@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.lifetimes import Ints, Lives
 from dlm_lens.sinks.movement import KINDS, TRANSIENT_STEPS, kinds_of, life_counts, main_path
 from dlm_lens.sinks.received import Level, Scale
@@ -80,13 +81,7 @@ class Trajectories:
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        shape = tuple(self.main.shape)
-        for name in ("main_score", "counts", "defined", "switched", "static_position", "static_share"):
-            wanted = shape[1:] if name.startswith("static") else shape
-            if tuple(getattr(self, name).shape) != wanted:
-                raise ValueError(
-                    f"Trajectories.{name} has shape {list(getattr(self, name).shape)}; main asks for {list(wanted)}"
-                )
+        check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
         if not len(self.lives) == len(self.before) == len(self.trajectory):
             raise ValueError(
                 f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories, {len(self.lives)} lives"

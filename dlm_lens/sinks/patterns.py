@@ -101,7 +101,8 @@ def _names(pattern: Any, dims: Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(pattern, Tensor) or not pattern.is_floating_point():
         kind = str(pattern.dtype) if isinstance(pattern, Tensor) else type(pattern).__name__
         raise TypeError(
-            f"attention is a {kind}; give a Received, or a tensor of probabilities [..., head, query, key]"
+            f"attention is a {kind}; give a Received, or a tensor of probabilities [..., head, query, key], or "
+            "what dlm_lens.record recorded"
         )
     if dims is None:
         if pattern.ndim not in DEFAULT_DIMS:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.rules import Quantity
 
 Scale = Literal[
@@ -83,29 +84,9 @@ class Received:
     viewers: Float[Tensor, "step batch #layer #head key"] | None = None
 
     def __post_init__(self) -> None:
-        if self.values.ndim != len(AXES):
-            raise ValueError(f"Received.values has shape {list(self.values.shape)}; its axes are {', '.join(AXES)}")
         if self.scale not in (RELATIVE, COLUMN_SUM):
             raise ValueError(f"Received.scale is {self.scale!r}; it must be {RELATIVE!r} or {COLUMN_SUM!r}")
-        steps, batch, layers, heads, keys = self.values.shape
-        wanted: dict[str, tuple[tuple[int, ...], ...]] = {
-            "expected": tuple((steps, batch, n, m, keys) for n in {1, layers} for m in {1, heads}),
-            "viewers": tuple((steps, batch, n, m, keys) for n in {1, layers} for m in {1, heads}),
-            "counted": ((steps, batch),),
-            "tokens": ((steps, batch, keys),),
-            "masked": ((steps, batch, keys),),
-            "valid": ((batch, keys),),
-            "final_tokens": ((batch, keys),),
-        }
-        for name, shapes in wanted.items():
-            given = getattr(self, name)
-            if given is not None and tuple(given.shape) not in shapes:
-                raise ValueError(
-                    f"Received.{name} has shape {list(given.shape)}, but values of shape {list(self.values.shape)} "
-                    f"ask for {list(shapes[-1])}"
-                )
-        if self.layers and len(self.layers) != layers:
-            raise ValueError(f"{len(self.layers)} layer indices for {layers} layers")
+        check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
         self._check_dims()
 
     def _check_dims(self) -> None:

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.shapes import check_shapes
+
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -54,11 +56,7 @@ class Rows:
     documents: Int[Tensor, "batch position"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("visible", "answer", "prompt"):
-            if getattr(self, name).shape != self.tokens.shape:
-                raise ValueError(
-                    f"{name} has shape {list(getattr(self, name).shape)}, not {list(self.tokens.shape)}"
-                )
+        check_shapes(self)
         if bool(((self.answer | self.prompt) & ~self.visible).any()) or bool((self.answer & self.prompt).any()):
             raise ValueError("a position is answer, prompt or padding; here it is two of them")
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.attention import HookedAttention
 from dlm_lens.sampling import Denoised
+from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
 from dlm_lens.sinks.replay import Canvases, points_of
 
@@ -49,14 +50,11 @@ class Snapshot:
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        heads, keys = self.value_norms.shape
-        if tuple(self.pattern.shape) != (heads, keys, keys) or len(self.positions) + self.sinks != keys:
+        check_shapes(self, key=len(self.tokens), query=len(self.tokens))
+        if len(self.positions) + self.sinks != len(self.tokens):
             raise ValueError(
-                f"Snapshot.pattern has shape {list(self.pattern.shape)}, but there are {heads} heads, "
-                f"{len(self.positions)} positions and {self.sinks} sink tokens"
+                f"{len(self.positions)} positions and {self.sinks} sink tokens are not {len(self.tokens)} keys"
             )
-        if not len(self.tokens) == len(self.masked) == keys:
-            raise ValueError(f"{len(self.tokens)} tokens and {len(self.masked)} masks for {keys} keys")
 
     def received(self) -> Received:
         """Received attention of every head, relative to uniform; the learned sinks' own rows do not count."""

@@ -240,7 +240,7 @@ def test_a_causal_pattern_without_causal_warns_and_a_hand_made_sink_does_not():
         ({"visible": torch.ones(9, 10, dtype=torch.bool)}, ValueError, "visible has shape"),
         ({"dims": ("head", "batch")}, ValueError, "in this order"),
         ({"dims": ("head",)}, ValueError, "it names the axes in front"),
-        ({"layers": (1, 2), "dims": ("layer", "head")}, ValueError, "2 layer indices for 1 layers"),
+        ({"layers": (1, 2), "dims": ("layer", "head")}, ValueError, "with layer=2"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_sentence(arguments, error, sentence):
@@ -262,7 +262,7 @@ def test_received_validates_its_shapes():
     assert repr(good) == "Received(head=2, key=10; scale: relative to uniform; level: head; queries: all)"
     with pytest.raises(ValueError, match=r"Received\.counted has shape \[1\]"):
         Received(good.values, good.expected, good.counted[0], dims=good.dims)
-    with pytest.raises(ValueError, match=r"its axes are step, batch, layer, head, key"):
+    with pytest.raises(ValueError, match=r"must be Float \[step, batch, layer, head, key\]"):
         Received(good.values[0], good.expected, good.counted)
     with pytest.raises(ValueError, match="scale is 'share of attention'"):
         Received(good.values, good.expected, good.counted, scale="share of attention")

@@ -1,0 +1,54 @@
+"""`check_shapes`: hold a result to the shapes that its annotations promise."""
+
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+import torch
+from jaxtyping import Shaped, jaxtyped
+from torch import Tensor
+
+
+def check_shapes(result: Any, **sizes: int) -> None:
+    """Compare every tensor of a dataclass with its jaxtyping annotation; an axis has one size in all of them.
+
+    A field that may be None and is None is left out. Broadcasting axes (`#layer`) may also have size 1.
+
+    Args:
+        result: the dataclass, with annotations such as `Float[Tensor, "step batch key"]`.
+        **sizes: axes whose size is known beforehand, such as layer=len(self.layers).
+
+    Raises:
+        ValueError: a field of another shape or kind, named with its axes and the sizes that they must have.
+    """
+    known = dict(sizes)
+    with jaxtyped("context"):
+        for axis, size in sizes.items():
+            bound: Any = Shaped[Tensor, axis]
+            isinstance(torch.empty(size, device="meta"), bound)
+        kind: Any = type(result)
+        for name, annotation in _tensors(kind):
+            given = getattr(result, name)
+            if given is None:
+                continue
+            if not isinstance(given, annotation):
+                raise ValueError(_complaint(f"{type(result).__name__}.{name}", given, annotation, known))
+            axes = annotation.dim_str.split()
+            known |= {axis: size for axis, size in zip(axes, given.shape, strict=True) if axis.isidentifier()}
+
+
+@cache
+def _tensors(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """The annotated tensors of a dataclass."""
+    found = []
+    for name, hint in get_type_hints(kind).items():
+        found += [(name, one) for one in (hint, *get_args(hint)) if hasattr(one, "dim_str")]
+    return tuple(found)
+
+
+def _complaint(name: str, given: Any, annotation: Any, known: dict[str, int]) -> str:
+    axes = annotation.dim_str.split()
+    sizes = ", ".join(f"{axis}={known[axis]}" for axis in axes if axis in known)
+    wanted = f"{annotation.dtype.__name__} [{', '.join(axes)}]{' with ' * bool(sizes)}{sizes}"
+    if not isinstance(given, Tensor):
+        return f"{name} is a {type(given).__name__}; it must be a tensor, {wanted}"
+    return f"{name} has shape {list(given.shape)} ({given.dtype}); it must be {wanted}"
