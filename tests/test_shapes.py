@@ -44,8 +44,8 @@ def test_what_fits_is_taken(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"scores": SCORES[0]}, r"scores has shape \[4, 5\] \(torch\.float32\); it must be Float \[step, layer, key\]$"),
-        ({"expected": torch.zeros(3, 2, 5)}, r"Result\.expected has .*Float \[step, #layer, key\] with step=3, key=5"),
+        ({"scores": SCORES[0]}, r"shape \[4, 5\] \(torch\.float32\); it must be Float \[step, layer, key\]$"),
+        ({"expected": torch.zeros(3, 2, 5)}, r"expected .*Float \[step, #layer, key\] with step=3, key=5"),
         ({"found": SCORES}, r"Result\.found has shape \[3, 4, 5\] \(torch\.float32\); it must be Bool"),
         ({"found": SCORES[:, :, :4] > 0}, r"Result\.found .* with step=3, layer=4, key=5"),
         ({"top": torch.zeros(3, 3, dtype=torch.long)}, r"Result\.top has shape \[3, 3\].*\[step, 2\] with step=3"),

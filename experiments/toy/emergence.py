@@ -22,7 +22,7 @@ from experiments.toy.train import Settings
 def main(
     out: Annotated[Path, typer.Option(help="Directory of the run and its picture.")] = Path("runs/emergence"),
     model: Annotated[str, typer.Option(help="toy, toy-sink or toy-gated.")] = "toy-sink",
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 600,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 500,
     corpus_size: Annotated[int, typer.Option(help="Training sequences to generate.")] = 100_000,
 ) -> None:
     """Train with sink statistics and draw them; an interrupted run goes on."""
