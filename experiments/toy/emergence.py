@@ -1,7 +1,7 @@
 """How sinks emerge in a small model: `python -m experiments.toy.emergence --out runs/emergence`.
 
 Trains `toy-sink` (or another variant) from nothing with sink statistics every 25 steps, and draws them
-(docs/images/sink-emergence.png, from the first 500 of 600 steps).
+(docs/images/sink-emergence.png).
 """
 
 from dataclasses import replace
