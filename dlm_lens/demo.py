@@ -18,6 +18,7 @@ from dlm_lens.adapters import load
 from dlm_lens.sampling import Denoised, denoise
 from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_over_steps
 from dlm_lens.viz import emerging_lines, incoming_attention, sink_positions
+from dlm_lens.viz.choice import strongest
 from dlm_lens.viz.labels import printable, token_label
 
 PROMPT = "tom has 5 apples . tom buys 4 more . how many apples ? :"
@@ -64,7 +65,7 @@ def run_demo(
     received = received_over_steps(loaded, run, progress=console.is_terminal)
     sinks = find_sinks(received, AboveMean(eps=3.0))
     _print_sinks(console, sinks)
-    heads = {"strongest": strongest_head(received), "moving": most_moving_head(sinks)}
+    heads = {"strongest": strongest(received), "moving": most_moving_head(sinks)}
     out.mkdir(parents=True, exist_ok=True)
     files = _write(out, model, run, received, sinks, heads)
     console.print(
@@ -75,14 +76,6 @@ def run_demo(
         console.print(Text(f"  {path}"))
     console.print(f"Done in {time.perf_counter() - started:.1f} s.")
     return Demo(run, received, sinks, heads, files)
-
-
-def strongest_head(received: Received) -> tuple[int, int]:
-    """Layer and head whose highest score over keys, averaged over steps and rows, is highest."""
-    peak = received.values.nan_to_num(nan=-torch.inf).amax(-1)
-    peak = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
-    layer, head = divmod(int(peak.argmax()), peak.shape[1])
-    return received.layers[layer], head
 
 
 def most_moving_head(sinks: Sinks) -> tuple[int, int]:

@@ -5,12 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import Denoised
-from dlm_lens.sinks import AboveMean, Detector, Received, trajectories
-from dlm_lens.viz.choice import Words, as_received
+from dlm_lens.sinks import AboveMean, Received, trajectories
+from dlm_lens.viz.choice import Words, as_received, most_moving, strongest
 
 PICKS = ("strongest", "moving")
 
@@ -104,7 +102,7 @@ class Asked:
         if self.layer is not None or self.head is not None:
             return self.wide
         received = self.received if received is None else received
-        return strongest(received) if self.pick == "strongest" else most_moving(received, self.rule)
+        return strongest(received) if self.pick == "strongest" else most_moving(trajectories(received, self.rule))
 
     def one_head(self) -> dict[str, int]:
         """Layer and head, neither a mean."""
@@ -118,18 +116,3 @@ class Asked:
         if len(self.steps) > 1:
             raise ValueError(f"this picture is of one step, not of {', '.join(map(str, self.steps))}")
         return self.steps[0] if self.steps else self.run.steps // 2
-
-
-def strongest(received: Received) -> tuple[int, int]:
-    """Layer and head whose highest score, averaged over steps and sequences, is highest."""
-    peak = received.values.nan_to_num(nan=-torch.inf).amax(-1)
-    mean = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
-    layer, head = divmod(int(mean.argmax()), mean.shape[1])
-    return received.layers[layer], head
-
-
-def most_moving(received: Received, detector: Detector) -> tuple[int, int]:
-    """Layer and head whose sinks move most often; of equals, the one that has sinks for longest."""
-    table = trajectories(received, detector).summary(by="head")
-    best = table.sort_values(["moves", "with_sink"], ascending=False, kind="stable").iloc[0]
-    return int(best["layer"]), int(best["head"])

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.recording import Recording
-from dlm_lens.sinks import Level, Received, received_of
+from dlm_lens.sinks import Level, Received, Trajectories, received_of
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,21 @@ def index_of(name: str, wanted: int, there: Sequence[int]) -> int:
 def _slice(name: str, wanted: int, there: Sequence[int]) -> slice:
     index = index_of(name, wanted, there)
     return slice(index, index + 1)
+
+
+def strongest(received: Received) -> tuple[int, int]:
+    """Layer and head whose highest score, averaged over steps and sequences, is highest."""
+    peak = received.values.nan_to_num(nan=-torch.inf).amax(-1)
+    mean = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
+    layer, head = divmod(int(mean.argmax()), mean.shape[1])
+    return received.layers[layer], head
+
+
+def most_moving(paths: Trajectories) -> tuple[int | None, int | None]:
+    """Layer and head whose sinks move most often; of equals, the one that has sinks for longest.
+
+    None for what the level of the paths averages over.
+    """
+    table = paths.summary(by="head").sort_values(["moves", "with_sink"], ascending=False, kind="stable")
+    best = table.iloc[0]
+    return tuple(int(best[name]) if name in table else None for name in ("layer", "head"))  # type: ignore[return-value]

@@ -1,6 +1,7 @@
 """`sink_positions`: Figure 7 of 2510.15731, where the largest sink is at every step."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from matplotlib.artist import Artist
@@ -13,8 +14,9 @@ from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
+from dlm_lens.viz.choice import most_moving
 from dlm_lens.viz.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
-from dlm_lens.viz.tracks import Track, track_of
+from dlm_lens.viz.tracks import Track, followed, track_of
 
 SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
 
@@ -23,8 +25,8 @@ def sink_positions(
     sinks: Received | Recording | Sinks | Trajectories,
     detector: Detector | None = None,
     *,
-    layer: int | None,
-    head: int | None,
+    layer: int | Literal["moving"] | None = "moving",
+    head: int | Literal["moving"] | None = "moving",
     row: int = 0,
     blocks: Sequence[tuple[int, int]] | None = None,
     title: str = "",
@@ -38,7 +40,8 @@ def sink_positions(
         sinks: from `received_over_steps`, a recording with ReceivedAttention, what `find_sinks` found with a step
             axis, or `trajectories`, which know the largest key only where it is a sink.
         detector: the rule for a `Received` or a recording; `AboveMean(3.0)`, Eq. 3, by default.
-        layer: index of the layer in the model; None for the mean over layers and heads.
+        layer: index of the layer in the model; None for the mean over layers and heads. Left out, as the head: the
+            layer and head whose sinks move most often, which the caption says.
         head: index of the head; None for the mean over heads.
         row: which sequence of the batch.
         blocks: the block being decoded at each step as (start, stop), `Denoised.spans`, to draw the borders.
@@ -46,8 +49,14 @@ def sink_positions(
 
     Raises:
         TypeError: something else, or a detector beside `Sinks` or `Trajectories`.
-        ValueError: a layer, head or row that is not there, another level, or not one block per step.
+        ValueError: a layer, head or row that is not there, one of layer and head without the other, another level,
+            or not one block per step.
     """
+    chosen = layer == head == "moving"
+    if layer == "moving" or head == "moving":
+        if not chosen:
+            raise ValueError(f"layer={layer!r}, head={head!r}: give both, or neither for the head that moves most")
+        layer, head = most_moving(followed(sinks, detector))
     track = track_of(sinks, detector, layer, head, row)
     steps, positions = len(track.largest), len(track.content)
     if blocks is not None and len(blocks) != steps:
@@ -60,7 +69,7 @@ def sink_positions(
         *([title] if title else []),
         "Position that receives most",
         f"rule: {track.rule}",
-        level_label(track.level, layer, head),
+        level_label(track.level, layer, head) + ", whose sinks move most" * chosen,
         f"{counted_keys(positions, track.sinks)}, {steps} steps, n = 1 sequence (row {row})",
         f"sink in {sum(track.passes)} of {steps} steps",
     ]

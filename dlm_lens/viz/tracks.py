@@ -9,8 +9,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.recording import Recording
-from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks
-from dlm_lens.viz.choice import choose, index_of, level_of
+from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
+from dlm_lens.viz.choice import as_received, choose, index_of, level_of
 
 Source = Received | Recording | Sinks | Trajectories
 
@@ -49,6 +49,19 @@ def track_of(given: Source, detector: Detector | None, layer: int | None, head: 
     rule = AboveMean(3.0) if detector is None else detector
     found = find_sinks(shown.received, rule, level=shown.level)
     return _track(found, {}, shown.content.tolist(), shown.final)
+
+
+def followed(given: Source, detector: Detector | None) -> Trajectories:
+    """The paths of the sinks, by the rule of `track_of`.
+
+    Raises:
+        TypeError: something without steps, or a detector beside what was already judged.
+    """
+    if isinstance(given, Trajectories):
+        return given
+    if isinstance(given, Sinks):
+        return trajectories(given, detector)
+    return trajectories(as_received(given), AboveMean(3.0) if detector is None else detector)
 
 
 def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Track:

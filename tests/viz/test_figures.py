@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from dlm_lens.sinks import AboveMean, Received, Share, TopK, find_sinks
+from dlm_lens.sinks import AboveMean, Received, Share, TopK, find_sinks, trajectories
 from dlm_lens.viz import incoming_attention, sink_positions
 from dlm_lens.viz.labels import caption, token_label, token_labels
 
@@ -170,6 +170,26 @@ def test_sinks_and_received_draw_the_same(received, level, layer, head, rule):
         np.testing.assert_array_equal(
             ours.axes[0].collections[0].get_array(), theirs.axes[0].collections[0].get_array()
         )
+
+
+def test_left_out_layer_and_head_are_those_whose_sinks_move_most(received):
+    values = torch.ones(received.values.shape)
+    values[..., 4] = 9.0  # a sink that stays, everywhere but where the next lines say
+    values[:, :, 1, 2] = 1.0
+    for step, position in enumerate((3, 5, 6, 6, 8, 4)):
+        values[step, :, 1, 2, position] = 9.0
+    moving = replace(received, values=values.masked_fill(received.values.isnan(), torch.nan))
+    rule = AboveMean(3.0)
+    for given, detector in ((moving, rule), (find_sinks(moving, rule), None), (trajectories(moving, rule), None)):
+        chosen = sink_positions(given, detector)
+        assert marks(chosen, "sink") == marks(sink_positions(given, detector, layer=7, head=2), "sink")
+        assert [y for _, y in marks(chosen, "sink")] == [3, 5, 6, 6, 8, 4]
+        assert "layer 7, head 2), whose sinks move most" in texts(chosen).replace("\n", " ")
+        with pytest.raises(ValueError, match="give both, or neither"):
+            sink_positions(given, detector, layer=7)
+    assert "model (mean over layers and heads), whose sinks move most" in texts(
+        sink_positions(find_sinks(moving, rule, level="model"))
+    ).replace("\n", " ")
 
 
 def test_a_step_without_a_defined_key_has_no_mark(received):
