@@ -133,6 +133,7 @@ def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
     Raises:
         ValueError: no hook, no steps.
     """
+    checked([hook])
     if isinstance(steps, slice):
         return _limited(hook, Steps(bounds=(steps.start, steps.stop, steps.step)))
     found = steps if isinstance(steps, range) else _indices([steps] if isinstance(steps, int) else steps, "step")
@@ -147,6 +148,7 @@ def at_layers(hook: Hook, layers: int | Sequence[int]) -> Limited:
     Raises:
         ValueError: no hook, no layers.
     """
+    checked([hook])
     return _limited(hook, Layers(_indices([layers] if isinstance(layers, int) else layers, "layer")))
 
 
@@ -173,6 +175,7 @@ def when(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "ro
     Raises:
         ValueError: no hook, or no interval within 0 and 1.
     """
+    checked([hook])
     if callable(progress):
         return _limited(hook, Progress(chosen=progress))
     low, high = progress
@@ -182,7 +185,6 @@ def when(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "ro
 
 
 def _limited(hook: Hook, limit: Limit) -> Limited:
-    checked([hook])
     return (LimitedColumns if isinstance(hook, ColumnHook) else Limited)(hook, limit)
 
 

@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, Columns
-from dlm_lens.sinks.rules import Quantity
 from dlm_lens.sinks.received import Level
+from dlm_lens.sinks.rules import Quantity
 
 QUANTITIES: tuple[Quantity, ...] = ("received", "share", "mean attention")
 """What attention tells; the other quantities are of hidden states."""

@@ -14,17 +14,26 @@ UTILISATION = 0.4
 SHAPES: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Instruct": {"parameters": 8.02e9, "layers": 32, "heads": 32, "width": 4096,
                                   "vocabulary": 126464},
+    "GSAI-ML/LLaDA-8B-Base": {"parameters": 8.02e9, "layers": 32, "heads": 32, "width": 4096, "vocabulary": 126464},
     "Gen-Verse/MMaDA-8B-MixCoT": {"parameters": 8.08e9, "layers": 32, "heads": 32, "width": 4096,
                                   "vocabulary": 134656},
     "Dream-org/Dream-v0-Instruct-7B": {"parameters": 7.62e9, "layers": 28, "heads": 28, "width": 3584,
                                        "vocabulary": 152064},
+    "Dream-org/Dream-v0-Base-7B": {"parameters": 7.62e9, "layers": 28, "heads": 28, "width": 3584,
+                                   "vocabulary": 152064},
     "meta-llama/Llama-3.1-8B-Instruct": {"parameters": 8.03e9, "layers": 32, "heads": 32, "width": 4096,
                                          "vocabulary": 128256},
     "Qwen/Qwen2.5-0.5B": {"parameters": 0.494e9, "layers": 24, "heads": 14, "width": 896, "vocabulary": 151936},
     "Qwen/Qwen2.5-1.5B": {"parameters": 1.544e9, "layers": 28, "heads": 12, "width": 1536, "vocabulary": 151936},
     "smdm-472M": {"parameters": 0.554e9, "layers": 18, "heads": 10, "width": 1280, "vocabulary": 32000},
+    "one-token-text": {"parameters": 2.17e6, "layers": 4, "heads": 4, "width": 192, "vocabulary": 1024,
+                       "itemsize": 4},
 }  # fmt: skip
-"""Of the checkpoints that the full settings name, so that a plan needs neither network nor weights."""
+"""Of the checkpoints that the full settings name, so that a plan needs neither network nor weights; and of networks
+that an experiment makes."""
+
+STAND_INS = {"one-token-text": "toy"}
+"""Networks that an experiment makes -> the embedded one whose speed is timed in their place."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,8 @@ def _seconds_per_flop(model: str, shape: Shape) -> float:
 
     import dlm_lens
 
+    if model in STAND_INS:
+        return _seconds_per_flop(STAND_INS[model], shape_of(STAND_INS[model]))
     if model in SHAPES:
         raise ValueError(f"{model} is not timed on this machine; plan it for a GPU, as with --plan --device h100")
     loaded: Any = dlm_lens.load(model)

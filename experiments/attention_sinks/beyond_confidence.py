@@ -4,18 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks import watching
+from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.attention_sinks.problems import asked, chat
-from dlm_lens.experiments.attention_sinks.table1 import is_causal
 from dlm_lens.experiments.attention_sinks.watching import numbers
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table
 from dlm_lens.experiments.statistics import Interval, mean_over_prompts, ratio_over_prompts
 
-KINDS = ("sinks", "random")
+KINDS = ("sinks", "random", "random, same mass")
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Model by model: the mask and its control on the canvases of the same unmasked runs."""
+    """Model by model: the mask and its controls on the canvases of the same unmasked runs."""
     for item in watching.items(settings):
         for kind in KINDS:
             yield {**item, "hidden": kind}
@@ -30,9 +30,8 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     texts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
     done = dl.denoise(model, texts, **settings["sampler"])
     mask = mask_top_sinks(settings["columns"])
-    replayed = dl.replay(
-        model, done, [mask if item["hidden"] == "sinks" else mask_random(like=mask)], attention=False
-    )
+    hooks = dict(zip(KINDS, (mask, mask_random(like=mask), mask_random(like=mask, match="mass")), strict=True))
+    replayed = dl.replay(model, done, [hooks[item["hidden"]]], attention=False)
     return {"flips": [_flips(replayed, row) for row in range(len(texts))]}
 
 

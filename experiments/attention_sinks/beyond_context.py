@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dlm_lens.experiments.attention_sinks import hooked
 from dlm_lens.experiments.attention_sinks.hooked import accuracy, difference
-from dlm_lens.experiments.attention_sinks.table1 import is_causal
+from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Experiment, Finding, Rendering, Settings
 

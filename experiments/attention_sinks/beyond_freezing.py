@@ -9,7 +9,7 @@ from dlm_lens.experiments.spec import Experiment, Finding, Rendering, Settings
 
 
 def conditions(settings: Settings, model: str) -> dict[str, str]:
-    """From a step on: the sinks of that step, the sinks of every step, random columns."""
+    """From a step on: the sinks of that step, the sinks of every step, random columns, as many or as heavy."""
     k = settings["columns"]
     mask = f"mask_top_sinks({k})"
     found = {"unmasked": ""}
@@ -18,6 +18,7 @@ def conditions(settings: Settings, model: str) -> dict[str, str]:
         found[f"frozen at {step}"] = f"freeze_sinks(TopK({k}), step={step})"
         found[f"followed from {step}"] = f"at_steps({mask}, {steps})"
         found[f"random from {step}"] = f"mask_random(like=at_steps({mask}, {steps}))"
+        found[f"same mass from {step}"] = f"mask_random(like=at_steps({mask}, {steps}), match='mass')"
     return found
 
 
@@ -31,7 +32,7 @@ def render(results: Results) -> Rendering:
             for step in results.settings["from_steps"]
         ]
         for model in results.models
-        for kind in ("frozen", "followed", "random")
+        for kind in ("frozen", "followed", "random", "same mass")
     }
     title = "the strongest columns of every head, hidden from a step on; 95% intervals (Wilson; paired bootstrap)"
     figure = lines(curves, x="from step", y="exact match")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks import watching
+from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.attention_sinks.problems import asked, chat
-from dlm_lens.experiments.attention_sinks.table1 import is_causal
 from dlm_lens.experiments.attention_sinks.watching import rule
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table

@@ -20,18 +20,23 @@ def lines(
     log: bool = False,
     title: str = "",
     ticks: Sequence[str] = (),
+    looks: Mapping[str, tuple[int, int]] | None = None,
 ) -> Figure:
-    """Curves of (x, number or interval); intervals become bars."""
+    """Curves of (x, number or interval); intervals become bars.
+
+    `looks` has for each curve the number of its colour and marker, and that of its line; otherwise all are its own.
+    """
     figure = Figure(figsize=(6.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, points) in enumerate(curves.items()):
         places = [float(place) for place, _ in points]
         centre = np.asarray([_centre(value) for _, value in points])
         bars = np.asarray([_ends(value) for _, value in points]).T
+        colour, line = (number, number) if looks is None else looks[name]
         kind: dict[str, Any] = {
-            "color": COLOURS[number % 8],
-            "marker": MARKS[number % 8],
-            "linestyle": STYLES[number % 4],
+            "color": COLOURS[colour % 8],
+            "marker": MARKS[colour % 8],
+            "linestyle": STYLES[line % 4],
         }
         if np.isfinite(bars).any():
             errors = np.clip(np.nan_to_num(np.stack([centre - bars[0], bars[1] - centre])), 0, None)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.table1 import is_causal
+from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.attention_sinks.watching import Watched, numbers, rule, watch
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table

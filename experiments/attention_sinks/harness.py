@@ -1,17 +1,16 @@
 """Table 1 on tasks of lm-evaluation-harness: GSM8K, HumanEval, or any other that is generated."""
 
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
-from dlm_lens.attention import Columns, Hidden, HookContext, hidden_per_map, hide_columns
 from dlm_lens.experiments.spec import Item, Settings
 
 
-def answered(model: Any, mask: Any, item: Item, settings: Settings) -> dict[str, Any]:
-    """Which documents were answered correctly, by the task's own metric, and the columns hidden per map.
+def answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool]:
+    """Which documents were answered correctly, by the task's own metric.
 
-    The preset of Table 1 for the item's model is used where there is one; the settings' sampler wins over it.
+    The preset of Table 1 for the item's model is used where there is one, unless the settings say `presets=False`;
+    the settings' sampler wins over it.
 
     Raises:
         ImportError: lm-evaluation-harness is not installed.
@@ -22,13 +21,12 @@ def answered(model: Any, mask: Any, item: Item, settings: Settings) -> dict[str,
     from dlm_lens.evaluation.harness import HarnessLM
     from dlm_lens.evaluation.running import check_code, find_tasks
 
-    preset = preset_of(item["model"], settings["task"])
+    preset = preset_of(item["model"], settings["task"]) if settings.get("presets", True) else None
     task = preset.task if preset else settings["task"]
     manager = find_tasks([task])
     check_code(manager, [task], settings["confirm_run_unsafe_code"])
     generation = {**(asdict(preset.generation) if preset else {}), **settings["sampler"]}
-    witness = Witness()
-    hooks = () if mask is None else (mask, witness)
+    hooks = () if mask is None else (mask,)
     lm = HarnessLM(model, hooks=hooks, generation=generation or None, seed=item["seed"],
                    add_bos=preset.add_bos if preset else False)  # fmt: skip
     stop = min(item["start"] + settings["batch"], settings["prompts"])
@@ -38,11 +36,7 @@ def answered(model: Any, mask: Any, item: Item, settings: Settings) -> dict[str,
         bootstrap_iters=0, confirm_run_unsafe_code=settings["confirm_run_unsafe_code"],
     )  # fmt: skip
     samples: list[dict[str, Any]] = (results or {})["samples"][task]
-    return {
-        "correct": read_correct(samples, preset.metric if preset else ""),
-        "hook": repr(mask),
-        "hidden": witness.per_map(mask),
-    }
+    return read_correct(samples, preset.metric if preset else "")
 
 
 def preset_of(model: str, task: str) -> Any:
@@ -73,32 +67,3 @@ def read_correct(samples: list[dict[str, Any]], metric: str) -> list[bool]:
     if not mine or name not in mine[0]:
         raise ValueError(f"the harness's samples have no {metric or name!r}; they have {', '.join(samples[0])}")
     return [bool(sample[name]) for sample in sorted(mine, key=lambda sample: int(sample["doc_id"]))]
-
-
-class Witness:
-    """A hook that hides nothing and remembers the runs that it saw, to ask them what was hidden."""
-
-    site: Literal["scores"] = "scores"
-
-    def __init__(self) -> None:
-        self.memories: dict[int, Any] = {}
-
-    def __repr__(self) -> str:
-        return "Witness()"
-
-    def __call__(self, tensor: Any, hook: HookContext | None = None) -> Any:
-        """The scores as they are."""
-        return hide_columns(self, tensor, hook)
-
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
-        """Nothing."""
-        run = getattr(hook, "run", None)
-        if run is not None:
-            self.memories[id(run.memory)] = run.memory
-        return None
-
-    def per_map(self, mask: Any) -> float:
-        """Columns hidden per map, mean over the runs."""
-        found = [hidden_per_map(memory, mask) for memory in self.memories.values()] if mask is not None else []
-        known = [value for value in found if value is not None]
-        return round(sum(known) / len(known), 4) if known else 0.0

@@ -3,27 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dlm_lens.experiments.attention_sinks.masking_findings import accuracy, findings, has
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, asked, problems, starts
+from dlm_lens.experiments.attention_sinks.readings import CONTROLS, VARIANTS, conditions, named
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table
-from dlm_lens.experiments.statistics import Interval, mean_over_prompts, paired_difference, wilson
-
-BASE: dict[str, Any] = {
-    "choose": "top", "per": "head", "source": "current", "stage": "before_softmax", "scale": "relative"
-}  # fmt: skip
-"""The reading that the others are set beside: the k strongest columns of every head, in this pass."""
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "random": {"choose": "random"},
-    "eps": {"choose": "eps"},
-    "layer": {"per": "layer"},
-    "model": {"per": "model", "source": "previous"},
-    "previous": {"source": "previous"},
-    "clean": {"source": "clean"},
-    "after": {"stage": "after"},
-    "raw": {"scale": "raw"},
-}
-"""One change each: a control, Eq. 3 with eps lowered until so many go, level, source, stage, scale."""
+from dlm_lens.experiments.spec import Cost, Experiment, Item, Rendering, Settings, Table
+from dlm_lens.experiments.statistics import mean_over_prompts, paired_difference, wilson
 
 
 def items(settings: Settings) -> Iterator[Item]:
@@ -38,27 +23,20 @@ def items(settings: Settings) -> Iterator[Item]:
                     yield {"model": model, **condition, "seed": seed, "start": start}
 
 
-def conditions(settings: Settings) -> list[dict[str, Any]]:
-    """Unmasked, the base reading with every number of columns, and the variants."""
-    found = [{"columns": 0, **BASE}] + [{"columns": k, **BASE} for k in settings["columns"]]
-    for variant in settings["variants"]:
-        if variant not in VARIANTS:
-            raise ValueError(f"variant {variant!r} is not there; there are {', '.join(VARIANTS)}")
-        # The control stands beside every number of columns.
-        numbers = settings["columns"] if variant == "random" else settings["varied"]
-        found += [{"columns": k, **BASE, **VARIANTS[variant]} for k in numbers]
-    return found
-
-
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Which problems were answered correctly, and how many columns went per map."""
-    model = bench.model(item["model"])
-    mask = mask_of(item, settings, bench)
-    if settings["task"] in SHIPPED:
-        return _answered(model, mask, item, settings)
-    from dlm_lens.experiments.attention_sinks.harness import answered
+    """Which problems were answered correctly, and what went per map: columns, attention, learned sink tokens."""
+    from dlm_lens.experiments.attention_sinks.weighing import Weighed
 
-    return answered(model, mask, item, settings)
+    model, mask = bench.model(item["model"]), mask_of(item, settings, bench)
+    weighed = None if mask is None else Weighed(mask)
+    if settings["task"] in SHIPPED:
+        correct = _answered(model, weighed, item, settings)
+    else:
+        from dlm_lens.experiments.attention_sinks.harness import answered
+
+        correct = answered(model, weighed, item, settings)
+    nothing = {"hidden": 0.0, "mass": 0.0, "learned": 0.0}
+    return {"correct": correct, "hook": repr(mask), **(nothing if weighed is None else weighed.account())}
 
 
 def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
@@ -80,7 +58,10 @@ def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
         )
         return mask_sinks(AboveMean(eps), **rest)
     mask = mask_sinks(TopK(item["columns"]), **rest)
-    return mask_random(like=mask, seed=item["seed"]) if item["choose"] == "random" else mask
+    if item["choose"] in CONTROLS:
+        match: Any = "mass" if item["choose"] == "mass" else "columns"
+        return mask_random(like=mask, seed=item["seed"], match=match)
+    return mask
 
 
 def eps_for(model: Any, columns: float, settings: Settings) -> float:
@@ -104,7 +85,7 @@ def _calibration(settings: Settings) -> Sequence[Any]:
     return problems(task)[: settings["calibration"]]
 
 
-def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> dict[str, Any]:
+def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool]:
     import dlm_lens as dl
     from dlm_lens.evaluation.tasks.toy import final_answer
 
@@ -113,14 +94,7 @@ def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> dict[str
     done = dl.denoise(
         model, [problem.prompt for problem in these], hooks=hooks, seed=item["seed"], **settings["sampler"]
     )
-    hidden = done.settings.get("columns_hidden", (0.0,))[0]
-    return {
-        "correct": [
-            final_answer(text) == problem.target for text, problem in zip(done.answers, these, strict=True)
-        ],
-        "hook": repr(mask),
-        "hidden": round(hidden or 0.0, 4),
-    }
+    return [final_answer(text) == problem.target for text, problem in zip(done.answers, these, strict=True)]
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
@@ -134,152 +108,72 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 
 def render(results: Results) -> Rendering:
     """Accuracy of every condition, its distance to the unmasked model, and the paper's claims."""
-    rows = []
-    for model in results.models:
-        plain = results.listed("correct", model=model, columns=0)
-        for condition in conditions(results.settings):
-            correct = results.listed("correct", model=model, **condition)
-            if correct:
-                lost = paired_difference(correct, plain) if len(correct) == len(plain) else None
-                rows.append([model, *_names(condition), _hidden(results, model, condition), str(wilson(correct)),
-                             "-" if lost is None or not condition["columns"] else str(lost),
-                             str(len(correct))])  # fmt: skip
-    head = ["model", "columns", "reading", "hidden per map", "exact match", "minus unmasked", "n"]
-    table = Table(f"exact match of {results.settings['task']}, 95% intervals (Wilson; differences: bootstrap)",
-                  head, rows)  # fmt: skip
-    return Rendering([table], {"accuracy": _figure(results)}, list(_findings(results)))
+    title = f"exact match of {results.settings['task']}, 95% intervals (Wilson; differences paired by prompt)"
+    rows = [row for model in results.models for row in rows_of(results, model, conditions(results.settings))]
+    notes = list(_notes(results))
+    return Rendering([Table(title, HEAD, rows)], {"accuracy": _figure(results)}, list(findings(results)), notes)
 
 
-def accuracy(results: Results, model: str, columns: int, **changes: Any) -> Interval:
-    """Exact match of a condition: the base reading with some changes."""
-    return wilson(results.listed("correct", model=model, columns=columns, **{**BASE, **changes}))
+HEAD = ["model", "columns", "reading", "hidden per map", "attention on them", "exact match", "minus unmasked", "n"]
 
 
-def change(
-    results: Results, model: str, columns: int, against: Mapping[str, Any] | None = None, **changes: Any
-) -> Interval:
-    """Exact match of a condition minus that of another (the unmasked model's), paired by prompt."""
-    one = results.listed("correct", model=model, columns=columns, **{**BASE, **changes})
-    other = results.listed("correct", model=model, **({"columns": 0, **BASE} if against is None else dict(against)))
-    return paired_difference(one, other)
+def rows_of(results: Results, model: str, found: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """A line of the table per condition that has results."""
+    plain = results.listed("correct", model=model, columns=0)
+    for condition in found:
+        correct = results.listed("correct", model=model, **condition)
+        if correct:
+            whole = condition["columns"] and len(correct) == len(plain)
+            lost = str(paired_difference(correct, plain)) if whole else "-"
+            account = _account(results, model, condition)
+            yield [model, *named(condition), *account, str(wilson(correct)), lost, str(len(correct))]
 
 
-def is_causal(name: str) -> bool:
-    """Whether a model of the tables here is an AR baseline, by its name."""
-    return name.endswith("-ar") or "llama" in name.lower()
+def _account(results: Results, model: str, condition: Mapping[str, Any]) -> tuple[str, str]:
+    """Columns hidden per map, learned sink tokens among them, and their share of the attention."""
+    hidden, mass, learned = (mean(results, name, model, condition) for name in ("hidden", "mass", "learned"))
+    return f"{hidden:.2f}" + (f" ({learned:.2f} learned)" if learned else ""), f"{mass:.3f}"
 
 
-READINGS: tuple[dict[str, Any], ...] = ({}, VARIANTS["layer"], VARIANTS["model"])
-"""Readings of "one sink" that the verdicts are given for; the paper does not say which is its own."""
+def mean(results: Results, name: str, model: str, condition: Mapping[str, Any]) -> float:
+    """A number of the account, mean over the items of a condition."""
+    found = [record.value[name] for record in results.where(model=model, **condition)]
+    return mean_over_prompts(found).value
 
 
-def _findings(results: Results) -> Iterator[Finding]:
-    ours = [model for model in results.models if _has(results, model, 0)]
-    for model in ours:
-        yield from _of_baseline(results, model) if is_causal(model) else _of_diffusion(results, model)
-    for model in ours:
-        yield from (
-            _against(results, model, other, reading)
-            for other in ours
-            for reading in READINGS
-            if is_causal(other) and not is_causal(model) and _has(results, model, 1, **reading)
-        )
-    yield from _of_controls(results, ours)
-
-
-def _of_diffusion(results: Results, model: str) -> Iterator[Finding]:
-    for reading in (one for one in READINGS if _has(results, model, 1, **one)):
-        lost = change(results, model, 1, **reading)
-        yield Finding(
-            'masking one sink costs a DLM "less than 1%" (text); Table 1: 0 to 0.03 on GSM8K',
-            f"{model}: {lost} (one sink {_reading(reading)})",
-            "agrees" if lost.low > -0.05 else "disagrees" if lost.high < -0.05 else "undecided",
-            "agreement is taken as a loss below 0.05",
-        )
-    if _has(results, model, 10):
-        lost = change(results, model, 10)
-        yield Finding(
-            "ten sinks cost 0.07 (Dream) to 0.21 (LLaDA) on GSM8K",
-            f"{model}: {lost} (ten sinks per head)",
-            "disagrees" if lost.high < -0.25 or lost.low > 0 else "agrees" if lost.high < 0 else "undecided",
-            "ten columns are about a fifth of these canvases of 48 to 58 positions, and at most 4% of the paper's, "
-            "whose answers alone have 256",
-        )
-
-
-def _against(results: Results, model: str, other: str, reading: Mapping[str, Any]) -> Finding:
-    ours, theirs = change(results, model, 1, **reading), change(results, other, 1, **reading)
-    return Finding(
-        "DLMs lose less than an AR model: 0 to 0.03 against 0.83 on GSM8K",
-        f"one sink {_reading(reading)}: {model} {ours}, {other} {theirs}",
-        "agrees" if ours.low > theirs.high else "disagrees" if ours.high < theirs.low else "undecided",
-        "agreement is taken as intervals that do not touch",
+def _notes(results: Results) -> Iterator[str]:
+    yield (
+        "Attention on them: share of the attention of a map (one head of one layer at one step) that the hidden "
+        "columns receive in front of the mask, over the runs of the condition itself. The control of the same mass "
+        'takes random columns, never the sinks, until they receive as much (`mask_random(match="mass")`); it has '
+        "to hide more of them, and where all others receive less, it falls short. Its columns differ from head to "
+        "head, so that others still see what one head lost; the sinks of two heads may coincide."
     )
-
-
-def _reading(reading: Mapping[str, Any]) -> str:
-    return f"per {reading.get('per', 'head')}"
-
-
-def _of_baseline(results: Results, model: str) -> Iterator[Finding]:
-    for scale in ("raw", "relative"):
-        for k in (1, 5):
-            if _has(results, model, k, scale=scale):
-                left = accuracy(results, model, k, scale=scale)
-                yield Finding(
-                    "one masked sink destroys the AR baseline: 0.85 to 0.02",
-                    f"{model}: {accuracy(results, model, 0)} to {left} (top {k}, {scale} column sums)",
-                    "agrees" if left.high < 0.5 else "disagrees" if left.low > 0.5 else "undecided",
-                    "agreement is taken as less than half left"
-                    + ("; relative sums leave out what the causal mask alone gives to the first token"
-                       if scale == "relative" else ""),
-                )  # fmt: skip
-                break
-
-
-def _of_controls(results: Results, models: Sequence[str]) -> Iterator[Finding]:
-    for model in models:
-        for k in results.settings["columns"]:
-            if _has(results, model, k) and _has(results, model, k, choose="random"):
-                more = change(results, model, k, {"columns": k, **BASE, "choose": "random"})
-                yield Finding(
-                    "no control in the paper",
-                    f"{model}: top {k} minus {k} random columns: {more}",
-                    "no counterpart",
-                    "below 0: sinks matter more than other columns" if more.high < 0 else "",
-                )
-
-
-def _has(results: Results, model: str, columns: int, **changes: Any) -> bool:
-    return bool(results.where(model=model, columns=columns, **{**BASE, **changes}))
-
-
-def _names(condition: Mapping[str, Any]) -> list[str]:
-    changed = [f"{name} {value}" for name, value in condition.items() if name != "columns" and value != BASE[name]]
-    if not condition["columns"]:
-        return ["0", "unmasked"]
-    return [str(condition["columns"]), ", ".join(changed) or "top k of every head, this pass, before the softmax"]
-
-
-def _hidden(results: Results, model: str, condition: Mapping[str, Any]) -> str:
-    found = [record.value["hidden"] for record in results.where(model=model, **condition)]
-    return f"{mean_over_prompts(found).value:.2f}"
+    learned = [
+        model for model in results.models if any(record.value["learned"] for record in results.where(model=model))
+    ]
+    for model in learned:
+        yield (
+            f"The learned sink token of {model} can be hidden like any other key, and is where it is among the "
+            'strongest ("learned" in the table); its own row keeps itself. Controls never choose it.'
+        )
 
 
 def _figure(results: Results) -> Any:
     from dlm_lens.experiments.attention_sinks.drawing import lines
 
-    curves = {}
-    for model in results.models:
-        for choose in ("top", "random"):
+    curves, looks = {}, {}
+    for look, model in enumerate(results.models):
+        for line, (choose, name) in enumerate({"top": "strongest columns", **CONTROLS}.items()):
             points = [
                 (k, accuracy(results, model, k, **({"choose": choose} if k else {})))
                 for k in (0, *results.settings["columns"])
-                if _has(results, model, k, **({"choose": choose} if k else {}))
+                if has(results, model, k, **({"choose": choose} if k else {}))
             ]
             if len(points) > 1:
-                curves[f"{model}, {'strongest' if choose == 'top' else 'random'} columns"] = points
-    return lines(curves, x="columns hidden per head", y=f"exact match, {results.settings['task']}")
+                curves[f"{model}, {name}"], looks[f"{model}, {name}"] = points, (look, line)
+    y = f"exact match, {results.settings['task']}"
+    return lines(curves, x="sinks hidden per head, or matched", y=y, looks=looks)
 
 
 PAPER = (
@@ -305,8 +199,9 @@ EXPERIMENT = Experiment(
     title="accuracy with the strongest attention sinks hidden",
     metric="exact match of the final answer",
     small={
-        "models": ["toy", "toy-ar"], "task": "toy_arithmetic", "prompts": 8, "batch": 8, "columns": [1, 5, 10],
-        "varied": [1], "variants": ["random", "eps", "raw"], "seeds": [0], "calibration": 4, "sampler": {},
+        "models": ["toy", "toy-sink", "toy-ar"], "task": "toy_arithmetic", "prompts": 8, "batch": 8,
+        "columns": [1, 5, 10], "varied": [1], "variants": ["random", "mass", "eps", "raw"], "seeds": [0],
+        "calibration": 4, "sampler": {},
         "confirm_run_unsafe_code": False,
     },
     full={

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 
 from dlm_lens.experiments import find_experiment, list_experiments, list_items, load_results
-from dlm_lens.experiments.attention_sinks import beyond_future, fig4_moving, hooked, page, table1
+from dlm_lens.experiments.attention_sinks import (
+    beyond_future,
+    fig4_moving,
+    hooked,
+    instruct_tables,
+    masking_findings,
+    page,
+)
 from dlm_lens.experiments.attention_sinks.harness import read_correct
-from dlm_lens.experiments.attention_sinks.table1 import conditions
+from dlm_lens.experiments.attention_sinks.readings import BASE, READINGS, conditions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -28,59 +35,95 @@ def test_the_page_is_what_the_results_say() -> None:
 def test_every_figure_and_table_is_there() -> None:
     names = {experiment.name for experiment in list_experiments() if "2510.15731" in experiment.shows}
     shown = {experiment.shows for experiment in list_experiments()}
-    assert {f"2510.15731, Figure {n}" for n in (1, 3, 4, 5, 6, 7, 8, 9, 10)} | {"2510.15731, Table 1"} <= shown
+    figures = {f"2510.15731, Figure {n}" for n in (1, 3, 4, 5, 6, 7, 8, 9, 10)}
+    assert figures | {"2510.15731, Table 1", "2510.15731, Section 8"} <= shown
     for name in names:
         assert f"\n## {name}\n" in PAGE, name
         assert "items are missing" not in PAGE
 
 
-def test_exact_matches_of_table_1_by_hand() -> None:
-    found = lines("table1-masking")
-    for model in ("toy", "toy-ar"):
-        for k in (0, 1, 5, 10):
-            plain = {"choose": "top", "per": "head", "source": "current", "stage": "before_softmax",
-                     "scale": "relative"}  # fmt: skip
-            mine = [
-                line for line in found if {"model": model, "columns": k, **plain}.items() <= line["item"].items()
-            ]
-            right = [one for line in mine for one in line["value"]["correct"]]
-            assert len(right) >= 24
-            share = sum(right) / len(right)
-            row = next(
-                line for line in PAGE.splitlines()
-                if line.startswith(f"| {model} | {k} | {'unmasked' if not k else 'top k'}")
-            )  # fmt: skip
-            assert f"| {share:.2f} [" in row
-            assert row.endswith(f"| {len(right)} |")
+MODELS = ("toy", "toy-sink", "toy-ar")
 
 
-def test_sinks_matter_more_than_random_columns_in_both_models() -> None:
-    found = lines("table1-masking")
-    for model in ("toy", "toy-ar"):
-        right = {}
-        for choose in ("top", "random"):
-            wanted = {"model": model, "columns": 1, "choose": choose, "per": "head", "source": "current",
-                      "stage": "before_softmax", "scale": "relative"}  # fmt: skip
-            right[choose] = [
-                one for line in found if wanted.items() <= line["item"].items() for one in line["value"]["correct"]
-            ]
-        assert sum(right["top"]) < sum(right["random"])
+def masked(model: str, columns: int, **changes: str) -> dict[str, list[float]]:
+    """The committed values of a condition of Table 1, prompt by prompt or item by item."""
+    wanted = {"model": model, "columns": columns, **BASE, **changes}
+    mine = [line["value"] for line in lines("table1-masking") if wanted.items() <= line["item"].items()]
+    found = {name: [value[name] for value in mine] for name in ("hidden", "mass", "learned")}
+    return {**found, "right": [one for value in mine for one in value["correct"]]}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_exact_matches_of_table_1_by_hand(model: str) -> None:
+    plain = masked(model, 0)["right"]
+    for columns in (0, 1, 5, 10):
+        for choose, reading in {
+            "top": "top k" if columns else "unmasked", "random": "control: as many random columns",
+            "mass": "control: random columns of the same mass",
+        }.items():  # fmt: skip
+            if not columns and choose != "top":
+                continue
+            found = masked(model, columns, choose=choose)
+            right = found["right"]
+            assert len(right) == len(plain) >= 90
+            row = next(line for line in PAGE.splitlines() if line.startswith(f"| {model} | {columns} | {reading}"))
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            assert float(cells[3].split()[0]) == pytest.approx(
+                sum(found["hidden"]) / len(found["hidden"]), abs=0.0051
+            )
+            assert float(cells[4]) == pytest.approx(sum(found["mass"]) / len(found["mass"]), abs=0.00051)
+            assert cells[5].startswith(f"{sum(right) / len(right):.2f} [")
+            assert cells[7] == str(len(right))
+            if columns:
+                lost = sum(int(a) - int(b) for a, b in zip(right, plain, strict=True)) / len(plain)
+                assert cells[6].startswith(f"{lost:.2f} [")
+
+
+def test_the_control_of_the_same_mass_has_the_mass_and_the_other_one_has_not() -> None:
+    for model in MODELS:
+        for columns in (1, 5, 10):
+            sinks, counted, weighed = (masked(model, columns, choose=name) for name in ("top", "random", "mass"))
+            mass = [sum(one["mass"]) / len(one["mass"]) for one in (sinks, counted, weighed)]
+            # Each condition has canvases of its own; in an AR prefix the other columns may hold too little.
+            assert mass[2] == pytest.approx(mass[0], rel=0.2 if model == "toy-ar" else 0.06)
+            assert mass[1] < 0.55 * mass[0]
+            hidden = [sum(one["hidden"]) / len(one["hidden"]) for one in (sinks, counted, weighed)]
+            assert hidden[2] > 1.5 * hidden[0]
+            assert hidden[1] == pytest.approx(hidden[0], rel=0.02)
+    assert 0.15 < sum(masked("toy-sink", 1)["learned"]) / 3 < 0.3
+    assert sum(masked("toy-sink", 1, choose="mass")["learned"]) == 0
+    assert sum(masked("toy", 1)["learned"]) == 0
+
+
+def test_sinks_matter_more_than_random_columns() -> None:
+    right = {
+        (model, choose): sum(masked(model, 1, choose=choose)["right"]) / len(masked(model, 1)["right"])
+        for model in MODELS
+        for choose in ("top", "random", "mass")
+    }
+    for model in MODELS:
+        assert right[model, "top"] < right[model, "random"] - 0.3
+    # Of the same mass too in the DLMs; in the AR model most of the difference is the mass.
+    for model in ("toy", "toy-sink"):
+        assert right[model, "top"] < right[model, "mass"] - 0.4 < right[model, "random"] - 0.3
+    assert right["toy-ar", "mass"] - right["toy-ar", "top"] < 0.5 * (
+        right["toy-ar", "random"] - right["toy-ar", "top"]
+    )
 
 
 def test_what_the_page_says_first_has_these_directions() -> None:
-    held = {
-        name: load_results(find_experiment(name), page.RESULTS / name)
-        for name in ("table1-masking", "beyond-confidence", "beyond-future", "beyond-context", "fig4-moving")
-    }
-    masking = held["table1-masking"]
-    per_head, per_layer = table1.READINGS[:2]
-    ours, theirs = (table1.change(masking, model, 1, **per_layer) for model in ("toy", "toy-ar"))
-    assert ours.low > theirs.high
-    ours, theirs = (table1.change(masking, model, 1, **per_head) for model in ("toy", "toy-ar"))
-    assert ours.low < theirs.high
-    ours, theirs = (table1.change(masking, model, 10, choose="random") for model in ("toy", "toy-ar"))
-    assert ours.low > -0.1
-    assert theirs.high < -0.5
+    held = {name: load_results(find_experiment(name), page.RESULTS / name) for name in page.SUMMARISED}
+    masking, change = held["table1-masking"], masking_findings.change
+    per_head, per_layer = READINGS[:2]
+    assert masking_findings.change_beside(masking, "toy", "toy-ar", **per_layer).low > 0
+    beside = masking_findings.change_beside(masking, "toy", "toy-ar", **per_head)
+    assert beside.low < 0 < beside.high
+    sinks, counted, weighed = (change(masking, "toy", 5, choose=name) for name in ("top", "random", "mass"))
+    assert sinks.high < -0.9 < -0.2 < min(counted.low, weighed.low)
+    theirs, theirs_weighed = (change(masking, "toy-ar", 5, choose=name) for name in ("top", "mass"))
+    assert theirs_weighed.high < -0.8
+    assert theirs.low < -0.9
+    assert change(masking, "toy-sink", 1).high < change(masking, "toy", 1).low
     counts = [one for line in lines("beyond-confidence") for one in line["value"]["flips"]
               if line["item"]["model"] == "toy" and line["item"]["hidden"] == "sinks"]  # fmt: skip
     flipped = sum(one["flipped"] for one in counts) / sum(one["open"] for one in counts)
@@ -91,6 +134,32 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     assert hooked.difference(held["beyond-context"], "toy", "window 8 and sinks", "window 8").low > 0
     assert fig4_moving.share(held["fig4-moving"], "toy", "moving").low < fig4_moving.share(
         held["fig4-moving"], "toy-ar", "moving").high  # fmt: skip
+
+
+def test_base_and_tuned_by_hand() -> None:
+    found = load_results(find_experiment("beyond-instruct"), page.RESULTS / "beyond-instruct")
+    sinks = [line for line in lines("beyond-instruct") if line["item"]["measure"] == "sinks"]
+    shared = {}
+    for tuned in ("toy+sft", "toy+pretraining"):
+        (value,) = [line["value"] for line in sinks if line["item"]["instruct"] == tuned]
+        assert len(value["base"]) == len(value["instruct"]) == 24
+        more = [
+            b["sinks"] / b["maps"] - a["sinks"] / a["maps"]
+            for a, b in zip(value["base"], value["instruct"], strict=True)
+        ]
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| toy, {tuned} | sinks per map |"))
+        assert f"| {sum(more) / 24:.3f} [" in row
+        shared[tuned] = [one["same"][0] / one["same"][1] for one in value["overlap"]]
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| toy, {tuned} | both on the base"))
+        assert f"| {sum(shared[tuned]) / 24:.3f} [" in row
+        assert max(one["other head"][0] / one["other head"][1] for one in value["overlap"]) < 0.05
+    # Both kinds of training move sinks, fine-tuning more of them.
+    assert sum(shared["toy+sft"]) < sum(shared["toy+pretraining"]) < 0.9 * 24
+    cost = instruct_tables.apart(found, ("toy", "toy+sft"), {"columns": 1, **BASE})
+    assert cost.low < 0 < cost.high
+    # The same condition of the same model in both experiments.
+    again = found.listed("correct", model="toy", columns=1, **BASE)
+    assert again == masked("toy", 1)["right"]
 
 
 def test_eps_of_figure_10_by_hand() -> None:
@@ -120,9 +189,9 @@ def test_items_differ_and_have_a_cost(small: bool) -> None:
 
 def test_table_1_has_a_reading_for_every_axis() -> None:
     every = conditions(find_experiment("table1-masking").full)
-    assert len(every) == 1 + 3 + 8 * 3
+    assert len(every) == 1 + 3 + 9 * 3
     for name, values in {
-        "choose": {"top", "eps", "random"}, "per": {"head", "layer", "model"}, "scale": {"relative", "raw"},
+        "choose": {"top", "eps", "random", "mass"}, "per": {"head", "layer", "model"}, "scale": {"relative", "raw"},
         "source": {"current", "previous", "clean"}, "stage": {"before_softmax", "after"},
     }.items():  # fmt: skip
         assert {condition[name] for condition in every} == values

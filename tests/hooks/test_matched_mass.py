@@ -142,6 +142,15 @@ def test_the_mass_is_that_of_the_statistics_that_ranked_the_sinks() -> None:
                 assert {j for j in range(24) if found[row, head, j]} == wanted, hook
 
 
+def test_where_all_heads_lose_the_same_columns_the_mass_is_the_heads_mean() -> None:
+    run, sums = a_run(), uneven(2)
+    found = chosen(mask_random(like=mask_positions(5, 9), match="mass", seed=SEED), run, sums)
+    for row in range(2):
+        wanted = nearest(drawn(run, 0)[row][0], sums[row].double().mean(0), {5, 9})
+        for head in range(4):
+            assert {j for j in range(24) if found[row, head, j]} == wanted
+
+
 def test_the_sum_is_as_near_as_one_more_column_can_bring_it() -> None:
     run = a_run()
     hook = mask_random(like=mask_top_sinks(3), match="mass", seed=SEED)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_lens.attention import Hook
+from dlm_lens.attention import Hook, PointContext
 from dlm_lens.hooks import MaskPositions, attached, mask_positions, sink
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -156,3 +156,23 @@ def test_bad_settings_are_refused() -> None:
         mask_positions("eos")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="position 7 is not there; the model has 4 canvas positions"):
         mask_positions(7)(torch.zeros(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("stage", "own", "others"),
+    [
+        (
+            "before_softmax",
+            "blocks.1.attn.hook_attn_scores",
+            ["blocks.1.attn.hook_pattern", "blocks.1.attn.v.hook_out"],
+        ),
+        ("after", "blocks.1.attn.hook_pattern", ["blocks.1.attn.hook_attn_scores", "blocks.1.hook_resid_post"]),
+    ],
+)
+def test_a_host_s_other_points_are_refused(stage: Any, own: str, others: list[str]) -> None:
+    """On a pattern, what hides scores would leave minus infinity, and NaN behind it."""
+    hook, pattern = mask_positions(0, stage=stage), torch.full((1, 2, 4, 4), 0.25)
+    assert hook(pattern, PointContext(own, 1)).equal(hook(pattern))
+    for name in others:
+        with pytest.raises(ValueError, match=rf"belongs at {own.rpartition('.')[2]} and was put at {name}"):
+            hook(pattern, PointContext(name, 1))

@@ -1,0 +1,115 @@
+"""What is compared between a base and an instruct model: each one's sinks, and where both have theirs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
+from dlm_lens.experiments.spec import Item, Settings
+
+MEASURES: dict[str, tuple[str, str]] = {
+    "sinks per map": ("sinks", "maps"),
+    "maps with a sink": ("with_sink", "maps"),
+    "moves per 100 pairs of steps": ("moves", "pairs"),
+    "patterns whose sink moves": ("moving", "patterns"),
+    "static, of the patterns with a sink": ("static", "settled"),
+    "drift of the main sink, positions per step": ("drift", "drifting"),
+}
+"""One number over another per prompt. A map is a head's pattern at a step; a pattern is a head's over the run."""
+
+OVERLAPS: dict[str, str] = {
+    "own": "each model's own run",
+    "same": "both on the base model's canvases",
+    "other head": "the same, against the next head of the layer (chance)",
+}
+
+
+def compare(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
+    """Per prompt: the measures of both models, kinds of tokens under their sinks, overlap of the sinks' positions.
+
+    Raises:
+        ValueError: the models encode the prompts differently, so that positions do not mean the same.
+    """
+    import dlm_lens as dl
+
+    base, instruct = (_own(name, item, settings, bench) for name in (item["base"], item["instruct"]))
+    _check(item, base, instruct)
+    model = bench.model(item["instruct"])
+    shared = dl.find_sinks(dl.received_over_steps(model, base["run"]), rule(settings)).is_sink
+    pairs = {
+        "own": (base["is_sink"], instruct["is_sink"]),
+        "same": (base["is_sink"], shared),
+        "other head": (base["is_sink"], shared.roll(1, 3)),
+    }
+    return {
+        "base": base["rows"],
+        "instruct": instruct["rows"],
+        "overlap": [{name: overlap(one[:, row], two[:, row]) for name, (one, two) in pairs.items()}
+                    for row in range(len(base["rows"]))],
+    }  # fmt: skip
+
+
+def _own(name: str, item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
+    """A model's run on the item's prompts: measures per prompt, and all its sinks on the CPU."""
+    import torch
+
+    import dlm_lens as dl
+
+    watched = watch({"model": name, "start": item["start"]}, settings, bench)
+    sinks = [dl.find_sinks(one.received["all"], rule(settings)).is_sink for one in watched]
+    return {
+        "run": watched[0].run,
+        "is_sink": torch.cat(sinks, 1),
+        "rows": [_measured(one.received["all"], settings) for one in watched],
+    }
+
+
+def _measured(received: Any, settings: Settings) -> dict[str, Any]:
+    """The counts of one prompt, and the share of each kind of token among its sinks and among its keys."""
+    import dlm_lens as dl
+
+    sinks = dl.find_sinks(received, rule(settings))
+    paths = dl.trajectories(received, rule(settings))
+    kinds, measures = paths.kinds.flatten().tolist(), paths.measures
+    tokens = dl.token_enrichment(paths).set_index("class")
+    defined = (~sinks.scores.isnan()).any(-1)
+    return {
+        "sinks": int(sinks.is_sink.sum()),
+        "with_sink": int(sinks.is_sink.any(-1).sum()),
+        "maps": int(defined.sum()),
+        "moves": 100 * int((paths.before >= 0).sum()),
+        "pairs": int((paths.defined.sum(0) - 1).clamp(min=0).sum()),
+        "moving": kinds.count("moving"),
+        "patterns": len(kinds),
+        "static": kinds.count("static"),
+        "settled": len(kinds) - kinds.count("none"),
+        "drift": numbers(float(measures["drift"].sum())),
+        "drifting": int(measures["drift"].count()),
+        "kinds": {
+            str(name): numbers([float(line["share"]), float(line["base"])]) for name, line in tokens.iterrows()
+        },
+    }
+
+
+def overlap(one: Any, two: Any) -> list[int]:
+    """Counts of sinks [step, layer, head, key]: in both models, in either; maps with both, and with equal ones."""
+    both_have = one.any(-1) & two.any(-1)
+    equal = (one == two).all(-1) & both_have
+    return [int((one & two).sum()), int((one | two).sum()), int(both_have.sum()), int(equal.sum())]
+
+
+def _check(item: Item, base: Any, instruct: Any) -> None:
+    one, two = base["run"].canvases, instruct["run"].canvases
+    same = one.shape == two.shape and one[0].equal(two[0])
+    if not same or base["is_sink"].shape != instruct["is_sink"].shape:
+        shapes = " and ".join(str(list(found["is_sink"].shape)) for found in (base, instruct))
+        raise ValueError(
+            f"{item['base']} and {item['instruct']} have no common positions, layers and heads (sinks of shape "
+            f"{shapes}, or other token ids); give a base and an instruct DLM of one architecture and tokenizer, "
+            "and one sampler (--set 'sampler={...}')"
+        )
+
+
+def ratio(row: Mapping[str, Any], measure: str) -> float | None:
+    """A measure of one prompt; None where there is nothing to divide by."""
+    top, bottom = MEASURES[measure]
+    return row[top] / row[bottom] if row[bottom] else None

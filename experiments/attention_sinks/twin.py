@@ -1,0 +1,134 @@
+"""Fine-tuned twins of an embedded model: stand-ins for instruct models, trained inside a run and kept.
+
+"toy+sft" is `toy` after supervised fine-tuning as `dlm_lens.training` does it: the prompt is kept, the answer is
+masked. "toy+pretraining" went on for as many steps with the objective that it was trained with, so that what the
+fine-tuning did can be told from what any further training does. Both see the text that `toy` was trained on.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dlm_lens.experiments.spec import Settings
+
+OBJECTIVES: dict[str, dict[str, Any]] = {"+sft": {"whole_share": 0.0}, "+pretraining": {}}
+"""What changes in the objective of `experiments/toy`: in 30% of its rows the prompt is masked too."""
+
+ROWS = 20_000
+"""Sequences of the training text."""
+
+
+def split(name: str) -> tuple[str, str]:
+    """A model's name without and with only the ending of a twin."""
+    for ending in OBJECTIVES:
+        if name.endswith(ending):
+            return name.removesuffix(ending), ending
+    return name, ""
+
+
+class TwinBench:
+    """A bench that also knows twins: it trains those that are not there yet.
+
+    Args:
+        bench: the run's.
+        settings: `trained` (directory), `sft_steps`, `sft_rate`, `sft_batch`, `sft_seed`.
+    """
+
+    def __init__(self, bench: Any, settings: Settings) -> None:
+        self.bench, self.settings = bench, settings
+
+    def model(self, name: str) -> Any:
+        """The model of that name, or of a twin's."""
+        base, ending = split(name)
+        return self.bench.model(str(trained(base, ending, self.settings)) if ending else name)
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What was computed before for the model at hand."""
+        return self.bench.once(key, compute)
+
+
+def trained(base: str, ending: str, settings: Settings) -> Path:
+    """The last checkpoint of a twin; trained first, or gone on with, where it is not there.
+
+    Raises:
+        ValueError: a base that is no embedded model of the language, or several processes.
+    """
+    from dlm_lens.experiments.one_token.language import toy, training_text
+    from dlm_lens.experiments.one_token.training import alone
+    from dlm_lens.training import MaskedDiffusionTrainer
+    from dlm_lens.training.checkpoints import last_checkpoint, step_of
+
+    _check_base(base, ending)
+    directory = Path(settings["trained"]) / _name(base, ending, settings)
+    with alone(directory):
+        found = last_checkpoint(directory)
+        if found is None or step_of(found) < settings["sft_steps"]:
+            _check_alone(base, ending)
+            import dlm_lens as dl
+
+            corpus, _ = training_text(ROWS)
+            trainer = MaskedDiffusionTrainer(
+                dl.load(base), training_settings(ending, settings, directory), corpus,
+                tokenizer=toy("tokenizer").build_tokenizer(),
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=True)
+            found = trainer.last_checkpoint
+    if found is None or step_of(found) < settings["sft_steps"]:
+        raise RuntimeError(f"{directory} ended before step {settings['sft_steps']}; start the same command again")
+    return found
+
+
+def training_settings(ending: str, settings: Settings, directory: Path) -> Any:
+    """As the trainer wants them."""
+    from dlm_lens.experiments.one_token.language import toy
+    from dlm_lens.training import DataSettings, Optimisation, TrainingSettings
+
+    rate = settings["sft_rate"]
+    return TrainingSettings(
+        output=str(directory),
+        data=DataSettings(length=toy("tokenizer").SEQUENCE_LENGTH),
+        objective=replace(toy("train").DIFFUSION, **OBJECTIVES[ending]),
+        optimisation=Optimisation(
+            optimizer="muon", rate=rate, min_rate=rate / 10, warm_up=0.05, betas=(0.9, 0.98), weight_decay=0.1,
+            other_weight_decay=0.01,
+        ),
+        batch_size=settings["sft_batch"],
+        micro_batch_size=settings["sft_batch"],
+        steps=settings["sft_steps"],
+        seed=settings["sft_seed"],
+        precision="fp32",
+        save_steps=100,
+        save_minutes=1.0,
+        keep=1,
+        log_steps=50,
+        report_to=(),
+    )  # fmt: skip
+
+
+def _name(base: str, ending: str, settings: Mapping[str, Any]) -> str:
+    """Of its directory; other settings have another."""
+    known = {name: settings[name] for name in ("sft_steps", "sft_rate", "sft_batch", "sft_seed")}
+    digest = hashlib.sha256(json.dumps({**known, "rows": ROWS}, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{base}{ending}-{settings['sft_steps']}steps-{digest}"
+
+
+def _check_base(base: str, ending: str) -> None:
+    from dlm_lens.adapters import embedded_models
+
+    if base not in embedded_models() or base.endswith("-ar"):
+        raise ValueError(
+            f"{base}{ending}: twins are trained of embedded DLMs, on their language; name a checkpoint of the "
+            "instruct model instead, as in --model BASE --model INSTRUCT"
+        )
+
+
+def _check_alone(base: str, ending: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"{base}{ending} is not trained yet, and the processes of an experiment take an item each; run the "
+            "command once in one process, then under torchrun"
+        )

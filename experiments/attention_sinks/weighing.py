@@ -1,0 +1,73 @@
+"""`Weighed`: a hook that hides what another one hides, and keeps account of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.attention import (
+    Columns,
+    Hidden,
+    HookContext,
+    SinkLayout,
+    hidden_mass,
+    hidden_per_map,
+    hide_columns,
+)
+
+
+class Weighed:
+    """A column hook under watch: it acts as it did, and what its columns receive is always asked.
+
+    Numbers are means over the maps of all runs that it acted in; a hook without a run has none.
+
+    Args:
+        hook: the one that hides columns.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+        self._memories: dict[int, Any] = {}
+        self._learned: list[Tensor] = []
+
+    def __repr__(self) -> str:
+        return repr(self.hook)
+
+    def __getattr__(self, name: str) -> Any:
+        # Site, layers, needs_clean, check_run, observe: the hook's own, and absent where it has none.
+        if name == "hook":
+            raise AttributeError(name)
+        return getattr(self.hook, name)
+
+    def __call__(
+        self, tensor: Float[Tensor, "batch head query key"], hook: HookContext | None = None
+    ) -> Float[Tensor, "batch head query key"]:
+        """The scores or the pattern without the columns."""
+        return hide_columns(self, tensor, hook)
+
+    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+        """What the hook hides."""
+        columns()
+        found: Hidden | None = self.hook.hidden(keys, columns, hook)
+        run = getattr(hook, "run", None)
+        if found is not None and run is not None:
+            self._memories[id(run.memory)] = run.memory
+            layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
+            learned = found.columns & layout.is_sink(keys, found.columns.device)
+            self._learned.append(learned.sum(-1).float().mean())
+        return found
+
+    def account(self) -> dict[str, float]:
+        """Columns of content hidden per map, their share of the attention, and learned sink tokens among them."""
+        memories = list(self._memories.values())
+        return {
+            "hidden": _mean([hidden_per_map(memory, self) for memory in memories]),
+            "mass": _mean([hidden_mass(memory, self) for memory in memories]),
+            "learned": _mean([float(one) for one in self._learned]),
+        }
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), 4) if known else 0.0

@@ -1,0 +1,186 @@
+"""Table 1's conditions, and what its account says of them, against runs and counts of another make."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.experiments import Bench, find_experiment, run_experiment
+from dlm_lens.experiments.attention_sinks import masking_findings, table1
+from dlm_lens.experiments.attention_sinks.readings import BASE, VARIANTS, conditions, named
+from dlm_lens.experiments.attention_sinks.weighing import Weighed
+from dlm_lens.experiments.results import Record, Results
+from dlm_lens.hooks import mask_positions, mask_random, mask_sinks, mask_top_sinks, sink
+from dlm_lens.testing import tiny
+
+PROMPTS = [[3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50], [12, 8, 44, 31, 5, 26, 17, 40, 22]]
+RUN = {"gen_length": 8, "steps": 4}
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [mask_top_sinks(2), mask_sinks(dl.AboveMean(0.3), stage="after"), mask_top_sinks(2, source="clean"),
+     mask_top_sinks(2, per="model", source="previous"), mask_random(like=mask_top_sinks(2), match="mass")],
+    ids=repr,
+)  # fmt: skip
+def test_a_weighed_hook_acts_as_it_did_and_its_account_is_the_run_s(hook: Any) -> None:
+    model = tiny("llada")
+    weighed = Weighed(hook)
+    plain, watched = (dl.denoise(model, PROMPTS, hooks=[one], **RUN) for one in (hook, weighed))
+    assert watched.confidence.equal(plain.confidence)
+    assert repr(weighed) == repr(hook)
+    account = weighed.account()
+    assert account["hidden"] == pytest.approx(plain.settings["columns_hidden"][0], abs=1e-4)  # rounded
+    assert account["learned"] == 0
+    (mass,) = plain.settings["mass_hidden"]
+    assert mass is None if hook.needs_clean else account["mass"] == pytest.approx(mass, abs=1e-4)
+    assert 0 < account["mass"] < 1
+
+
+@torch.no_grad()
+def test_the_mass_of_hidden_positions_is_that_of_the_plain_pattern() -> None:
+    # Hidden in layer 0 only, whose pattern the mask does not change beforehand.
+    model = tiny("llada")
+    plain = dl.denoise(model, [PROMPTS[0]], **RUN)
+    weighed = Weighed(dl.hooks.at_layers(dl.hooks.at_steps(mask_positions(3, 7), 0), 0))
+    dl.denoise(model, [PROMPTS[0]], hooks=[weighed], **RUN)
+    received = dl.received_over_steps(model, plain, relative=False).values[0, 0, 0]  # [head, key]
+    assert weighed.account()["mass"] == pytest.approx(float(received[:, [3, 7]].sum(-1).mean() / 20), abs=1e-4)
+    assert weighed.account()["hidden"] == 2
+
+
+def test_learned_sinks_are_counted_among_the_hidden() -> None:
+    model = tiny("sink_qwen", num_sinks=2, sink_placement="front")
+    weighed = Weighed(mask_positions(sink(0), sink(1), 4))
+    dl.denoise(model, PROMPTS, hooks=[weighed], **RUN)
+    # Position 4 is content in both rows: the shorter one begins at 3.
+    assert weighed.account()["learned"] == 2
+    assert weighed.account()["hidden"] == 3
+    control = Weighed(mask_random(like=mask_positions(sink(0), sink(1), 4), match="mass"))
+    dl.denoise(model, PROMPTS, hooks=[control], **RUN)
+    assert control.account()["learned"] == 0
+    assert control.account()["hidden"] >= 2
+
+
+def test_every_condition_is_the_hook_that_it_names() -> None:
+    written = {
+        "": "mask_sinks(TopK(k=5))",
+        "random": "mask_random(like=mask_sinks(TopK(k=5)), seed=3)",
+        "mass": "mask_random(like=mask_sinks(TopK(k=5)), seed=3, match='mass')",
+        "eps": "mask_sinks(AboveMean(eps=2.5))",
+        "layer": "mask_sinks(TopK(k=5), per='layer')",
+        "model": "mask_sinks(TopK(k=5), per='model', source='previous')",
+        "previous": "mask_sinks(TopK(k=5), source='previous')",
+        "clean": "mask_sinks(TopK(k=5), source='clean')",
+        "after": "mask_sinks(TopK(k=5), stage='after')",
+        "raw": "mask_sinks(TopK(k=5), relative=False)",
+    }
+    assert set(written) == {"", *VARIANTS}
+    bench = SimpleNamespace(once=lambda key, compute: 2.5)
+    for variant, text in written.items():
+        item = {"model": "toy", "columns": 5, **BASE, **VARIANTS.get(variant, {}), "seed": 3}
+        assert repr(table1.mask_of(item, find_experiment("table1-masking").small, bench)) == text
+    assert table1.mask_of({"columns": 0}, {}, bench) is None
+
+
+def test_controls_stand_beside_every_number_of_columns() -> None:
+    given = {"columns": [1, 5], "varied": [1], "variants": ["random", "mass", "layer"]}
+    found = [" ".join(named(condition)) for condition in conditions(given)]
+    assert found == [
+        "0 unmasked",
+        "1 top k of every head, this pass, before the softmax",
+        "5 top k of every head, this pass, before the softmax",
+        "1 control: as many random columns",
+        "5 control: as many random columns",
+        "1 control: random columns of the same mass",
+        "5 control: random columns of the same mass",
+        "1 per layer",
+    ]
+    with pytest.raises(ValueError, match="variant 'colour' is not there; there are random, mass"):
+        conditions({**given, "variants": ["colour"]})
+
+
+def results_of(correct: dict[tuple[str, int, str], list[bool]]) -> Results:
+    """Results with these answers, by model, columns and choice."""
+    records = [
+        Record({"model": model, "columns": columns, **BASE, "choose": choose}, {"correct": answers}, 0.0)
+        for (model, columns, choose), answers in correct.items()
+    ]
+    settings = {"columns": [1], "variants": ["mass"], "varied": [1], "task": "t"}
+    return Results({"settings": settings}, records)
+
+
+def test_differences_are_paired_by_prompt() -> None:
+    found = results_of({
+        ("toy", 0, "top"): [True, True, True, False],
+        ("toy", 1, "top"): [True, False, True, False],
+        ("toy", 1, "mass"): [True, True, False, True],
+        ("toy-ar", 0, "top"): [True, True, False, True],
+        ("toy-ar", 1, "top"): [False, False, False, True],
+    })  # fmt: skip
+    assert masking_findings.change(found, "toy", 1).value == -0.25
+    # Prompt by prompt: 0, -1, 1, -1.
+    assert masking_findings.against_control(found, "toy", 1, "mass").value == -0.25
+    # (0, -1, 0, 0) - (-1, -1, 0, 0)
+    beside = masking_findings.change_beside(found, "toy", "toy-ar")
+    assert beside.value == 0.25
+    # Draws of four differences 1, 0, 0, 0 go from none of the 1 to two or three of it.
+    assert beside.low == 0
+    assert 0.5 <= beside.high <= 0.75
+    told = {finding.here: finding for finding in masking_findings.findings(found)}
+    text = next(here for here in told if here.startswith("one sink per head"))
+    assert told[text].verdict == "undecided"
+
+
+def test_the_harness_s_path_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**find_experiment("table1-masking").small, "prompts": 3, "batch": 3, "presets": False}
+    item = {"model": "toy", "columns": 1, **BASE, "seed": 0, "start": 0}
+    bench = Bench()
+    ours = table1.run(item, settings, bench)
+    monkeypatch.setattr(table1, "SHIPPED", {})
+    theirs = table1.run(item, settings, bench)
+    assert theirs["correct"] == ours["correct"]
+    assert theirs["hidden"] == ours["hidden"] == 1
+    # The harness leaves a run when all rows have ended, so that other steps count.
+    assert theirs["mass"] == pytest.approx(ours["mass"], rel=0.1)
+
+
+KILLED = """
+from dlm_lens.experiments import find_experiment, run_experiment
+run_experiment(find_experiment("table1-masking"), {out!r}, small=True, settings={settings!r})
+"""
+
+
+@pytest.mark.slow
+def test_table_1_killed_and_resumed_is_the_table_that_was_not(tmp_path: Path) -> None:
+    settings = {"models": ["toy"], "prompts": 2, "batch": 1, "columns": [1, 5, 10], "variants": ["random", "mass"],
+                "sampler": {"gen_length": 16, "steps": 16}}  # fmt: skip
+    script = KILLED.format(out=str(tmp_path / "killed"), settings=settings)
+    path = tmp_path / "killed" / "results-00000.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 240
+        while not path.exists() or path.read_text().count('"item"') < 4:
+            assert process.poll() is None, "it ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    kept = path.read_text().count('"item"')
+    assert 4 <= kept < 20
+    experiment = find_experiment("table1-masking")
+    resumed = run_experiment(experiment, tmp_path / "killed", small=True, settings=settings)
+    whole = run_experiment(experiment, tmp_path / "whole", small=True, settings=settings)
+    assert len(resumed.sessions) == 2
+    assert [(one.item, one.value) for one in resumed.records] == [(one.item, one.value) for one in whole.records]
+    assert len(whole.records) == 20
+    assert resumed.missing == 0
