@@ -19,8 +19,10 @@ class DreamConfig(Qwen2Config):
     eot_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Switch the cache off: every step sees the whole canvas anew."""
+        """Switch off the cache, since every step sees the whole canvas anew, and windows, which Dream never has."""
         kwargs.pop("auto_map", None)
+        # The original's attention ignores these fields, which came with Qwen2's config.
+        self.use_sliding_window, self.layer_types = False, None
         super().__post_init__(**kwargs)
         self.use_cache = False
 

@@ -35,6 +35,9 @@ FIXED = {
 }
 """Options of LLaDA's config that no released checkpoint varies; another value is another architecture."""
 
+ACTIVATIONS = ("silu", "gelu", "relu")
+"""Of the gate; the original's default, "swiglu", halves it, so that its weights have other shapes."""
+
 
 class LLaDAConfig(LlamaConfig):
     """Config of LLaDA: accepts the original config.json and writes it back beside Llama's names.
@@ -51,6 +54,8 @@ class LLaDAConfig(LlamaConfig):
     original_architecture: ClassVar[str] = "DlmLensLlama"  # TransformerLens's word for its adapter
     mask_token_id: int | None = None
     eot_token_id: int | None = None
+    rms_norm_eps: float = 1e-5  # the original's, where config.json is silent; Llama's is 1e-6
+    intermediate_size: int = 0  # 0: mlp_ratio * d_model
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Take LLaDA's names before the parent derives head_dim and the rotary parameters from them."""
@@ -58,8 +63,11 @@ class LLaDAConfig(LlamaConfig):
             given = kwargs.pop(name, None)
             if given is not None and given != value:
                 raise ValueError(f"LLaDA config has {name}={given!r}; only {value!r} is implemented")
-        if kwargs.get("mlp_hidden_size") is None and kwargs.get("mlp_ratio") and kwargs.get("d_model"):
-            self.intermediate_size = kwargs["mlp_ratio"] * kwargs["d_model"]
+        activation = kwargs.get("activation_type")
+        if activation not in (None, *ACTIVATIONS):
+            raise ValueError(
+                f"LLaDA config has activation_type={activation!r}; only {', '.join(ACTIVATIONS)} are implemented"
+            )
         if kwargs.pop("multi_query_attention", None):
             self.num_key_value_heads = 1
         elif "n_heads" in kwargs and kwargs.get("n_kv_heads") is None:
@@ -68,6 +76,8 @@ class LLaDAConfig(LlamaConfig):
             value = kwargs.pop(hub, None)
             if value is not None:
                 setattr(self, name, value)
+        if not self.intermediate_size:
+            self.intermediate_size = (kwargs.get("mlp_ratio") or 4) * self.hidden_size
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
         self.use_cache = False

@@ -145,16 +145,21 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
 
 
 def _resolve(name: str | Path, options: dict[str, Any]) -> str:
+    if not isinstance(name, str | Path) or not str(name):
+        raise ValueError(
+            f"{name!r} names no model; give an embedded one ({', '.join(embedded_models())}), a checkpoint's "
+            "directory, or a hub name"
+        )
     if str(name) in embedded_models():
         return str(CHECKPOINTS / str(name))
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         raise FileNotFoundError(f"{path} holds no config.json; give the directory that does, or a hub name")
     if not path.exists() and (isinstance(name, Path) or str(name).startswith((".", "/", "~"))):
         raise FileNotFoundError(f"{path} is no directory; give a checkpoint's directory or a hub name")
     if not path.exists() and path.suffix == ".safetensors" and len(path.parts) > 2:
         return needed_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
-    return str(name)
+    return str(path) if str(name).startswith("~") else str(name)
 
 
 def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[dict[str, Any], str]:

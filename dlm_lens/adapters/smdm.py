@@ -71,6 +71,7 @@ class SMDMConfig(LlamaConfig):
     is_causal: bool = False
     mask_token_id: int | None = None
     eot_token_id: int | None = None
+    rms_norm_eps: float = 1e-5  # lit_gpt's, where the file is silent; Llama's is 1e-6
     num_sinks: int = 0
     sink_placement: str = "front"  # strict's own error for a Literal is no sentence
     zero_sink_value: bool = False

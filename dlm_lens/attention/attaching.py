@@ -1,6 +1,6 @@
 """`attached`: run hooks at their sites in a model, for as long as a block lasts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -72,13 +72,16 @@ def attention_blocks(model: Any) -> list[nn.Module]:
     return blocks
 
 
-def checked(hooks: Sequence[Hook]) -> tuple[Hook, ...]:
-    """The hooks, if each is one.
+def checked(hooks: Iterable[Hook] | None) -> tuple[Hook, ...]:
+    """The hooks, if each is one; None for no hooks.
 
     Raises:
-        ValueError: something without a site, or with a site that is none.
+        ValueError: a hook that is in no list, something without a site, or with a site that is none.
     """
-    for hook in hooks:
+    if isinstance(hooks, Hook | str) or not isinstance(hooks, Iterable | None):
+        raise ValueError(f"hooks is {hooks!r}; give a list of hooks, such as hooks=[mask_top_sinks(5)]")
+    found = tuple(hooks or ())
+    for hook in found:
         if not isinstance(hook, Hook) or isinstance(hook, type):
             raise ValueError(
                 f"{hook!r} is no hook; take one of dlm_lens.hooks, or an object with a site and a call "
@@ -86,7 +89,7 @@ def checked(hooks: Sequence[Hook]) -> tuple[Hook, ...]:
             )
         if hook.site not in SITES:
             raise ValueError(f"{hook} belongs at {hook.site!r}, which is none of {', '.join(SITES)}")
-    return tuple(hooks)
+    return found
 
 
 def _layers(layers: Sequence[int] | None, count: int) -> set[int]:

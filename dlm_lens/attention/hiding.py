@@ -133,7 +133,12 @@ def _in_heads(sets: tuple[tuple[int, ...], ...], count: int) -> Bool[Tensor, "he
 
 
 def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | None") -> Tensor:
-    """Run a column hook on materialised scores or a pattern `[batch, head, query, key]`; returns the edited one."""
+    """Run a column hook on materialised scores or a pattern `[batch, head, query, key]`; returns the edited one.
+
+    Raises:
+        ValueError: a host put the hook at another point than its own, or attention has a cache.
+    """
+    _at_its_point(hook, context)
     if tensor.shape[-2] != tensor.shape[-1] and getattr(context, "run", None) is not None:
         raise ValueError(
             f"{hook}: attention has {tensor.shape[-2]} of {tensor.shape[-1]} queries, and a column is hidden from "
@@ -161,6 +166,13 @@ def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | Non
         return tensor.masked_fill(entries, floor)
     edited = tensor.masked_fill(entries, 0.0)
     return edited / edited.sum(-1, keepdim=True).clamp(min=1e-30) if hidden.renormalise else edited
+
+
+def _at_its_point(hook: "ColumnHook", context: "HookContext | None") -> None:
+    """Raise if the host names another point: what hides scores would leave minus infinity in a pattern."""
+    name, point = str(getattr(context, "name", "")), {"scores": "hook_attn_scores"}.get(hook.site, "hook_pattern")
+    if name.startswith("blocks.") and not name.endswith(point):
+        raise ValueError(f"{hook} belongs at {point} and was put at {name}; name that point")
 
 
 def count_hidden(

@@ -24,10 +24,10 @@ def sink(index: int) -> SinkToken:
     """Address learned sink token `index` (from 0) wherever a position is accepted.
 
     Raises:
-        ValueError: a negative index.
+        ValueError: no whole number, or a negative one.
     """
-    if index < 0:
-        raise ValueError(f"sink({index}): sinks are counted from 0")
+    if not isinstance(index, int) or index < 0:
+        raise ValueError(f"sink({index!r}): sinks are counted from 0; give a whole number")
     return SinkToken(index)
 
 

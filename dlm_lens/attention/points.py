@@ -66,8 +66,7 @@ class HookedAttention(nn.Module):
     ) -> tuple[Float[Tensor, "batch position d_model"], Float[Tensor, "batch head query key"] | None]:
         """Return what is added to the residual stream, and the pattern where it was materialised."""
         host = cast(Any, self)
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and not attention_mask.is_floating_point():
-            attention_mask = attention_mask.bool()  # of 0 and 1, which an additive mask would take for scores
+        attention_mask = _boolean_if_whole(attention_mask)
         q, k, v = self._project(hidden_states)
         q, k = self._rotate(q, k, *position_embeddings, dtype=v.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -177,6 +176,12 @@ class HookedAttention(nn.Module):
             return True
         # Hooks behind the softmax run in stream one at a time.
         return len(column_calls(host.hook_pattern)) > 1
+
+
+def _boolean_if_whole(mask: Any) -> Any:
+    """A mask [batch, heads, query, key] of whole numbers, 0 and 1, as boolean; added to scores it hid nothing."""
+    whole = isinstance(mask, Tensor) and mask.ndim == 4 and not mask.is_floating_point()
+    return mask.bool() if whole else mask
 
 
 def column_calls(*points: nn.Module) -> list[ColumnCall]:

@@ -1,6 +1,6 @@
 """What a reducer looks like, and what it is shown: one layer in one step."""
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -152,6 +152,8 @@ def checked_reducers(reducers: Any) -> tuple[AnyReducer, ...]:
         ValueError: something that is none, two of one name, or dims or reads that cannot be.
     """
     found: list[AnyReducer] = []
+    if isinstance(reducers, str) or not isinstance(reducers, Iterable):
+        raise ValueError(f"reducers is {reducers!r}; give a list, such as reducers=[ReceivedAttention()]")
     for reducer in reducers:
         parts = None if isinstance(reducer, type) else getattr(reducer, "parts", None)
         found += parts or (reducer,)

@@ -1,7 +1,26 @@
 """Checks that the settings of several samplers share, with one wording."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
+
+WHOLE = ("steps", "gen_length", "block_length", "top_k", "eot_token", "samples", "strata", "batch_size")
+REAL = ("temperature", "cfg_scale", "eps", "top_p", "alg_temp")
+
+
+def numbers(values: Mapping[str, Any]) -> None:
+    """Raise unless the settings that are numbers are finite ones, and whole where they count something.
+
+    Raises:
+        ValueError: naming the setting and its value.
+    """
+    for name, value in values.items():
+        if name in WHOLE and value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+        known = isinstance(value, Real) and not isinstance(value, bool)
+        if name in REAL and value is not None and not (known and math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number")
 
 
 def at_least_one(settings: Any, *names: str) -> None:

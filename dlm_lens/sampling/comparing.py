@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook
+from dlm_lens.attention.attaching import checked
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.result import Denoised
 
@@ -147,7 +148,8 @@ def compare(
     Raises:
         ValueError: no hook, hooks among the settings of both runs, or what `denoise` refuses.
     """
-    if not len(hooks):
+    hooks = checked(hooks)
+    if not hooks:
         raise ValueError("compare: hooks is empty; give at least one hook, or run dlm_lens.denoise twice")
     if "host" in settings:
         raise ValueError("compare makes two runs, which a host cannot follow; call dlm_lens.denoise yourself")

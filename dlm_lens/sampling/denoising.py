@@ -9,7 +9,9 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook
+from dlm_lens.attention.attaching import checked
 from dlm_lens.sampling.causal import CausalSettings, decode
+from dlm_lens.sampling.checks import numbers
 from dlm_lens.sampling.dream import DreamSampler, DreamSettings
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.hooking import HookRunner
@@ -113,6 +115,8 @@ def denoise(
         raise ValueError(f"logits is {logits!r}; it must be 'needed' or 'all'")
     if not hasattr(model, "sampler_defaults"):
         raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
+    numbers({**model.sampler_defaults, **given})
+    hooks = checked(hooks)
     prompts = read_prompts(model, prompt, attention_mask)
     seeds = row_seeds(seed, len(prompts.ids))
     sampler = family_of(model.config.model_type).sampler_of(model.config)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.adapters import ImageLayout, family_of
+from dlm_lens.sampling.checks import numbers
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
@@ -90,6 +91,7 @@ def generate_image_tokens(
         ValueError: a model, a prompt or a setting that cannot work, before anything is computed.
         NonFiniteLogitsError: naming the step; its `partial` holds the steps before.
     """
+    numbers({"steps": steps, "cfg_scale": cfg_scale, "temperature": temperature})
     settings = ImageSettings(steps, cfg_scale, temperature)
     layout = _layout(model, layout)
     prompts = _read(model, prompt, layout)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
+from dlm_lens.sampling.checks import numbers
 from dlm_lens.sampling.completion import greedy_completions
 from dlm_lens.sampling.corruption import CountCorruption, RateCorruption, chain_masks
 from dlm_lens.sampling.estimate import monte_carlo, strata_of
@@ -83,6 +84,7 @@ def log_likelihood(
     algorithm = family_of(model.config.model_type).sampler_of(model.config)
     causal = algorithm == "causal"
     method = method or ("chain_rule" if causal else "mc")
+    numbers({"samples": samples, "strata": strata, "batch_size": batch_size, "cfg_scale": cfg_scale, **settings})
     _check(method, algorithm, samples, cfg_scale, batch_size)
     pairs = read_pairs(model, prompt, answer)
     seeds = row_seeds(seed, len(pairs))

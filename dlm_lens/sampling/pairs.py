@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.prompts import read_prompts
+from dlm_lens.sampling.prompts import as_list, is_id, read_prompts
+
+_KINDS = "give text, token ids, or a list of them"
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,20 @@ def _is_single(value: Any) -> bool:
         value = value["input_ids"]
     if isinstance(value, Tensor):
         return value.ndim == 1
-    return isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int | Mapping))
+    value = as_list(value)
+    return isinstance(value, str) or (len(value) > 0 and (is_id(value[0]) or isinstance(value[0], Mapping)))
 
 
 def _read_answers(model: Any, answer: Any) -> list[Tensor]:
-    if not isinstance(answer, str | Tensor | Sequence):
-        raise ValueError(
-            f"the answer is of an unknown kind: {answer!r:.80}; give text, token ids, or a list of them"
-        )
+    answer = as_list(answer)
+    if isinstance(answer, bytes) or not isinstance(answer, str | Tensor | Sequence):
+        raise ValueError(f"the answer is of an unknown kind: {answer!r:.80}; {_KINDS}")
     if isinstance(answer, Tensor) and answer.ndim == 2:
         return [_ids(model, row) for row in answer]
-    if not isinstance(answer, str) and len(answer) and not isinstance(answer[0], int) and not _is_vector(answer):
+    several = not isinstance(answer, str | Tensor) and len(answer) and not isinstance(answer[0], int | float)
+    if several and not is_id(answer[0]):
         return [_ids(model, one) for one in answer]
     return [_ids(model, answer)]
-
-
-def _is_vector(answer: Any) -> bool:
-    return isinstance(answer, Tensor) and answer.ndim == 1
 
 
 def _ids(model: Any, answer: Any) -> Tensor:
@@ -83,10 +82,14 @@ def _ids(model: Any, answer: Any) -> Tensor:
         if model.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it takes token ids only; or set model.tokenizer")
         answer = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    ids = torch.as_tensor(answer)
-    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim != 1):
-        raise ValueError(f"answer ids must be integers [position], got {ids.dtype} {list(ids.shape)}")
-    return ids.long().cpu().flatten()
+    if not isinstance(answer, Tensor):
+        answer = as_list(answer)
+        if isinstance(answer, bytes) or not isinstance(answer, Sequence) or not all(map(is_id, answer)):
+            raise ValueError(f"the answer {answer!r:.80} holds no whole-number ids; {_KINDS}")
+        answer = torch.tensor([int(i) for i in answer], dtype=torch.long)
+    if answer.numel() and (answer.is_floating_point() or answer.dtype == torch.bool or answer.ndim != 1):
+        raise ValueError(f"answer ids must be integers [position], got {answer.dtype} {list(answer.shape)}")
+    return answer.long().cpu().flatten()
 
 
 def _check(model: Any, item: int, answer: Tensor) -> None:

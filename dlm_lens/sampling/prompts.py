@@ -1,8 +1,10 @@
 """Prompts in every form a user has them, as one left-padded batch of token ids."""
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -24,15 +26,21 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
     Args:
         model: a model of `dlm_lens.load`.
         prompt: a text or a list of texts; a list of chat messages ({"role", "content"}) or a list of such lists;
-            ids as a tensor `[position]` or `[batch, position]`, a list, or lists of unequal length; or what a
-            tokenizer returns (a mapping with "input_ids" and perhaps "attention_mask").
+            ids as a tensor or array `[position]` or `[batch, position]`, a list, or lists of unequal length; or
+            what a tokenizer returns (a mapping with "input_ids" and perhaps "attention_mask").
         attention_mask: 1 for content, 0 for padding on the left; only beside rectangular ids. It may go on over
             the answer, which is content, as MMaDA's does.
 
     Raises:
-        ValueError: an empty prompt, ids without an embedding row, padding on the right, no tokenizer for text.
+        ValueError: an empty prompt or one of an unknown kind, ids without an embedding row, padding on the right,
+            no tokenizer for text.
     """
     if isinstance(prompt, Mapping):
+        if "input_ids" not in prompt:
+            raise ValueError(
+                f"the prompt is a mapping of {', '.join(map(repr, prompt))} without 'input_ids'; give what a "
+                "tokenizer returns, or chat messages in a list"
+            )
         attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask
         prompt = prompt["input_ids"]
     embedding = model.get_input_embeddings().weight
@@ -61,8 +69,16 @@ def warn_beyond_context(model: Any, positions: int) -> None:
         warnings.warn(
             f"the canvas has {positions} positions, but the model was trained on {trained} at most; "
             "shorten the prompt or the answer, or read the result with care",
-            stacklevel=3,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` at which a warning names the line that called the library, however deep this is in it."""
+    frame, level = inspect.currentframe(), -1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dlm_lens", "torch"):
+        frame, level = frame.f_back, level + 1
+    return max(1, level + 1)
 
 
 def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
@@ -73,20 +89,56 @@ def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
         return prompt.long().unsqueeze(0) if prompt.ndim == 1 else prompt.long()
     if isinstance(prompt, str):
         return _tokenize(model, [prompt])
-    if not isinstance(prompt, Sequence) or len(prompt) == 0:
+    prompt = as_list(prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or len(prompt) == 0:
         raise ValueError(
             f"the prompt is empty or of an unknown kind: {prompt!r:.80}; give text, chat messages or ids"
         )
-    first = prompt[0]
-    if isinstance(first, str):
+    kinds = {_kind(entry) for entry in prompt}
+    if kinds == {"text"}:
         return _tokenize(model, list(prompt))
-    if isinstance(first, Mapping):
+    if kinds == {"message"}:
         return _apply_template(model, [prompt])
-    if isinstance(first, Sequence) and len(first) and isinstance(first[0], Mapping):
+    if kinds == {"chat"}:
         return _apply_template(model, list(prompt))
-    if isinstance(first, int):
-        return [list(prompt)]
-    return [[int(i) for i in row] for row in prompt]
+    if kinds == {"id"}:
+        return [[int(i) for i in prompt]]
+    if kinds == {"ids"}:
+        return [[int(i) for i in row] for row in prompt]
+    raise ValueError(
+        f"the prompts are of several kinds or of an unknown one: {prompt!r:.80}; give texts, or chats (lists of "
+        "messages), or lists of whole-number ids, all of one kind"
+    )
+
+
+def as_list(value: Any) -> Any:
+    """An array or a column of a table as a list; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, Tensor) else value
+
+
+def is_id(value: Any) -> bool:
+    """Whether this can be a token's id: a whole number, also one in a tensor or array."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_floating_point() and value.dtype != torch.bool
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _kind(entry: Any) -> str | None:
+    """What an entry of a list is, None for nothing that a prompt is made of."""
+    if isinstance(entry, str):
+        return "text"
+    if isinstance(entry, Mapping):
+        return "message"
+    if is_id(entry):
+        return "id"
+    if isinstance(entry, Tensor):
+        return "ids" if entry.ndim == 1 and all(map(is_id, entry[:1])) else None
+    entry = as_list(entry)
+    if not isinstance(entry, Sequence) or isinstance(entry, bytes):
+        return None
+    if len(entry) and all(isinstance(part, Mapping) for part in entry):
+        return "chat"
+    return "ids" if all(map(is_id, entry)) else None
 
 
 def _tokenizer(model: Any) -> Any:

@@ -2,9 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Integral
 from typing import Any
 
 import torch
+
+ELSEWHERE = {
+    "alg": "remasking",
+    "guidance_scale": "cfg_scale",
+    "max_new_tokens": "gen_length",
+    "num_steps": "steps",
+    "timesteps": "steps",
+}
+"""What the authors' samplers and transformers call a setting -> its name here."""
 
 
 def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
@@ -30,8 +40,7 @@ def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks
 def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
     """Settings of a block-wise sampler: those of `answer_settings`, and blocks.
 
-    The default `block_length` holds where it divides
-    the answer and the steps, otherwise the answer is one block.
+    The default `block_length` holds where it divides the answer and the steps, otherwise the answer is one block.
 
     Raises:
         ValueError: there is nothing to write.
@@ -56,22 +65,25 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
     names = [field.name for field in fields(kind)]
     for name in values:
         if name not in names:
-            raise ValueError(f"the {family} sampler has no setting {name!r}; it has {', '.join(names)}")
+            hint = f" ({name} is {ELSEWHERE[name]} here)" if ELSEWHERE.get(name) in names else ""
+            raise ValueError(f"the {family} sampler has no setting {name!r}; it has {', '.join(names)}{hint}")
     return kind(**values)
 
 
-def row_seeds(seed: int | list[int] | None, rows: int) -> tuple[int, ...]:
+def row_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     """One seed per row; a single number serves every row, so that a row is what it is alone.
 
     None draws a number from torch's global generator; the run's record holds it.
 
     Raises:
-        ValueError: as many seeds as rows are needed.
+        ValueError: something else than whole numbers, or not as many as rows.
     """
     if seed is None:
         seed = int(torch.randint(2**31, ()))
-    if isinstance(seed, int):
-        return (seed,) * rows
+    if isinstance(seed, Integral):
+        return (int(seed),) * rows
+    if not isinstance(seed, list | tuple) or not all(isinstance(one, Integral) for one in seed):
+        raise ValueError(f"seed is {seed!r}; give a whole number, or a list with one per prompt")
     if len(seed) != rows:
         raise ValueError(f"{len(seed)} seeds for {rows} prompts; give one number, or one per prompt")
-    return tuple(int(s) for s in seed)
+    return tuple(int(one) for one in seed)

@@ -1,8 +1,9 @@
 """`tracer.steps`: the denoising step as the thing that a trace loops over."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from operator import index
+from typing import Any, NoReturn, cast
 
 from jaxtyping import Bool, Float, Int
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
@@ -74,6 +75,22 @@ class Step(int):
 Key = int | slice | Sequence[int] | Callable[[Step], Any]
 
 
+def _checked(key: Any) -> Key:
+    """The key with Python's own whole numbers: those of numpy and torch index steps as well.
+
+    Raises:
+        TypeError: something that is no index.
+    """
+    if callable(key) or isinstance(key, slice):
+        return cast(Key, key)
+    try:
+        return index(key)
+    except TypeError:
+        if isinstance(key, Iterable) and not isinstance(key, str):
+            return [index(each) for each in key]
+    raise TypeError(f"steps[{key!r}]: give a whole number, a slice, or a list of whole numbers")
+
+
 @dataclass
 class _Place:
     """How far a worker has come: the step it was told of, whether it is in a step's body, its hooks' memory."""
@@ -105,7 +122,7 @@ class Steps:
     key: Key = field(default_factory=lambda: slice(None))
 
     def __getitem__(self, key: Key) -> "Steps":
-        return Steps(key)
+        return Steps(_checked(key))
 
     def where(self, predicate: Callable[[Step], Any]) -> "Steps":
         """The steps for which `predicate(step)` is true, decided when the step begins."""
@@ -164,7 +181,7 @@ class Steps:
             return None
         if isinstance(self.key, slice):
             return range(total)[self.key]
-        keys = [self.key] if isinstance(self.key, int) else [int(key) for key in self.key]
+        keys = [self.key] if isinstance(self.key, int) else self.key
         for key in keys:
             if not -total <= key < total:
                 raise IndexError(f"step {key} is not there: this run has {total} steps, 0 to {total - 1}")

@@ -110,12 +110,23 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         dlm_lens.load(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
         dlm_lens.load(tmp_path)
+    for nothing in (None, ""):
+        with pytest.raises(ValueError, match=rf"{nothing!r} names no model; give an embedded one \(toy"):
+            dlm_lens.load(nothing)  # type: ignore[arg-type]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is neither an embedded model"):
         dlm_lens.load("nobody/nothing")
     with pytest.raises(ValueError, match=r"no family loads model_type 'bert'; known model types: .*llada"):
         dlm_lens.load(copy_golden(tmp_path / "bert", model_type="bert"))
+
+
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_golden(tmp_path / "mine")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert dlm_lens.load("~/mine").config.hidden_size == 64
+    with pytest.raises(FileNotFoundError, match=r"other is no directory"):
+        dlm_lens.load("~/other")
 
 
 def test_a_mask_token_must_exist(tmp_path: Path) -> None:

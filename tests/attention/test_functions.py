@@ -165,3 +165,20 @@ def test_hook_points_are_added_once_and_only_where_they_fit() -> None:
     assert dict(add_hook_points(model).named_modules()) == before
     with pytest.raises(ValueError, match="Linear has no attention module with q_proj"):
         add_hook_points(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("family", ["llada", "sink_qwen"])
+@torch.no_grad()
+def test_a_mask_of_whole_numbers_says_who_sees_whom(family: str, watched: bool, dtype: torch.dtype) -> None:
+    """[batch, 1, query, key] of 0 and 1, as the goldens store it; an additive mask of these would hide nothing."""
+    model = tiny(family)
+    ids, mask = canvas(True)
+    assert mask is not None
+    expected = forward64(model, ids, mask)["logits"]
+    if watched:
+        model.model.layers[0].self_attn.hook_pattern.register_forward_hook(lambda *_: None)
+    square = (mask[:, :, None] & mask[:, None, :])[:, None].to(dtype)
+    got = model(input_ids=ids, attention_mask=square).logits.double()
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **CLOSE)

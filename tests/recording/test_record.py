@@ -433,6 +433,8 @@ def named(name, dims=("step", "batch", "layer"), reads=()):
     [
         ([], "no reducers given"),
         ([ReceivedAttention], "is no reducer"),
+        (ReceivedAttention(), "give a list, such as"),
+        ("received", "reducers is 'received'; give a list"),
         ([ValueNorm(), ValueNorm("both")], "two reducers are called 'value_norm'"),
         ([named("a b")], "no identifier"),
         ([named("tokens")], "which a Recording has already"),

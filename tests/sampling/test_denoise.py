@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dlm_lens
+from dlm_lens.hooks import mask_positions
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -273,8 +274,15 @@ def test_progress_is_shown_on_request(model: PreTrainedModel, capsys: pytest.Cap
 
 
 def test_a_long_canvas_is_warned_of(model: PreTrainedModel) -> None:
-    with pytest.warns(UserWarning, match="the canvas has 130 positions, but the model was trained on 128"):
-        dlm_lens.denoise(model, [[1] * 126], gen_length=4)
+    calls = [
+        lambda: dlm_lens.denoise(model, [[1] * 126], gen_length=4, steps=1),
+        lambda: dlm_lens.compare(model, [[1] * 126], [mask_positions(0)], gen_length=4, steps=1),
+        lambda: dlm_lens.log_likelihood(model, [1] * 126, [2] * 4, samples=1),
+    ]
+    for call in calls:
+        with pytest.warns(UserWarning, match="has 130 positions, but the model was trained on 128") as warned:
+            call()
+        assert {warning.filename for warning in warned} == {__file__}  # whoever called, not the library
 
 
 @pytest.mark.parametrize(
@@ -291,6 +299,17 @@ def test_a_long_canvas_is_warned_of(model: PreTrainedModel) -> None:
         ({"remasking": "entropy"}, "remasking 'entropy' is none of LLaDA's: low_confidence, random"),
         ({"top_p": 0.9}, "the llada sampler has no setting 'top_p'; it has steps, gen_length"),
         ({"seed": [1, 2]}, "2 seeds for 1 prompts"),
+        ({"seed": "7"}, "seed is '7'; give a whole number, or a list"),
+        ({"seed": [1.5]}, r"seed is \[1.5\]; give a whole number"),
+        ({"steps": "4"}, "steps is '4'; it must be a whole number"),
+        ({"gen_length": 8.0}, "gen_length is 8.0; it must be a whole number"),
+        ({"block_length": True}, "block_length is True; it must be a whole number"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be a finite number"),
+        ({"cfg_scale": "1"}, "cfg_scale is '1'; it must be a finite number"),
+        ({"alg": "entropy"}, r"no setting 'alg'; .*\(alg is remasking here\)"),
+        ({"max_new_tokens": 8}, r"no setting 'max_new_tokens'; .*\(max_new_tokens is gen_length here\)"),
+        ({"hooks": mask_positions(0)}, r"hooks is mask_positions\(0.*; give a list of hooks"),
+        ({"hooks": 3}, "hooks is 3; give a list of hooks"),
         ({"logits": "some"}, "logits is 'some'; it must be 'needed' or 'all'"),
     ],
 )

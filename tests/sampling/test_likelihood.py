@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -394,6 +395,9 @@ def test_the_reference_has_one_stream_over_all_items() -> None:
         ([[4, 5]], [torch.tensor([6, 7])]),
         ("w4 w5", [6, 7]),
         ({"input_ids": [[4, 5]], "attention_mask": [[1, 1]]}, ["w6 w7"]),
+        (np.array([4, 5]), np.array([6, 7])),
+        (np.array([[4, 5]]), [np.array([6, 7])]),
+        (list(np.array([4, 5])), list(torch.tensor([6, 7]))),
     ],
 )
 def test_pairs_in_any_form_are_the_same(prompt: Any, answer: Any) -> None:
@@ -420,6 +424,11 @@ REFUSALS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("llada", [1], [2, 63], {}, "answer 0 holds the mask token 63"),
     ("llada", [1], 7, {}, "the answer is of an unknown kind: 7"),
     ("llada", [1], torch.tensor([0.5]), {}, "answer ids must be integers"),
+    ("llada", [1], [0.5], {}, r"the answer \[0.5\] holds no whole-number ids"),
+    ("llada", [1], [True], {}, r"the answer \[True\] holds no whole-number ids"),
+    ("llada", [1], b"w4", {}, "the answer is of an unknown kind: b'w4'"),
+    ("llada", [1], [2], {"samples": 8.0}, "samples is 8.0; it must be a whole number"),
+    ("llada", [1], [2], {"cfg_scale": "1"}, "cfg_scale is '1'; it must be a finite number"),
     ("llada", [1], [2], {"samples": 0}, "samples is 0"),
     ("llada", [1], [2], {"cfg_scale": -0.5}, "cfg_scale is -0.5"),
     ("llada", [1], [2], {"batch_size": 0}, "batch_size is 0"),

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -14,9 +15,12 @@ def first(model: PreTrainedModel, prompt: Any, attention_mask: Any = None) -> dl
 
 @pytest.mark.parametrize(
     "prompt",
-    ["w4 w5", ["w4 w5"], [4, 5], [[4, 5]], torch.tensor([4, 5]), torch.tensor([[4, 5]]),
+    ["w4 w5", ["w4 w5"], ("w4 w5",), np.array(["w4 w5"]), [4, 5], [[4, 5]], torch.tensor([4, 5]),
+     torch.tensor([[4, 5]]), np.array([4, 5]), np.array([[4, 5]]), [np.array([4, 5])], [torch.tensor([4, 5])],
+     list(np.array([4, 5])), list(torch.tensor([4, 5])),
      {"input_ids": torch.tensor([[4, 5]]), "attention_mask": torch.ones(1, 2)}],
-    ids=["text", "texts", "ids", "rows", "vector", "matrix", "encoding"],
+    ids=["text", "texts", "tuple", "array of texts", "ids", "rows", "vector", "matrix", "array", "array of rows",
+         "arrays", "vectors", "numbers of an array", "numbers of a tensor", "encoding"],
 )  # fmt: skip
 def test_a_prompt_in_any_form_is_the_same_run(tiny_llada: PreTrainedModel, prompt: Any) -> None:
     assert first(tiny_llada, prompt).canvases.equal(first(tiny_llada, [[4, 5]]).canvases)
@@ -88,6 +92,15 @@ def test_without_a_tokenizer_ids_work_and_text_does_not(tiny_llada: PreTrainedMo
         ([[1, 64]], r"token id 64 \(row 0, position 1\) has no row in the model's embedding of 64"),
         ([[-1]], "token id -1"),
         (3.5, "of an unknown kind: 3.5"),
+        (b"w4", "of an unknown kind: b'w4'"),
+        ([b"w4"], "of several kinds or of an unknown one"),
+        (["w4", [4]], "of several kinds or of an unknown one"),
+        ([[4], "w4"], "of several kinds or of an unknown one"),
+        ([["w4"]], "of several kinds or of an unknown one"),
+        ([True, False], "of several kinds or of an unknown one"),
+        ([1.0, 2.0], "of several kinds or of an unknown one"),
+        ([torch.tensor([0.5])], "of several kinds or of an unknown one"),
+        ({"role": "user", "content": "w4"}, "a mapping of 'role', 'content' without 'input_ids'"),
     ],
 )
 def test_prompts_that_cannot_work(tiny_llada: PreTrainedModel, prompt: Any, message: str) -> None:

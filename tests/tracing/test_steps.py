@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nnsight.intervention.interleaver import OutOfOrderError
@@ -50,6 +51,8 @@ def no_warnings() -> Any:
         ([5, 1, 5], [1, 5]),
         (range(3, 6), [3, 4, 5]),
         (torch.tensor([1, 4]), [1, 4]),
+        (np.int64(2), [2]),
+        (np.array([6, 2]), [2, 6]),
         ([], []),
         (lambda step: step.block == 1, [4, 5, 6, 7]),
         (lambda step: step.progress.mean() >= 0.5, [4, 5, 6, 7]),
@@ -169,6 +172,16 @@ def test_a_run_after_an_error_is_clean(lm: Any, plain: dl.Denoised) -> None:
 @pytest.mark.parametrize("key", [8, -9, [0, 12]])
 def test_a_step_that_is_not_there(lm: Any, key: Any) -> None:
     with pytest.raises(IndexError, match="this run has 8 steps, 0 to 7"), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[key]:
+            lm.canvas.sum()
+
+
+@pytest.mark.parametrize("key", ["3", 2.0, [1, 2.5], None])
+def test_what_is_no_index(lm: Any, key: Any) -> None:
+    with (
+        pytest.raises(TypeError, match=r"whole number|interpreted as an integer"),
+        lm.generate(IDS, **RUN) as tracer,
+    ):
         for step in tracer.steps[key]:
             lm.canvas.sum()
 
