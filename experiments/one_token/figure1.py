@@ -1,10 +1,9 @@
 """Figure 1: attention maps at two steps, whose bright columns move, and value norms of sinks and other tokens."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.problems import asked, chat, starts
 from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.one_token import denoising
 from dlm_lens.experiments.one_token.paper import FIGURE1
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table, Verdict
@@ -18,22 +17,14 @@ EDGES = [0.5 * edge for edge in range(0, 61)]
 """Bins of norms."""
 
 SMALL: dict[str, Any] = {
-    "models": ["toy", "toy-sink", "toy-gated"], "task": "toy_arithmetic", "prompts": 16, "batch": 16, "chat": False,
-    "sampler": {"gen_length": 32, "steps": 32}, "late": 16, "eps": 3.0, "pairs": 10_000,
+    "models": ["toy", "toy-sink", "toy-gated"], **denoising.SMALL, "late": 16, "eps": 3.0, "pairs": 10_000,
 }  # fmt: skip
 FULL: dict[str, Any] = {
     **SMALL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"], "task": "gsm8k.jsonl",
     "prompts": 32, "batch": 4, "chat": True, "sampler": {"gen_length": 128, "steps": 128}, "late": 64,
 }  # fmt: skip
-"""The paper: 10K sinks and 10K other tokens of GSM8K and HumanEval, steps 0 and 64; how a sink is told is not said.
-`task` is a JSONL file with `prompt`."""
-
-
-def items(settings: Settings) -> Iterator[Item]:
-    """Model by model, some prompts at a time."""
-    for model in settings["models"]:
-        for start in starts(settings):
-            yield {"model": model, "start": start}
+"""The paper: 10K sinks and 10K other tokens of GSM8K and HumanEval, steps 0 and 64; how a sink is told is not
+said."""
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
@@ -41,15 +32,13 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     import dlm_lens as dl
     from dlm_lens.probes import value_norms
 
-    model = bench.model(item["model"])
-    prompts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
-    recording = dl.record(model, prompts, [dl.ReceivedAttention(), dl.ValueNorm()], seed=0, **settings["sampler"])
+    model, recording = denoising.recorded(item, settings, bench)
     found = dl.find_sinks(recording, dl.AboveMean(settings["eps"]))
     result: dict[str, Any] = {"found": int(found.is_sink.sum()), "patterns": found.is_sink[..., 0].numel()}
     kinds: tuple[Alike, ...] = ("any", "masked")
     for alike in kinds if result["found"] else ():
         norms = value_norms(recording, found, samples=settings["pairs"], alike=alike)
-        result[alike] = [_sums(norms, prompt) for prompt in range(len(prompts))]
+        result[alike] = [_sums(norms, prompt) for prompt in range(recording.run.tokens.shape[0])]
         result[f"{alike}_counts"] = _counts(norms)
     main = found.scores.nan_to_num(nan=-1.0).argmax(-1)
     result["moved"] = numbers((main[0] != main[-1]).double().flatten(1).mean(-1))
@@ -111,9 +100,8 @@ def _pattern(model: Any, run: Any, step: int, layer: int, head: int) -> Any:
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
     """One forward pass per step, and two for the maps."""
-    rows = min(settings["batch"], settings["prompts"] - item["start"])
-    length = 32 + settings["sampler"]["gen_length"]
-    return [Cost(settings["sampler"]["steps"], rows, length, item["model"]), Cost(2, 1, length, item["model"])]
+    (steps,) = denoising.cost(item, settings)
+    return [steps, Cost(2, 1, steps.positions, item["model"])]
 
 
 def ratio(results: Results, model: str, alike: str) -> Interval:
@@ -190,7 +178,7 @@ EXPERIMENT = Experiment(
     metric="L2 norm of values per head (Eq. 15)",
     small=SMALL,
     full=FULL,
-    items=items,
+    items=denoising.items,
     run=run,
     render=render,
     cost=cost,

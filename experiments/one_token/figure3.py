@@ -3,48 +3,31 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.problems import asked, chat, starts
 from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.one_token import denoising
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table, Verdict
+from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table, Verdict
 
-SMALL: dict[str, Any] = {
-    "models": ["toy-sink"], "task": "toy_arithmetic", "prompts": 16, "batch": 16, "chat": False,
-    "sampler": {"gen_length": 32, "steps": 32},
-}  # fmt: skip
+SMALL: dict[str, Any] = {"models": ["toy-sink"], **denoising.SMALL}
 FULL: dict[str, Any] = {
     **SMALL, "models": ["runs/qwen2.5-0.5b-sink-sft", "runs/qwen2.5-1.5b-sink-sft"],
     "task": "gsm8k.jsonl", "prompts": 400, "batch": 8, "sampler": {"gen_length": 256, "steps": 256},
 }  # fmt: skip
 """The paper samples 100K inference steps: 400 prompts of 256 steps. `models` are your
-fine-tuned checkpoints (sft-gsm8k), `task` is a JSONL file with `prompt`."""
-
-
-def items(settings: Settings) -> Iterator[Item]:
-    """Model by model, some prompts at a time."""
-    for model in settings["models"]:
-        for start in starts(settings):
-            yield {"model": model, "start": start}
+fine-tuned checkpoints (sft-gsm8k)."""
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Per layer: norms and share; every record is a mean over its prompts."""
-    import dlm_lens as dl
     from dlm_lens.probes import value_norms
 
-    model = bench.model(item["model"])
-    prompts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
-    recording = dl.record(model, prompts, [dl.ReceivedAttention(), dl.ValueNorm()], seed=0, **settings["sampler"])
+    _, recording = denoising.recorded(item, settings, bench)
     profile = value_norms(recording, "learned").profile
     columns = [name for name in profile.columns if name != "layer"]
-    return {"prompts": len(prompts), **{name: numbers(profile[name].tolist(), 5) for name in columns}}
-
-
-def cost(item: Item, settings: Settings) -> list[Cost]:
-    """One forward pass per step."""
-    rows = min(settings["batch"], settings["prompts"] - item["start"])
-    steps = settings["sampler"]["steps"]
-    return [Cost(steps, rows, 32 + settings["sampler"]["gen_length"], item["model"])]
+    return {
+        "prompts": recording.run.tokens.shape[0],
+        **{name: numbers(profile[name].tolist(), 5) for name in columns},
+    }
 
 
 def per_layer(results: Results, model: str, name: str) -> list[float]:
@@ -110,8 +93,8 @@ EXPERIMENT = Experiment(
     metric="L2 norm of values, mean over heads; share of all attention",
     small=SMALL,
     full=FULL,
-    items=items,
+    items=denoising.items,
     run=run,
     render=render,
-    cost=cost,
+    cost=denoising.cost,
 )

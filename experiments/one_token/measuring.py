@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.experiments.one_token import text_measuring
 from dlm_lens.experiments.one_token.language import TASKS, tests, toy, validation
+from dlm_lens.experiments.one_token.sink_statistics import EPS, sink_numbers
 from dlm_lens.experiments.one_token.training import Miniature, alone, trained
-
-EPS = 3.0
-"""Of Eq. 3 of 2510.15731: a sink receives this much more than the mean of the others, relative to uniform."""
 
 SAMPLER: dict[str, Any] = {"gen_length": 32, "steps": 32}
 """One token per step, the length that the language needs; the rest is the family's own."""
@@ -32,11 +31,14 @@ def measured(run: Miniature, settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     directory = Path(settings["trained"]) / run.name
     asked = [VERSION, EPS, MASKS, SAMPLER, *(settings[name] for name in ("prompts", "watched", "validation"))]
+    if run.text:
+        asked = text_measuring.asked(settings)
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
     path = directory / f"measured-{digest}.json"
     with alone(directory):
         if not path.is_file():
-            found = measure(trained(run, directory), settings)
+            checkpoint = trained(run, directory)
+            found = text_measuring.measure(checkpoint, settings) if run.text else measure(checkpoint, settings)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(found), encoding="utf-8")
             os.replace(partial, path)
@@ -90,34 +92,8 @@ def graded(model: Any, examples: Sequence[Any]) -> list[int]:
 
 
 def sinks(model: Any, prompts: Sequence[Any], **sampler: Any) -> dict[str, Any]:
-    """Value norms and shares of sinks, learned and found, over all steps of a run.
-
-    Returns:
-        moved, share of (prompt, layer, head) whose key with most attention is another at the last step than at the
-        first (canvas and learned sinks); found, sinks by Eq. 3 per pattern; found_norm and found_other, mean value
-        norm of those sinks and of others in the same state (masked or not); with learned sinks also norm, other and
-        share, lists over layers.
-    """
+    """The `sink_numbers` of a run."""
     import dlm_lens as dl
-    from dlm_lens.probes import value_norms
 
     recording = dl.record(model, list(prompts), [dl.ReceivedAttention(), dl.ValueNorm()], seed=0, **sampler)
-    found = dl.find_sinks(recording, dl.AboveMean(EPS))
-    result: dict[str, Any] = {"moved": moved(found.scores), "found": float(found.is_sink.sum(-1).float().mean())}
-    result |= {"found_norm": None, "found_other": None, "found_percentile": None}
-    if bool(found.is_sink.any()):
-        norms = value_norms(recording, found, alike="masked")
-        if len(norms.sink):
-            result["found_norm"], result["found_other"] = float(norms.sink.mean()), float(norms.other.mean())
-            result["found_percentile"] = float(norms.percentile.mean())
-    if recording.sinks:
-        profile = value_norms(recording, "learned").profile
-        for name, column in (("norm", "norm_sink"), ("other", "norm_other"), ("share", "share")):
-            result[name] = [round(value, 5) for value in profile[column]]
-    return result
-
-
-def moved(scores: Any) -> float:
-    """Share of (prompt, layer, head) whose largest key differs between the first and the last step."""
-    main = scores.nan_to_num(nan=-1.0).argmax(-1)
-    return float((main[0] != main[-1]).double().mean())
+    return sink_numbers(recording)

@@ -1,11 +1,12 @@
 """What Tables 1 to 5 share: items, one run, the table of results."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dlm_lens.experiments.one_token import real
 from dlm_lens.experiments.one_token.seeds import over_seeds, paired, shown
-from dlm_lens.experiments.one_token.training import SCRATCH, Miniature
+from dlm_lens.experiments.one_token.text import LENGTH
+from dlm_lens.experiments.one_token.training import LONGER, SCRATCH, Miniature
 from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Finding, Item, Rendering, Settings, Table, Verdict
@@ -14,13 +15,17 @@ from dlm_lens.experiments.statistics import Interval, wilson
 POSITIONS = 64
 """Of a canvas of the synthetic language."""
 
+TEXT_SHAPE = "one-token-text"
+"""The networks of real English, in a plan."""
+
 SMALL: dict[str, Any] = {
     "configs": [], "tasks": [], "overrides": [], "sft": "", "limit": None, "variants": ["plain", "sink", "gated"],
     "start": SCRATCH, "seeds": 2, "steps": 150, "batch_size": 16, "corpus": 20_000, "optimizer": "muon",
-    "prompts": 8, "watched": 4, "validation": 64, "trained": "runs/one-token",
+    "prompts": 8, "watched": 4, "validation": 64, "trained": "runs/one-token", "text": "",
 }  # fmt: skip
-"""A few minutes. `configs` empty: networks of 0.8 million parameters on the synthetic language; `trained`: where
-networks are kept, so that tables which share one train it once."""
+"""A few minutes. `configs` empty: networks of 0.8 million parameters on the synthetic language, or, where `text`
+names real English (`read_text`), of 2.2 million on that; `trained`: where networks are kept, so that tables which
+share one train it once."""
 
 METRIC = "validation loss in nats (Eq. 3 and 4, fixed masks); differences paired by seed, intervals 95% Student's t"
 
@@ -30,6 +35,12 @@ SHORT = (
 )
 
 EVEN = "Attention spread evenly would put about 2% on each learned sink (one of some 50 keys)."
+
+EVEN_TEXT = (
+    f"Attention spread evenly would put {100 / (LENGTH + 1):.1f}% on one learned sink (one of {LENGTH + 1} keys)."
+)
+
+AR_TEXT = "an AR model of the same text"
 
 
 def small(variants: Sequence[str], **changed: Any) -> dict[str, Any]:
@@ -46,8 +57,17 @@ def full(variants: Sequence[str], configs: Sequence[str], tasks: Sequence[str]) 
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Seed by seed, so that a run that is cut short leaves pairs."""
+    """Seed by seed, so that a run that is cut short leaves pairs.
+
+    Raises:
+        ValueError: a text beside configs, which name their own.
+    """
     if settings["configs"]:
+        if settings.get("text"):
+            raise ValueError(
+                f"text={settings['text']} goes with --small; the configs of the full settings read data.path, as "
+                "in --set 'overrides=[\"data.path=FILE.txt\"]'"
+            )
         yield from real.items(settings)
         return
     for seed in range(settings["seeds"]):
@@ -68,6 +88,8 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     """Training, validation, exact match and sinks."""
     if "config" in item:
         return real.cost(item, settings)
+    if settings["text"]:
+        return text_cost(item, settings)
     shape = "toy-ar" if settings["start"] != SCRATCH else "toy"
     passes = [
         Cost(settings["steps"], settings["batch_size"], POSITIONS, shape, backward=True),
@@ -76,6 +98,17 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
         Cost(32, settings["watched"], POSITIONS, shape),
     ]
     return passes
+
+
+def text_cost(item: Item, settings: Settings) -> list[Cost]:
+    """Likewise on a text; the first item of a conversion pays for the AR model that all share."""
+    first = item == next(items(settings))
+    shared = LONGER * settings["steps"] if first and settings["start"] != SCRATCH else 0
+    return [
+        Cost(settings["steps"] + shared, settings["batch_size"], LENGTH, TEXT_SHAPE, backward=True),
+        Cost(-(-settings["validation"] * 4 // 32), 32, LENGTH, TEXT_SHAPE),
+        Cost(16, settings["watched"], LENGTH, TEXT_SHAPE),
+    ]
 
 
 def losses(results: Results, variant: str) -> dict[int, float]:
@@ -94,21 +127,29 @@ def number(results: Results, variant: str, pick: Callable[[Mapping[str, Any]], f
     return [value for value in found if value is not None]
 
 
+def on_text(results: Results) -> bool:
+    """Whether the results are of real English; older ones do not say."""
+    return bool(results.settings.get("text"))
+
+
 def variants(results: Results) -> list[str]:
     """Those that have results, in order."""
     return list(dict.fromkeys(record.item["variant"] for record in results.records))
 
 
 def tables(results: Results, baseline: str) -> list[Table]:
-    """Losses and exact match, then sinks."""
-    given = results.settings
-    start = "from scratch" if given["start"] == SCRATCH else f"converted from {given['start']}"
-    title = f"{start}, {given['steps']} steps of {given['batch_size']} x {POSITIONS} positions"
+    """Losses and exact match (on a text losses per byte), then sinks."""
+    given, text = results.settings, on_text(results)
+    source = f"{AR_TEXT} ({LONGER * given['steps']} steps)" if text else given["start"]
+    start = "from scratch" if given["start"] == SCRATCH else f"converted from {source}"
+    title = f"{start}, {given['steps']} steps of {given['batch_size']} x {LENGTH if text else POSITIONS} positions"
+    watched = "canvases of held-out text, with ever fewer masks" if text else "runs on held-out prompts of task A"
+    own = ["nats per byte"] if text else ["exact match A", "L", "F"]
     return [
-        Table(title, ["", "seeds", "validation loss", "paired difference", "exact match A", "L", "F"],
+        Table(title, ["", "seeds", "validation loss", "paired difference", *own],
               [_quality(results, name, baseline) for name in variants(results)]),
         Table(
-            "sinks, learned or not, over the steps of runs on held-out prompts of task A: means over seeds, layers",
+            f"sinks, learned or not, over the steps of {watched}: means over seeds, layers",
             ["", "share of attention on learned sinks", "their value norm / others'",
              "sinks found per pattern (eps = 3)", "their value norm / others' in the same state",
              "main sink moved"],
@@ -119,7 +160,11 @@ def tables(results: Results, baseline: str) -> list[Table]:
 
 def _quality(results: Results, variant: str, baseline: str) -> list[str]:
     own = list(losses(results, variant).values())
-    apart = "-" if variant == baseline else shown(difference(results, variant, baseline), sign=True)
+    alone = variant == baseline or baseline not in variants(results)
+    apart = "-" if alone else shown(difference(results, variant, baseline), sign=True)
+    if on_text(results):
+        cells = [shown(over_seeds(number(results, variant, lambda value: value["loss_per_byte"])))]
+        return [VARIANTS[variant].label, str(len(own)), shown(over_seeds(own)), apart, *cells]
     cells = [
         str(wilson([one for record in results.where(variant=variant) for one in record.value["right"][task]]))
         for task in ("A", "L", "F")
@@ -184,10 +229,14 @@ def no_better(paper: str, name: str, found: Interval, gain: Interval) -> Finding
     return Finding(paper, said, verdict, why)
 
 
-def rendering(results: Results, baseline: str, findings: Callable[[Results], Sequence[Finding]]) -> Rendering:
-    """The tables of a run, miniature or real."""
+def rendering(
+    results: Results, baseline: str, findings: Callable[[Results], Iterable[Finding]], needed: Sequence[str]
+) -> Rendering:
+    """The tables of a run, miniature or real; findings where every variant that they need has results."""
     if results.settings["configs"]:
         return Rendering([real.table(results)])
-    there = variants(results)
-    told = [] if results.missing and len(there) < len(results.settings["variants"]) else list(findings(results))
-    return Rendering(tables(results, baseline), {}, told, [SHORT, EVEN])
+    lacking = [name for name in needed if name not in variants(results)]
+    told = [] if lacking else list(findings(results))
+    without = [f"No comparison with the paper: {', '.join(lacking)} has no results."] if lacking else []
+    even = EVEN_TEXT if on_text(results) else EVEN
+    return Rendering(tables(results, baseline), {}, told, [*without, SHORT, even])

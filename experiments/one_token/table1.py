@@ -61,7 +61,7 @@ def wording() -> Sequence[str]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings."""
-    made = miniature.rendering(results, "plain", findings)
+    made = miniature.rendering(results, "plain", findings, VARIANTS)
     return Rendering(made.tables, made.figures, made.findings, [*made.notes, *given(results), *wording()])
 
 
@@ -69,9 +69,10 @@ def given(results: Results) -> Sequence[str]:
     """What the seeds of a conversion share."""
     if results.settings["configs"]:
         return ()
+    name = miniature.AR_TEXT if miniature.on_text(results) else results.settings["start"]
     return (
-        f"All seeds begin with the weights of {results.settings['start']}, which has learned this language from "
-        "left to right; a seed decides the order of the data, the masks and what is new. Intervals tell no more.",
+        f"All seeds begin with the weights of {name}, which has learned this language from left to right; a seed "
+        "decides the order of the data, the masks and what is new. Intervals tell no more.",
     )
 
 

@@ -29,7 +29,7 @@ def findings(results: Results) -> list[Finding]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings; differences are to the token in front."""
-    return miniature.rendering(results, "sink", findings)
+    return miniature.rendering(results, "sink", findings, VARIANTS)
 
 
 EXPERIMENT = Experiment(

@@ -32,7 +32,7 @@ def findings(results: Results) -> list[Finding]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings."""
-    return miniature.rendering(results, "plain", findings)
+    return miniature.rendering(results, "plain", findings, VARIANTS)
 
 
 EXPERIMENT = Experiment(

@@ -36,7 +36,7 @@ def findings(results: Results) -> list[Finding]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings; differences are to the plain network."""
-    return miniature.rendering(results, "plain", findings)
+    return miniature.rendering(results, "plain", findings, VARIANTS)
 
 
 EXPERIMENT = Experiment(

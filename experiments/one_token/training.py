@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,6 +13,12 @@ from dlm_lens.experiments.one_token.language import toy, training_text
 from dlm_lens.experiments.one_token.variants import VARIANTS
 
 SCRATCH = "scratch"
+
+AR = "ar"
+"""The variant of the autoregressive model that is trained on a text first, to be converted."""
+
+LONGER = 6
+"""Steps of that model for one of its conversion."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +30,13 @@ class Miniature:
     Args:
         variant: of `VARIANTS`.
         seed: of weights, order of the data and masks.
-        start: "scratch", or an AR model to convert, such as "toy-ar".
+        start: "scratch", or an AR model to convert, such as "toy-ar"; on a text any other name than "scratch" is
+            the AR model of that text, which all seeds share.
         steps: of the optimiser.
         batch_size: sequences per step.
-        corpus: sequences of the training text.
+        corpus: sequences of the synthetic training text.
         optimizer: "muon" or "adamw".
+        text: real English in place of the synthetic language, as `read_text` takes it.
 
     Raises:
         ValueError: an unknown variant, or a count below 1.
@@ -40,9 +49,10 @@ class Miniature:
     batch_size: int = 32
     corpus: int = 20_000
     optimizer: str = "muon"
+    text: str = ""
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
+        if self.variant not in VARIANTS and not (self.causal and self.text):
             raise ValueError(f"{self.variant!r} is no variant; choose from {', '.join(VARIANTS)}")
         for name in ("steps", "batch_size", "corpus"):
             if getattr(self, name) < 1:
@@ -51,29 +61,63 @@ class Miniature:
     @classmethod
     def of(cls, item: Mapping[str, Any], settings: Mapping[str, Any]) -> "Miniature":
         """From an item with variant and seed and the settings of an experiment."""
-        shared = {name: settings[name] for name in ("start", "steps", "batch_size", "corpus", "optimizer")}
-        return cls(item["variant"], item["seed"], **shared)
+        text = settings.get("text", "")
+        names = ["start", "steps", "batch_size", "optimizer", *(() if text else ("corpus",))]
+        shared = {name: settings[name] for name in names}
+        if text and shared["start"] != SCRATCH:
+            shared["start"] = AR
+        return cls(item["variant"], item["seed"], **shared, text=text)
+
+    @property
+    def causal(self) -> bool:
+        """Whether this is the AR model."""
+        return self.variant == AR
+
+    @property
+    def converted(self) -> bool:
+        """Whether it begins with the weights of an AR model."""
+        return self.start != SCRATCH
+
+    @property
+    def text_digest(self) -> str:
+        """Of the text, wherever it lies."""
+        from dlm_lens.experiments.one_token.text import read_text
+
+        return read_text(self.text).digest
+
+    def ar_model(self) -> "Miniature":
+        """The AR model that a converted network on a text begins with, one for all seeds and variants."""
+        return replace(self, variant=AR, seed=0, start=SCRATCH, steps=LONGER * self.steps)
 
     @property
     def name(self) -> str:
         """Of its directory; other settings have another."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
-        start = Path(self.start).name
+        values = asdict(self)
+        text = values.pop("text")
+        if text:
+            values["text"] = self.text_digest
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        start = ("text-" if text else "") + Path(self.start).name
         return f"{start}-{self.variant}-{self.steps}steps-seed{self.seed}-{digest}"
 
     def settings(self, output: Path) -> Any:
-        """As the trainer wants them: those of `experiments/toy` with another batch, in bf16, not compiled."""
+        """As the trainer wants them; on the synthetic language those of `experiments/toy` with another batch."""
         from dlm_lens.training.settings import ModelSettings
 
+        start = self.start if self.converted else ""
+        model = {"start": start, **({} if self.causal else VARIANTS[self.variant].options())}
+        if self.text:
+            from dlm_lens.experiments.one_token.text_network import text_settings
+
+            return text_settings(self, output, model)
         train = toy("train")
         whole = train.Settings(
             "toy", self.optimizer, self.seed, self.steps, self.batch_size, self.corpus, compiled=False
         ).full(output)
-        shift = self.start != SCRATCH
         return replace(
             whole,
-            model=ModelSettings(start=self.start if shift else "", **VARIANTS[self.variant].options()),
-            objective=replace(whole.objective, logit_shift=shift),
+            model=ModelSettings(**model),
+            objective=replace(whole.objective, logit_shift=self.converted),
             save_steps=100,
             save_minutes=1.0,
         )
@@ -104,9 +148,9 @@ def trained(run: Miniature, directory: Path) -> Path:
     found = last_checkpoint(directory)
     if found is not None and step_of(found) >= run.steps:
         return found
-    corpus, _ = training_text(run.corpus)
-    tokenizer = toy("tokenizer").build_tokenizer()
-    trainer = MaskedDiffusionTrainer(network(run), run.settings(directory), corpus, tokenizer=tokenizer)
+    corpus, tokenizer = data(run)
+    made_from = network(run, directory.parent)
+    trainer = MaskedDiffusionTrainer(made_from, run.settings(directory), corpus, tokenizer=tokenizer)
     trainer.train(resume_from_checkpoint=True)
     made = trainer.last_checkpoint
     if made is None or step_of(made) < run.steps:
@@ -114,15 +158,50 @@ def trained(run: Miniature, directory: Path) -> Path:
     return made
 
 
-def network(run: Miniature) -> Any:
-    """The untrained network; what it shares with the plain one has the plain one's initial weights."""
-    variant = VARIANTS[run.variant]
-    if run.start != SCRATCH:
-        from dlm_lens.training import convert
+def data(run: Miniature) -> tuple[Any, Any]:
+    """What a run reads, as a source of `dlm_lens.training`, and its tokenizer."""
+    if run.text:
+        from dlm_lens.experiments.one_token.text_rows import encoded
 
-        options: dict[str, Any] = variant.options()
-        return convert(run.start, seed=run.seed, **options)
-    build = toy("model").build_model
-    plain, model = build("toy", run.seed), build("toy", run.seed, **variant.fields())
+        held = encoded(run.text)
+        return held.source(), held.tokenizer
+    return training_text(run.corpus)[0], toy("tokenizer").build_tokenizer()
+
+
+def network(run: Miniature, kept: Path = Path("runs/one-token")) -> Any:
+    """The untrained network; what it shares with the plain one has the plain one's initial weights.
+
+    Args:
+        run: which one.
+        kept: where networks are kept; the AR model of a text is trained there first, unless it is there.
+    """
+    if run.converted:
+        return converted(run, kept)
+    if run.text:
+        from dlm_lens.experiments.one_token.text_network import build_network
+
+        build: Callable[..., Any] = partial(build_network, data(run)[1], run.seed, causal=run.causal)
+    else:
+        build = partial(toy("model").build_model, "toy", run.seed)
+    plain = build()
+    if run.causal:
+        return plain
+    model = build(**VARIANTS[run.variant].fields())
     model.load_state_dict(plain.state_dict(), strict=False)
+    return model
+
+
+def converted(run: Miniature, kept: Path) -> Any:
+    """An AR model as a DLM: the embedded one, or that of the run's text."""
+    from dlm_lens.training import convert
+
+    start = run.start
+    if run.text:
+        directory = kept / run.ar_model().name
+        with alone(directory):
+            start = str(trained(run.ar_model(), directory))
+    options: dict[str, Any] = VARIANTS[run.variant].options()
+    model = convert(start, seed=run.seed, **options)
+    if run.text:
+        model.set_attn_implementation("eager")
     return model

@@ -1,0 +1,93 @@
+"""What is measured at a network that was trained on a text: validation loss per token and per byte, and sinks."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from dlm_lens.experiments.one_token.sink_statistics import EPS, sink_numbers
+from dlm_lens.experiments.one_token.text import LENGTH, read_text
+from dlm_lens.experiments.one_token.text_network import diffusion
+from dlm_lens.experiments.one_token.text_rows import encoded
+
+STEPS = 16
+"""Canvases of the sink statistics, from all masked to one in sixteen."""
+
+MASKS = 4
+"""Per row of the validation loss."""
+
+VERSION = 1
+"""Of this file's numbers; stored ones of another version are measured again."""
+
+
+def asked(settings: Mapping[str, Any]) -> list[Any]:
+    """What the numbers depend on, beside the network."""
+    return ["text", VERSION, EPS, MASKS, STEPS, settings["watched"], settings["validation"]]
+
+
+def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All numbers of one trained network, as JSON."""
+    import dlm_lens as dl
+    from dlm_lens.training.checkpoints import read_run
+
+    model = dl.load(checkpoint)
+    text = encoded(settings["text"])
+    rows = text.held_out(settings["validation"])
+    loss = validation_loss(model, rows)
+    return {
+        "loss": loss,
+        "loss_per_byte": per_byte(loss, rows.numel(), text.bytes_of(rows)),
+        "tokens": rows.numel(),
+        "bytes": text.bytes_of(rows),
+        **sink_numbers(watched(model, text.held_out(settings["watched"]))),
+        "text": read_text(settings["text"]).digest,
+        "tokenizer": text.digest,
+        "training_seconds": round(read_run(checkpoint)["seconds"], 1),
+    }
+
+
+def validation_loss(model: Any, rows: Int[Tensor, "row position"], batch_size: int = 32) -> float:
+    """The objective's loss on rows of text, in nats per token; the same masks for every network."""
+    from dlm_lens.training.monitoring import evaluation_loss
+    from dlm_lens.training.rows import Example
+    from dlm_lens.training.trainer import EVALUATION_SEED
+
+    return evaluation_loss(
+        model,
+        [Example(row) for row in rows],
+        diffusion().for_model(model, MASKS),
+        length=LENGTH,
+        samples=MASKS,
+        batch_size=batch_size,
+        seed=EVALUATION_SEED,
+    )
+
+
+def per_byte(loss: float, tokens: int, size: int) -> float:
+    """Nats per token as nats per byte of `size` bytes, which do not depend on the tokenizer."""
+    return loss * tokens / size
+
+
+def watched(model: Any, rows: Int[Tensor, "row position"]) -> Any:
+    """A Recording of canvases of the text itself, whose masks are taken away as in denoising."""
+    import dlm_lens as dl
+
+    with torch.inference_mode(), dl.record_forward(model, [dl.ReceivedAttention(), dl.ValueNorm()]) as recorded:
+        for canvas in canvases(rows, model.config.mask_token_id):
+            model(input_ids=canvas.to(model.device), use_cache=False)
+    return recorded.recording
+
+
+def canvases(
+    rows: Int[Tensor, "row position"], mask: int, steps: int = STEPS
+) -> Iterator[Int[Tensor, "row position"]]:
+    """Rows under ever fewer masks: ceil((1 - s/T) S) of S positions at step s of T, in an order drawn per row."""
+    orders = [np.random.default_rng((0, row)).permutation(rows.shape[1]) for row in range(len(rows))]
+    rank = torch.from_numpy(np.stack(orders)).argsort(-1)
+    for step in range(steps):
+        count = -(-(steps - step) * rows.shape[1] // steps)
+        yield rows.masked_fill(rank < count, mask)
