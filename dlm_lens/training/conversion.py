@@ -135,7 +135,7 @@ def _mask_token(
 
 @torch.no_grad()
 def _copy(source: Any, model: Any, mask: int) -> None:
-    """The weights of `source`; rows that are new, and the mask's, are the mean of the others."""
+    """The weights of `source`; rows that are new, and the mask's, are the mean of the other tokens' rows."""
     held = source.state_dict()
     state = model.state_dict()
     for name, target in state.items():
@@ -146,8 +146,11 @@ def _copy(source: Any, model: Any, mask: int) -> None:
         if len(target) > len(value):
             target[len(value) :].copy_(_mean(value, len(target) - len(value)))
     embedding = model.get_input_embeddings().weight
-    known = min(mask, len(held["model.embed_tokens.weight"]))
-    embedding[mask].copy_(_mean(embedding[:known], 1)[0])
+    # Rows that the tokenizer does not use hold nothing that was trained.
+    tokenizer, rows = getattr(source, "tokenizer", None), len(held["model.embed_tokens.weight"])
+    words = rows if tokenizer is None else min(rows, len(tokenizer))
+    others = embedding[:words][torch.arange(words, device=embedding.device) != mask]
+    embedding[mask].copy_(_mean(others, 1)[0])
     if model.config.gated_attention:
         for layer in model.model.layers:
             layer.self_attn.gate_proj.weight.zero_()

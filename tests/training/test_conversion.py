@@ -60,6 +60,17 @@ def test_the_mask_token_takes_a_spare_row_or_adds_one(words: int, rows: int, mas
     assert ar.tokenizer.mask_token is None
 
 
+def test_a_mask_token_among_the_others_becomes_the_mean_of_all_of_them() -> None:
+    ar = dlm_lens.load("toy-ar")
+    mask, old = ar.tokenizer.mask_token_id, ar.get_input_embeddings().weight
+    words = len(ar.tokenizer)
+    assert 0 < mask < words - 1
+    dlm = convert(ar)
+    assert dlm.config.mask_token_id == mask
+    others = torch.cat([old[:mask], old[mask + 1 : words]])
+    torch.testing.assert_close(dlm.get_input_embeddings().weight[mask], others.mean(0), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["qwen2", "llama"])
 @pytest.mark.parametrize(
     "options",
