@@ -1,7 +1,8 @@
 from .harness import HarnessLM as HarnessLM
-from .presets import Preset as Preset
+from .preset import Preset as Preset
 from .presets import find_preset as find_preset
 from .presets import list_presets as list_presets
+from .recorded import RecordSettings as RecordSettings
 from .result import Evaluation as Evaluation
 from .result import Score as Score
 from .running import evaluate as evaluate
@@ -15,6 +16,7 @@ __all__ = [
     "HarnessLM",
     "LikelihoodSettings",
     "Preset",
+    "RecordSettings",
     "Score",
     "evaluate",
     "find_preset",

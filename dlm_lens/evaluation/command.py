@@ -22,6 +22,10 @@ def eval_command(
     batch_size: Annotated[str, typer.Option(help="Canvases per forward, or auto.")] = "auto",
     num_fewshot: Annotated[int | None, typer.Option(help="Worked examples in front of each document.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
+    add_bos: Annotated[
+        bool, typer.Option("--add-bos", help="Put the beginning-of-text token in front of every text.")
+    ] = False,
+    max_length: Annotated[int | None, typer.Option(help="Positions of a canvas; the model's by default.")] = None,
     likelihood: Annotated[str, typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5.")] = "",
     generation: Annotated[str, typer.Option(help="Settings, such as gen_length=256,block_length=32.")] = "",
     seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
@@ -30,6 +34,21 @@ def eval_command(
     out: Annotated[
         Path | None, typer.Option(help="Directory for the results; the same command goes on where it was killed.")
     ] = None,
+    record: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to record of every request into --record-to, as `dlm-lens record --reducer` takes it "
+            "(received, value-norm, top-keys:5, ...); repeatable, received by default."
+        ),
+    ] = None,
+    record_to: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the recordings, TASK/DOCUMENT-REQUEST each; the same command goes on."),
+    ] = None,
+    record_layers: Annotated[str | None, typer.Option(help="Indices such as 0,5,-1; all by default.")] = None,
+    record_storage: Annotated[
+        str, typer.Option(help="Of the recorded statistics: float32, or float16 in half the space.")
+    ] = "float32",
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks execute the code that the model wrote.")
     ] = False,
@@ -45,9 +64,13 @@ def eval_command(
     if "tasks" not in settings:
         raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
     settings |= {"chat": True} if chat else {}
+    settings |= {"add_bos": True} if add_bos else {}
+    settings |= {} if max_length is None else {"max_length": max_length}
     settings |= {} if num_fewshot is None else {"num_fewshot": num_fewshot}
     for name, text in (("likelihood", likelihood), ("generation", generation)):
         settings |= {name: _with(settings.get(name), read_pairs(text))} if text else {}
+    if record or record_to is not None or record_layers is not None:
+        settings |= _recorded(record or ["received"], record_to, record_layers, record_storage)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         settings["responses"] = out / "responses.jsonl"
@@ -66,6 +89,8 @@ def eval_command(
     if out is not None:
         result.save(out)
         typer.echo(f"\nresults: {out / 'results.json'}", err=True)
+    if record_to is not None:
+        typer.echo(f"recordings: {record_to}, and what each is of in requests.jsonl", err=True)
 
 
 def read_pairs(text: str) -> dict[str, Any]:
@@ -84,6 +109,17 @@ def read_pairs(text: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[name.strip()] = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
     return found
+
+
+def _recorded(names: list[str], to: Path | None, layers: str | None, storage: str) -> dict[str, Any]:
+    """What to record, as `HarnessLM` takes it."""
+    from dlm_lens.recording.command import layers_of, reducer_of
+
+    if to is None:
+        raise ValueError("--record and --record-layers need --record-to, the directory of the recordings")
+    reducers = [reducer_of(name, "--record") for name in names]
+    record = {"reducers": reducers, "layers": layers_of(layers, "--record-layers"), "dtype": storage}
+    return {"record": record, "record_to": to}
 
 
 def _with(settings: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +148,9 @@ def describe(preset: "Preset") -> str:
         f"  {preset.task}: {preset.metric}, a {preset.kind}; for {preset.model}",
         f"  settings: {', '.join(f'{name}={value}' for name, value in asked.items()) or 'the defaults'}"
         + (", chat template" if preset.chat else "")
+        + (", worked examples in one text" if preset.chat and not preset.multiturn else "")
+        + (", beginning-of-text token" if preset.add_bos else "")
+        + (f", {preset.max_length} positions at most" if preset.max_length is not None else "")
         + (f", {preset.num_fewshot} worked examples" if preset.num_fewshot is not None else ""),
         f"  source: {preset.source}",
     ]

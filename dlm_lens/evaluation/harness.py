@@ -11,17 +11,27 @@ from dlm_lens.evaluation.missing import MISSING
 
 try:
     from lm_eval.api.registry import register_model
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ImportError(MISSING.format(error)) from error
 
 from dlm_lens.adapters import load
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation import Generator, Job, Text
-from dlm_lens.evaluation.likelihoods import Around, Item, Likelihoods
+from dlm_lens.evaluation.items import ItemMaker
+from dlm_lens.evaluation.likelihoods import Around, Likelihoods
 from dlm_lens.evaluation.processes import SharedLM
+from dlm_lens.evaluation.recorded import (
+    INDEX,
+    Asked,
+    RecordedGenerator,
+    RecordedLikelihoods,
+    RecordSettings,
+    RequestRecordings,
+    read_record,
+)
+from dlm_lens.evaluation.refusing import refuse_likelihood_hooks
 from dlm_lens.evaluation.responses import Responses, fingerprint
-from dlm_lens.evaluation.seeding import repeats, request_key, request_seed
+from dlm_lens.evaluation.seeding import repeats, request_key
 from dlm_lens.evaluation.settings import GenerationSettings, LikelihoodSettings, changed, read_settings
 from dlm_lens.evaluation.wishes import JobMaker
 from dlm_lens.hooks.expressions import parse_hooks
@@ -44,8 +54,12 @@ class HarnessLM(SharedLM):
         batch_size: canvases per forward; None (or "auto") for as many as fit into bounded memory.
         responses: a JSONL file to append every answer to; the same call with the same file goes on where a killed
             one stopped.
+        record: reducers as `dlm_lens.record` takes them, or `RecordSettings`: what is recorded of every request.
+        record_to: the directory of the recordings, TASK/DOCUMENT-REQUEST each; without `record` it is received
+            attention that is recorded. The same call with the same directory asks no recorded request again. With
+            it, requests are answered one by one.
         around: called with the model, returns a context manager that is entered around every chunk of likelihoods
-            and every generation: where a recording listens (`lambda model: dl.record_forward(model, reducers)`).
+            and every generation, for listeners of one's own.
         add_bos: put the beginning-of-text token in front of every text (Dream's authors do).
         max_length: positions of a canvas; None for the model's.
         device: where to load a model that is given by name.
@@ -66,6 +80,8 @@ class HarnessLM(SharedLM):
         seed: int = 0,
         batch_size: int | str | None = None,
         responses: str | Path | None = None,
+        record: RecordSettings | Mapping[str, Any] | Sequence[Any] | None = None,
+        record_to: str | Path | None = None,
         around: Around | None = None,
         add_bos: bool = False,
         max_length: int | None = None,
@@ -77,6 +93,7 @@ class HarnessLM(SharedLM):
         self.hooks = _hooks(hooks)
         self.likelihood = read_settings(LikelihoodSettings, likelihood)
         self.generation = read_settings(GenerationSettings, generation)
+        recorded = read_record(record, record_to)
         self.batch_size = _batch_size(batch_size)
         loading |= {} if device is None else {"device_map": device}
         if isinstance(model, str):
@@ -89,7 +106,11 @@ class HarnessLM(SharedLM):
         self._device, self.around = model.device, around
         self.encoder = Encoder(model, add_bos=add_bos, max_length=max_length)
         self.jobs = JobMaker(model, self.encoder, self.generation, self.seed)
-        self.responses = Responses(self._own_file(responses), self.get_model_info()["dlm_lens"])
+        self.items = ItemMaker(self.encoder, self.likelihood, self.seed)
+        self.greedy_tasks: frozenset[str] = frozenset()
+        identity = self.get_model_info()["dlm_lens"]
+        self.recordings = None if recorded is None else self._recordings(recorded, record_to, identity)
+        self.responses = Responses(self._own_file(responses), identity)
 
     @property
     def tokenizer(self) -> Any:
@@ -128,115 +149,103 @@ class HarnessLM(SharedLM):
         """
         return self.encoder.chat(chat_history, add_generation_prompt)
 
+    def check_likelihoods(self) -> None:
+        """Refuse hooks that make no sense in likelihoods, before any request is asked.
+
+        Raises:
+            ValueError: naming the hook.
+        """
+        refuse_likelihood_hooks(self.model, self.hooks)
+
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Log-likelihoods ln p(continuation | context), in nats, and whether greedy decoding writes it."""
-        greedy = self._asked_greedily(requests)
-
-        def items(left: Sequence[int]) -> list[Item]:
-            return [self._item(index, requests[index].args, greedy[index]) for index in left]
-
-        keys = [
-            request_key("loglikelihood", [*request.args, asked])
-            for request, asked in zip(requests, greedy, strict=True)
-        ]
+        greedy = self.items.asked_greedily(requests, self.greedy_tasks)
+        arguments = [[*request.args, asked] for request, asked in zip(requests, greedy, strict=True)]
+        asked = Asked(requests, [request_key("loglikelihood", one) for one in arguments])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
-            for answers in self._likelihoods().run(items(left)):
+            items = [self.items.item(index, requests[index].args, greedy[index]) for index in left]
+            for answers in self._likelihoods(asked).run(items):
                 yield {answer.place: [answer.value, answer.is_greedy] for answer in answers}
 
-        found = self._answered("loglikelihood", requests, keys, run)
-        return [(float(value), bool(same)) for value, same in found]
+        return [(float(value), bool(same)) for value, same in self._answered("loglikelihood", asked, run)]
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-likelihood ln p(text) of every request, in nats.
 
         A text longer than the model's context is cut into windows, each given the tokens before it.
         """
-        keys = [request_key("loglikelihood_rolling", request.args) for request in requests]
+        asked = Asked(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
-            windows = [item for index in left for item in self._windows(index, requests[index].args[0])]
+            windows = [item for index in left for item in self.items.windows(index, requests[index].args[0])]
             items = [item._replace(place=number) for number, item in enumerate(windows)]
-            waiting = {index: sum(item.place == index for item in windows) for index in left}
-            totals = dict.fromkeys(left, 0.0)
-            for answers in self._likelihoods().run(items):
+            owners = [item.place for item in windows]
+            waiting, totals = Counter(owners), dict.fromkeys(left, 0.0)
+            for answers in self._likelihoods(asked.at(owners)).run(items):
                 for answer in answers:
-                    owner = windows[answer.place].place
-                    totals[owner] += answer.value
-                    waiting[owner] -= 1
+                    totals[owners[answer.place]] += answer.value
+                    waiting[owners[answer.place]] -= 1
                 yield {index: totals.pop(index) for index in list(totals) if not waiting[index]}
             yield totals
 
-        return [float(value) for value in self._answered("loglikelihood_rolling", requests, keys, run)]
+        return [float(value) for value in self._answered("loglikelihood_rolling", asked, run)]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """The text that every request's context is continued with, up to its end or a stop sequence."""
         copies = repeats([id(request) for request in requests])
-        keys = [
-            request_key("generate_until", request.args, copy)
-            for request, copy in zip(requests, copies, strict=True)
-        ]
+        drawn = zip(requests, copies, strict=True)
+        asked = Asked(requests, [request_key("generate_until", one.args, copy) for one, copy in drawn], copies)
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
-            generator = Generator(self.model, batch_size=self.batch_size, hooks=self.hooks, around=self.around)
             jobs = [self.jobs.job(index, requests[index].args, copies[index]) for index in left]
-            for texts in self._staged(generator, jobs):
+            for texts in self._staged(self._generator(asked), jobs):
                 yield {text.place: text.text for text in texts}
 
-        return [str(text) for text in self._answered("generate_until", requests, keys, run)]
+        return [str(text) for text in self._answered("generate_until", asked, run)]
 
     def _answered(
-        self,
-        kind: str,
-        requests: Sequence[Any],
-        keys: Sequence[str],
-        run: Callable[[Sequence[int]], Iterator[dict[int, Any]]],
+        self, kind: str, asked: Asked, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
     ) -> list[Any]:
         """Answers in the order of the requests; equal requests are asked once, kept answers not at all."""
-        first = {key: index for index, key in reversed(list(enumerate(keys)))}
-        answers: dict[str, Any] = {key: self.responses[key] for key in first if key in self.responses}
-        left = [index for key, index in first.items() if key not in answers]
+        first = {key: index for index, key in reversed(list(enumerate(asked.keys)))}
+        # Where requests are recorded, an answer without a recording does not do.
+        kept = self.responses if self.recordings is None else self.recordings
+        answers: dict[str, Any] = {key: kept[key] for key in first if key in kept}
+        self.responses.append(answers)
+        left = sorted(index for key, index in first.items() if key not in answers)
+        if left and kind != "generate_until":
+            self.check_likelihoods()
         with tqdm(total=len(first), initial=len(answers), desc=kind, unit="request", disable=self.rank != 0) as bar:
             for new in run(left) if left else ():
-                named = {keys[index]: answer for index, answer in new.items()}
-                self.responses.append(named)
-                for index, answer in new.items():
-                    kept = tuple(answer) if isinstance(answer, list) else answer
-                    self.cache_hook.add_partial(kind, requests[index].args, kept)
-                answers |= named
-                bar.update(len(named))
-        return [answers[key] for key in keys]
+                answers |= self._kept(kind, asked, new)
+                bar.update(len(new))
+        return [answers[key] for key in asked.keys]
 
-    def _likelihoods(self) -> Likelihoods:
-        return Likelihoods(
-            self.model, self.likelihood, batch_size=self.batch_size, hooks=self.hooks, around=self.around
-        )
+    def _kept(self, kind: str, asked: Asked, new: Mapping[int, Any]) -> dict[str, Any]:
+        """New answers by their keys, written wherever answers are kept."""
+        named = {asked.keys[index]: answer for index, answer in new.items()}
+        if self.recordings is not None:
+            for index, answer in new.items():
+                self.recordings.settle(asked, index, kind, answer)
+        self.responses.append(named)
+        for index, answer in new.items():
+            whole = tuple(answer) if isinstance(answer, list) else answer
+            self.cache_hook.add_partial(kind, asked.requests[index].args, whole)
+        return named
 
-    def _asked_greedily(self, requests: Sequence[Any]) -> list[bool]:
-        if self.likelihood.is_greedy is not None:
-            return [self.likelihood.is_greedy] * len(requests)
-        documents = [(request.task_name, request.doc_id) for request in requests]
-        count = Counter(documents)
-        return [document[0] is None or count[document] == 1 for document in documents]
+    def _likelihoods(self, asked: Asked) -> Likelihoods | RecordedLikelihoods:
+        settings: dict[str, Any] = {"batch_size": self.batch_size, "hooks": self.hooks}
+        if self.recordings is None:
+            return Likelihoods(self.model, self.likelihood, **settings, around=self.around)
+        return RecordedLikelihoods(self.recordings, asked, self.likelihood, **settings)
 
-    def _item(self, index: int, arguments: tuple[str, str], greedy: bool) -> Item:
-        context, continuation = arguments
-        before, after = self.encoder.pair(context, continuation)
-        if self.likelihood.append_eos:
-            after = [*after, int(self.encoder.eos)]
-        return Item(index, self.encoder.fitted(before, len(after)), after, request_seed(self.seed, context), greedy)
+    def _generator(self, asked: Asked) -> Generator | RecordedGenerator:
+        if self.recordings is None:
+            return Generator(self.model, batch_size=self.batch_size, hooks=self.hooks, around=self.around)
+        return RecordedGenerator(self.recordings, asked, self.hooks)
 
-    def _windows(self, index: int, text: str) -> list[Item]:
-        ids = self.encoder.text(text)
-        ids = ids[1:] if ids[:1] == [self.encoder.prefix] else ids
-        # The harness counts an AR model's inputs, which lack the last token; a canvas holds it.
-        windows = get_rolling_token_windows(ids, self.encoder.prefix, self.encoder.max_length - 1, context_len=1)
-        return [
-            Item(index, before, after, request_seed(self.seed, text, number), False)
-            for number, (before, after) in enumerate(map(make_disjoint_window, windows))
-        ]
-
-    def _staged(self, generator: Generator, jobs: Sequence[Job]) -> Iterator[list[Text]]:
+    def _staged(self, generator: Generator | RecordedGenerator, jobs: Sequence[Job]) -> Iterator[list[Text]]:
         if self.generation.stages == 1:
             yield from generator.run(jobs)
             return
@@ -245,6 +254,12 @@ class HarnessLM(SharedLM):
             second = [self.jobs.second(first[text.place], self._everything(text)) for text in texts]
             for finished in generator.run(second):
                 yield [text._replace(text=self._everything(text)) for text in finished]
+
+    def _recordings(
+        self, settings: RecordSettings, to: str | Path | None, identity: Mapping[str, Any]
+    ) -> RequestRecordings:
+        assert to is not None  # read_record saw to that
+        return RequestRecordings(self.model, settings, Path(to), identity, str(self._own_file(INDEX)))
 
     def _own_file(self, path: str | Path | None) -> Path | None:
         """Every process appends to a file of its own."""

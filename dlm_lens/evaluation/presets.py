@@ -1,61 +1,20 @@
 """Presets: how each cell of the papers' tables was evaluated, as far as papers and code say."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
+from dlm_lens.evaluation.preset import Kind, Preset
+from dlm_lens.evaluation.scripts import dream_scripts, llada_scripts
 from dlm_lens.evaluation.settings import GenerationSettings, LikelihoodSettings
-
-Kind = Literal["likelihood", "greedy completion", "generation"]
-
-
-@dataclass(frozen=True)
-class Preset:
-    """One task of one table, for one family: what the harness is asked and how the model answers.
-
-    Args:
-        name: "PAPER/TABLE/MODEL/TASK".
-        model: the checkpoint that the paper evaluated; any of its family takes the settings.
-        task: of lm-evaluation-harness, or shipped here.
-        kind: whether the number is a likelihood, a greedy completion or a generation.
-        metric: the harness's metric, with its filter.
-        num_fewshot: worked examples; None for the task's own.
-        chat: whether the prompt is a chat.
-        likelihood: settings of likelihoods.
-        generation: settings of generation.
-        add_bos: whether texts begin with the beginning-of-text token.
-        source: where the settings stand.
-        assumptions: what stands nowhere and was chosen here.
-    """
-
-    name: str
-    model: str
-    task: str
-    kind: Kind
-    metric: str
-    num_fewshot: int | None = None
-    chat: bool = False
-    likelihood: LikelihoodSettings = field(default_factory=LikelihoodSettings)
-    generation: GenerationSettings = field(default_factory=GenerationSettings)
-    add_bos: bool = False
-    source: str = ""
-    assumptions: tuple[str, ...] = ()
-
-    def settings(self) -> dict[str, Any]:
-        """Arguments of `evaluate`, next to the model: `evaluate(model, **preset.settings())`."""
-        return {
-            "tasks": self.task,
-            "num_fewshot": self.num_fewshot,
-            "chat": self.chat,
-            "likelihood": self.likelihood,
-            "generation": self.generation,
-            "add_bos": self.add_bos,
-        }
 
 
 def list_presets(pattern: str = "") -> list[Preset]:
-    """All presets whose name holds `pattern`, in the order of the papers' tables."""
-    return [one for one in (*_attention_sinks(), *_one_token()) if pattern in one.name]
+    """All presets whose name holds `pattern`: the papers' tables in their order, then the authors' scripts."""
+    return [
+        one
+        for one in (*_attention_sinks(), *_one_token(), *llada_scripts(), *dream_scripts())
+        if pattern in one.name
+    ]
 
 
 def find_preset(name: str) -> Preset:
@@ -80,33 +39,35 @@ ONE_TOKEN = "skywalker0523/OneTokenIsEnough"
 def _attention_sinks() -> Iterator[Preset]:
     """Table 1 of 2510.15731: exact match on GSM8K and pass@1 on HumanEval."""
     llada = GenerationSettings(gen_length=256, block_length=32, temperature=0.0, remasking="low_confidence")
-    steps = "one step per token (the paper does not say)"
-    instruct = "the Instruct checkpoint and its chat template (unsaid; the paper's numbers are near Instruct's)"
+    steps = "one step per token, as LLaDA's own script has it for other lengths (the paper does not say)"
+    chat = "the chat template (the paper names instruct models only in its limitations, and no template)"
     for task, length, task_name in (("gsm8k", 256, "gsm8k"), ("humaneval", 512, "humaneval_instruct")):
         yield Preset(
             f"attention-sinks/table1/llada/{task}", "GSAI-ML/LLaDA-8B-Instruct", task_name, "generation",
             _metric(task), num_fewshot=_shots(task), chat=True, generation=replace(llada, gen_length=length),
             source=SINKS,
-            assumptions=(steps, instruct, _shots_said(task)),
+            assumptions=(steps, chat, *_form(task), _shots_said(task)),
         )  # fmt: skip
-    dream = {"temperature": 0.1, "remasking": "entropy", "options": {"top_p": 0.9}}
+    dream = {"temperature": 0.1, "remasking": "entropy", "options": {"top_p": 0.9, "alg_temp": 0.0}}
     for task, length, task_name in (("gsm8k", 256, "gsm8k_cot"), ("humaneval", 768, "humaneval_instruct")):
         yield Preset(
             f"attention-sinks/table1/dream/{task}", "Dream-org/Dream-v0-Instruct-7B", task_name, "generation",
             _metric(task), num_fewshot=0, chat=True,
             generation=GenerationSettings(gen_length=length, steps=length, **dream),  # type: ignore[arg-type]
             source=f"{SINKS_CODE}; DreamLM/Dream, eval_instruct/eval.sh",
-            assumptions=(instruct,),
+            assumptions=("the script of Dream-Instruct (the paper names no script)", "the metric (unsaid)"),
         )  # fmt: skip
     for task, length, task_name in (("gsm8k", 256, "gsm8k"), ("humaneval", 512, "humaneval_instruct")):
         told = () if task == "gsm8k" else ("length 512 as LLaDA's (MMaDA's evaluation script has GSM8K alone)",)
         yield Preset(
             f"attention-sinks/table1/mmada/{task}", "Gen-Verse/MMaDA-8B-MixCoT", task_name, "generation",
-            _metric(task), num_fewshot=_shots(task), chat=True,
-            generation=GenerationSettings(gen_length=length, steps=length, block_length=64, temperature=0.0),
-            source=f"{SINKS_CODE}; Gen-Verse/MMaDA, evaluation/lm/eval.sh",
+            _metric(task), num_fewshot=_shots(task), chat=True, multiturn=False,
+            generation=GenerationSettings(
+                gen_length=length, steps=length, block_length=64, temperature=0.0, remasking="low_confidence"
+            ),
+            source=f"{SINKS_CODE}; Gen-Verse/MMaDA, evaluation/lm/eval.sh and eval_llada.py",
             assumptions=(
-                *told, "the MixCoT checkpoint (the paper does not say)",
+                *told, *_form(task), "the MixCoT checkpoint (the paper does not say)",
                 "without the system prompt about <think> that MMaDA's script puts in front of every question",
             ),
         )  # fmt: skip
@@ -115,7 +76,9 @@ def _attention_sinks() -> Iterator[Preset]:
             f"attention-sinks/table1/llama/{task}", "meta-llama/Llama-3.1-8B-Instruct", task_name, "generation",
             _metric(task), num_fewshot=_shots(task), chat=True,
             generation=GenerationSettings(gen_length=length, temperature=0.0), source=SINKS,
-            assumptions=("everything but the task: the paper names the model alone", _shots_said(task)),
+            assumptions=(
+                "everything but the task: the paper names the model alone", *_form(task), _shots_said(task),
+            ),
         )  # fmt: skip
 
 
@@ -125,6 +88,10 @@ def _metric(task: str) -> str:
 
 def _shots(task: str) -> int:
     return 5 if task == "gsm8k" else 0
+
+
+def _form(task: str) -> tuple[str, ...]:
+    return () if task == "gsm8k" else ("humaneval_instruct, the harness's HumanEval for chats (unsaid)",)
 
 
 def _shots_said(task: str) -> str:

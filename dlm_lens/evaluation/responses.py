@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import ItemsView, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,14 @@ class Responses:
     def __len__(self) -> int:
         return len(self._known)
 
+    def items(self) -> ItemsView[str, Any]:
+        """Keys and answers, those from before first."""
+        return self._known.items()
+
     def append(self, answers: Mapping[str, Any]) -> None:
-        """Keep answers by their keys; they are on disk when this returns."""
-        if self.path is None:
+        """Keep answers by their keys, but those that are kept already; they are on disk when this returns."""
+        answers = {key: answer for key, answer in answers.items() if key not in self._known}
+        if self.path is None or not answers:
             return
         lines = [json.dumps({"key": key, "answer": answer}) + "\n" for key, answer in answers.items()]
         self._write("".join(lines))

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,6 +13,8 @@ from typing import Any
 
 from dlm_lens.evaluation.result import Evaluation, Score
 from dlm_lens.hooks.expressions import parse_hooks
+
+logger = logging.getLogger(__name__)
 
 TASKS = Path(__file__).parent / "tasks"
 """The shipped tasks' YAML files and data; the harness's `include_path`."""
@@ -32,6 +35,7 @@ def evaluate(
     limit: float | None = None,
     num_fewshot: int | None = None,
     chat: bool = False,
+    multiturn: bool = True,
     confirm_run_unsafe_code: bool = False,
     bootstrap_iters: int = BOOTSTRAPS,
     **settings: Any,
@@ -46,6 +50,7 @@ def evaluate(
         limit: documents per task, or a share of them below 1; for trying out.
         num_fewshot: worked examples in front of each document; None for the task's own number.
         chat: put the prompts into the tokenizer's chat template.
+        multiturn: make worked examples turns of the chat, rather than one text with the question.
         confirm_run_unsafe_code: let tasks such as HumanEval execute the code that the model wrote. The harness
             refuses to start them without.
         bootstrap_iters: resamples of the standard errors that have no formula; 0 leaves all of them out.
@@ -66,19 +71,54 @@ def evaluate(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     manager = find_tasks(names)
     check_code(manager, names, confirm_run_unsafe_code)
-    lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
     with _one_process(), _quiet():
+        loaded = manager.load(names)
+        lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
+        prepare(lm, loaded["tasks"])
+        _tell_fixed(loaded["tasks"], num_fewshot)
         results = simple_evaluate(
             model=lm,
-            tasks=names,
+            tasks=_top(loaded),
             task_manager=manager,
             limit=limit,
             num_fewshot=num_fewshot,
             apply_chat_template=chat,
+            fewshot_as_multiturn=multiturn,
             bootstrap_iters=bootstrap_iters,
             confirm_run_unsafe_code=confirm_run_unsafe_code,
         )
     return Evaluation(tuple(read_scores(results or {})), results or {})
+
+
+def prepare(lm: Any, tasks: Mapping[str, Any]) -> None:
+    """Tell a `HarnessLM` what its tasks will ask, before they do.
+
+    Raises:
+        ValueError: hooks that make no sense in the likelihoods that a task asks for.
+    """
+    if any(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
+        lm.check_likelihoods()
+    # The only metric of several choices that reads whether greedy decoding writes one.
+    lm.greedy_tasks |= {
+        name
+        for name, task in tasks.items()
+        if task.OUTPUT_TYPE == "multiple_choice" and "exact_match" in task._metric_fn_list
+    }
+
+
+def _tell_fixed(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
+    """The harness heeds a task that fixes its worked examples at 0, and says so where nobody looks."""
+    fixed = [name for name, task in tasks.items() if task.get_config("num_fewshot") == 0]
+    if num_fewshot and fixed:
+        logger.warning("num_fewshot=%d is not heeded by %s, which fix it at 0", num_fewshot, ", ".join(fixed))
+
+
+def _top(loaded: Mapping[str, Any]) -> list[Any]:
+    """Loaded groups and the tasks in none, so that the harness need not load them again."""
+    inner = {name for names in loaded["group_map"].values() for name in names}
+    groups = [group for name, group in loaded["groups"].items() if name not in inner]
+    grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
+    return [*groups, *(task for name, task in loaded["tasks"].items() if name not in grouped)]
 
 
 def read_scores(results: Mapping[str, Any]) -> Iterator[Score]:
@@ -121,13 +161,18 @@ def find_tasks(names: Sequence[str]) -> Any:
     if not names:
         raise ValueError(f"no task given; tasks that need no network are {', '.join(shipped_tasks())}")
     manager = _manager(include_defaults=False)
-    if not {*names} <= {*manager.all_tasks}:
+    if not all(name in manager.all_tasks or _is_task_file(name) for name in names):
         manager = _manager(include_defaults=True)
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
             near = ", ".join(get_close_matches(name, manager.all_tasks, 3)) or ", ".join(shipped_tasks())
             raise ValueError(f"no task is named {name!r}; perhaps {near}")
     return manager
+
+
+def _is_task_file(name: str) -> bool:
+    """Whether a name is the file of a task of its own; one of a group names others."""
+    return Path(name).is_file() and not re.search(r"^group:", Path(name).read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @cache

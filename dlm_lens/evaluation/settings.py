@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from dlm_lens.sampling.checks import at_least_one, not_negative
 
-Settings = TypeVar("Settings", "LikelihoodSettings", "GenerationSettings")
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def read_settings(kind: type[Settings], value: Any) -> Settings:
     if isinstance(value, kind):
         return value
     given: dict[str, Any] = dict(value or {})
-    names = [one.name for one in fields(kind)]
+    names = [one.name for one in fields(cast("Any", kind))]
     for name in given:
         if name not in names:
             raise ValueError(f"{kind.__name__} has no setting {name!r}; it has {', '.join(names)}")

@@ -1,9 +1,13 @@
 """`dlm-lens experiment`: list, plan, run and render the figures and tables of the papers."""
 
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from dlm_lens.experiments.spec import Experiment
 
 
 def experiment_command(
@@ -52,6 +56,13 @@ def experiment_command(
     page = render_experiment(experiment, directory)
     typer.echo(page.read_text(encoding="utf-8"))
     typer.echo(f"results, tables and figures: {directory}", err=True)
+
+
+def run_script(experiment: "Experiment") -> None:
+    """The command line of one experiment's own file: `dlm-lens experiment` without the name."""
+    app = typer.Typer(add_completion=False)
+    app.command()(experiment_command)
+    app(args=[experiment.name, *sys.argv[1:]], prog_name=sys.argv[0])
 
 
 def list_command() -> None:

@@ -56,7 +56,7 @@ def record_prompts(
     }
     reducers = [reducer_of(text) for text in reducer or ["received"]]
     lines = read_lines(prompts)
-    chosen = None if layers is None else [_integer(text, "--layers") for text in layers.split(",")]
+    chosen = layers_of(layers, "--layers")
     network = load(model, dtype=dtype, device_map=_device(device))
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
     made = record_batches(
@@ -76,7 +76,7 @@ def record_prompts(
     typer.echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
 
 
-def reducer_of(text: str) -> Any:
+def reducer_of(text: str, option: str = "--reducer") -> Any:
     """The reducer that an option names.
 
     Raises:
@@ -98,10 +98,19 @@ def reducer_of(text: str) -> Any:
     }
     name, _, given = text.partition(":")
     if name not in known:
-        raise ValueError(f"--reducer {text!r}: there are {', '.join(known)}")
+        raise ValueError(f"{option} {text!r}: there are {', '.join(known)}")
     if given and name not in ("received", "value-norm", "key-norm", "weighted-value", "top-keys"):
-        raise ValueError(f"--reducer {text!r}: {name} takes nothing behind a colon")
+        raise ValueError(f"{option} {text!r}: {name} takes nothing behind a colon")
     return known[name](given)
+
+
+def layers_of(text: str | None, option: str) -> list[int] | None:
+    """The indices of layers that an option names; None for all.
+
+    Raises:
+        ValueError: something that is no whole number.
+    """
+    return None if text is None else [_integer(part, option) for part in text.split(",")]
 
 
 def read_lines(path: Path) -> list[Any]:

@@ -146,13 +146,13 @@ def record_batches(
             yield _of_rows(found, rows)
             continue
         storing = StoringRecorder(model, reducers, to / _part(rows), layers=layers, dtype=dtype)
-        yield _stored(storing, ids, rows, seeds, hooks, settings, progress)
+        yield stored_batch(storing, ids, rows, seeds, hooks, settings, progress)
 
 
-def _stored(
+def stored_batch(
     recorder: StoringRecorder,
     ids: list[tuple[int, ...]],
-    rows: range,
+    rows: Sequence[int],
     seeds: list[int] | None,
     hooks: Sequence[Hook],
     settings: dict[str, Any],

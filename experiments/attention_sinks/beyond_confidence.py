@@ -133,3 +133,8 @@ EXPERIMENT = Experiment(
     render=render,
     cost=cost,
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

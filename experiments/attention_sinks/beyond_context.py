@@ -64,3 +64,8 @@ EXPERIMENT = Experiment(
     render=render,
     cost=hooked.cost,
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

@@ -95,3 +95,8 @@ EXPERIMENT = Experiment(
     render=render,
     cost=cost,
 )  # fmt: skip
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

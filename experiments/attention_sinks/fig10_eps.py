@@ -90,3 +90,8 @@ EXPERIMENT = Experiment(
     cost=watching.cost,
     paper=PAPER,
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

@@ -100,3 +100,8 @@ EXPERIMENT = Experiment(
     render=render,
     cost=watching.cost,
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

@@ -13,3 +13,8 @@ EXPERIMENT = replace(
     small={**watching.SMALL, "models": ["toy-sink", "toy-gated"]},
     full={**watching.FULL, "models": ["Dream-org/Dream-v0-Instruct-7B", "Gen-Verse/MMaDA-8B-MixCoT"]},
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

@@ -216,3 +216,8 @@ EXPERIMENT = Experiment(
     cost=cost,
     paper=PAPER,
 )  # fmt: skip
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

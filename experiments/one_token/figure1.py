@@ -187,3 +187,8 @@ EXPERIMENT = Experiment(
               [[name, f"{sink:.2f}", f"{other:.2f}"] for name, (sink, other) in FIGURE1.items()]),
     ],
 )  # fmt: skip
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

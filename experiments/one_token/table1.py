@@ -92,3 +92,8 @@ EXPERIMENT = Experiment(
         paper.printed("Table 1, 1.5B, 100B tokens", paper.TABLE1_LARGE),
     ],
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

@@ -71,3 +71,8 @@ EXPERIMENT = Experiment(
     cost=miniature.cost,
     paper=[paper.printed("Table 2, 0.5B from scratch, 100B tokens", paper.TABLE2)],
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

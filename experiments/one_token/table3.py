@@ -45,3 +45,8 @@ EXPERIMENT = Experiment(
     cost=miniature.cost,
     paper=[paper.printed("Table 3", paper.TABLE3, paper.FEWER)],
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

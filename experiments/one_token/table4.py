@@ -52,3 +52,8 @@ EXPERIMENT = Experiment(
     cost=miniature.cost,
     paper=[paper.printed("Table 4", paper.TABLE4, paper.FEWER)],
 )
+
+if __name__ == "__main__":
+    from dlm_lens.experiments.command import run_script
+
+    run_script(EXPERIMENT)

@@ -1,11 +1,18 @@
+import shutil
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks as harness_tasks
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
+from dlm_lens.evaluation import running
+from dlm_lens.evaluation.running import TASKS
 from dlm_lens.testing import tiny
 
 
@@ -31,6 +38,37 @@ def texts(count: int, low: int, high: int, seed: int = 0) -> list[str]:
     return found
 
 
+def changed_task(folder: Path, name: str, *changes: tuple[str, str]) -> str:
+    """A shipped task with lines of its file changed, in a folder of its own; returns its path."""
+    for file in ("toy.py", "problems.jsonl", "choices.jsonl"):
+        shutil.copy(TASKS / file, folder)
+    text = (TASKS / f"{name}.yaml").read_text()
+    for before, after in (("tag: toy_problems\n", ""), (f"task: {name}", f"task: {name}_changed"), *changes):
+        assert before in text or before.startswith("tag")
+        text = text.replace(before, after)
+    (folder / f"{name}_changed.yaml").write_text(text)
+    return str(folder / f"{name}_changed.yaml")
+
+
+HARNESS = (
+    "arc", "bbh", "benchmarks", "ceval", "cmmlu", "gpqa", "gsm8k", "hellaswag", "humaneval", "lambada", "mbpp",
+    "minerva_math", "mmlu", "piqa", "race", "siqa", "truthfulqa", "winogrande",
+)  # fmt: skip
+"""Folders of the harness's tasks that tests name; all 14,000 take seconds to index."""
+
+
+@pytest.fixture
+def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the harness's own tasks only those in `HARNESS`."""
+    monkeypatch.setattr(running, "_manager", _few)
+
+
+@cache
+def _few(include_defaults: bool) -> Any:
+    folders = [Path(harness_tasks.__file__).parent / name for name in HARNESS] if include_defaults else []
+    return TaskManager(include_path=[TASKS, *folders], include_defaults=False)
+
+
 @contextmanager
 def counted(model: Any):
     """Counts the rows of every forward pass of the network inside the block."""
@@ -45,6 +83,22 @@ def counted(model: Any):
         yield rows
     finally:
         handle.remove()
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed_after(model: Any, forwards: int) -> Any:
+    """A handle that kills the process, as it were, in the forward after so many."""
+    left = [forwards]
+
+    def count(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KilledError
+
+    return model.get_decoder().register_forward_pre_hook(count)
 
 
 @pytest.fixture(scope="session")

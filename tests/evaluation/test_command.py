@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dlm_lens import cli
 from dlm_lens.evaluation.command import read_pairs
+from dlm_lens.recording import Recordings
 
 
 def run(*arguments: str) -> str:
@@ -35,6 +37,33 @@ def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
     assert run(*asked) == printed
     with pytest.raises(ValueError, match="holds answers with seed=0"):
         run(*asked, "--seed", "1")
+
+
+def test_it_records_every_request(tmp_path: Path) -> None:
+    asked = ["--model", "toy", "--tasks", "toy_lists", "--limit", "2", "--generation", "steps=4,block_length=32"]
+    asked += [
+        "--record",
+        "received:all,masked",
+        "--record",
+        "top-keys:3",
+        "--record-to",
+        str(tmp_path / "recordings"),
+    ]
+    asked += ["--record-layers", "0,-1", "--record-storage", "float16"]
+    printed = run(*asked)
+    first, second = Recordings(tmp_path / "recordings/toy_lists")
+    assert (first.rows, second.rows, first.layers) == ((0,), (1,), (0, 3))
+    assert {*first.specs} == {"received", "received_masked", "top_keys", "top_scores"}
+    assert first.arrays["received"].dtype == torch.float16
+    assert run(*asked) == printed
+    for wrong, says in (
+        (["--record", "received"], "need --record-to"),
+        (["--record-layers", "0"], "need --record-to"),
+        (["--record", "recieved", "--record-to", str(tmp_path)], "--record 'recieved': there are received"),
+        (["--record-layers", "x", "--record-to", str(tmp_path)], "--record-layers takes whole numbers, got 'x'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            run("--tasks", "toy_lists", *wrong)
 
 
 def test_errors_are_one_sentence(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Texts to ids and back: contexts, chats, ends."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,53 @@ def test_a_chat_keeps_the_tokens_of_its_template(toy: Any) -> None:
     other = lm.apply_chat_template([{"role": "sort", "content": "5 3"}])
     assert toy.config.bos_token_id not in lm.encoder.text(other)
     assert lm.encoder.text("sort 5 3")[0] == toy.config.bos_token_id
+
+
+class Letters:
+    """A tokenizer of single characters, to which every space matters and which doubles its first token if asked."""
+
+    bos_token, bos_token_id, chat_template = "^", ord("^"), "{{ messages[0]['content'] }}"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [self.bos_token_id] * add_special_tokens + [ord(one) for one in text]}
+
+    def apply_chat_template(self, messages: Any, **given: Any) -> str:
+        return f"{messages[0]['content']}: " if given["add_generation_prompt"] else messages[0]["content"]
+
+
+class TestEverySpace:
+    def encoder(self, **config: Any) -> Encoder:
+        given = {"bos_token_id": ord("^"), "eos_token_id": [7, 8], "max_position_embeddings": 16, **config}
+        return Encoder(SimpleNamespace(tokenizer=Letters(), config=SimpleNamespace(**given)))
+
+    def read(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def test_a_texts_own_first_token_is_not_doubled(self) -> None:
+        assert self.read(self.encoder().text("^ab")) == "^ab"
+        assert self.read(self.encoder().text("ab")) == "^ab"
+
+    def test_spaces_move_but_those_of_a_chat(self) -> None:
+        encoder = self.encoder()
+        assert [self.read(part) for part in encoder.pair("ab  ", "c")] == ["^ab", "  c"]
+        assert [self.read(part) for part in encoder.pair("", "c")] == ["^", "c"]
+        text = encoder.chat([{"role": "user", "content": "ab"}])
+        assert text == "ab: "
+        assert [self.read(part) for part in encoder.pair(text, "c")] == ["ab: ", "c"]
+
+    def test_of_several_end_tokens_the_first_one_is_meant(self) -> None:
+        assert self.encoder().eos == 7
+        assert self.encoder(eos_token_id=9).eos == 9
+
+    def test_a_cut_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        encoder = self.encoder()
+        assert encoder.fitted([*range(12)], 4) == [*range(12)]
+        assert caplog.text == ""
+        assert [encoder.fitted([*range(20)], 4), encoder.fitted([*range(20)], 5)] == [
+            [*range(8, 20)],
+            [*range(9, 20)],
+        ]
+        assert caplog.text.count("cut from the left") == 1
 
 
 def test_no_template_is_a_sentence(toy: Any) -> None:

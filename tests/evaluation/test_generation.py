@@ -242,12 +242,44 @@ def test_two_stages_read_the_first_text_as_a_prompt() -> None:
     assert found == model.tokenizer.decode(run.tokens[0].tolist(), skip_special_tokens=True)
 
 
+def test_the_first_of_two_stages_heeds_no_stop(llada: Any) -> None:
+    prompt = "w1 w2 w3"
+    first = alone(llada, prompt)
+    stop = llada.tokenizer.decode(first[1:2])
+    (found,) = HarnessLM(llada, generation={"stages": 2}).generate_until(asked([prompt], until=[stop]))
+    text = llada.tokenizer.decode([*ids(llada, prompt), *first], skip_special_tokens=True)
+    second = [*ids(llada, text), *alone(llada, text)]
+    assert found == llada.tokenizer.decode(second, skip_special_tokens=True)
+
+
 def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
     generator = Generator(llada)
     assert generator._settled({}, 16)
     for settings in ({"temperature": 0.5}, {"cfg_scale": 1.0}, {"remasking": "random"}):
         assert not generator._settled(settings, 16)
     assert not Generator(tiny("dream"))._settled({}, 16)
+    assert Generator(tiny("mmada"))._settled({"remasking": "low_confidence"}, 16)
+    assert not Generator(tiny("mmada"))._settled({"remasking": "low_confidence", "eot_token": 5}, 16)
+
+
+def test_what_tasks_ask_for_is_not_mixed(llada: Any) -> None:
+    prompts = texts(2, 4, 4)
+    both = [*asked(prompts[:1], temperature=1.0, do_sample=True), *asked(prompts[1:])]
+    expected = [
+        until(llada, alone(llada, prompts[0], temperature=1.0, seed=request_seed(0, prompts[0]))),
+        until(llada, alone(llada, prompts[1])),
+    ]
+    assert HarnessLM(llada).generate_until(both) == expected
+    assert HarnessLM(llada).generate_until(both[::-1]) == expected[::-1]
+
+
+def test_stop_sequences_may_be_left_alone(llada: Any) -> None:
+    prompt = "w1 w2 w3"
+    full = alone(llada, prompt)
+    stop = llada.tokenizer.decode(full[1:2])
+    request = asked([prompt], until=[stop])
+    assert HarnessLM(llada, generation={"stop": False}).generate_until(request) == [until(llada, full)]
+    assert HarnessLM(llada).generate_until(request) == [until(llada, full, stop)] != [until(llada, full)]
 
 
 @pytest.mark.parametrize("value", ["0", "x", -1, 0])
@@ -261,3 +293,6 @@ def test_auto_batches_keep_within_the_budget(llada: Any, monkeypatch: pytest.Mon
     with counted(llada) as rows:
         HarnessLM(llada).generate_until(asked([*texts(6, 4, 4)]))
     assert max(rows) == 80 // (4 + 16)
+    with counted(llada) as rows:
+        HarnessLM(llada, generation={"cfg_scale": 1.0}).generate_until(asked([*texts(6, 4, 4)]))
+    assert max(rows) == 80 // (4 + 16)  # both halves

@@ -131,10 +131,35 @@ def test_a_document_with_choices_is_not_decoded_greedily(llada: Any) -> None:
     assert sum(rows) == 3  # two tokens each, and the fully masked canvas in common
     with counted(llada) as rows:
         HarnessLM(llada, likelihood=settings).loglikelihood(ask("loglikelihood", *pairs))
-    assert sum(rows) == 8
+    assert sum(rows) == 5  # and the two canvases of the completion, which is the same for both
     with counted(llada) as rows:
         HarnessLM(llada, likelihood={**settings, "is_greedy": False}).loglikelihood(ask("loglikelihood", *pairs))
-    assert sum(rows) == 4
+    assert sum(rows) == 3
+    # One that a metric of the task reads.
+    lm = HarnessLM(llada, likelihood=settings)
+    lm.greedy_tasks = frozenset(["task"])
+    with counted(llada) as rows:
+        lm.loglikelihood(ask("loglikelihood", *pairs, same_document=True))
+    assert sum(rows) == 5
+
+
+def test_a_greedy_completion_as_the_value(llada: Any) -> None:
+    (written,) = dl.log_likelihood(llada, [1, 2, 3], [4, 5], "greedy_completion").completions
+    right = f" {llada.tokenizer.decode(written)}"
+    wrong = f" {llada.tokenizer.decode([written[0], (written[1] + 1) % 60])}"
+    lm = HarnessLM(llada, likelihood={"method": "greedy_completion", "is_greedy": False})
+    found = lm.loglikelihood(ask("loglikelihood", ("w1 w2 w3", right), ("w1 w2 w3", wrong)))
+    assert found == [(0.0, True), (-float("inf"), False)]
+
+
+def test_what_greedy_decoding_writes_is_kept_apart(llada: Any) -> None:
+    context = "w1 w2 w3"
+    (written,) = dl.log_likelihood(llada, [1, 2, 3], [4], "greedy_completion").completions
+    pair = (context, f" {llada.tokenizer.decode(written)}")
+    requests = [*ask("loglikelihood", (context, " w4"), pair, same_document=True), *ask("loglikelihood", pair)]
+    requests[-1].doc_id = 1
+    lm = HarnessLM(llada, likelihood={"method": "chain_rule"})
+    assert [same for _, same in lm.loglikelihood(requests)] == [False, False, True]
 
 
 def test_equal_requests_are_computed_once(llada: Any) -> None:
@@ -215,9 +240,10 @@ class TestRolling:
         numbers = [int(i) for i in torch.randint(0, 60, (23,), generator=torch.Generator().manual_seed(3))]
         text = words(*numbers)
         lm = HarnessLM(causal, max_length=8)
-        windows = lm._windows(0, text)
+        windows = lm.items.windows(0, text)
         assert [token for item in windows for token in item.continuation] == numbers
         assert all(item.length <= 8 for item in windows)
+        assert len({item.seed for item in windows}) == len(windows) > 2
         (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))
         whole, expected = [causal.config.eos_token_id, *numbers], 0.0
         # Windows of 7 predicted tokens, the last with as much context as fits.

@@ -9,27 +9,11 @@ from typing import Any
 
 import pytest
 
-from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation import HarnessLM, evaluate
 from dlm_lens.evaluation.responses import Responses, fingerprint
 from dlm_lens.hooks import mask_positions
 from dlm_lens.testing import tiny
-from tests.evaluation.conftest import ask, counted, texts
-
-
-class KilledError(Exception):
-    pass
-
-
-def killed_after(model: Any, forwards: int) -> Any:
-    """A handle that kills the process, as it were, in the forward after so many."""
-    left = [forwards]
-
-    def count(*_: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KilledError
-
-    return model.get_decoder().register_forward_pre_hook(count)
+from tests.evaluation.conftest import KilledError, ask, counted, killed_after, texts
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
@@ -81,6 +65,10 @@ def test_answers_of_another_evaluation_are_not_mixed_in(llada: Any, tmp_path: Pa
     ):
         with pytest.raises(ValueError, match=f"holds answers with {next(iter(other))}="):
             HarnessLM(llada, responses=path, **other)
+    model, other = tiny("llada", bos_token_id=5), tmp_path / "other.jsonl"
+    HarnessLM(model, responses=other)
+    with pytest.raises(ValueError, match="holds answers with add_bos=False"):
+        HarnessLM(model, responses=other, add_bos=True)
     with pytest.raises(ValueError, match="fingerprint"):
         HarnessLM(tiny("llada", seed=1), responses=path)
     # A batch size changes no answer.
@@ -107,8 +95,13 @@ def test_the_first_line_says_what_answered(llada: Any, tmp_path: Path) -> None:
 def test_a_fingerprint_sees_weights_and_config() -> None:
     same = {fingerprint(tiny("llada")), fingerprint(tiny("llada"))}
     others = {fingerprint(one) for one in (tiny("llada", seed=1), tiny("llada", rope_theta=5.0), tiny("dream"))}
+    for share in (0.0, 0.5, 1.0):  # one number at the beginning, in the middle or at the end of one weight
+        model = tiny("llada")
+        weight = model.model.layers[1].mlp.up_proj.weight.data.view(-1)
+        weight[int(share * (len(weight) - 1) + 0.5)] += 1.0
+        others.add(fingerprint(model))
     assert len(same) == 1
-    assert len(same | others) == 4
+    assert len(same | others) == 7
 
 
 def test_the_harness_own_cache_is_filled_too(llada: Any) -> None:
@@ -140,7 +133,5 @@ def test_a_process_that_was_killed_loses_and_repeats_nothing(tmp_path: Path) -> 
     lines = path.read_bytes().splitlines()
     assert len(lines) == len({*lines}) == 1 + 4 * 30
     assert path.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
-    fresh = subprocess.run(
-        [*command[:3], str(tmp_path / "fresh.jsonl")], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == fresh.stdout
+    fresh = evaluate("toy", "toy_choice", limit=30, likelihood={"method": "chain_rule"})
+    assert done.stdout == f"{fresh['toy_choice']}\n"

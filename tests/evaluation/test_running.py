@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import dlm_lens as dl
-from dlm_lens.evaluation import HarnessLM, evaluate, shipped_tasks
+from dlm_lens.evaluation import HarnessLM, evaluate, running, shipped_tasks
 from dlm_lens.evaluation.running import TASKS, find_tasks, ratio_error
 from dlm_lens.evaluation.tasks import toy as shipped
 from experiments.toy.language import extract_answer, is_correct, stream
+from tests.evaluation.conftest import ask, changed_task
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +104,90 @@ def test_the_ratio_error_is_the_bootstrap_of_the_documents() -> None:
     assert math.isnan(ratio_error("acc", 0.5, samples))
 
 
-def test_code_is_executed_only_if_asked_for(toy: Any) -> None:
+def test_what_a_task_fixes_is_told(toy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    evaluate(toy, "toy_lists", limit=1, num_fewshot=2, generation={"steps": 1, "block_length": 32})
+    assert "num_fewshot=2 is not heeded by toy_lists" in caplog.text
+
+
+def test_exact_match_of_choices_reads_what_greedy_decoding_writes(toy: Any, tmp_path: Path) -> None:
+    task = changed_task(tmp_path, "toy_choice", ("metric: acc", "metric: exact_match"))
+    (score,) = evaluate(toy, task, limit=5, likelihood={"method": "chain_rule"}).scores
+    right = []
+    for one in lines("choices.jsonl")[:5]:
+        greedy = dl.log_likelihood(toy, one["prompt"], one["choices"][one["gold"]], "greedy_completion")
+        right.append(bool(greedy.is_greedy))
+    assert (score.metric, score.value) == ("exact_match", np.mean(right))
+    assert any(right)
+    # Only the tasks whose metric reads it pay for it.
+    lm = HarnessLM(toy, likelihood={"method": "chain_rule"})
+    evaluate(lm, ["toy_choice", "toy_lists", task], limit=1)
+    assert lm.greedy_tasks == {"toy_choice_changed"}
+
+
+@pytest.mark.parametrize("hooks", ["at_steps(mask_positions(0), 3)", "mask_top_sinks(2, source='previous')"])
+def test_hooks_that_need_steps_are_refused_before_any_work(
+    toy: Any, hooks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HarnessLM, "generate_until", lambda *_: pytest.fail("work was done"))
+    for tasks in (["toy_lists", "toy_choice"], ["toy_last_word"], ["toy_text"]):
+        with pytest.raises(ValueError, match=r"(at_steps|previous).*needs the steps of a run.*that generate"):
+            evaluate(toy, tasks, limit=1, hooks=hooks)
+    # From the harness itself, before the first likelihood.
+    lm = HarnessLM(toy, hooks=hooks)
+    monkeypatch.setattr(lm, "_likelihoods", lambda *_: pytest.fail("work was done"))
+    with pytest.raises(ValueError, match="needs the steps of a run"):
+        lm.loglikelihood(ask("loglikelihood", ("tom", " has")))
+    with pytest.raises(ValueError, match="needs the steps of a run"):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("tom has",)))
+
+
+def test_hooks_that_need_none_are_not_refused(toy: Any) -> None:
+    hooks = "mask_positions(30), mask_top_sinks(1), at_layers(zero_value(0), 0), at_heads(mask_positions(0), 1)"
+    HarnessLM(toy, hooks=hooks).check_likelihoods()
+    evaluate(toy, "toy_lists", limit=1, hooks="at_steps(mask_positions(0), 3)")
+
+
+def test_tags_and_groups_keep_their_tasks(toy: Any) -> None:
+    result = evaluate(toy, ["toy_problems", "toy_text"], limit=1, likelihood={"samples": 4})
+    assert {one.task for one in result.scores} == {"toy_arithmetic", "toy_lists", "toy_facts", "toy_text"}
+
+
+class Named:
+    """What stands for a task of the harness."""
+
+    def __init__(self, name: str) -> None:
+        self.task_name = name
+
+
+class Grouped(Named):
+    """What stands for a group of them."""
+
+    def __init__(self, name: str, *tasks: Named) -> None:
+        super().__init__(name)
+        self.tasks = tasks
+
+    def get_all_tasks(self) -> list[Named]:
+        return [one for task in self.tasks for one in (task.get_all_tasks() if hasattr(task, "tasks") else [task])]
+
+
+def test_loaded_groups_are_given_whole() -> None:
+    a, b, c = Named("a"), Named("b"), Named("c")
+    inner = Grouped("inner", b)
+    outer = Grouped("outer", a, inner)
+    loaded = {
+        "tasks": {"a": a, "b": b, "c": c},
+        "groups": {"outer": outer, "inner": inner},
+        "group_map": {"outer": ["a", "inner"], "inner": ["b"]},
+    }
+    assert running._top(loaded) == [outer, c]
+
+
+def test_code_is_executed_only_if_asked_for(toy: Any, few_tasks: None) -> None:
     with pytest.raises(ValueError, match="confirm_run_unsafe_code=True"):
         evaluate(toy, "humaneval")
 
 
-def test_unknown_names_are_refused_with_near_ones(toy: Any) -> None:
+def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> None:
     with pytest.raises(ValueError, match="toy_lists"):
         evaluate(toy, "toy_list")
     with pytest.raises(ValueError, match="no task given"):
@@ -117,6 +196,14 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any) -> None:
         evaluate(toy, "toy_lists", generation={"lenght": 3})
     with pytest.raises(ValueError, match="beside a HarnessLM"):
         evaluate(HarnessLM(toy), "toy_lists", seed=3)
+
+
+def test_an_error_that_is_not_known_is_null(toy: Any, tmp_path: Path) -> None:
+    result = evaluate(toy, "toy_last_word", limit=2, likelihood={"samples": 2}, bootstrap_iters=0)
+    assert any(math.isnan(one.standard_error) for one in result.scores)
+    result.save(tmp_path)
+    kept = json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert None in [one["standard_error"] for one in kept["scores"]]
 
 
 class TestShippedData:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from dlm_lens.experiments import (
     Experiment,
     Rendering,
     Table,
+    list_experiments,
     read_results,
     render_experiment,
     run_experiment,
@@ -25,6 +27,8 @@ from dlm_lens.experiments.planning import Shape
 from dlm_lens.experiments.results import Record, ResultsFile
 from dlm_lens.experiments.spec import Cost, read_setting
 from dlm_lens.experiments.statistics import paired_difference, ratio_over_prompts, wilson
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ao]*/*.py"))
 
 
 def squares(pause: float = 0.0) -> Experiment:
@@ -204,3 +208,23 @@ def test_flops_of_a_pass() -> None:
     # 2 N S + 4 L S^2 d = 2e7 + 6400 per canvas of 10 positions.
     assert shape.flops(Cost(3, 5, 10, "m")) == pytest.approx(15 * (2e7 + 6400))
     assert shape.flops(Cost(1, 1, 10, "m", backward=True)) == pytest.approx(3 * (2e7 + 6400))
+
+
+@pytest.mark.parametrize("name", [one.name for one in list_experiments()])
+def test_every_experiment_is_a_script_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[str] = []
+    monkeypatch.setattr("dlm_lens.experiments.command.run_script", lambda experiment: run.append(experiment.name))
+    (file,) = [path for path in SCRIPTS if f'"{name}"' in path.read_text() and "run_script" in path.read_text()]
+    runpy.run_path(str(file), run_name="__main__")
+    assert run == [name]
+
+
+def test_a_script_takes_the_options_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = [path for path in SCRIPTS if path.name == "fig7_paths.py"]
+    monkeypatch.setattr(sys, "argv", [str(file), "--small", "--plan", "--set", "prompts=1", "--model", "toy"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(file), run_name="__main__")
+    assert left.value.code in (0, None)
+    assert capsys.readouterr().out.startswith("fig7-paths (small): 1 items")

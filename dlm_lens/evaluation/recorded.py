@@ -1,0 +1,268 @@
+"""Recording during an evaluation: every request is answered alone, and what the layers do goes to its directory."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dlm_lens.evaluation.canvases import CanvasRecorder
+from dlm_lens.evaluation.generation import Job, Text
+from dlm_lens.evaluation.likelihoods import Answer, Item, Likelihoods
+from dlm_lens.evaluation.responses import Responses
+from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
+from dlm_lens.evaluation.stopping import cut, end_ids
+from dlm_lens.recording import Recorder, Recording
+from dlm_lens.recording.recorder import Storage
+from dlm_lens.recording.running import DEFAULT, stored_batch
+from dlm_lens.recording.storing import StoringRecorder
+
+INDEX = "requests.jsonl"
+"""What was asked of every recorded request and where its recordings lie, in the directory of them all."""
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """What an evaluation records of every request.
+
+    Args:
+        reducers: as `dlm_lens.record` takes them.
+        layers: indices of the layers, negative from the end; None for all.
+        dtype: how floating-point statistics are stored, "float32" or "float16".
+    """
+
+    reducers: Sequence[Any] = DEFAULT
+    layers: Sequence[int] | None = None
+    dtype: Storage = "float32"
+
+
+def read_record(record: Any, to: str | Path | None) -> RecordSettings | None:
+    """What is recorded, from what a caller has: settings, a mapping of their names, reducers, or nothing.
+
+    Raises:
+        ValueError: something to record and no directory, or a setting that is none.
+    """
+    if isinstance(record, Sequence) and not record:
+        record = None
+    if to is None and record is not None:
+        raise ValueError(
+            f"record is {record!r:.120}, and record_to is missing; give the directory of the recordings"
+        )
+    if to is None:
+        return None
+    if record is None or isinstance(record, RecordSettings | Mapping):
+        return read_settings(RecordSettings, record)
+    # One reducer, or several.
+    return RecordSettings(tuple(record) if isinstance(record, Sequence) else (record,))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The requests of one call of the harness, with their keys, and which draw of the same request each is."""
+
+    requests: Sequence[Any]
+    keys: Sequence[str]
+    copies: Sequence[int] | None = None
+
+    def directory(self, place: int) -> str:
+        """TASK/DOCUMENT-REQUEST of the request in a place, with -rN for its N-th further draw."""
+        request, copy = self.requests[place], self.copies[place] if self.copies else 0
+        if request.task_name is None or request.doc_id is None:
+            return f"requests/{self.keys[place][:16]}"
+        task = str(request.task_name).replace("/", "__")
+        return f"{task}/{request.doc_id:05d}-{request.idx}" + (f"-r{copy}" if copy else "")
+
+    def document(self, place: int) -> int:
+        """The number of its document."""
+        found = self.requests[place].doc_id
+        return place if found is None else int(found)
+
+    @cached_property
+    def same(self) -> Mapping[str, Sequence[Any]]:
+        """The requests of every key."""
+        found: dict[str, list[Any]] = {}
+        for key, request in zip(self.keys, self.requests, strict=True):
+            found.setdefault(key, []).append(request)
+        return found
+
+    def at(self, places: Sequence[int]) -> "Asked":
+        """The requests in these places."""
+        return Asked([self.requests[place] for place in places], [self.keys[place] for place in places])
+
+
+class RequestRecordings:
+    """The recordings of an evaluation: TASK/DOCUMENT-REQUEST, each a `Recording`, and the index of them all.
+
+    A request counts as recorded when the index has its line, which holds its answer too: what is recorded is
+    never asked again.
+
+    Args:
+        model: from `dlm_lens.load`.
+        settings: what is recorded.
+        to: the directory.
+        identity: what the answers depend on.
+        index: the index's file name.
+
+    Raises:
+        ValueError: something that cannot be recorded, or a directory with recordings of another evaluation.
+    """
+
+    def __init__(
+        self, model: Any, settings: RecordSettings, to: Path, identity: Mapping[str, Any], index: str = INDEX
+    ) -> None:
+        self.model, self.settings, self.to = model, settings, to
+        recorder = Recorder(model, settings.reducers, **self.options)  # refuses what cannot be recorded
+        if to.exists() and not to.is_dir():
+            raise ValueError(f"record_to is {to}, which is a file; give a directory")
+        recorded = {
+            "reducers": [spec.reducer for spec in recorder.arrays.specs],
+            "layers": list(recorder.tap.layers),
+            "dtype": settings.dtype,
+        }
+        self._index = Responses(to / index, {**identity, **recorded})
+        self._settled = {name: key for key, line in self._index.items() for name in line["recordings"]}
+        self._written: dict[str, list[str]] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of a recorder, next to the reducers."""
+        return {"layers": self.settings.layers, "dtype": self.settings.dtype}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._index
+
+    def __getitem__(self, key: str) -> Any:
+        return self._index[key]["answer"]
+
+    def begin(self, directory: str) -> Path:
+        """Where the next recording of a request goes: the first in its directory, others beside it (-pN).
+
+        Raises:
+            ValueError: another request is recorded there.
+        """
+        written = self._written.setdefault(directory, [])
+        name = f"{directory}-p{len(written)}" if written else directory
+        if name in self._settled:
+            raise ValueError(
+                f"{self.to / name} holds the recording of another request (another prompt?); choose another "
+                "directory for record_to"
+            )
+        written.append(name)
+        return self.to / name
+
+    def settle(self, asked: Asked, place: int, kind: str, answer: Any) -> None:
+        """Write a request's line: from now on it is recorded."""
+        names, key = self._written.pop(asked.directory(place)), asked.keys[place]
+        first, *others = asked.same[key]
+        line = {
+            "kind": kind,
+            "task": first.task_name,
+            "doc_id": first.doc_id,
+            "request": first.idx,
+            "recordings": names,
+            "also": [[one.task_name, one.doc_id, one.idx] for one in others],
+            "answer": answer,
+        }
+        self._index.append({key: line})
+        self._settled |= dict.fromkeys(names, key)
+
+
+@dataclass(frozen=True)
+class RecordedLikelihoods:
+    """Computes likelihoods one request at a time and records the canvases that its value comes from, a step each.
+
+    Args:
+        recordings: where to.
+        asked: the requests in their places.
+        settings: the method and its settings.
+        batch_size: canvases per forward; None for as many as fit into bounded memory.
+        hooks: interventions, in force in every forward.
+    """
+
+    recordings: RequestRecordings
+    asked: Asked
+    settings: LikelihoodSettings
+    batch_size: int | None
+    hooks: Sequence[Any]
+
+    def run(self, items: Sequence[Item]) -> Iterator[list[Answer]]:
+        """The results, one by one."""
+        for item in items:
+            path = self.recordings.begin(self.asked.directory(item.place))
+            recorder = CanvasRecorder(
+                self.recordings.model,
+                self.recordings.settings.reducers,
+                context=len(item.context),
+                halves=2 if self.settings.cfg_scale else 1,
+                **self.recordings.options,
+            )
+            # Whether greedy decoding writes it is asked behind the recording: those canvases are not the value's.
+            (answer,) = self._answers(item._replace(greedy=False), self.settings, recorder.listening)
+            recording = recorder.canvases_of(self._described(item))
+            _save(replace(recording, rows=(self.asked.document(item.place),)), path)
+            yield [self._greedy(item, answer)]
+
+    def _answers(self, item: Item, settings: LikelihoodSettings, around: Any = None) -> list[Answer]:
+        model = self.recordings.model
+        likelihoods = Likelihoods(model, settings, batch_size=self.batch_size, hooks=self.hooks, around=around)
+        return [answer for answers in likelihoods.run([item]) for answer in answers]
+
+    def _greedy(self, item: Item, answer: Answer) -> Answer:
+        # The exact pass of an AR model and a greedy completion know it without being asked.
+        if (
+            not item.greedy
+            or self._method == "greedy_completion"
+            or (self._causal and self._method == "chain_rule")
+        ):
+            return answer
+        (checked,) = self._answers(item, replace(self.settings, method="greedy_completion", options={}))
+        return answer._replace(is_greedy=checked.is_greedy)
+
+    def _described(self, item: Item) -> dict[str, Any]:
+        found = {"sampler": "likelihood", "method": self._method, "cfg_scale": self.settings.cfg_scale}
+        hooks = {"hooks": tuple(map(repr, self.hooks))} if self.hooks else {}
+        return {**found, "seeds": (item.seed,), **hooks}
+
+    @property
+    def _causal(self) -> bool:
+        return getattr(self.recordings.model.config, "mask_token_id", None) is None
+
+    @property
+    def _method(self) -> str:
+        return self.settings.method or ("chain_rule" if self._causal else "mc")
+
+
+@dataclass(frozen=True)
+class RecordedGenerator:
+    """Generates texts one request at a time, each as `dlm_lens.record` does: a killed one goes on where it was.
+
+    Args:
+        recordings: where to.
+        asked: the requests in their places.
+        hooks: interventions, in force in every run.
+    """
+
+    recordings: RequestRecordings
+    asked: Asked
+    hooks: Sequence[Any]
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
+        """The results, one by one."""
+        model, settings = self.recordings.model, self.recordings.settings
+        for job in jobs:
+            path = self.recordings.begin(self.asked.directory(job.place))
+            recorder = StoringRecorder(model, settings.reducers, path, **self.recordings.options)
+            given = {**dict(job.settings), "gen_length": job.gen_length}
+            rows = (self.asked.document(job.place),)
+            run = stored_batch(recorder, [tuple(job.prompt)], rows, [job.seed], self.hooks, given, False).run
+            ids = run.tokens[0][run.attention_mask[0]].tolist()
+            text = cut(model.tokenizer, ids[len(job.prompt) :], end_ids(model.config), job.until).text
+            yield [Text(job.place, text, ids)]
+
+
+def _save(recording: Recording, path: Path) -> None:
+    """Write a recording that is in memory, in place of one that a killed run left behind."""
+    if (path / "header.json").exists():
+        shutil.rmtree(path)
+    recording.save(path)

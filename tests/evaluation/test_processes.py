@@ -1,0 +1,77 @@
+"""The harness's language model: its own arguments, and what several processes exchange."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation.processes import SharedLM
+from tests.evaluation.conftest import ask
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device that is asked for is there")
+def test_the_harness_default_device_is_the_cpu_where_there_is_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    for lm in (
+        SharedLMOfArguments.create_from_arg_string("a=1", {"device": "cuda:0", "batch_size": None}),
+        SharedLMOfArguments.create_from_arg_obj({"a": 1}, {"device": "cuda:0", "batch_size": None}),
+    ):
+        assert lm.given == {"a": 1, "device": "cpu"}
+    assert caplog.text.count("asks for cuda:0") == 2
+    assert SharedLMOfArguments.create_from_arg_obj({}, {"device": "cpu"}).given == {"device": "cpu"}
+    with pytest.raises(ValueError, match="0 CUDA devices"):
+        HarnessLM("toy", device="cuda:0")  # asked for by name, it is refused
+
+
+class SharedLMOfArguments(SharedLM):
+    """Keeps its arguments."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def loglikelihood(self, requests: Any) -> Any:
+        raise NotImplementedError
+
+    loglikelihood_rolling = generate_until = loglikelihood
+
+
+def test_alone_there_is_nothing_to_exchange(llada: Any) -> None:
+    lm = HarnessLM(llada)
+    assert (lm.rank, lm.world_size) == (0, 1)
+    assert lm.gather_object({"a": 1}) == [{"a": 1}]
+    assert lm.all_gather(torch.tensor([2, 3])).tolist() == [2, 3]
+    lm.barrier()
+
+
+class TestTwo:
+    """Process 1 of two, with a group that answers for the other."""
+
+    @pytest.fixture
+    def lm(self, llada: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+        def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            parts[0].copy_(own - 1)
+            parts[1].copy_(own)
+
+        def objects(own: Any, found: list[Any] | None, dst: int) -> None:
+            assert (found is None) == (dst != 1)
+            if found is not None:
+                found[:] = ["other", own]
+
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "all_gather", gather)
+        monkeypatch.setattr(torch.distributed, "gather_object", objects)
+        return HarnessLM(llada, responses=tmp_path / "a.jsonl", record_to=tmp_path / "recordings")
+
+    def test_what_they_exchange(self, lm: Any) -> None:
+        assert (lm.rank, lm.world_size) == (1, 2)
+        assert lm.all_gather(torch.tensor(5)).tolist() == [4, 5]
+        assert lm.gather_object("own", dst=1) == ["other", "own"]
+        assert lm.gather_object("own", dst=0) is None
+
+    def test_each_has_its_own_answers_and_its_own_index(self, lm: Any, tmp_path: Any) -> None:
+        lm.generate_until(ask("generate_until", ("w1 w2", {"until": []})))
+        assert {one.name for one in tmp_path.iterdir()} == {"a.1.jsonl", "recordings"}
+        assert {one.name for one in (tmp_path / "recordings").iterdir()} == {"requests.1.jsonl", "task"}

@@ -1,0 +1,357 @@
+"""Recording during an evaluation: every request as `dlm_lens.record` records it, and none asked again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dlm_lens as dl
+from dlm_lens.evaluation import HarnessLM, RecordSettings, evaluate
+from dlm_lens.evaluation.seeding import request_seed
+from dlm_lens.hooks import attached, mask_positions, mask_top_sinks
+from dlm_lens.recording import ReceivedAttention, Recordings, TopKeys, ValueNorm
+from dlm_lens.testing import tiny
+from tests.evaluation.conftest import KilledError, ask, counted, ids, killed_after, texts, words
+from tests.reference import forward64
+
+WITHOUT_MASKS = (ReceivedAttention(("all", "unmasked", "prompt", "block"), min_viewers=1), ValueNorm())
+
+
+def equal(found: Any, wanted: Any) -> None:
+    """Recordings of the same numbers, bit by bit."""
+    assert {*found.specs} == {*wanted.specs}
+    for name in wanted.specs:
+        a, b = getattr(found, name), getattr(wanted, name)
+        assert a.isfinite().any(), name
+        assert torch.equal(a.nan_to_num(nan=-7.0), b.nan_to_num(nan=-7.0)), name
+    for name in ("canvases", "masked", "selected", "attention_mask", "spans", "blocks", "prompt_length"):
+        a, b = getattr(found.run, name), getattr(wanted.run, name)
+        assert a.equal(b) if isinstance(a, torch.Tensor) else a == b, name
+    assert torch.equal(found.answer, wanted.answer)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """The index, without its first line."""
+    return [json.loads(line)["answer"] for line in (directory / "requests.jsonl").read_text().splitlines()[1:]]
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("hooks", [(), (mask_top_sinks(2), mask_positions(1))], ids=["plain", "hooks"])
+    @pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal", "mmada", "sink_qwen"])
+    def test_a_recording_is_the_one_of_record(self, family: str, hooks: Any, tmp_path: Path) -> None:
+        model, prompts = tiny(family), [*texts(2, 9, 12), texts(1, 3, 4)[0]]
+        settings = {"gen_length": 8, "temperature": 0.5} | ({} if family == "causal" else {"steps": 4})
+        reducers = (
+            WITHOUT_MASKS if family == "causal" else (*WITHOUT_MASKS, ReceivedAttention("masked", min_viewers=1))
+        )
+        requests = ask("generate_until", *((prompt, {"until": ["w7"]}) for prompt in prompts))
+        lm = HarnessLM(model, generation=settings, hooks=hooks, record=reducers, record_to=tmp_path, seed=3)
+        found = lm.generate_until(requests)
+        assert found == HarnessLM(model, generation=settings, hooks=hooks, seed=3).generate_until(requests)
+        for number, prompt in enumerate(prompts):
+            recording = dl.Recording.load(tmp_path / f"task/{number:05d}-0")
+            seed = request_seed(3, prompt)
+            wanted = dl.record(model, ids(model, prompt), reducers, hooks=hooks, seed=seed, **settings)
+            equal(recording, wanted)
+            assert recording.rows == (number,)
+            assert recording.seeds == (seed,)
+        assert [line["doc_id"] for line in lines(tmp_path)] == [0, 1, 2]
+        assert [line["answer"] for line in lines(tmp_path)] == found
+
+    def test_further_draws_and_equal_requests(self, llada: Any, tmp_path: Path) -> None:
+        (request,) = ask("generate_until", ("w1 w2 w3", {"until": []}))
+        lm = HarnessLM(llada, generation={"temperature": 1.0, "gen_length": 4, "steps": 4}, record_to=tmp_path)
+        found = lm.generate_until([request] * 3)
+        assert len({*found}) == 3
+        assert [line["recordings"] for line in lines(tmp_path)] == [
+            ["task/00000-0"], ["task/00000-0-r1"], ["task/00000-0-r2"],
+        ]  # fmt: skip
+        assert [llada.tokenizer.decode(one.run.tokens[0, 3:]) for one in Recordings(tmp_path / "task")] == found
+
+    def test_both_stages_are_recorded(self, tmp_path: Path) -> None:
+        model = tiny("smdm")
+        settings = {"canvas_length": 20, "steps": 5, "temperature": 0.5, "remasking": "greedy", "stages": 2}
+        requests = ask("generate_until", ("w1 w2 w3", {"until": []}))
+        (found,) = HarnessLM(model, generation=settings, record_to=tmp_path).generate_until(requests)
+        assert found == HarnessLM(model, generation=settings).generate_until(requests)[0]
+        assert lines(tmp_path)[0]["recordings"] == ["task/00000-0", "task/00000-0-p1"]
+        first, second = Recordings(tmp_path / "task")
+        text = model.tokenizer.decode(first.run.tokens[0], skip_special_tokens=True)
+        assert second.run.tokens[0, : second.prompt_length].tolist() == ids(model, text)
+
+
+def relative64(pattern: torch.Tensor) -> torch.Tensor:
+    """r_j / e_j of a full bidirectional pattern [head, query, key], where e_j is 1."""
+    return pattern.sum(-2)
+
+
+class TestLikelihoods:
+    def test_the_canvases_of_the_chain_rule_in_float64(self, llada: Any, tmp_path: Path) -> None:
+        context, answer, mask = [*range(1, 10)], [11, 12, 13], llada.config.mask_token_id
+        lm = HarnessLM(llada, likelihood={"method": "chain_rule"}, record_to=tmp_path)
+        requests = ask("loglikelihood", (words(*context), f" {words(*answer)}"))
+        found = lm.loglikelihood(requests)
+        recording = dl.Recording.load(tmp_path / "task/00000-0")
+        wanted = [context + answer[:number] + [mask] * (3 - number) for number in range(3)]
+        assert recording.tokens[:, 0].tolist() == wanted
+        assert recording.masked[:, 0].sum(-1).tolist() == [3, 2, 1]
+        assert recording.progress[:, 0].tolist() == pytest.approx([0, 1 / 3, 2 / 3])
+        assert recording.answer[0].tolist() == [False] * 9 + [True] * 3
+        for step, canvas in enumerate(wanted):
+            kept = forward64(llada, torch.tensor([canvas]))
+            for layer in recording.layers:
+                sums = relative64(kept[f"pattern{layer}"][0]).float()
+                # float32 attention against float64
+                assert torch.allclose(recording.received[step, 0, layer], sums, atol=1e-5)
+        assert found == HarnessLM(llada, likelihood={"method": "chain_rule"}).loglikelihood(requests)
+
+    @pytest.mark.parametrize("hooks", [(), (mask_positions(2),)], ids=["plain", "hooks"])
+    def test_random_masks_are_each_a_step(self, llada: Any, hooks: Any, tmp_path: Path) -> None:
+        context, answer = [*range(1, 9)], [11, 12, 13, 14]
+        settings = {"samples": 16, "cfg_scale": 0.5, "is_greedy": True}
+        requests = ask("loglikelihood", (words(*context), f" {words(*answer)}"), ("w1", " w2 w3"))
+        reducers = [ReceivedAttention(("masked", "all", "prompt"), min_viewers=1)]
+        lm = HarnessLM(llada, likelihood=settings, hooks=hooks, record=reducers, record_to=tmp_path, batch_size=3)
+        found = lm.loglikelihood(requests)
+        plain = HarnessLM(llada, likelihood=settings, hooks=hooks).loglikelihood(requests)
+        assert [value for value, _ in found] == pytest.approx([value for value, _ in plain], abs=1e-4)
+        assert [same for _, same in found] == [same for _, same in plain]
+        recording = dl.Recording.load(tmp_path / "task/00000-0")
+        canvases = recording.tokens[:, 0]
+        # Different masks of the answer; neither the unconditional half nor the greedy completion is among them.
+        assert len({*map(tuple, canvases.tolist())}) == len(canvases) > 3
+        assert (canvases[:, :8] == torch.tensor(context)).all()
+        masked = canvases[:, 8:] == llada.config.mask_token_id
+        assert masked.any(-1).all()
+        assert masked.sum(-1).tolist() == sorted(masked.sum(-1).tolist(), reverse=True)
+        assert torch.equal(canvases[:, 8:][~masked], torch.tensor(answer).expand(masked.shape)[~masked])
+        for step, canvas in enumerate(canvases):
+            with dl.record_forward(llada, reducers) as alone, attached(llada, *hooks):
+                llada(input_ids=canvas[None])
+            for name in ("received_masked", "received"):
+                a, b = getattr(recording, name)[step, 0], getattr(alone, name)[0, 0]
+                assert torch.allclose(a, b, atol=1e-5, equal_nan=True), name
+            if not hooks:
+                # The prompt is the context, also where a part of the answer is not masked.
+                pattern = forward64(llada, canvas[None])["pattern0"][0]
+                wanted = (pattern[:, :8].sum(-2) / (8 / 12)).float()
+                assert torch.allclose(recording.received_prompt[step, 0, 0], wanted, atol=1e-5)
+
+    def test_greedy_completions_are_recorded_where_they_are_the_method(self, llada: Any, tmp_path: Path) -> None:
+        requests = ask("loglikelihood", ("w1 w2 w3", " w4 w5"))
+        lm = HarnessLM(llada, likelihood={"method": "greedy_completion"}, record_to=tmp_path)
+        found = lm.loglikelihood(requests)
+        assert found == HarnessLM(llada, likelihood={"method": "greedy_completion"}).loglikelihood(requests)
+        assert dl.Recording.load(tmp_path / "task/00000-0").masked[:, 0].sum(-1).tolist() == [2, 1]
+
+    def test_greediness_is_asked_without_the_methods_own_settings(self, tmp_path: Path) -> None:
+        model = tiny("dream")
+        requests = ask("loglikelihood", ("w1 w2 w3", " w4 w5"))
+        given = {"likelihood": {"samples": 8, "is_greedy": True, "options": {"eps": 0.1, "protect_ends": False}}}
+        (found,) = HarnessLM(model, **given, record_to=tmp_path).loglikelihood(requests)
+        (value,) = dl.log_likelihood(
+            model, [1, 2, 3], [4, 5], samples=8, seed=request_seed(0, "w1 w2 w3"), eps=0.1, protect_ends=False
+        ).value
+        (greedy,) = dl.log_likelihood(model, [1, 2, 3], [4, 5], "greedy_completion").is_greedy
+        assert found == (pytest.approx(float(value), abs=1e-4), bool(greedy))
+
+    def test_an_ar_model_has_one_step(self, causal: Any, tmp_path: Path) -> None:
+        requests = ask("loglikelihood", (words(*range(1, 10)), " w11 w12"))
+        with counted(causal) as rows:
+            found = HarnessLM(causal, record_to=tmp_path).loglikelihood(requests)
+        assert rows == [1]
+        assert found == HarnessLM(causal).loglikelihood(requests)
+        recording = dl.Recording.load(tmp_path / "task/00000-0")
+        whole = [*range(1, 10), 11, 12]
+        assert recording.tokens.tolist() == [[whole]]
+        pattern = forward64(causal, torch.tensor([whole]), causal=True)["pattern1"][0]
+        even = (torch.ones(11, 11).tril() / torch.arange(1, 12)[:, None]).sum(0)
+        few = torch.arange(11, 0, -1) < 8  # viewers
+        wanted = (relative64(pattern) / even).float().masked_fill(few, torch.nan)
+        assert torch.allclose(recording.received[0, 0, 1], wanted, atol=1e-5, equal_nan=True)
+
+    def test_windows_of_a_long_text_lie_side_by_side(self, causal: Any, tmp_path: Path) -> None:
+        requests = ask("loglikelihood_rolling", (words(*range(1, 21)),), ("w1 w2",))
+        lm = HarnessLM(causal, max_length=8, record_to=tmp_path)
+        found = lm.loglikelihood_rolling(requests)
+        assert found == pytest.approx(HarnessLM(causal, max_length=8).loglikelihood_rolling(requests), abs=1e-4)
+        assert [line["recordings"] for line in lines(tmp_path)] == [
+            ["task/00000-0", "task/00000-0-p1", "task/00000-0-p2"], ["task/00001-0"],
+        ]  # fmt: skip
+        again = HarnessLM(causal, max_length=8, record_to=tmp_path)
+        with counted(causal) as rows:
+            assert again.loglikelihood_rolling(requests) == found
+        assert rows == []
+
+    def test_a_request_of_two_documents_is_recorded_once(self, llada: Any, tmp_path: Path) -> None:
+        requests = ask("loglikelihood", *[("w1 w2", " w3 w4")] * 2)
+        lm = HarnessLM(llada, likelihood={"method": "chain_rule"}, record_to=tmp_path)
+        first, second = lm.loglikelihood(requests)
+        assert first == second
+        (line,) = lines(tmp_path)
+        assert (line["doc_id"], line["also"]) == (0, [["task", 1, 0]])
+        assert len(Recordings(tmp_path / "task")) == 1
+
+
+ARGUMENTS: dict[str, Any] = {
+    "loglikelihood": lambda one: (one, " w1 w2"),
+    "loglikelihood_rolling": lambda one: (one,),
+    "generate_until": lambda one: (one, {"until": []}),
+}
+
+
+class TestGoingOn:
+    @pytest.mark.parametrize("kind", [*ARGUMENTS])
+    @pytest.mark.parametrize("kept", [False, True], ids=["recordings", "and answers"])
+    def test_a_killed_evaluation_asks_no_recorded_request_again(
+        self, kind: str, kept: bool, llada: Any, tmp_path: Path
+    ) -> None:
+        requests = ask(kind, *map(ARGUMENTS[kind], texts(6, 4, 8)))
+        to, answers = tmp_path / "recordings", tmp_path / "answers.jsonl"
+
+        def make(**given: Any) -> Any:
+            likelihood = {"method": "chain_rule", "is_greedy": False}
+            return HarnessLM(llada, batch_size=1, likelihood=likelihood, generation={"steps": 8}, **given)
+
+        expected = getattr(make(), kind)(requests)
+        given = {"record_to": to, "responses": answers} if kept else {"record_to": to}
+        with counted(llada) as alone:
+            getattr(make(record_to=tmp_path / "alone"), kind)(requests)
+        handle = killed_after(llada, len(alone) // 2)
+        with counted(llada) as before, pytest.raises(KilledError):
+            getattr(make(**given), kind)(requests)
+        handle.remove()
+        done = lines(to)
+        assert 0 < len(done) < 6
+        with counted(llada) as after:
+            found = getattr(make(**given), kind)(requests)
+        assert found == (pytest.approx(expected, abs=1e-4) if kind == "loglikelihood_rolling" else expected)
+        repeated = len(before) + len(after) - len(alone)
+        # A run goes on behind its last step; a likelihood begins again with the request it was in.
+        assert repeated == 0 if kind == "generate_until" else 0 <= repeated <= 9
+        assert lines(to)[: len(done)] == done
+        assert len(lines(to)) == 6
+        with counted(llada) as none:
+            assert getattr(make(**given), kind)(requests) == found
+        assert none == []
+        if kept:
+            assert len(answers.read_text().splitlines()) == 7
+
+    def test_answers_without_recordings_are_asked_again(self, llada: Any, tmp_path: Path) -> None:
+        requests = ask("generate_until", *((one, {"until": []}) for one in texts(2, 4, 8)))
+        answers = tmp_path / "answers.jsonl"
+        found = HarnessLM(llada, responses=answers).generate_until(requests)
+        before = answers.read_text()
+        lm = HarnessLM(llada, responses=answers, record_to=tmp_path / "recordings")
+        assert lm.generate_until(requests) == found
+        assert len(Recordings(tmp_path / "recordings/task")) == 2
+        assert answers.read_text() == before
+
+    def test_recorded_answers_fill_a_file_of_answers(self, llada: Any, tmp_path: Path) -> None:
+        requests = ask("loglikelihood", ("w1 w2", " w3"))
+        settings = {"likelihood": {"method": "chain_rule"}, "record_to": tmp_path / "recordings"}
+        found = HarnessLM(llada, **settings).loglikelihood(requests)
+        with counted(llada) as rows:
+            assert HarnessLM(llada, **settings, responses=tmp_path / "a.jsonl").loglikelihood(requests) == found
+        assert rows == []
+        assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
+
+    def test_a_recording_that_the_index_does_not_know_is_made_again(self, llada: Any, tmp_path: Path) -> None:
+        requests = ask("loglikelihood", ("w1 w2", " w3"), ("w1 w2", " w4 w5"))
+        given = {"likelihood": {"method": "chain_rule"}, "record_to": tmp_path}
+        found = HarnessLM(llada, **given).loglikelihood(requests)
+        index = tmp_path / "requests.jsonl"
+        whole = index.read_text()
+        index.write_text("".join(whole.splitlines(keepends=True)[:-1]))  # killed between recording and index
+        assert HarnessLM(llada, **given).loglikelihood(requests) == found
+        assert index.read_text() == whole
+        assert len(Recordings(tmp_path / "task")) == 2
+
+    def test_two_requests_of_one_name_are_refused(self, llada: Any, tmp_path: Path) -> None:
+        lm = HarnessLM(llada, likelihood={"method": "chain_rule"}, record_to=tmp_path)
+        lm.loglikelihood(ask("loglikelihood", ("w1 w2", " w3")))
+        with pytest.raises(ValueError, match="task/00000-0 holds the recording of another request"):
+            lm.loglikelihood(ask("loglikelihood", ("w1 w2", " w4")))
+
+    def test_recordings_of_another_evaluation_are_not_mixed_in(self, llada: Any, tmp_path: Path) -> None:
+        (request,) = ask("generate_until", ("w1 w2", {"until": []}))
+        HarnessLM(llada, record_to=tmp_path, generation={"steps": 16}).generate_until([request])
+        for other, name in (
+            ({"seed": 1}, "seed"), ({"hooks": "mask_positions(0)"}, "hooks"),
+            ({"record": [ValueNorm()]}, "reducers"), ({"record": RecordSettings(layers=[0])}, "layers"),
+            ({"record": {"dtype": "float16"}}, "dtype"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=f"holds answers with {name}="):
+                HarnessLM(llada, record_to=tmp_path, **{"generation": {"steps": 16}, **other})
+        lm = HarnessLM(llada, record_to=tmp_path, generation={"steps": 16})
+        (other,) = ask("generate_until", ("w1 w2 w3", {"until": []}))
+        with pytest.raises(ValueError, match="holds the recording of another request"):
+            lm.generate_until([other])
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(one, torch.Tensor):
+                self.numel = max(self.numel, one.numel())
+        return found
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "generate_until"])
+def test_no_pattern_is_materialised(kind: str, llada: Any, tmp_path: Path) -> None:
+    long = words(*[number % 60 for number in range(600)])
+    settings = {"likelihood": {"method": "chain_rule", "is_greedy": False}, "generation": {"steps": 4}}
+    reducers = [ReceivedAttention(("all", "masked")), TopKeys(3)]
+    lm = HarnessLM(
+        llada,
+        **settings,
+        batch_size=1,
+        max_length=700,
+        record=reducers,
+        record_to=tmp_path,
+        hooks=mask_top_sinks(2),
+    )
+    with Largest() as seen:
+        getattr(lm, kind)(ask(kind, ARGUMENTS[kind](long)))
+    assert dl.Recording.load(tmp_path / "task/00000-0").received.shape[-1] >= 602
+    assert 0 < seen.numel < llada.config.num_attention_heads * 600 * 600
+
+
+def test_what_cannot_be_recorded_is_refused_before_any_work(llada: Any, causal: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with counted(llada) as rows:
+        for wrong, says in (
+            ({"record": [ReceivedAttention()]}, "record_to is missing"),
+            ({"record": ["received"], "record_to": tmp_path}, "'received' is no reducer"),
+            ({"record": {"reducer": []}, "record_to": tmp_path}, "RecordSettings has no setting 'reducer'"),
+            ({"record": RecordSettings(layers=[9]), "record_to": tmp_path}, "layer 9 of"),
+            ({"record_to": tmp_path / "file"}, "which is a file"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                HarnessLM(llada, **wrong)
+        with pytest.raises(ValueError, match="no masked queries"):
+            HarnessLM(causal, record=ReceivedAttention("masked"), record_to=tmp_path)
+    assert rows == []
+    assert {one.name for one in tmp_path.iterdir()} == {"file"}
+
+
+def test_a_whole_evaluation_with_hooks_and_its_sinks(tmp_path: Path) -> None:
+    model = dl.load("toy")
+    tasks = ["toy_lists", "toy_choice"]
+    given = {"limit": 2, "likelihood": {"samples": 4}, "hooks": [mask_top_sinks(1)]}
+    plain = evaluate(model, tasks, **given)
+    result = evaluate(model, tasks, **given, record=[ReceivedAttention()], record_to=tmp_path)
+    assert [(one.task, one.value) for one in result.scores] == [(one.task, one.value) for one in plain.scores]
+    lists, choices = Recordings(tmp_path / "toy_lists"), Recordings(tmp_path / "toy_choice")
+    assert [one.rows for one in lists] == [(0,), (1,)]
+    assert [path.name for path in choices.paths] == [f"0000{doc}-{idx}" for doc in (0, 1) for idx in range(4)]
+    sinks = dl.find_sinks(dl.Recording.load(tmp_path / "toy_lists"), dl.AboveMean(eps=3.0))
+    assert len(sinks.table()) > 0
