@@ -1,5 +1,6 @@
 """The console script `dlm-lens`."""
 
+import errno
 import logging
 import sys
 from pathlib import Path
@@ -163,24 +164,46 @@ def _quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
+def _sentence(error: Exception) -> str:
+    """What to print: the error's own sentence, or one for what the system and the hub say in a few words."""
+    # The OSErrors that this package raises have a sentence and no number.
+    number, path = getattr(error, "errno", None), getattr(error, "filename", None)
+    remedies = {
+        errno.EEXIST: "is a file already; give another directory",
+        errno.ENOTDIR: "lies below a file, not below a directory; give another path",
+        errno.EISDIR: "is a directory; give the name of a file in it",
+        errno.ENOENT: "is not there; make its directory first, or give another path",
+        errno.EACCES: "may not be written or read by you; give another path",
+        errno.EPERM: "may not be written or read by you; give another path",
+        errno.EROFS: "is on a disk that cannot be written; give another path",
+        errno.ENOSPC: "does not fit on its disk; make room, and give the same command again",
+    }
+    if number in remedies and path:
+        return f"{path} {remedies[number]}"
+    if isinstance(error, ConnectionError):
+        return f"{error}; try again with a connection: what was fetched once is kept"
+    return str(error) or type(error).__name__
+
+
 def main() -> None:
     """Run the command line; an expected error is one sentence and exit status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
-    except (
-        ValueError,
-        FileExistsError,
-        FileNotFoundError,
-        NotADirectoryError,
-        PermissionError,
-        ImportError,
-        MemoryError,
-    ) as error:
-        typer.secho(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        typer.secho(f"dlm-lens: {_sentence(error)}", fg=typer.colors.RED, err=True)
         sys.exit(1)
+    except SystemExit as end:
+        # Typer turns Ctrl-C into this exit without a word.
+        if end.code == 130:
+            typer.secho(
+                "\ndlm-lens: interrupted; the same command goes on where record, eval --out and experiment were, "
+                "and behind the last checkpoint of train",
+                err=True,
+            )
+        raise
     except KeyboardInterrupt:
-        typer.secho("dlm-lens: interrupted", err=True)
+        typer.secho("\ndlm-lens: interrupted", err=True)
         sys.exit(130)
 
 

@@ -54,9 +54,12 @@ def run_demo(
 
     Raises:
         ValueError: a prompt or a model that cannot work, before anything is written.
+        FileExistsError: `out` is a file.
     """
     console = console or Console()
     started = time.perf_counter()
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} is a file; give a directory")
     loaded = load(model)
     console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - started:.1f} s", soft_wrap=True)
     _warn_of_unknown_words(console, loaded, prompt)

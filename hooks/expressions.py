@@ -1,6 +1,7 @@
 """`parse_hooks`: hooks written as text, for command lines and files; parsed, never evaluated as Python."""
 
 import ast
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -76,7 +77,9 @@ def _call(node: ast.Call) -> Any:
         raise ValueError(f"{written!r} calls something that has no plain name; known are {_listed(known)}")
     name = node.func.id
     if name not in known:
-        raise ValueError(f"{name!r} is no hook and no detector; known are {_listed(known)}")
+        near = difflib.get_close_matches(name, known, 3)
+        hint = f"; perhaps {', '.join(near)}" if near else ""
+        raise ValueError(f"{name!r} is no hook and no detector{hint}; known are {_listed(known)}")
     if any(isinstance(item, ast.Starred) for item in node.args) or any(one.arg is None for one in node.keywords):
         raise ValueError(f"{written!r} unpacks arguments with *; write them out")
     arguments = [_value(item) for item in node.args]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,7 +27,13 @@ class MaskPositions(HidesColumns):
         check_stage(self.stage, self.renormalise)
         if not self.positions:
             raise ValueError("mask_positions needs at least one position")
-        for position in self.positions:
+        asked: tuple[Any, ...] = self.positions
+        for position in asked:
+            if isinstance(position, list | tuple | range):
+                given = ", ".join(map(repr, position)) if len(position) <= 8 else "*positions"
+                raise ValueError(
+                    f"mask_positions({position!r:.60}) takes positions one by one: mask_positions({given})"
+                )
             if isinstance(position, bool) or not isinstance(position, int | SinkToken):
                 raise ValueError(f"mask_positions({position!r}): a position is a whole number or sink(i)")
 

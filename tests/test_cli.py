@@ -88,6 +88,56 @@ def test_an_expected_error_is_one_sentence_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (FileExistsError(17, "File exists", "there"), "there is a file already; give another directory"),
+        (IsADirectoryError(21, "Is a directory", "there"), "there is a directory; give the name of a file in it"),
+        (PermissionError(13, "Permission denied", "there"), "there may not be written or read by you"),
+        (OSError(28, "No space left on device", "there"), "there does not fit on its disk"),
+        (FileNotFoundError("no recording; make one"), "no recording; make one"),
+        (ConnectionError("Couldn't reach 'a/b' on the Hub"), "try again with a connection"),
+        (ValueError("steps is 0; give 1"), "steps is 0; give 1"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_what_the_system_says_becomes_a_sentence_with_a_remedy(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("dlm-lens: ")
+    assert sentence in shown
+    assert "Errno" not in shown
+
+
+def test_an_interrupted_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        sys.exit(130)
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+
+
+def test_the_demo_refuses_a_file_as_its_directory_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path / "file")])
+    assert isinstance(result.exception, FileExistsError)
+    assert "is a file; give a directory" in str(result.exception)
+    assert "step" not in result.output
+
+
 def test_tokens_cannot_command_the_terminal() -> None:
     model = tiny("llada")
     hostile = {"w5": "[bold red]\x1b[2J\x07"}

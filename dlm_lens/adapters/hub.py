@@ -1,5 +1,6 @@
 """Files of a checkpoint, in a directory or behind a hub name, and why one cannot be had."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,13 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
     try:
         values, _ = PreTrainedConfig.get_config_dict(source, **options)
     except OSError as error:
+        near = difflib.get_close_matches(source, embedded_models(), 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
             raise ValueError(f"the config.json of {source} is no JSON file; fetch it again") from error
         raise FileNotFoundError(
-            f"{source!r} is neither an embedded model ({', '.join(embedded_models())}) nor a directory, and as a "
-            f"hub name {_why(error, source, 'config.json', options)}"
+            f"{source!r} is neither an embedded model ({', '.join(embedded_models())}) nor a directory{hint}, "
+            f"and as a hub name {_why(error, source, 'config.json', options)}"
         ) from error
     return dict(values)
 

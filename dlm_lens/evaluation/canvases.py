@@ -56,8 +56,13 @@ class CanvasRecorder(Recorder):
                 handle.remove()
             self.close()
 
+    @property
+    def canvases(self) -> int:
+        """How many there are so far."""
+        return sum(map(len, self._canvases))
+
     def canvases_of(self, settings: Mapping[str, Any]) -> Recording:
-        """The canvases so far as the steps of a Recording, the most masked first."""
+        """The canvases so far, of which there must be one, as the steps of a Recording, the most masked first."""
         canvases, arrays = torch.cat(self._canvases), {}
         order = self._masked(canvases).sum(-1).argsort(descending=True, stable=True)
         for name in self._parts[0]:

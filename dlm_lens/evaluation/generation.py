@@ -12,6 +12,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.evaluation.likelihoods import Around, together
 from dlm_lens.evaluation.stopping import cut, end_ids
 from dlm_lens.sampling import denoise
+from dlm_lens.sampling.llada import LLaDASettings
 from dlm_lens.sampling.scoring import LOGITS, POSITIONS
 from dlm_lens.sampling.settings import block_settings
 
@@ -142,10 +143,14 @@ class Generator:
         return {"on_canvas": leave}
 
     def _blocks(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Tokens of a block, and steps in each."""
+        """Tokens of a block, and steps in each.
+
+        Raises:
+            ValueError: they do not divide the answer and the steps.
+        """
         values = block_settings(self.model.sampler_defaults, options, masks=0)
-        blocks = values["gen_length"] // values["block_length"]
-        return values["block_length"], values["steps"] // blocks
+        whole = LLaDASettings(values["steps"], values["gen_length"], values["block_length"])
+        return whole.block_length, whole.steps // whole.blocks
 
     def _by_blocks(self, jobs: Sequence[Job], settings: Mapping[str, Any], rows: int) -> Iterator[list[Text]]:
         length = jobs[0].gen_length

@@ -15,6 +15,7 @@ except ImportError as error:
     raise ImportError(MISSING.format(error)) from error
 
 from dlm_lens.adapters import load
+from dlm_lens.attention.attaching import checked
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation import Generator, Job, Text
 from dlm_lens.evaluation.items import ItemMaker
@@ -274,7 +275,7 @@ class HarnessLM(SharedLM):
 def _hooks(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str):
         return parse_hooks(value)
-    return (value,) if hasattr(value, "site") else tuple(value)
+    return checked([value] if hasattr(value, "site") else value)
 
 
 def _batch_size(value: int | str | None) -> int | None:

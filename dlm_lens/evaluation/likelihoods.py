@@ -84,7 +84,9 @@ class Likelihoods:
                     stack.enter_context(attached(self.model, *self.hooks))
                 if self.around is not None:
                     stack.enter_context(self.around(self.model))
-                yield self._answers(chunk)
+                answers = self._answers(chunk)
+            # Outside: whoever reads the answers may stop, and the model is not to keep its hooks.
+            yield answers
 
     def _chunks(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         ordered = sorted(items, key=lambda item: (-item.length, -len(item.continuation), item.place))

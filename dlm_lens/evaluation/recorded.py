@@ -151,9 +151,14 @@ class RequestRecordings:
         written.append(name)
         return self.to / name
 
+    def forgo(self, directory: str) -> None:
+        """What was begun last is not recorded: no canvas was evaluated, since no draw masked anything."""
+        self._written[directory].pop()
+
     def settle(self, asked: Asked, place: int, kind: str, answer: Any) -> None:
         """Write a request's line: from now on it is recorded."""
-        names, key = self._written.pop(asked.directory(place)), asked.keys[place]
+        # A text without a token has no recording.
+        names, key = self._written.pop(asked.directory(place), []), asked.keys[place]
         first, *others = asked.same[key]
         line = {
             "kind": kind,
@@ -189,7 +194,8 @@ class RecordedLikelihoods:
     def run(self, items: Sequence[Item]) -> Iterator[list[Answer]]:
         """The results, one by one."""
         for item in items:
-            path = self.recordings.begin(self.asked.directory(item.place))
+            directory = self.asked.directory(item.place)
+            path = self.recordings.begin(directory)
             recorder = CanvasRecorder(
                 self.recordings.model,
                 self.recordings.settings.reducers,
@@ -199,8 +205,11 @@ class RecordedLikelihoods:
             )
             # Whether greedy decoding writes it is asked behind the recording: those canvases are not the value's.
             (answer,) = self._answers(item._replace(greedy=False), self.settings, recorder.listening)
-            recording = recorder.canvases_of(self._described(item))
-            _save(replace(recording, rows=(self.asked.document(item.place),)), path)
+            if recorder.canvases:
+                recording = recorder.canvases_of(self._described(item))
+                _save(replace(recording, rows=(self.asked.document(item.place),)), path)
+            else:
+                self.recordings.forgo(directory)
             yield [self._greedy(item, answer)]
 
     def _answers(self, item: Item, settings: LikelihoodSettings, around: Any = None) -> list[Answer]:
@@ -263,6 +272,8 @@ class RecordedGenerator:
 
 def _save(recording: Recording, path: Path) -> None:
     """Write a recording that is in memory, in place of one that a killed run left behind."""
-    if (path / "header.json").exists():
-        shutil.rmtree(path)
+    left = [file.name for file in path.iterdir()] if path.is_dir() else []
+    # The header comes first, from a hidden file that a kill may leave alone.
+    if "header.json" in left or all(name.startswith(".") for name in left):
+        shutil.rmtree(path, ignore_errors=not left)
     recording.save(path)

@@ -30,6 +30,6 @@ def refuse_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
                 f"{hook} needs the steps of a run, and a likelihood is a forward pass without any; evaluate tasks "
                 "that generate with this hook, or give likelihoods one without steps"
             ) from None
-        except ValueError:
+        except Exception:
             # What else is wrong, such as a position that this short canvas lacks, is for the requests to tell.
             continue

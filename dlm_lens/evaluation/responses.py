@@ -60,19 +60,28 @@ class Responses:
         path = self._path()
         path.parent.mkdir(parents=True, exist_ok=True)
         data = path.read_bytes() if path.exists() else b""
+        first = json.dumps({"answers_of": self.identity}) + "\n"
         whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
+        if not whole and first.encode().startswith(data):
+            # Nothing, or a first line that a crash tore apart.
             path.write_bytes(b"")
-            self._write(json.dumps({"answers_of": self.identity}) + "\n")
+            self._write(first)
             return
-        head, *lines = [json.loads(line) for line in whole.decode().splitlines()]
-        if "answers_of" not in head:
-            raise ValueError(f"{path} exists and holds no answers of an evaluation; choose another file")
+        head, *lines = self._lines(whole)
         self._check(head["answers_of"])
         if len(whole) < len(data):
             os.truncate(path, len(whole))
         self._known = {line["key"]: line["answer"] for line in lines}
         logger.info("%s: %d answers are kept from before", path, len(self._known))
+
+    def _lines(self, whole: bytes) -> list[dict[str, Any]]:
+        try:
+            found = [json.loads(line) for line in whole.splitlines()]
+        except ValueError:
+            found = []
+        if not found or not all(isinstance(line, dict) for line in found) or "answers_of" not in found[0]:
+            raise ValueError(f"{self.path} exists and holds no answers of an evaluation; choose another file")
+        return found
 
     def _check(self, theirs: Mapping[str, Any]) -> None:
         # The fingerprint knows a model, wherever it lies.
@@ -84,9 +93,11 @@ class Responses:
                 )
 
     def _write(self, text: str) -> None:
-        with self._path().open("a", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        # One write, so that another process's lines never stand in the middle of these.
+        data = text.encode()
+        with self._path().open("ab", buffering=0) as file:
+            if file.write(data) != len(data):
+                raise OSError(f"{self.path}: the disk took a part of a line; is it full?")
             os.fsync(file.fileno())
 
     def _path(self) -> Path:

@@ -60,6 +60,8 @@ def evaluate(
         ImportError: lm-evaluation-harness is not installed.
         ValueError: an unknown task, settings that cannot work, or code execution that is not allowed.
     """
+    if limit is not None and limit <= 0:
+        raise ValueError(f"limit is {limit}; give a number of documents, a share below 1, or None for all")
     if isinstance(settings.get("hooks"), str):
         settings["hooks"] = parse_hooks(settings["hooks"])  # a slip there is told before anything is loaded
     from dlm_lens.evaluation.harness import HarnessLM

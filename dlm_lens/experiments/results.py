@@ -101,6 +101,9 @@ class ResultsFile:
         self._file = self.path.open("ab", buffering=0)
         _lock(self._file, self.path)
         self._mend()
+        if not _has_items(self.path):
+            # A start that was refused or killed before its first item: nothing to keep, nothing to go on with.
+            os.truncate(self.path, 0)
         if self.path.stat().st_size == 0:
             self._write({"config": config})
             _sync_folder(directory)
@@ -139,7 +142,7 @@ class ResultsFile:
     def _check(self, directory: Path, config: Mapping[str, Any]) -> None:
         for path in sorted(directory.glob(PATTERN)):
             head = next(_lines(path), None)
-            if head is not None:
+            if head is not None and (path != self.path or _has_items(path)):
                 check_config(directory, head.get("config", {}), config)
 
     def _mend(self) -> None:
@@ -219,6 +222,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(found, dict) or not {"config", "session", "weights", "item"} & set(found):
             raise ValueError(f"{path}, line {number} is no result; take the file away, or choose another --out")
         yield found
+
+
+def _has_items(path: Path) -> bool:
+    return any("item" in line for line in _lines(path))
 
 
 def _differences(

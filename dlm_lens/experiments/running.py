@@ -44,7 +44,10 @@ def run_experiment(
     """
     rank, world = _process()
     loading = dict(loading or {})
-    config = experiment.config(small, models, settings) | {"dtype": loading.get("dtype")}
+    dtype = loading.get("dtype")
+    config = experiment.config(small, models, settings) | {
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch.")
+    }
     items = list_items(experiment, config)
     with ResultsFile(Path(out), config, _session(rank, world), rank) as file:
         bench = Bench(loading, file.note_weights)

@@ -133,15 +133,34 @@ class Experiment:
         """The settings of a run: the defaults, with some replaced; what a resume is compared with.
 
         Raises:
-            ValueError: a setting that there is not, or models where there are none.
+            ValueError: a setting that there is not or of another kind, or models where there are none.
         """
         settings: dict[str, Any] = dict(self.small if small else self.full)
         given = dict(given or {}) | ({"models": list(models)} if models else {})
         for name in given:
             if name not in settings:
                 raise ValueError(f"{self.name} has no setting {name!r}; it has {', '.join(settings)}")
+            _check_kind(name, given[name], (self.small[name], self.full[name]))
         found: dict[str, Any] = json.loads(json.dumps({**settings, **given}))
         return {"experiment": self.name, "small": small, "settings": found}
+
+
+def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:
+    """Raise where the defaults say what kind of value a setting has, and this is another."""
+    kinds = {_kind(default) for default in defaults}
+    # A whole number may stand for a share or a rate; None says nothing about the kind.
+    fits = _kind(value) in kinds or (_kind(value) == "whole number" and "number" in kinds)
+    if "None" not in kinds and not fits:
+        raise ValueError(
+            f"{name} is {value!r}; it must be a {' or '.join(sorted(kinds))}, such as {name}={defaults[0]!r}"
+        )
+
+
+def _kind(value: Any) -> str:
+    # bool stands before int, which it is in Python.
+    kinds = {bool: "truth value", int: "whole number", float: "number", str: "text"}
+    kinds |= {list: "list", tuple: "list", dict: "mapping"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "None")
 
 
 def key_of(item: Item) -> str:

@@ -8,6 +8,9 @@ import numpy as np
 
 RESAMPLES = 2000
 
+Z = 1.959964
+"""Of the normal distribution, two-sided 95%."""
+
 
 class Interval(NamedTuple):
     """A number with its 95% interval; `n` counts the cases (prompts, where they are drawn again)."""
@@ -25,7 +28,7 @@ class Interval(NamedTuple):
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def wilson(correct: Sequence[Any], z: float = 1.959964) -> Interval:
+def wilson(correct: Sequence[Any], z: float = Z) -> Interval:
     """Share of true values with Wilson's score interval, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
 
     Raises:
@@ -64,9 +67,18 @@ def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0) -> Int
 def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -> Interval:
     """Mean of one - other over the same prompts, with a bootstrap over prompts.
 
+    Where all n differences of right and wrong answers (or of changes, -1 to 1) are equal, draws of them say nothing
+    of prompts that differ: then z^2 / (n + z^2) of the prompts, Wilson's bound for none of n, may be anything.
+
     Raises:
         ValueError: not the same number of both.
     """
     if len(one) != len(other):
         raise ValueError(f"{len(one)} and {len(other)} values are no pairs")
-    return mean_over_prompts([float(a) - float(b) for a, b in zip(one, other, strict=True)], seed)
+    differences = [float(a) - float(b) for a, b in zip(one, other, strict=True)]
+    found, values = mean_over_prompts(differences, seed), {*map(float, one), *map(float, other)}
+    if len(differences) < 2 or len({*differences}) > 1 or not values <= {-1.0, 0.0, 1.0}:
+        return found
+    unseen, most = Z**2 / (len(differences) + Z**2), 2 if -1.0 in values else 1
+    low, high = found.value - unseen * (most + found.value), found.value + unseen * (most - found.value)
+    return found._replace(low=low, high=high)

@@ -1,6 +1,7 @@
 """`dlm-lens sinks`, `norms` and `lens`: tables of a recording, as text or JSON."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
     from dlm_lens.recording import Recording
     from dlm_lens.sinks import Sinks
+
+logger = logging.getLogger(__name__)
 
 RECORDING = typer.Argument(help="Directory of a recording (dlm-lens record, or record(..., to=)).")
 DETECTOR = typer.Option(
@@ -92,6 +95,7 @@ def lens_command(
     from dlm_lens.hooks import parse_hooks
     from dlm_lens.probes.lens import logit_lens
     from dlm_lens.probes.tuned import TunedLens
+    from dlm_lens.recording.names import name_of
 
     rec = read(recording)
     sinks = sinks_of(rec, detector, eps, level, "all") if positions is None else None
@@ -99,6 +103,8 @@ def lens_command(
     chosen: dict[str, Any] = {"steps": _integers(steps, "--steps"), "layers": _integers(layers, "--layers")}
     parsed = parse_hooks(hooks) if hooks else ()
     network = load(model or rec.model, dtype=dtype, device_map=device)
+    if Path(name_of(network)).name != Path(rec.model).name:
+        logger.warning("the recording is of %s, and %s reads it", rec.model, name_of(network))
     if network.tokenizer is not None:
         rec = replace(rec, run=replace(rec.run, tokenizer=network.tokenizer))
     lens = logit_lens(

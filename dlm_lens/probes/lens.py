@@ -61,6 +61,9 @@ def logit_lens(
         TypeError: the run is no `Denoised`.
         ValueError: a step, layer or position that is not there, sinks of another run, or another model's lens.
     """
+    for name, value in (("positions", positions), ("steps", steps), ("layers", layers)):
+        if isinstance(value, int):
+            raise ValueError(f"{name} is {value!r}; give a list, such as {name}=[{value}], or None for all")
     stored, head = StoredRun(model, run), Head(model)
     chosen, wanted = _layers(model, layers), _steps(run, steps)
     if not 1 <= top <= head.vocabulary:
@@ -152,7 +155,7 @@ def _steps(run: Denoised, steps: Sequence[int] | None) -> list[int]:
     for step in steps or ():
         if not -run.steps <= step < run.steps:
             raise ValueError(
-                f"step {step} of {run.steps}: steps go from 0 to {run.steps - 1}, or from -{run.steps}"
+                f"step {step} of {run.steps}: steps go from 0 to {run.steps - 1}, or from -{run.steps} to -1"
             )
     chosen = list(range(run.steps)) if steps is None else sorted({step % run.steps for step in steps})
     if not chosen:

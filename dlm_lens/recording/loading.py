@@ -1,6 +1,5 @@
 """Recordings from and to their files; arrays are read when asked for."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def load_part(path: Path, tokenizer: Any = None) -> Recording:
         raise ValueError(
             f"{path} is not finished ({len(lines)} steps are there); record with the same arguments to go on"
         )
-    facts: dict[str, Any] = json.loads((path / RUN).read_text())
+    facts = shards.facts(RUN)
     held = shards.tensors(TENSORS)
     if len(lines) != facts["steps_in_all"]:
         raise ValueError(f"{path} has {len(lines)} of {facts['steps_in_all']} steps; delete it and record again")

@@ -167,9 +167,20 @@ def stored_batch(
     resume = shards.resumption()
     if resume is not None:
         logger.info("%s: going on behind step %d", shards.path, len(resume.steps) - 1)
-    run = denoise(
-        recorder.model, ids, hooks=hooks, host=recorder, seed=seeds, resume=resume, progress=progress, **settings
-    )
+    try:
+        run = denoise(
+            recorder.model,
+            ids,
+            hooks=hooks,
+            host=recorder,
+            seed=seeds,
+            resume=resume,
+            progress=progress,
+            **settings,
+        )
+    except ValueError:
+        shards.forget()
+        raise
     return recorder.recording(run, rows)
 
 

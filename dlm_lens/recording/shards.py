@@ -41,11 +41,18 @@ class ShardDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         plain = json.loads(json.dumps({"format": FORMAT, **request}))
         if (self.path / HEADER).exists():
-            _compare(self.path, json.loads((self.path / HEADER).read_text()), plain)
+            _compare(self.path, self.facts(HEADER), plain)
         elif any(self.path.iterdir()) and not all(p.name.startswith(".") for p in self.path.iterdir()):
             raise FileExistsError(f"{self.path} is not empty and holds no recording; give another directory")
         else:
             self.write(HEADER, json.dumps(plain, indent=1).encode())
+
+    def forget(self) -> None:
+        """Take the header of a refused request away, where no step is: the corrected one may use the directory."""
+        if not (self.path / MANIFEST).exists():
+            (self.path / HEADER).unlink(missing_ok=True)
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
 
     @property
     def finished(self) -> bool:
@@ -56,7 +63,7 @@ class ShardDirectory:
         """The seeds that the recording was begun with, where it was."""
         if not (self.path / HEADER).exists():
             return None
-        found: list[int] | None = json.loads((self.path / HEADER).read_text()).get("settings", {}).get("seeds")
+        found: list[int] | None = self.facts(HEADER).get("settings", {}).get("seeds")
         return found
 
     def lines(self) -> list[dict[str, Any]]:
@@ -69,7 +76,7 @@ class ShardDirectory:
             return []
         found: list[dict[str, Any]] = []
         for text in (self.path / MANIFEST).read_text().split("\n")[:-1]:
-            line = json.loads(text)
+            line = self._read(MANIFEST, text)
             shard = self.path / line["file"]
             if line["step"] != len(found):
                 raise ValueError(f"{self.path / MANIFEST} names step {line['step']} behind {len(found)} steps")
@@ -130,14 +137,35 @@ class ShardDirectory:
         """The tensors of a file.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: it is missing or damaged.
         """
         try:
             return load_file(self.path / name)
+        except FileNotFoundError:
+            raise ValueError(f"{self.path / name} is missing; delete {self.path} and record again") from None
         except SafetensorError as error:
             raise ValueError(
                 f"{self.path / name} is damaged ({error}); delete {self.path} and record again"
             ) from None
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """What a JSON file says.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        return self._read(name, (self.path / name).read_text(errors="replace"))
+
+    def _read(self, name: str, text: str) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{self.path / name} is damaged ({error}); delete {self.path} and record again"
+            ) from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.path / name} is damaged; delete {self.path} and record again")
+        return found
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         """Write a safetensors file; returns its size."""

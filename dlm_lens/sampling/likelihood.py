@@ -84,6 +84,8 @@ def log_likelihood(
     algorithm = family_of(model.config.model_type).sampler_of(model.config)
     causal = algorithm == "causal"
     method = method or ("chain_rule" if causal else "mc")
+    if "mc_num" in settings:
+        raise ValueError(f"mc_num={settings['mc_num']!r} is the authors' word; here it is samples=")
     numbers({"samples": samples, "strata": strata, "batch_size": batch_size, "cfg_scale": cfg_scale, **settings})
     _check(method, algorithm, samples, cfg_scale, batch_size)
     pairs = read_pairs(model, prompt, answer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,17 +128,18 @@ class Scorer:
 
 def shared(queries: Iterable[Query]) -> Iterator[Row]:
     """Put queries that see the same canvas into one row, among those with one prompt that follow each other."""
-    for _, group in groupby(queries, lambda query: (len(query.masked), _bytes(query.pair.prompt))):
+    for _, group in groupby(queries, lambda query: (len(query.masked), _digest(query.pair.prompt))):
         same: dict[bytes, list[Query]] = {}
         for query in group:
-            same.setdefault(_bytes(query.pair.tokens.masked_fill(query.masked, -1)), []).append(query)
+            same.setdefault(_digest(query.pair.tokens.masked_fill(query.masked, -1)), []).append(query)
         for each in same.values():
             first, scored = each[0], torch.stack([query.scored for query in each]).any(0)
             yield Row(first.item, first.pair, first.masked, scored, queries=each)
 
 
-def _bytes(ids: Int[Tensor, "n"]) -> bytes:
-    return bytes(ids.numpy().tobytes())
+def _digest(ids: Int[Tensor, "n"]) -> bytes:
+    """Stands for the ids, of which a group holds thousands of rows at a time."""
+    return sha256(ids.numpy().tobytes()).digest()
 
 
 def _asked(rows: Sequence[Row]) -> tuple[Int[Tensor, "asked"], Int[Tensor, "asked"]]:

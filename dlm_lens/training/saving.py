@@ -81,6 +81,7 @@ class WholeCheckpoints(Trainer):
     def _record(self) -> dict[str, Any]:
         return {
             "step": self.state.global_step,
+            "total_steps": self.args.max_steps,
             "cursor": self.last_cursor,
             "settings": plain(self.settings.identity()),
             "seconds": self.stopwatch.seconds(),

@@ -7,7 +7,7 @@ from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table
-from dlm_lens.experiments.statistics import Interval, ratio_over_prompts
+from dlm_lens.experiments.statistics import Interval, paired_difference, ratio_over_prompts
 
 PLACES = ("prompt", "written", "masked")
 GROUPS = ("sink", "other")
@@ -111,6 +111,12 @@ def share_on_masks(results: Results, model: str) -> tuple[float, float]:
     return _place(results, model, "masked", 0), _place(results, model, "masked", 1)
 
 
+def more_on_masks(results: Results, model: str) -> Interval:
+    """Part of the sinks on masked positions minus part of the keys that these are, paired by prompt."""
+    pairs = [one["masked"] for one in results.listed("places", model=model) if None not in one["masked"]]
+    return paired_difference([share for share, _ in pairs], [base for _, base in pairs])
+
+
 def _place(results: Results, model: str, place: str, index: int) -> float:
     """Mean over prompts."""
     values = [one[place][index] for one in results.listed("places", model=model) if one[place][index] is not None]
@@ -119,11 +125,12 @@ def _place(results: Results, model: str, place: str, index: int) -> float:
 
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
-        share, base = share_on_masks(results, model)
+        (share, base), more = share_on_masks(results, model), more_on_masks(results, model)
         yield Finding(
             'moving sinks "often appear in the future relative to the current generation step" (5.3)',
-            f"{model}: {share:.3f} of the sinks are on masked positions, which are {base:.3f} of the keys",
-            "agrees" if share > base else "disagrees",
+            f"{model}: {share:.3f} of the sinks are on masked positions, which are {base:.3f} of the keys: "
+            f"{more} more",
+            "agrees" if more.low > 0 else "disagrees" if more.high < 0 else "undecided",
             "agreement is taken as more often than a random key",
         )
         # Behind the last layer the lens is the model's own output.

@@ -73,7 +73,11 @@ def _findings(results: Results) -> Iterator[Finding]:
             yield Finding(
                 "an AR model's sinks do not shift",
                 f"{model}: {n} patterns have a sink at both ends of the run, of which {here} moved",
-                "undecided" if n < 30 else "agrees" if here.high < 0.1 else "disagrees",
+                "agrees"
+                if n >= 30 and here.high < 0.1
+                else "disagrees"
+                if n >= 30 and here.low > 0.1
+                else "undecided",
                 "on the relative scale the first token of an AR prefix is no sink by its mask alone; undecided "
                 "below 30 patterns",
             )

@@ -83,8 +83,8 @@ def _findings(results: Results) -> Iterator[Finding]:
         yield Finding(
             "LLaDA: sinks that appear for one step and vanish exist, as edge cases (6b)",
             f"{model}: {short} of the ended lives",
-            "agrees" if 0 < short.value < 0.5 else "disagrees",
-            "",
+            "agrees" if short.value > 0 and short.high < 0.5 else "disagrees" if short.low > 0.5 else "undecided",
+            "agreement is taken as some, and less than half",
         )
 
 

@@ -1,9 +1,12 @@
 """Table 1 on tasks of lm-evaluation-harness: GSM8K, HumanEval, or any other that is generated."""
 
+import logging
 from dataclasses import asdict
 from typing import Any
 
 from dlm_lens.experiments.spec import Item, Settings
+
+logger = logging.getLogger(__name__)
 
 
 def answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool]:
@@ -21,19 +24,27 @@ def answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool
     from dlm_lens.evaluation.harness import HarnessLM
     from dlm_lens.evaluation.running import check_code, find_tasks
 
-    preset = preset_of(item["model"], settings["task"]) if settings.get("presets", True) else None
+    wanted = settings.get("presets", True)
+    preset = preset_of(item["model"], settings["task"]) if wanted else None
+    if wanted and preset is None:
+        logger.warning(
+            "%s has no preset of Table 1 for %s (presets go by the hub name): no chat template, the task's own "
+            "worked examples, and the sampler of the settings", item["model"], settings["task"],
+        )  # fmt: skip
     task = preset.task if preset else settings["task"]
     manager = find_tasks([task])
     check_code(manager, [task], settings["confirm_run_unsafe_code"])
     generation = {**(asdict(preset.generation) if preset else {}), **settings["sampler"]}
-    hooks = () if mask is None else (mask,)
-    lm = HarnessLM(model, hooks=hooks, generation=generation or None, seed=item["seed"],
-                   add_bos=preset.add_bos if preset else False)  # fmt: skip
+    lm = HarnessLM(
+        model, hooks=() if mask is None else (mask,), generation=generation or None, seed=item["seed"],
+        add_bos=bool(preset and preset.add_bos), max_length=preset.max_length if preset else None,
+    )  # fmt: skip
     stop = min(item["start"] + settings["batch"], settings["prompts"])
     results = simple_evaluate(
         model=lm, tasks=[task], task_manager=manager, samples={task: list(range(item["start"], stop))},
         num_fewshot=preset.num_fewshot if preset else None, apply_chat_template=bool(preset and preset.chat),
-        bootstrap_iters=0, confirm_run_unsafe_code=settings["confirm_run_unsafe_code"],
+        fewshot_as_multiturn=not preset or preset.multiturn, bootstrap_iters=0,
+        confirm_run_unsafe_code=settings["confirm_run_unsafe_code"],
     )  # fmt: skip
     samples: list[dict[str, Any]] = (results or {})["samples"][task]
     return read_correct(samples, preset.metric if preset else "")

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dlm_lens.experiments.attention_sinks.answers import answers, exact_match
+from dlm_lens.experiments.attention_sinks.answers import difference as paired
 from dlm_lens.experiments.attention_sinks.problems import asked, starts
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Item, Settings, Table
-from dlm_lens.experiments.statistics import Interval, paired_difference, wilson
+from dlm_lens.experiments.statistics import Interval
 
 SMALL: dict[str, Any] = {
     "models": ["toy"], "task": "toy_arithmetic", "prompts": 8, "batch": 8, "sampler": {}, "columns": 1
@@ -65,13 +67,13 @@ def names(results: Results, model: str) -> list[str]:
 
 def accuracy(results: Results, model: str, condition: str) -> Interval:
     """Exact match with Wilson's interval."""
-    return wilson(results.listed("correct", model=model, condition=condition))
+    return exact_match(answers(results, model=model, condition=condition))
 
 
 def difference(results: Results, model: str, one: str, other: str) -> Interval:
     """Exact match under one condition minus that under another, paired by prompt."""
-    first, second = (results.listed("correct", model=model, condition=name) for name in (one, other))
-    return paired_difference(first, second)
+    first, second = (answers(results, model=model, condition=name) for name in (one, other))
+    return paired(first, second)
 
 
 def table(results: Results, title: str, plain: str = "unmasked") -> Table:
@@ -80,10 +82,7 @@ def table(results: Results, title: str, plain: str = "unmasked") -> Table:
     for model in results.models:
         for name in names(results, model):
             (hook,) = {record.item["hook"] for record in results.where(model=model, condition=name)}
-            whole = len(results.listed("correct", model=model, condition=name)) == len(
-                results.listed("correct", model=model, condition=plain)
-            )
-            lost = "-" if name == plain or not whole else str(difference(results, model, name, plain))
+            lost = "-" if name == plain else str(difference(results, model, name, plain))
             found = accuracy(results, model, name)
             rows.append([model, name, f"`{hook}`" if hook else "", str(found), lost, str(found.n)])
     head: Sequence[str] = ["model", "condition", "hook", "exact match", f"minus {plain}", "n"]

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dlm_lens.experiments.attention_sinks.answers import Prompt, answers, minus
+from dlm_lens.experiments.attention_sinks.answers import difference as answers_apart
 from dlm_lens.experiments.attention_sinks.instruct_sinks import MEASURES, OVERLAPS, ratio
 from dlm_lens.experiments.attention_sinks.readings import BASE, VARIANTS, conditions, named
 from dlm_lens.experiments.attention_sinks.table1 import HEAD, rows_of
@@ -75,17 +77,15 @@ def jaccard(results: Results, pair: Pair, name: str) -> Interval:
     return mean_over_prompts([both / either if either else None for both, either, *_ in rows])
 
 
-def change(results: Results, model: str, condition: Any) -> list[int]:
+def change(results: Results, model: str, condition: Any) -> dict[Prompt, float]:
     """What a mask changes at every prompt: -1, 0 or 1."""
-    hidden = results.listed("correct", model=model, **condition)
-    plain = results.listed("correct", model=model, columns=0, **BASE)
-    return [int(a) - int(b) for a, b in zip(hidden, plain, strict=True)]
+    return minus(answers(results, model=model, **condition), answers(results, model=model, columns=0, **BASE))
 
 
 def apart(results: Results, pair: Pair, condition: Any) -> Interval:
     """The instruct model's change under a mask minus the base model's, paired by prompt."""
     base, instruct = (change(results, model, condition) for model in pair)
-    return paired_difference(instruct, base)
+    return answers_apart(instruct, base)
 
 
 def _measures(results: Results, pair: Pair) -> Iterator[list[str]]:

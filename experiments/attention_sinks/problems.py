@@ -52,6 +52,8 @@ def starts(settings: Settings) -> range:
         ValueError: the task has fewer problems than asked for.
     """
     there = len(problems(settings["task"]))
+    if not there:
+        raise ValueError(f'{settings["task"]} holds no prompts; a line is {{"prompt": "..."}}')
     if not 1 <= settings["prompts"] <= there:
         raise ValueError(f"prompts is {settings['prompts']}; {settings['task']} has 1 to {there}")
     return range(0, settings["prompts"], settings["batch"])

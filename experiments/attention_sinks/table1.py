@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dlm_lens.experiments.attention_sinks.answers import answers, difference, exact_match
 from dlm_lens.experiments.attention_sinks.masking_findings import accuracy, findings, has
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, asked, problems, starts
 from dlm_lens.experiments.attention_sinks.readings import CONTROLS, VARIANTS, conditions, named
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Item, Rendering, Settings, Table
-from dlm_lens.experiments.statistics import mean_over_prompts, paired_difference, wilson
 
 
 def items(settings: Settings) -> Iterator[Item]:
@@ -65,7 +65,10 @@ def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
 
 
 def eps_for(model: Any, columns: float, settings: Settings) -> float:
-    """Eps of Eq. 3 at which `columns` sinks go per map on average, in unmasked runs of the first prompts."""
+    """Eps of Eq. 3 at which `columns` sinks go per map on average, in unmasked runs of the first prompts.
+
+    A task of the harness gives no prompts away: its eps is that of the shipped toy_arithmetic.
+    """
     import dlm_lens as dl
     from dlm_lens.sinks import AboveMean
 
@@ -119,14 +122,13 @@ HEAD = ["model", "columns", "reading", "hidden per map", "attention on them", "e
 
 def rows_of(results: Results, model: str, found: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     """A line of the table per condition that has results."""
-    plain = results.listed("correct", model=model, columns=0)
+    plain = answers(results, model=model, columns=0)
     for condition in found:
-        correct = results.listed("correct", model=model, **condition)
+        correct = answers(results, model=model, **condition)
         if correct:
-            whole = condition["columns"] and len(correct) == len(plain)
-            lost = str(paired_difference(correct, plain)) if whole else "-"
+            lost = str(difference(correct, plain)) if condition["columns"] else "-"
             account = _account(results, model, condition)
-            yield [model, *named(condition), *account, str(wilson(correct)), lost, str(len(correct))]
+            yield [model, *named(condition), *account, str(exact_match(correct)), lost, str(len(correct))]
 
 
 def _account(results: Results, model: str, condition: Mapping[str, Any]) -> tuple[str, str]:
@@ -136,9 +138,10 @@ def _account(results: Results, model: str, condition: Mapping[str, Any]) -> tupl
 
 
 def mean(results: Results, name: str, model: str, condition: Mapping[str, Any]) -> float:
-    """A number of the account, mean over the items of a condition."""
-    found = [record.value[name] for record in results.where(model=model, **condition)]
-    return mean_over_prompts(found).value
+    """A number of the account, mean over the prompts of a condition (an item has one for all of its own)."""
+    records = results.where(model=model, **condition)
+    found = [(record.value[name], len(record.value["correct"])) for record in records]
+    return float(sum(value * count for value, count in found) / sum(count for _, count in found))
 
 
 def _notes(results: Results) -> Iterator[str]:

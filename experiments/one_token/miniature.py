@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dlm_lens.experiments.attention_sinks.answers import Prompt, exact_match
 from dlm_lens.experiments.one_token import real
 from dlm_lens.experiments.one_token.seeds import over_seeds, paired, shown
 from dlm_lens.experiments.one_token.text import LENGTH
@@ -10,7 +11,7 @@ from dlm_lens.experiments.one_token.training import LONGER, SCRATCH, Miniature
 from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Finding, Item, Rendering, Settings, Table, Verdict
-from dlm_lens.experiments.statistics import Interval, wilson
+from dlm_lens.experiments.statistics import Interval
 
 POSITIONS = 64
 """Of a canvas of the synthetic language."""
@@ -28,6 +29,7 @@ names real English (`read_text`), of 2.2 million on that; `trained`: where netwo
 share one train it once."""
 
 METRIC = "validation loss in nats (Eq. 3 and 4, fixed masks); differences paired by seed, intervals 95% Student's t"
+"""Exact match beside it has an interval over prompts (`exact_match`), which all seeds' networks are asked alike."""
 
 SHORT = (
     "The budget is short: the networks are still learning, so a lower loss says that a network learns faster, not "
@@ -165,11 +167,14 @@ def _quality(results: Results, variant: str, baseline: str) -> list[str]:
     if on_text(results):
         cells = [shown(over_seeds(number(results, variant, lambda value: value["loss_per_byte"])))]
         return [VARIANTS[variant].label, str(len(own)), shown(over_seeds(own)), apart, *cells]
-    cells = [
-        str(wilson([one for record in results.where(variant=variant) for one in record.value["right"][task]]))
-        for task in ("A", "L", "F")
-    ]
+    cells = [str(exact_match(right(results, variant, task))) for task in ("A", "L", "F")]
     return [VARIANTS[variant].label, str(len(own)), shown(over_seeds(own)), apart, *cells]
+
+
+def right(results: Results, variant: str, task: str) -> dict[Prompt, float]:
+    """By prompt, the part of the seeds' networks that answer it right; all are asked the same."""
+    asked = zip(*(record.value["right"][task] for record in results.where(variant=variant)), strict=True)
+    return {(task, place): sum(seeds) / len(seeds) for place, seeds in enumerate(asked)}
 
 
 def _sinks(results: Results, variant: str) -> list[str]:

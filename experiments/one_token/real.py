@@ -62,12 +62,12 @@ def training_settings(item: Item, settings: Settings, *, fine_tuned: bool = Fals
 
 
 def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
-    from dlm_lens.training.checkpoints import last_checkpoint, step_of
+    from dlm_lens.training.checkpoints import last_checkpoint
     from dlm_lens.training.command import run_training
 
     wanted = training_settings(item, settings, fine_tuned=fine_tuned)
     found = last_checkpoint(wanted.output)
-    if found is not None and (wanted.epochs is not None or step_of(found) >= wanted.total_steps()):
+    if found is not None and _finished(found, wanted):
         return found
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -79,6 +79,14 @@ def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
     if made is None:
         raise RuntimeError(f"{wanted.output} holds no checkpoint after training; start the same command again")
     return made
+
+
+def _finished(checkpoint: Path, wanted: Any) -> bool:
+    """Whether no step is left; how many epochs have, the checkpoint says, and one that does not is gone on with."""
+    from dlm_lens.training.checkpoints import read_run, step_of
+
+    steps = wanted.total_steps() if wanted.epochs is None else read_run(checkpoint).get("total_steps")
+    return steps is not None and step_of(checkpoint) >= steps
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:

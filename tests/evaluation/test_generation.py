@@ -296,3 +296,15 @@ def test_auto_batches_keep_within_the_budget(llada: Any, monkeypatch: pytest.Mon
     with counted(llada) as rows:
         HarnessLM(llada, generation={"cfg_scale": 1.0}).generate_until(asked([*texts(6, 4, 4)]))
     assert max(rows) == 80 // (4 + 16)  # both halves
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"gen_length": 10, "block_length": 4, "steps": 10}, "10 does not divide into blocks of block_length 4"),
+     ({"gen_length": 16, "block_length": 4, "steps": 10}, "10 steps do not divide into 4 blocks")],
+)  # fmt: skip
+def test_lengths_that_do_not_divide_are_refused_before_any_forward(settings: Any, said: str, llada: Any) -> None:
+    lm = HarnessLM(llada, generation=settings)
+    with counted(llada) as rows, pytest.raises(ValueError, match=said):
+        lm.generate_until(ask("generate_until", (texts(1, 3, 4)[0], {"until": []})))
+    assert rows == []

@@ -285,3 +285,34 @@ def test_a_context_that_is_too_long_loses_its_beginning(llada: Any, caplog: pyte
     ((value, _),) = lm.loglikelihood(ask("loglikelihood", (words(*range(10)), " w11 w12")))
     assert value == pytest.approx(chain64(llada, [6, 7, 8, 9], [11, 12]), abs=1e-4)
     assert "cut from the left" in caplog.text
+
+
+def test_nobody_who_stops_reading_leaves_hooks_behind(llada: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlm_lens.evaluation.likelihoods.CHUNK", 2)
+    canvas = torch.tensor([[3, 9, 27, 14, 1, 40, 33, 8, 20]])
+    plain = llada(input_ids=canvas).logits
+    lm = HarnessLM(llada, hooks=mask_top_sinks(3), likelihood={"samples": 2, "is_greedy": False})
+    read = lm._likelihoods(None).run([lm.items.item(n, pair, False) for n, pair in enumerate(mixed(4))])
+    assert len(next(read)) == 2
+    # The generator waits between two chunks, as it does for ever where writing the answers fails.
+    assert llada(input_ids=canvas).logits.equal(plain)
+    assert len(next(read)) == 2
+
+
+def test_what_else_is_wrong_on_the_short_canvas_of_the_trial_is_for_the_requests_to_tell(llada: Any) -> None:
+    class Far:
+        site = "pattern"
+
+        def __call__(self, tensor: Any, hook: Any = None) -> Any:
+            tensor = tensor.clone()
+            tensor[..., 20] = 0
+            return tensor
+
+    (pair,) = [(words(*range(24)), " w1 w2")]
+    (plain,), (hooked,) = (
+        valued(HarnessLM(llada, hooks=hooks, likelihood={"method": "chain_rule", "is_greedy": False}), [pair])
+        for hooks in (None, [Far()])
+    )
+    assert abs(hooked - plain) > 1e-3
+    with pytest.raises(IndexError):
+        valued(HarnessLM(llada, hooks=[Far()], likelihood={"method": "chain_rule"}), [("w1", " w2")])

@@ -355,3 +355,53 @@ def test_a_whole_evaluation_with_hooks_and_its_sinks(tmp_path: Path) -> None:
     assert [path.name for path in choices.paths] == [f"0000{doc}-{idx}" for doc in (0, 1) for idx in range(4)]
     sinks = dl.find_sinks(dl.Recording.load(tmp_path / "toy_lists"), dl.AboveMean(eps=3.0))
     assert len(sinks.table()) > 0
+
+
+def test_a_text_without_a_token_has_an_answer_and_no_recording(tmp_path: Path) -> None:
+    model = tiny("llada")
+    requests = ask("loglikelihood_rolling", ("",), (words(3, 9, 4, 8),))
+    lm = HarnessLM(model, likelihood={"samples": 2}, record=WITHOUT_MASKS, record_to=tmp_path)
+    found = lm.loglikelihood_rolling(requests)
+    assert found == HarnessLM(model, likelihood={"samples": 2}).loglikelihood_rolling(requests)
+    assert found[0] == 0
+    told = {line["doc_id"]: line["recordings"] for line in lines(tmp_path)}
+    assert told == {0: [], 1: ["task/00001-0"]}
+
+
+def test_a_recording_whose_header_a_kill_left_hidden_is_made_again(tmp_path: Path) -> None:
+    requests = ask("loglikelihood", (words(3, 9, 4, 8), " w2 w5"))
+    left = tmp_path / "task" / "00000-0"
+    left.mkdir(parents=True)
+    (left / ".header.json.partial").write_text("{")
+    for directory in (tmp_path, tmp_path / "anew"):
+        lm = HarnessLM(tiny("llada"), likelihood={"samples": 2}, record=WITHOUT_MASKS, record_to=directory)
+        lm.loglikelihood(requests)
+    equal(dl.Recording.load(left), dl.Recording.load(tmp_path / "anew" / "task" / "00000-0"))
+    assert not (left / ".header.json.partial").exists()
+
+
+def test_what_somebody_else_put_there_stays(tmp_path: Path) -> None:
+    theirs = tmp_path / "task" / "00000-0" / "thesis.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    lm = HarnessLM(tiny("llada"), likelihood={"samples": 2}, record=WITHOUT_MASKS, record_to=tmp_path)
+    with pytest.raises(FileExistsError, match="not empty"):
+        lm.loglikelihood(ask("loglikelihood", (words(3, 9, 4, 8), " w2 w5")))
+    assert theirs.read_text() == "mine"
+
+
+def test_a_request_of_which_no_draw_masks_anything_has_an_answer_and_no_recording(tmp_path: Path) -> None:
+    # Dream spares the last token and masks the other one in half of the draws, of which each request has one.
+    model, settings = tiny("dream"), {"samples": 1, "is_greedy": False}
+    requests = ask("loglikelihood", *((words(*range(1, n + 2)), " w4 w7") for n in range(12)))
+    lm = HarnessLM(model, likelihood=settings, record=WITHOUT_MASKS, record_to=tmp_path)
+    found = [value for value, _ in lm.loglikelihood(requests)]
+    alone = [value for value, _ in HarnessLM(model, likelihood=settings).loglikelihood(requests)]
+    assert found == pytest.approx(alone, abs=1e-5)  # batched with others
+    told = {line["doc_id"]: line["recordings"] for line in lines(tmp_path)}
+    assert {number for number, names in told.items() if not names} == {n for n in range(12) if found[n] == 0}
+    assert 0 < sum(map(bool, told.values())) < 12
+    with counted(model) as none:
+        again = HarnessLM(model, likelihood=settings, record=WITHOUT_MASKS, record_to=tmp_path)
+        assert [value for value, _ in again.loglikelihood(requests)] == found
+    assert none == []

@@ -135,3 +135,21 @@ def test_a_process_that_was_killed_loses_and_repeats_nothing(tmp_path: Path) -> 
     assert path.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     fresh = evaluate("toy", "toy_choice", limit=30, likelihood={"method": "chain_rule"})
     assert done.stdout == f"{fresh['toy_choice']}\n"
+
+
+@pytest.mark.parametrize("text", ["a letter without an end", '{"answers_of": {"seed": 4', "[1]\n", "no JSON\n"])
+def test_a_file_of_somebody_else_is_left_as_it_is(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="holds no answers of an evaluation; choose another file"):
+        Responses(path, {"seed": 3})
+    assert path.read_text() == text
+
+
+def test_a_first_line_that_a_crash_tore_apart_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    Responses(path, {"seed": 3})
+    whole = path.read_text()
+    path.write_text(whole[:15])
+    Responses(path, {"seed": 3}).append({"one": 1})
+    assert path.read_text() == whole + '{"key": "one", "answer": 1}\n'

@@ -131,6 +131,9 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     assert first < 0.02 < 0.08 < flipped
     share, base = beyond_future.share_on_masks(held["beyond-future"], "toy")
     assert share < base / 2
+    more = beyond_future.more_on_masks(held["beyond-future"], "toy")
+    assert more.value == pytest.approx(share - base)
+    assert more.high < 0
     assert hooked.difference(held["beyond-context"], "toy", "window 8 and sinks", "window 8").low > 0
     assert fig4_moving.share(held["fig4-moving"], "toy", "moving").low < fig4_moving.share(
         held["fig4-moving"], "toy-ar", "moving").high  # fmt: skip

@@ -151,7 +151,7 @@ def test_differences_are_paired_by_prompt_and_prompts_without_a_value_left_out()
         for (model, columns), right in answers.items()
     ]
     results = Results({"settings": {}}, records)
-    assert instruct_tables.change(results, "toy", hidden) == [-1, 0, 0]
+    assert list(instruct_tables.change(results, "toy", hidden).values()) == [-1, 0, 0]
     # (0, 0, -1) - (-1, 0, 0)
     assert instruct_tables.apart(results, ("toy", "tuned"), hidden).value == 0
     assert instruct_tables.apart(results, ("toy", "tuned"), hidden).low < 0

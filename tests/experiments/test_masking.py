@@ -18,6 +18,7 @@ from dlm_lens.experiments.attention_sinks import masking_findings, table1
 from dlm_lens.experiments.attention_sinks.readings import BASE, VARIANTS, conditions, named
 from dlm_lens.experiments.attention_sinks.weighing import Weighed
 from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.statistics import wilson
 from dlm_lens.hooks import mask_positions, mask_random, mask_sinks, mask_top_sinks, sink
 from dlm_lens.testing import tiny
 
@@ -138,6 +139,86 @@ def test_differences_are_paired_by_prompt() -> None:
     told = {finding.here: finding for finding in masking_findings.findings(found)}
     text = next(here for here in told if here.startswith("one sink per head"))
     assert told[text].verdict == "undecided"
+
+
+def draws(columns: int, start: int, seed: int, correct: list[bool]) -> Record:
+    item = {"model": "toy", "columns": columns, **BASE, "seed": seed, "start": start}
+    return Record(item, {"correct": correct, "hidden": float(start), "mass": 0.0, "learned": 0.0}, 0.0)
+
+
+def test_draws_of_one_prompt_are_one_case() -> None:
+    records = [draws(0, 0, seed, [True, True]) for seed in range(8)]
+    records += [draws(1, 0, seed, [True, seed < 4]) for seed in range(8)]
+    found = Results({"settings": {"columns": [1], "variants": [], "varied": [1], "task": "t"}}, records)
+    # Two prompts, not 16 cases: all right, all right half of the time.
+    assert masking_findings.accuracy(found, "toy", 0) == wilson([True, True])
+    assert masking_findings.accuracy(found, "toy", 1)[:4] == (0.75, 0.5, 1.0, 2)
+    lost = masking_findings.change(found, "toy", 1)
+    assert lost[:4] == (-0.25, -0.5, 0.0, 2)
+    assert [row[-1] for row in table1.rows_of(found, "toy", conditions(found.settings))] == ["2", "2"]
+
+
+def test_an_unfinished_run_pairs_the_prompts_that_both_conditions_have() -> None:
+    # As two processes leave it: the conditions have one item in common, and as many items each.
+    records = [draws(0, 0, 0, [True, True]), draws(0, 4, 0, [True]),
+               draws(1, 2, 0, [False, False]), draws(1, 4, 0, [False])]  # fmt: skip
+    settings = {"columns": [1], "variants": [], "varied": [1], "task": "t", "models": ["toy"]}
+    found = Results({"settings": settings}, records, missing=3)
+    lost = masking_findings.change(found, "toy", 1)
+    assert (lost.value, lost.n) == (-1, 1)
+    told = list(masking_findings.findings(found))
+    assert told
+    assert {finding.verdict for finding in told} <= {"undecided", "no counterpart"}
+    assert table1.render(found).tables[0].rows[1][-2:] == ["-1.00", "3"]
+    # Items count by their prompts: (2 * 2 + 4 * 1) / 3 columns.
+    assert table1.mean(found, "hidden", "toy", {"columns": 1, **BASE}) == pytest.approx(8 / 3)
+
+
+def test_less_than_half_left_is_of_what_there_was() -> None:
+    # The baseline answers 40% unmasked and 30% masked: three quarters are left, though less than half are right.
+    plain = [place < 40 for place in range(100)]
+    found = results_of({("toy-ar", 0, "top"): plain, ("toy-ar", 1, "top"): [place < 30 for place in range(100)]})
+    assert masking_findings.part_kept(found, "toy-ar", 1).value == 0.75
+    (finding,) = (one for one in masking_findings.findings(found) if "destroys" in one.paper)
+    assert finding.verdict == "disagrees"
+
+
+def test_ten_sinks_agree_only_within_the_paper_s_range() -> None:
+    for lost, verdict in ((10, "agrees"), (24, "undecided"), (60, "disagrees")):
+        found = results_of({
+            ("toy", 0, "top"): [True] * 100, ("toy", 10, "top"): [place >= lost for place in range(100)],
+        })  # fmt: skip
+        (finding,) = (one for one in masking_findings.findings(found) if "ten sinks" in one.paper)
+        assert finding.verdict == verdict
+
+
+@pytest.mark.parametrize("family", ["llada", "mmada", "dream"])
+def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lm_eval.evaluator
+
+    from dlm_lens.evaluation import find_preset, running
+    from dlm_lens.experiments.attention_sinks import harness
+
+    asked: dict[str, Any] = {}
+
+    def simple_evaluate(**given: Any) -> dict[str, Any]:
+        asked.update(given)
+        name = preset.metric.partition(" (")[0]
+        kept = preset.metric.partition(" (")[2].rstrip(")")
+        return {"samples": {preset.task: [{"doc_id": 1, "filter": kept, "metrics": [name], name: 1.0}]}}
+
+    preset = find_preset(f"attention-sinks/table1/{family}/gsm8k")
+    monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", simple_evaluate)
+    monkeypatch.setattr(running, "find_tasks", lambda names: SimpleNamespace(task_index={}))
+    settings = {"task": "gsm8k", "sampler": {}, "batch": 2, "prompts": 3, "confirm_run_unsafe_code": False}
+    item = {"model": preset.model, "start": 2, "seed": 5}
+    # Dream's metric has no filter, and so its first sample counts.
+    assert harness.answered(dl.load("toy"), None, item, settings) == [True]
+    assert asked["fewshot_as_multiturn"] == preset.multiturn == (family != "mmada")
+    assert (asked["num_fewshot"], asked["apply_chat_template"]) == (preset.num_fewshot, preset.chat)
+    assert asked["samples"] == {preset.task: [2]}
+    assert asked["model"].generation == preset.generation
+    assert asked["model"].seed == 5
 
 
 def test_the_harness_s_path_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import dlm_lens as dl
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach
 from dlm_lens.experiments import find_experiment, list_experiments, run_experiment
+from dlm_lens.experiments.attention_sinks.answers import exact_match
 from dlm_lens.experiments.one_token import language, measuring, miniature, paper
 from dlm_lens.experiments.one_token.measuring import measured, validation_loss
 from dlm_lens.experiments.one_token.seeds import QUANTILES, over_seeds, paired, shown
@@ -18,7 +19,7 @@ from dlm_lens.experiments.one_token.sink_statistics import moved
 from dlm_lens.experiments.one_token.training import Miniature, alone, network
 from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.experiments.results import Record, Results
-from dlm_lens.experiments.statistics import Interval
+from dlm_lens.experiments.statistics import Interval, wilson
 
 TINY = {"steps": 2, "batch_size": 4, "corpus": 200, "prompts": 2, "watched": 1, "validation": 4, "seeds": 1}
 
@@ -291,3 +292,16 @@ def test_findings_of_planted_losses() -> None:
     assert json.dumps(quality.rows[0]).count("0.50 [") == 3
     # With hardly any sinks in the plain network, that its main keys stay says nothing.
     assert render(made(losses, sinks=0.4)).findings[-1].verdict == "undecided"
+
+
+def test_exact_match_counts_prompts_not_prompts_times_networks() -> None:
+    # Five networks that agree on every one of 8 prompts: 3 right of 8, not 15 of 40.
+    given = {"right": {"A": [1, 1, 1, 0, 0, 0, 0, 0]}}
+    records = [Record({"variant": "plain", "seed": seed}, given, 1.0) for seed in range(5)]
+    found = miniature.right(Results({"settings": {}}, records), "plain", "A")
+    assert exact_match(found) == wilson([True] * 3 + [False] * 5)
+    # Where they do not agree, a prompt counts by the part of them that is right.
+    records[0] = Record({"variant": "plain", "seed": 0}, {"right": {"A": [0] * 8}}, 1.0)
+    mixed = exact_match(miniature.right(Results({"settings": {}}, records), "plain", "A"))
+    assert (mixed.value, mixed.n) == (pytest.approx(0.3), 8)
+    assert mixed.high - mixed.low > 0.4

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from dlm_lens.experiments import find_experiment, list_experiments, render_exper
 from dlm_lens.experiments.one_token import real
 from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.experiments.results import Record, Results
+from dlm_lens.training import command as training_command
+from dlm_lens.training.checkpoints import RUN_FILE
 
 TABLES = [find_experiment(f"one-token-table{number}") for number in range(1, 6)]
 
@@ -64,6 +67,30 @@ def test_a_training_is_not_begun_by_many_processes(tmp_path: Path, monkeypatch: 
     given = {**TABLES[0].full, "trained": str(tmp_path)}
     with pytest.raises(ValueError, match="accelerate launch"):
         real.run({"config": "qwen2.5-0.5b", "seed": 0, "task": "train"}, given)
+
+
+@pytest.mark.parametrize("said", [{"total_steps": 300}, {}])
+def test_a_fine_tuning_that_was_killed_is_gone_on_with(
+    said: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**TABLES[0].full, "trained": str(tmp_path), "sft": "gsm8k.jsonl"}
+    item = {"config": "qwen2.5-0.5b", "seed": 0, "task": real.SFT}
+    output = Path(real.training_settings(item, given, fine_tuned=True).output)
+    trained = []
+
+    def run_training(settings) -> Path:
+        trained.append(settings.output)
+        return output / "checkpoint-300"
+
+    monkeypatch.setattr(training_command, "run_training", run_training)
+    (output / "checkpoint-100").mkdir(parents=True)
+    (output / "checkpoint-100" / RUN_FILE).write_text(json.dumps({"step": 100, **said}))
+    assert real.run(item, given)["checkpoint"].endswith("checkpoint-300")
+    assert trained == [str(output)]
+    (output / "checkpoint-300").mkdir()
+    (output / "checkpoint-300" / RUN_FILE).write_text(json.dumps({"step": 300, "total_steps": 300}))
+    assert real.run(item, given)["checkpoint"].endswith("checkpoint-300")
+    assert len(trained) == 1
 
 
 def test_the_table_of_real_results() -> None:

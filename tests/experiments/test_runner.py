@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dlm_lens.experiments import (
     Bench,
@@ -70,6 +72,11 @@ def test_another_config_is_refused_in_one_sentence(tmp_path: Path) -> None:
         run_experiment(squares(), tmp_path, settings={"factor": 2})
     with pytest.raises(ValueError, match="no setting 'colour'"):
         run_experiment(squares(), tmp_path, settings={"colour": 2})
+
+
+def test_a_dtype_of_torch_is_kept_by_its_name(tmp_path: Path) -> None:
+    run_experiment(squares(), tmp_path, loading={"dtype": torch.bfloat16})
+    assert run_experiment(squares(), tmp_path, loading={"dtype": "bfloat16"}).config["dtype"] == "bfloat16"
 
 
 def test_a_torn_last_line_is_computed_again(tmp_path: Path) -> None:
@@ -193,6 +200,20 @@ def test_wilson_solves_its_equation() -> None:
     assert wilson([False] * 4).low == 0.0
 
 
+def test_equal_differences_leave_room_for_prompts_that_were_not_asked() -> None:
+    # Of 16 prompts none differs: by Wilson's bound up to z^2 / (16 + z^2) = 19.4% of all prompts may.
+    same = paired_difference([True] * 16, [True] * 16)
+    assert (same.value, same.low, same.high) == pytest.approx((0, -0.19361, 0.19361), abs=1e-5)
+    assert same.high == pytest.approx(wilson([False] * 16).high)
+    lost = paired_difference([False] * 16, [True] * 16)
+    assert (lost.value, lost.low, lost.high) == pytest.approx((-1, -1, -1 + 2 * 0.19361), abs=1e-5)
+    # Changes, -1 to 1, can differ by two.
+    changes = paired_difference([0, 0, 0, 0], [-1, -1, -1, -1])
+    assert changes.low == pytest.approx(1 - 3 * wilson([False] * 4).high)
+    # Of other numbers nobody knows the range.
+    assert paired_difference([2.5, 2.5], [1.0, 1.0])[1:3] == (1.5, 1.5)
+
+
 def test_bootstraps_draw_prompts() -> None:
     # Two prompts: a draw has both, or one of them twice, so that the interval spans both.
     found = ratio_over_prompts([1, 6], [10, 10])
@@ -228,3 +249,30 @@ def test_a_script_takes_the_options_of_the_command(
         runpy.run_path(str(file), run_name="__main__")
     assert left.value.code in (0, None)
     assert capsys.readouterr().out.startswith("fig7-paths (small): 1 items")
+
+
+def test_a_start_without_an_item_does_not_bind_the_directory(tmp_path: Path) -> None:
+    def fails(item, settings, bench):
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        run_experiment(replace(squares(), run=fails), tmp_path, settings={"factor": 5})
+    results = run_experiment(squares(), tmp_path, settings={"factor": 2})
+    assert [record.value["square"] for record in results.records] == [2 * n * n for n in range(12)]
+    assert results.config["settings"]["factor"] == 2
+
+
+@pytest.mark.parametrize("wrong", ["two", [3], True, 2.5])
+def test_a_setting_of_another_kind_is_refused(wrong: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^factor is .*; it must be a whole number, such as factor=1$"):
+        run_experiment(squares(), tmp_path, settings={"factor": wrong})
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_without_a_kind_and_whole_shares_are_taken() -> None:
+    settings = {"free": None, "share": 0.5, "names": ["a"]}
+    free = replace(squares(), small=settings, full={**settings, "share": 1.5})
+    given = {"free": "text", "share": 2, "names": ["b", "c"]}
+    assert free.config(True, (), given)["settings"] == given
+    with pytest.raises(ValueError, match="names is 'b'; it must be a list"):
+        free.config(True, (), {"names": "b"})

@@ -96,3 +96,12 @@ def test_words_of_a_recording_stand_for_its_tokenizer(saved: Any) -> None:
     assert Words({1: "a"}).decode([1, 2]) == "a <2>"
     assert detector_of("top-k") == dl.TopK(5)
     assert detector_of("above-mean:2") == dl.AboveMean(2.0)
+
+
+def test_a_lens_of_another_model_is_warned_of(saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, model, _, _ = saved
+    printed("lens", path, "--steps", "0", "--positions", "3")
+    assert not [line for line in caplog.messages if "reads it" in line]
+    printed("lens", path, "--steps", "0", "--positions", "3", "--model", "toy-sink")
+    assert f"the recording is of {model}, and " in caplog.text
+    assert "toy-sink reads it" in caplog.text

@@ -267,6 +267,10 @@ def test_what_cannot_be_read_is_refused() -> None:
         ({"layers": [2]}, "layer 2 of 2"),
         ({"positions": [40]}, "position 40"),
         ({"top": 0}, "top is 0"),
+        ({"positions": 3}, r"positions is 3; give a list, such as positions=\[3\]"),
+        ({"steps": 2}, r"steps is 2; give a list, such as steps=\[2\]"),
+        ({"layers": 0}, r"layers is 0; give a list, such as layers=\[0\]"),
+        ({"steps": [-5]}, "or from -4 to -1"),
     ):
         with pytest.raises(ValueError, match=sentence):
             logit_lens(model, run, **settings)

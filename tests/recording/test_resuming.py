@@ -234,3 +234,51 @@ def test_damage_is_named(tmp_path, monkeypatch):
     Recording.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no recording"):
         Recording.load(tmp_path / "other")
+
+
+def test_a_refused_request_leaves_nothing_that_stands_in_the_way(tmp_path):
+    model = tiny("llada")
+    with pytest.raises(ValueError, match="gen_length is 0"):
+        record(model, PROMPTS, to=tmp_path, steps=4, gen_length=0)
+    corrected = record(model, PROMPTS, to=tmp_path, steps=4, gen_length=4)
+    assert corrected.run.tokens.equal(denoise(model, PROMPTS, steps=4, gen_length=4, seed=0).tokens)
+
+
+def test_an_error_behind_the_first_step_keeps_the_steps(monkeypatch, tmp_path):
+    model, settings = tiny("llada"), {"steps": 4, "gen_length": 4}
+    real, count = ShardDirectory.add, [0]
+
+    def add(self, *given):
+        real(self, *given)
+        count[0] += 1
+        if count[0] == 2:
+            raise ValueError("not finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardDirectory, "add", add)
+        with pytest.raises(ValueError, match="not finite"):
+            record(model, PROMPTS, to=tmp_path, **settings)
+    with pytest.raises(ValueError, match="steps = '4', and now it is '2'"):
+        record(model, PROMPTS, to=tmp_path, steps=2, gen_length=4)
+    assert record(model, PROMPTS, to=tmp_path, **settings).run.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "sentence"),
+    [
+        ("run.json", "{", r"run.json is damaged \(.*; delete .* and record again"),
+        ("run.json", "[1]", "run.json is damaged; delete"),
+        ("manifest.jsonl", "garbage\n", r"manifest.jsonl is damaged \(.*; delete .* and record again"),
+        ("run.safetensors", None, "run.safetensors is missing; delete .* and record again"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_remedy(name, damage, sentence, tmp_path):
+    made = record(tiny("llada"), PROMPTS, to=tmp_path, steps=2, gen_length=4)
+    assert made.run.steps == 2
+    (file,) = tmp_path.glob(f"*/{name}")
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_text(damage)
+    with pytest.raises(ValueError, match=sentence):
+        Recording.load(tmp_path)

@@ -443,6 +443,7 @@ REFUSALS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("dream", [1], [2, 3], {"scope": "both", "cfg_scale": 1.0}, "guidance masks the prompt"),
     ("dream", [1], [2, 3], {"scope": "union"}, "scope is 'union'"),
     ("dream", [1], [2, 3], {"eps": 1.0}, "eps is 1.0"),
+    ("llada", [1], [2], {"mc_num": 64}, "mc_num=64 is the authors' word; here it is samples="),
     ("causal", [1], [2], {"method": "mc"}, "an AR model has no masks to draw"),
     ("causal", [1], [2], {"cfg_scale": 1.0}, "an AR model has no mask token to guide with"),
     ("causal", [1], [2], {"order": "right_to_left"}, "the chain_rule likelihood of causal has no setting 'order'"),

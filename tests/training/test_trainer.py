@@ -136,7 +136,7 @@ def test_a_checkpoint_loads_and_holds_nothing_pickled(unbroken: MaskedDiffusionT
         assert torch.equal(value, model.state_dict()[name])
     assert model.tokenizer.mask_token_id == model.config.mask_token_id
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
-    assert read_run(path)["step"] == STEPS
+    assert (read_run(path)["step"], read_run(path)["total_steps"]) == (STEPS, STEPS)
 
 
 def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:

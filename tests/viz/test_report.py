@@ -302,6 +302,14 @@ def test_what_cannot_be_shown_is_said_before_a_file_is_there(recording, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_that_is_no_file_is_said_with_the_remedy(recording, tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"is a directory; give the name of a file, such as .*report\.html"):
+        report(recording, tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere is not there; make the directory first"):
+        report(recording, tmp_path / "nowhere" / "r.html")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_scores_of_another_run_and_too_many_scores(recording, monkeypatch):
     received = received_of(recording)
     with pytest.raises(ValueError, match="give the run that they belong to"):

@@ -48,7 +48,10 @@ def report(
     Raises:
         TypeError: something else than a recording.
         ValueError: a row or a detector that a report cannot show, or too many scores.
+        IsADirectoryError: `path` is a directory.
+        FileNotFoundError: its directory is not there.
     """
+    _check_place(Path(path))
     rule = rule_of(AboveMean(3.0) if detector is None else detector)
     subjects = [Subject.of(given, row) for given in ([source] if compare is None else [source, compare])]
     named = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
@@ -95,6 +98,13 @@ def _part(name: str) -> str:
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode("ascii")).digest()
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"
+
+
+def _check_place(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; give the name of a file, such as {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not there; make the directory first")
 
 
 def _write(path: Path, text: str) -> Path:
