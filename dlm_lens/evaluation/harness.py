@@ -31,7 +31,7 @@ from dlm_lens.evaluation.recorded import (
     read_record,
 )
 from dlm_lens.evaluation.refusing import refuse_likelihood_hooks
-from dlm_lens.evaluation.responses import Responses, fingerprint
+from dlm_lens.evaluation.responses import Responses, fingerprint, identity_of
 from dlm_lens.evaluation.seeding import repeats, request_key
 from dlm_lens.evaluation.settings import GenerationSettings, LikelihoodSettings, changed, read_settings
 from dlm_lens.evaluation.wishes import JobMaker
@@ -129,7 +129,7 @@ class HarnessLM(SharedLM):
             "dlm_lens": {
                 "model": str(self.model.config._name_or_path),
                 "fingerprint": fingerprint(self.model),
-                "hooks": [repr(hook) for hook in self.hooks],
+                "hooks": [identity_of(hook) for hook in self.hooks],
                 "likelihood": changed(self.likelihood),
                 "generation": changed(self.generation),
                 "seed": self.seed,

@@ -4,7 +4,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import ItemsView, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,40 @@ def fingerprint(model: Any) -> str:
         some = torch.cat([values[:8], values[len(values) // 2 :][:8], values[-8:]]).float().cpu()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
     return digest.hexdigest()[:16]
+
+
+def identity_of(hook: Any) -> str:
+    """A hook as it is written, with a digest of the tensors in it, which its text does not tell apart."""
+    tensors = list(_tensors(hook, set()))
+    if not tensors:
+        return repr(hook)
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(plain.shape)} {plain.dtype} ".encode())
+        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return f"{hook!r} #{digest.hexdigest()[:16]}"
+
+
+def _tensors(value: Any, seen: set[int], name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in a value, with where they are: in modules, mappings, lists, fields of dataclasses and hooks."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, torch.nn.Module):
+        inside = value.state_dict().items()
+    elif isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = enumerate(value)
+    elif not isinstance(value, type) and (is_dataclass(value) or hasattr(value, "site")):
+        inside = getattr(value, "__dict__", {}).items()
+    for key, one in inside:
+        yield from _tensors(one, seen, f"{name}.{key}")
 
 
 def _plain(config: Any) -> dict[str, str]:

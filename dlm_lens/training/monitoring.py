@@ -79,7 +79,7 @@ class SaveClock(TrainerCallback):
         """Save if it is time; the first process decides for all."""
         due = state.global_step >= state.max_steps or (self.steps and state.global_step % self.steps == 0)
         if not due and (args.world_size == 1 or state.global_step % CHECK_CLOCK_EVERY == 0):
-            due = _of_first(time.monotonic() - self.last >= self.seconds, args)
+            due = first_decides(time.monotonic() - self.last >= self.seconds, args)
         if due:
             control.should_save = True
 
@@ -88,7 +88,8 @@ class SaveClock(TrainerCallback):
         self.last = time.monotonic()
 
 
-def _of_first(flag: bool, args: Any) -> bool:
+def first_decides(flag: bool, args: Any) -> bool:
+    """The first process's flag, in every process."""
     if args.world_size == 1:
         return flag
     held = torch.tensor(float(flag), device=args.device)

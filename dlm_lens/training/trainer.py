@@ -24,6 +24,7 @@ from dlm_lens.training.checkpoints import (
 )
 from dlm_lens.training.data import build_source
 from dlm_lens.training.forward import loss_forward
+from dlm_lens.training.interrupting import Interruption
 from dlm_lens.training.monitoring import Evaluation, SaveClock, SinkMetrics, Stopwatch, evaluation_loss
 from dlm_lens.training.objective import MaskedDiffusion
 from dlm_lens.training.optimization import build_optimizer, learning_rate
@@ -90,6 +91,8 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
         self.add_callback(ProgressBar())
         self.loss_is_scaled_for_ga = True
         self.add_callback(SaveClock(settings.save_minutes, settings.save_steps))
+        self.interruption = Interruption()
+        self.add_callback(self.interruption)
         self.stopwatch = Stopwatch(settings.batch_size * self.source.length)
         self.add_callback(self.stopwatch)
         self.examples = None
@@ -193,7 +196,11 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train to the last step; True goes on from the newest checkpoint, or begins if there is none.
 
+        Ctrl-C and SIGTERM let the step end and save it first; a second Ctrl-C does not wait.
+
         Raises:
+            KeyboardInterrupt: Ctrl-C.
+            TrainingStoppedError: SIGTERM.
             ValueError: the checkpoint belongs to a run with other settings, or a new run would begin in a directory
                 that holds one.
             NonFiniteLossError: the loss is not a number any more.
@@ -213,8 +220,10 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
             return TrainOutput(self.state.global_step, math.nan, {})
         if self.settings.compile:
             self.model.get_decoder().compile()
-        with loss_forward(self.model):
-            return super().train(resume_from_checkpoint=None if found is None else str(found), **kwargs)
+        with loss_forward(self.model), self.interruption.caught():
+            output = super().train(resume_from_checkpoint=None if found is None else str(found), **kwargs)
+        self.interruption.tell(self.state.global_step, self.args.max_steps, self.last_checkpoint)
+        return output
 
     def _resumed(self, found: Path) -> tuple[int, Cursor]:
         record = read_run(found)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
@@ -124,6 +125,11 @@ def block_of_end(model: Any, tokens: list[int], stops: list[str]) -> int:
     return 4
 
 
+def late(progress: torch.Tensor) -> torch.Tensor:
+    """Rows that are a third done."""
+    return progress > 0.3
+
+
 @pytest.mark.parametrize(
     ("hook", "blocks"),
     [
@@ -141,9 +147,9 @@ def block_of_end(model: Any, tokens: list[int], stops: list[str]) -> int:
         (at_steps(mask_top_sinks(2), range(3, 9)), "longest"),
         (when(mask_top_sinks(2), (0.2, 0.6)), "longest"),
         (ablate("z", positions="masked"), "alone"),
-        (when(mask_top_sinks(2), lambda progress: progress > 0.3), "alone"),
+        (when(mask_top_sinks(2), late), "alone"),
     ],
-    ids=repr,
+    ids=lambda value: repr(value).split(" at 0x")[0],
 )
 def test_hooked_rows_share_runs_and_leave_early_where_the_hook_allows_it(
     llada: Any, hook: Any, blocks: str

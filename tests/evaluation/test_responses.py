@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM, evaluate
-from dlm_lens.evaluation.responses import Responses, fingerprint
-from dlm_lens.hooks import mask_positions
+from dlm_lens.evaluation.responses import Responses, fingerprint, identity_of
+from dlm_lens.hooks import at_layers, mask_positions, mask_top_sinks, steer
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import KilledError, ask, counted, killed_after, texts
 
@@ -153,3 +155,24 @@ def test_a_first_line_that_a_crash_tore_apart_is_written_again(tmp_path: Path) -
     path.write_text(whole[:15])
     Responses(path, {"seed": 3}).append({"one": 1})
     assert path.read_text() == whole + '{"key": "one", "answer": 1}\n'
+
+
+def test_hooks_that_read_alike_are_told_apart_by_their_tensors(llada: Any, tmp_path: Path) -> None:
+    one, other = torch.eye(32)[3], torch.eye(32)[5]
+    assert repr(steer(one)) == repr(steer(other))
+    assert identity_of(steer(one)) == identity_of(steer(one.clone())) != identity_of(steer(other))
+    assert identity_of(at_layers(steer(one), 1)) != identity_of(at_layers(steer(other), 1))
+    assert identity_of(steer(one.double())) != identity_of(steer(one))
+    assert identity_of(mask_top_sinks(1)) == "mask_sinks(TopK(k=1))"
+    masks = [dl.record(llada, ["w1 w2 w3"], reducers=[dl.ReceivedAttention()], seed=0, steps=4, gen_length=4)]
+    masks.append(dl.record(llada, ["w9 w2 w3"], reducers=[dl.ReceivedAttention()], seed=0, steps=4, gen_length=4))
+    known = [mask_top_sinks(1, source=recording) for recording in masks]
+    assert repr(known[0]) == repr(known[1])
+    assert identity_of(known[0]) != identity_of(known[1])
+
+    path = tmp_path / "responses.jsonl"
+    HarnessLM(llada, hooks=[steer(one)], responses=path).generate_until(
+        ask("generate_until", ("w1", {"until": []}))
+    )
+    with pytest.raises(ValueError, match="holds answers with hooks="):
+        HarnessLM(llada, hooks=[steer(other)], responses=path)

@@ -1,13 +1,16 @@
 import json
+import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 import dlm_lens
 from dlm_lens.testing import tiny
@@ -22,7 +25,7 @@ from dlm_lens.training import (
     TrainingSettings,
     evaluation_loss,
 )
-from dlm_lens.training.checkpoints import checkpoints, read_run
+from dlm_lens.training.checkpoints import TrainingStoppedError, checkpoints, read_run
 from dlm_lens.training.optimization import learning_rate
 from tests.training.job import ROWS, STEPS, job, losses
 
@@ -126,6 +129,49 @@ def test_kill_9_and_resume_is_the_unbroken_run(unbroken: MaskedDiffusionTrainer,
     expected = weights(Path(unbroken.settings.output) / f"checkpoint-{STEPS}")
     for name, value in weights(tmp_path / f"checkpoint-{STEPS}").items():
         assert torch.equal(value, expected[name]), name
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal in the middle of a step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "sentence"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, "^$"),
+        (signal.SIGTERM, TrainingStoppedError, "SIGTERM at step 4 of 8; .*checkpoint-4 is whole"),
+    ],
+)
+def test_an_interrupted_run_saves_its_step_and_goes_on(
+    number: int, error: type[BaseException], sentence: str, unbroken: MaskedDiffusionTrainer, tmp_path: Path
+) -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(error, match=sentence):
+        job(tmp_path, callbacks=(Signal(number, 3),)).train()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+    second = job(tmp_path)
+    second.train(resume_from_checkpoint=True)
+    assert losses(second) == losses(unbroken)
+
+
+def test_a_second_interruption_does_not_wait(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        job(tmp_path, callbacks=(Signal(signal.SIGINT, 2), Signal(signal.SIGINT, 2))).train()
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_signal_at_the_last_step_is_no_interruption(tmp_path: Path) -> None:
+    trainer = job(tmp_path, callbacks=(Signal(signal.SIGINT, STEPS - 1),))
+    trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{STEPS}"]
 
 
 def test_a_checkpoint_loads_and_holds_nothing_pickled(unbroken: MaskedDiffusionTrainer) -> None:
