@@ -35,12 +35,14 @@ sign in a miniature, and that the code which makes it works. No network of the p
 **Pairs.** Runs with one seed begin with the same weights, as far as they share them, and see the same batches and
 masks. Intervals of losses and their differences are Student's t over seeds; those of exact match are over prompts,
 of which every seed's network is asked the same. A, L and F are the synthetic language's arithmetic, list and
-look-up problems ([toy.md](toy.md)). Verdicts follow rules on the numbers: a comparison agrees or disagrees when its whole interval lies on one side of zero; two networks are alike when the
-whole interval lies within half of the sink token's own change (Table 4 has a one-sided rule, stated there);
-otherwise it is undecided. The rules were written for the synthetic language and are the same for English, which
-came later. On English everything is undecided: 500 steps leave the networks from scratch near the frequencies of
-the tokens (5.7 nats). One seed at 1,500 steps, not in the tables, came to 4.31 nats plain, 4.54 with a sink token
-and 4.32 with the gate.
+look-up problems ([toy.md](toy.md)). Verdicts follow rules on the numbers: a comparison agrees or disagrees when its
+whole interval lies on one side of zero; two networks are alike when the whole interval lies within half of the sink
+token's own change (Table 4 has a one-sided rule, stated there); otherwise it is undecided. The rules were written
+for the synthetic language and are the same for English, which came later.
+
+On English everything is undecided: 500 steps leave the networks from scratch near the frequencies of the tokens
+(5.7 nats). One seed at 1,500 steps, not in the tables, came to 4.31 nats plain, 4.54 with a sink token and 4.32
+with the gate.
 
 An earlier sweep in `experiments/toy` (five seeds, 500 steps of 64 sequences) went through another training loop,
 with other masks and another order of the data, and has no validation loss: [toy.md](toy.md#five-paired-seeds) keeps
