@@ -1,5 +1,6 @@
 """Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
 
+from dlm_lens.attention.account import hidden_mass, hidden_per_map
 from dlm_lens.attention.attaching import NAMES, attached, attention_blocks
 from dlm_lens.attention.columns import (
     MIN_VIEWERS,
@@ -17,8 +18,6 @@ from dlm_lens.attention.hiding import (
     Stage,
     columns_of,
     counted_queries,
-    hidden_mass,
-    hidden_per_map,
     hide_columns,
 )
 from dlm_lens.attention.inputs import AttentionInputs

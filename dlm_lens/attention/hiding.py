@@ -1,6 +1,6 @@
 """Hiding columns of attention: what each key receives, which columns go, and the edit of scores or pattern."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -8,15 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention.account import count_hidden
 from dlm_lens.attention.columns import column_sums, expected_received, viewers
 from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.visibility import visible_keys
 
 if TYPE_CHECKING:
     from dlm_lens.attention.protocols import ColumnHook, HookContext
-
-_COUNTS = "columns hidden"
-_MASS = "attention hidden"
 
 Stage = Literal["before_softmax", "after"]
 """Hide scores (the other keys take over the attention) or entries of the pattern (the rows lose it)."""
@@ -103,6 +101,11 @@ class Hidden:
             columns = columns & _in_heads(self.heads, heads).to(device)[:, None]
         return replace(self, columns=columns)
 
+    def maps(self, rows: int, heads: int) -> Int[Tensor, ""]:
+        """How many of the maps of a batch, each a row's and a head's, may lose anything."""
+        chosen = torch.ones(rows, dtype=torch.bool) if self.rows is None else self.rows.cpu()
+        return chosen.sum() * _in_heads(self.heads, heads).sum()
+
     def entries(
         self, visible: Bool[Tensor, "batch #head query key"], own: Int[Tensor, "query"]
     ) -> Bool[Tensor, "batch head query key"]:
@@ -173,61 +176,6 @@ def _at_its_point(hook: "ColumnHook", context: "HookContext | None") -> None:
     name, point = str(getattr(context, "name", "")), {"scores": "hook_attn_scores"}.get(hook.site, "hook_pattern")
     if name.startswith("blocks.") and not name.endswith(point):
         raise ValueError(f"{hook} belongs at {point} and was put at {name}; name that point")
-
-
-def count_hidden(
-    hook: Any, hidden: Hidden, rows: int, heads: int, context: Any, given: Columns | None = None
-) -> None:
-    """Add to the run's memory how many columns of content were hidden, and in how many maps (row and head).
-
-    Where the hook asked for the statistics, which are `given` then, also what these columns received.
-    """
-    run = getattr(context, "run", None)
-    if run is None:
-        return
-    keys = hidden.columns.shape[-1]
-    layout: SinkLayout = getattr(context, "sinks", None) or SinkLayout()
-    device = hidden.columns.device
-    content = layout.is_sink(keys, device).repeat(rows, 1)
-    content[:, layout.canvas(keys)] = run.for_rows(rows).valid.to(device)
-    columns = (hidden.columns & content[:, None]).expand(rows, heads, keys)
-    chosen = torch.ones(rows, dtype=torch.bool) if hidden.rows is None else hidden.rows
-    maps = chosen.sum().to(device) * _in_heads(hidden.heads, heads).sum().to(device)
-    held = run.memory.setdefault((_COUNTS, _key(hook)), [0, 0])
-    held[0], held[1] = held[0] + columns.sum(), held[1] + maps
-    if given is not None:
-        received = (given.sums.to(device) * columns).sum((1, 2)) / given.counted.to(device).clamp(min=1)
-        weighed = run.memory.setdefault((_MASS, _key(hook)), [0, 0])
-        weighed[0], weighed[1] = weighed[0] + received.sum(), weighed[1] + maps
-
-
-def hidden_per_map(memory: MutableMapping[Any, Any], hook: Any) -> float | None:
-    """Columns that `hook` hid so far in a run of this memory, on average over the maps that it looked at.
-
-    A map is one pattern: of one head in one layer, row and step (with guidance both halves' rows). Steps, layers,
-    heads and rows in which a wrapper kept the hook from acting do not count. None if it looked at none.
-    """
-    total, maps = memory.get((_COUNTS, _key(hook)), (0, 0))
-    return float(total) / float(maps) if float(maps) else None
-
-
-def hidden_mass(memory: MutableMapping[Any, Any], hook: Any) -> float | None:
-    """Share of the attention that went to what `hook` hid so far in a run of this memory, in front of the hook.
-
-    sum_j r_j / n over the hidden columns j, r_j what the n counted queries give to j; the mean over the maps of
-    `hidden_per_map` at which the hook asked what columns receive. None if it never asked.
-    """
-    total, maps = memory.get((_MASS, _key(hook)), (0, 0))
-    return float(total) / float(maps) if float(maps) else None
-
-
-def _key(hook: Any) -> Any:
-    """What stands for a hook in memory: itself, or its identity where it is not a value."""
-    try:
-        hash(hook)
-    except TypeError:
-        return id(hook)
-    return hook
 
 
 def columns_of(

@@ -14,9 +14,10 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.attention.account import count_hidden
 from dlm_lens.attention.columns import expected_received, viewers
 from dlm_lens.attention.context import PointContext
-from dlm_lens.attention.hiding import AskedColumns, Columns, Hidden, count_hidden, counted_queries
+from dlm_lens.attention.hiding import AskedColumns, Columns, Hidden, counted_queries
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.protocols import ColumnHook
 from dlm_lens.attention.received import received_sums

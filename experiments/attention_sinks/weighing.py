@@ -1,6 +1,6 @@
 """`Weighed`: a hook that hides what another one hides, and keeps account of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Float
@@ -62,12 +62,7 @@ class Weighed:
         """Columns of content hidden per map, their share of the attention, and learned sink tokens among them."""
         memories = list(self._memories.values())
         return {
-            "hidden": _mean([hidden_per_map(memory, self) for memory in memories]),
-            "mass": _mean([hidden_mass(memory, self) for memory in memories]),
-            "learned": _mean([float(one) for one in self._learned]),
+            "hidden": round(hidden_per_map(memories, self) or 0.0, 4),
+            "mass": round(hidden_mass(memories, self) or 0.0, 4),
+            "learned": round(sum(map(float, self._learned)) / max(1, len(self._learned)), 4),
         }
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return round(sum(known) / len(known), 4) if known else 0.0
