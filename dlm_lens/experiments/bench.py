@@ -11,11 +11,12 @@ class Bench:
 
     Args:
         loading: arguments of `dlm_lens.load`, such as dtype and device_map.
-        loaded: called with the name and the digest of the weights of every model that was loaded.
+        loaded: called with the name of every model that was loaded, the digest of its weights, and whether it is an
+            AR model.
     """
 
     def __init__(
-        self, loading: Mapping[str, Any] | None = None, loaded: Callable[[str, str], None] = lambda *_: None
+        self, loading: Mapping[str, Any] | None = None, loaded: Callable[[str, str, bool], None] = lambda *_: None
     ) -> None:
         self.loading, self.loaded = dict(loading or {}), loaded
         self._held: dict[str, Any] = {}
@@ -30,7 +31,7 @@ class Bench:
             self._held.clear()
             self._notes.clear()
             model = dlm_lens.load(name, **self.loading)
-            self.loaded(name, fingerprint(model))
+            self.loaded(name, fingerprint(model), getattr(model.config, "mask_token_id", None) is None)
             self._held[name] = model
         return self._held[name]
 

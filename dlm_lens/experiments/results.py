@@ -39,6 +39,7 @@ class Results:
         missing: how many are not finished.
         sessions: versions and machine of every start.
         weights: digest of every model's weights.
+        causal: whether each model is an AR model; results from before this was kept do not know.
     """
 
     config: Mapping[str, Any]
@@ -46,6 +47,7 @@ class Results:
     missing: int = 0
     sessions: Sequence[Mapping[str, Any]] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
+    causal: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -123,15 +125,15 @@ class ResultsFile:
         self._write({"item": record.item, "value": record.value, "seconds": round(record.seconds, 3)})
         self.done.add(key_of(record.item))
 
-    def note_weights(self, model: str, digest: str) -> None:
-        """Keep the digest of a model's weights.
+    def note_weights(self, model: str, digest: str, causal: bool = False) -> None:
+        """Keep the digest of a model's weights, and whether it is an AR model.
 
         Raises:
             ValueError: the results so far are of other weights.
         """
         before = self.weights.get(model)
         if before is None:
-            self._write({"weights": {model: digest}})
+            self._write({"weights": {model: digest}, "causal": {model: causal}})
             self.weights[model] = digest
         elif before != digest:
             raise ValueError(
@@ -187,6 +189,7 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
     config: Mapping[str, Any] | None = None
     sessions: list[Mapping[str, Any]] = []
     weights: dict[str, str] = {}
+    causal: dict[str, bool] = {}
     records: dict[str, Record] = {}
     for path in paths:
         for line in _lines(path):
@@ -197,6 +200,7 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
                 sessions.append(line["session"])
             elif "weights" in line:
                 weights |= line["weights"]
+                causal |= line.get("causal", {})
             else:
                 key = key_of(line["item"])
                 if key in records:
@@ -205,10 +209,10 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
     if config is None:
         raise FileNotFoundError(f"{directory} holds no results; run the experiment first")
     if order is None:
-        return Results(config, list(records.values()), 0, sessions, weights)
+        return Results(config, list(records.values()), 0, sessions, weights, causal)
     keys = [key_of(item) for item in order(config)]
     found = [records[key] for key in keys if key in records]
-    return Results(config, found, len(keys) - len(found), sessions, weights)
+    return Results(config, found, len(keys) - len(found), sessions, weights, causal)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -105,7 +105,7 @@ def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         everywhere = flips(results, model, "sinks", "flipped", "open")
         first = flips(results, model, "sinks", "first_flipped", "first")
-        if is_causal(model):
+        if is_causal(results, model):
             yield Finding("an AR model must write the affected token", f"{model}: {first} of the next tokens flip",
                           "no counterpart", "every step writes its one open position")  # fmt: skip
             continue

@@ -36,7 +36,7 @@ def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         for window in results.settings["windows"]:
             lost = difference(results, model, f"window {window}", "unmasked")
-            if is_causal(model):
+            if is_causal(results, model):
                 yield Finding(
                     "discarding the past is catastrophic for AR models",
                     f"{model}, window {window}: {lost}",

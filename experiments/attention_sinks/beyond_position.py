@@ -56,7 +56,7 @@ def followed(results: Results, model: str, change: str, outcome: str) -> Interva
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    for model in (model for model in results.models if not is_causal(model)):
+    for model in (model for model in results.models if not is_causal(results, model)):
         token, position = (followed(results, model, "swap", outcome) for outcome in ("token", "position"))
         yield Finding(
             "sinks are driven not only by the position but by the token (LLaDA: semantic; Dream: positional)",

@@ -51,7 +51,8 @@ def lines(
     if ticks:
         axes.set_xticks(range(len(ticks)), ticks, rotation=20 if len(ticks) > 4 else 0)
     axes.set_title(title, loc="left", fontsize=8, parse_math=False)
-    figure.legend(loc="outside lower left", ncols=2, fontsize=7, frameon=False)
+    if curves:
+        figure.legend(loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     return figure
 
 

@@ -69,7 +69,7 @@ def moved(results: Results, model: str) -> Interval:
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         here, n = moved(results, model), sum(results.listed("compared", model=model))
-        if is_causal(model):
+        if is_causal(results, model):
             yield Finding(
                 "an AR model's sinks do not shift",
                 f"{model}: {n} patterns have a sink at both ends of the run, of which {here} moved",

@@ -17,6 +17,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
     names = ("patterns", "static", "moving", "unsettled", "moves", "switches", "pairs")
     found: dict[str, Any] = {name: [] for name in names}
+    diffusion = getattr(bench.model(item["model"]).config, "mask_token_id", None) is not None
     for number, watched in enumerate(watch(item, settings, bench)):
         paths = dl.trajectories(watched.received["all"], rule(settings))
         kinds = paths.kinds.flatten().tolist()
@@ -26,7 +27,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         found["moves"].append(int((paths.before >= 0).sum()))
         found["switches"].append(int(paths.switched.sum()))
         found["pairs"].append(int((paths.defined.sum(0) - 1).clamp(min=0).sum()))
-        if item["start"] == 0 and number == 0 and not is_causal(item["model"]):
+        if item["start"] == 0 and number == 0 and diffusion:
             found["example"] = _example(bench.model(item["model"]), watched, paths)
     return found
 
@@ -127,7 +128,7 @@ def share(results: Results, model: str, kind: str) -> Interval:
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    baseline = next((model for model in results.models if is_causal(model)), None)
+    baseline = next((model for model in results.models if is_causal(results, model)), None)
     for model in results.models:
         if model == baseline:
             continue

@@ -85,7 +85,7 @@ def _liveliest(paths: Any) -> tuple[int, int, list[int]]:
 
 def _findings(results: Results) -> Iterator[Finding]:
     # A baseline's new keys all appear on the right.
-    for model in (model for model in results.models if not is_causal(model)):
+    for model in (model for model in results.models if not is_causal(results, model)):
         right, static = to_the_right(results, model), steady(results, model)
         yield Finding(
             "LLaDA: the sink shifts right as blocks are denoised",

@@ -83,7 +83,7 @@ def alignment(results: Results, model: str, name: str) -> Interval:
 
 def _findings(results: Results) -> Iterator[Finding]:
     # Behind the last position of an AR prefix nothing is masked: its frontier is its end.
-    for model in (model for model in results.models if not is_causal(model)):
+    for model in (model for model in results.models if not is_causal(results, model)):
         first, closer = at_beginning(results, model), alignment(results, model, "rightmost mask")
         yield Finding(
             "MMaDA often has a static sink at the beginning of the sequence (8a)",

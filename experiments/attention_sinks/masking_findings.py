@@ -29,13 +29,13 @@ def findings(results: Results) -> Iterator[Finding]:
     """The paper's claims about DLMs and its baseline, and the controls that it does not have."""
     ours = [model for model in results.models if has(results, model, 0)]
     for model in ours:
-        yield from _of_baseline(results, model) if is_causal(model) else _of_diffusion(results, model)
+        yield from _of_baseline(results, model) if is_causal(results, model) else _of_diffusion(results, model)
     for model in ours:
         yield from (
             _against(results, model, other, reading)
             for other in ours
             for reading in READINGS
-            if is_causal(other) and not is_causal(model) and has(results, model, 1, **reading)
+            if is_causal(results, other) and not is_causal(results, model) and has(results, model, 1, **reading)
         )
     yield from _of_controls(results, ours)
 

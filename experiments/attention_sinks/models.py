@@ -1,6 +1,9 @@
-"""What the tables know of a model by its name."""
+"""What the tables know of a model."""
+
+from dlm_lens.experiments.results import Results
 
 
-def is_causal(name: str) -> bool:
-    """Whether a model of the tables here is an AR baseline, by its name."""
-    return name.endswith("-ar") or "llama" in name.lower()
+def is_causal(results: Results, model: str) -> bool:
+    """Whether a model of these results is an AR baseline; by its name where they do not say."""
+    named = model.endswith("-ar") or "llama" in model.lower()
+    return results.causal.get(model, named)

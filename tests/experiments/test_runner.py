@@ -25,6 +25,7 @@ from dlm_lens.experiments import (
     render_experiment,
     run_experiment,
 )
+from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.planning import Shape
 from dlm_lens.experiments.results import Record, ResultsFile
 from dlm_lens.experiments.spec import Cost, read_setting
@@ -169,7 +170,7 @@ def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
 
 def test_the_bench_holds_one_model_and_tells_its_weights() -> None:
     told = []
-    bench = Bench(loaded=lambda name, digest: told.append((name, digest)))
+    bench = Bench(loaded=lambda name, digest, causal: told.append((name, digest, causal)))
     model = bench.model("toy")
     assert bench.model("toy") is model
     calls = []
@@ -179,8 +180,22 @@ def test_the_bench_holds_one_model_and_tells_its_weights() -> None:
     bench.model("toy-ar")
     bench.once("key", lambda: calls.append(1))
     assert len(calls) == 2, "what was computed for one model is not another's"
-    assert [name for name, _ in told] == ["toy", "toy-ar"]
+    assert [(name, causal) for name, _, causal in told] == [("toy", False), ("toy-ar", True)]
     assert told[0][1] != told[1][1]
+
+
+def test_results_know_which_models_are_ar_whatever_their_names(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path, squares().config(True), {}) as file:
+        file.note_weights("qwen", "abc", causal=True)
+        file.note_weights("sink-llama", "abd", causal=False)
+        file.append(Record({"number": 0}, {"square": 0}, 0.0))
+    results = read_results(tmp_path)
+    assert is_causal(results, "qwen")
+    assert not is_causal(results, "sink-llama")
+    # Results of before this was kept say it by their names.
+    assert is_causal(results, "toy-ar")
+    assert is_causal(results, "meta-llama/Llama-3.1-8B")
+    assert not is_causal(results, "toy")
 
 
 def test_settings_are_literals() -> None:
