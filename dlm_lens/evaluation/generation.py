@@ -23,7 +23,10 @@ CHECK_EVERY = 8
 
 
 class Job(NamedTuple):
-    """A request in ids: where it belongs, its seed, its stop sequences, and how many tokens its answer has."""
+    """A request in ids: where it belongs, its seed, its stop sequences, and how many tokens its answer has.
+
+    `whole`: its ids are wanted to the last one, also those behind its text's end.
+    """
 
     place: int
     prompt: list[int]
@@ -31,6 +34,7 @@ class Job(NamedTuple):
     until: tuple[str, ...]
     gen_length: int
     settings: tuple[tuple[str, Any], ...]
+    whole: bool = False
 
 
 class Text(NamedTuple):
@@ -79,7 +83,7 @@ class Generator:
             same = list(group)
             settings = dict(same[0].settings)
             rows = self._rows(same[0], settings)
-            if self.leaves and not memory and self._settled(settings, same[0].gen_length):
+            if self.leaves and not memory and self._settled(settings):
                 for start in range(0, len(same), POOL * rows):
                     yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
             else:
@@ -100,7 +104,7 @@ class Generator:
         width = len(longest.prompt) + longest.gen_length
         return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.shape[0])))
 
-    def _settled(self, settings: Mapping[str, Any], gen_length: int) -> bool:
+    def _settled(self, settings: Mapping[str, Any]) -> bool:
         """Whether a written block is final and the next one depends on nothing but the canvas."""
         if self.algorithm != "llada":
             return False
@@ -189,7 +193,7 @@ class Generator:
         raise RuntimeError(f"a run ended before step {steps}")
 
     def _ended(self, job: Job, ids: Sequence[int]) -> bool:
-        return cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).ended
+        return not job.whole and cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).ended
 
     def _finished(self, job: Job, ids: list[int]) -> Text:
         return Text(job.place, cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).text, ids)

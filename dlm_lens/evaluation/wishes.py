@@ -49,7 +49,8 @@ class JobMaker:
         length = self._length(prompt, self.settings.gen_length or length)
         seed = request_seed(self.seed, context, copy)
         fitted = self.encoder.fitted(prompt, length)
-        return Job(place, fitted, seed, until, length, tuple(sorted(values.items())))
+        whole = self.settings.stages > 1
+        return Job(place, fitted, seed, until, length, tuple(sorted(values.items())), whole)
 
     def second(self, job: Job, text: str) -> Job:
         """The job of the second stage, whose prompt is everything that the first one's canvas said."""

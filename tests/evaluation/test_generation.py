@@ -258,14 +258,32 @@ def test_the_first_of_two_stages_heeds_no_stop(llada: Any) -> None:
     assert found == llada.tokenizer.decode(second, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_two_stages_read_what_stands_behind_an_end_too_whoever_is_in_the_batch(temperature: float) -> None:
+    settings = {"steps": 16, "gen_length": 16, "block_length": 4}
+    model = tiny("llada", sampler_defaults=settings)
+    prompts, common = texts(3, 3, 9), {**settings, "temperature": temperature}
+    firsts = [alone(model, prompt, seed=request_seed(0, prompt), **common) for prompt in prompts]
+    model.config.eos_token_id = firsts[0][1]  # in the first of four blocks
+    expected = []
+    for prompt, first in zip(prompts, firsts, strict=True):
+        text = model.tokenizer.decode([*ids(model, prompt), *first], skip_special_tokens=True)
+        seed = request_seed(request_seed(0, prompt), "second stage")
+        whole = [*ids(model, text), *alone(model, text, seed=seed, **common)]
+        expected.append(model.tokenizer.decode(whole, skip_special_tokens=True))
+    for batch in (1, None):
+        lm = HarnessLM(model, batch_size=batch, generation={"stages": 2, "temperature": temperature})
+        assert lm.generate_until(asked(prompts)) == expected
+
+
 def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
     generator = Generator(llada)
-    assert generator._settled({}, 16)
+    assert generator._settled({})
     for settings in ({"temperature": 0.5}, {"cfg_scale": 1.0}, {"remasking": "random"}):
-        assert not generator._settled(settings, 16)
-    assert not Generator(tiny("dream"))._settled({}, 16)
-    assert Generator(tiny("mmada"))._settled({"remasking": "low_confidence"}, 16)
-    assert not Generator(tiny("mmada"))._settled({"remasking": "low_confidence", "eot_token": 5}, 16)
+        assert not generator._settled(settings)
+    assert not Generator(tiny("dream"))._settled({})
+    assert Generator(tiny("mmada"))._settled({"remasking": "low_confidence"})
+    assert not Generator(tiny("mmada"))._settled({"remasking": "low_confidence", "eot_token": 5})
 
 
 def test_what_tasks_ask_for_is_not_mixed(llada: Any) -> None:
