@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 import dlm_lens
 from dlm_lens.adapters import load
 from dlm_lens.sampling import Denoised, denoise
-from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_over_steps
+from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_over_steps, trajectories
 from dlm_lens.viz import emerging_lines, incoming_attention, sink_positions
-from dlm_lens.viz.choice import strongest
+from dlm_lens.viz.choice import most_moving, strongest
 from dlm_lens.viz.labels import printable, token_label
 
 PROMPT = "tom has 5 apples . tom buys 4 more . how many apples ? :"
@@ -35,7 +35,7 @@ class Demo:
     run: Denoised
     received: Received
     sinks: Sinks
-    heads: dict[str, tuple[int, int]]
+    heads: dict[str, tuple[int | None, int | None]]
     files: tuple[Path, ...]
 
 
@@ -49,8 +49,7 @@ def run_demo(
     """Denoise `prompt`, find its attention sinks at every step, show them, and write it all to `out`.
 
     The rule is Eq. 3 of 2510.15731 with eps = 3 on received attention relative to uniform, per head. The figures
-    show the head whose strongest key scores highest on average over steps, and the head whose main sink moves
-    most often.
+    show the head whose strongest key scores highest on average over steps, and the one whose sinks move most often.
 
     Raises:
         ValueError: a prompt or a model that cannot work, before anything is written.
@@ -68,30 +67,17 @@ def run_demo(
     received = received_over_steps(loaded, run, progress=console.is_terminal)
     sinks = find_sinks(received, AboveMean(eps=3.0))
     _print_sinks(console, sinks)
-    heads = {"strongest": strongest(received), "moving": most_moving_head(sinks)}
+    heads = {"strongest": strongest(received), "moving": most_moving(trajectories(sinks))}
     out.mkdir(parents=True, exist_ok=True)
     files = _write(out, model, run, received, sinks, heads)
     console.print(
         "\nFigures: the head whose strongest key scores highest on average (layer {}, head {}), and the head whose "
-        "main sink moves most often (layer {}, head {}).".format(*heads["strongest"], *heads["moving"])
+        "sinks move most often (layer {}, head {}).".format(*heads["strongest"], *heads["moving"])
     )
     for path in files:
         console.print(Text(f"  {path}"))
     console.print(f"Done in {time.perf_counter() - started:.1f} s.")
     return Demo(run, received, sinks, heads, files)
-
-
-def most_moving_head(sinks: Sinks) -> tuple[int, int]:
-    """Layer and head in which a main sink most often gives way to another and is no sink any more.
-
-    A change between two sinks that both stay is not counted. Of equals, the head that has sinks for longest.
-    """
-    main = sinks.main()  # [step, batch, layer, head], -1 where there is no sink
-    stayed = sinks.is_sink[1:].gather(-1, main[:-1, ..., None].clamp(min=0)).squeeze(-1)
-    moves = ((main[1:] != main[:-1]) & (main[1:] >= 0) & (main[:-1] >= 0) & ~stayed).sum((0, 1))
-    order = moves * (main.shape[0] * main.shape[1] + 1) + (main >= 0).sum((0, 1))
-    layer, head = divmod(int(order.argmax()), order.shape[1])
-    return sinks.layers[layer], head
 
 
 def _described(model: PreTrainedModel, name: str) -> str:
@@ -152,7 +138,12 @@ def _print_sinks(console: Console, sinks: Sinks) -> None:
 
 
 def _write(
-    out: Path, model: str, run: Denoised, received: Received, sinks: Sinks, heads: dict[str, tuple[int, int]]
+    out: Path,
+    model: str,
+    run: Denoised,
+    received: Received,
+    sinks: Sinks,
+    heads: dict[str, tuple[int | None, int | None]],
 ) -> tuple[Path, ...]:
     paths = []
     for name, (layer, head) in heads.items():
@@ -171,7 +162,7 @@ def _write(
 
 
 def _numbers(
-    model: str, run: Denoised, received: Received, sinks: Sinks, heads: dict[str, tuple[int, int]]
+    model: str, run: Denoised, received: Received, sinks: Sinks, heads: dict[str, tuple[int | None, int | None]]
 ) -> dict[str, Any]:
     defined = received.values[:, 0].isnan().logical_not().any(-1)
     largest = received.values[:, 0].nan_to_num(nan=-torch.inf)
