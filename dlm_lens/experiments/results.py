@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.experiments.locking import lock
 from dlm_lens.experiments.spec import Item, key_of
 
 PATTERN = "results*.jsonl"
@@ -101,7 +101,10 @@ class ResultsFile:
         self.path = directory / f"results-{rank:05d}.jsonl"
         self._check(directory, config)
         self._file = self.path.open("ab", buffering=0)
-        _lock(self._file, self.path)
+        try:
+            lock(self._file, wait=False)
+        except BlockingIOError:
+            raise ValueError(f"another process writes {self.path}; wait for it, or choose another --out") from None
         self._mend()
         if not _has_items(self.path):
             # A start that was refused or killed before its first item: nothing to keep, nothing to go on with.
@@ -241,18 +244,6 @@ def _differences(
             yield from _differences(before, now, f"{prefix}{name}.")
         elif before != now:
             yield f"{prefix}{name}", before, now
-
-
-def _lock(file: FileIO, path: Path) -> None:
-    """One process per file; a killed process leaves no lock behind."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another process writes {path}; wait for it, or choose another --out") from None
 
 
 def _sync_folder(directory: Path) -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.experiments.locking import alone
 from dlm_lens.experiments.one_token import text_measuring
 from dlm_lens.experiments.one_token.language import TASKS, tests, toy, validation
 from dlm_lens.experiments.one_token.sink_statistics import EPS, sink_numbers
-from dlm_lens.experiments.one_token.training import Miniature, alone, trained
+from dlm_lens.experiments.one_token.training import Miniature, trained
 
 SAMPLER: dict[str, Any] = {"gen_length": 32, "steps": 32}
 """One token per step, the length that the language needs; the rest is the family's own."""

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from dlm_lens.experiments.locking import alone
 from dlm_lens.experiments.one_token.language import toy, training_text
 from dlm_lens.experiments.one_token.variants import VARIANTS
 
@@ -121,23 +121,6 @@ class Miniature:
             save_steps=100,
             save_minutes=1.0,
         )
-
-
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Hold a directory against other processes, which wait; a killed process leaves no lock behind."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as file:
-        _lock(file)
-        yield
-
-
-def _lock(file: TextIO) -> None:
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def trained(run: Miniature, directory: Path) -> Path:
