@@ -4,12 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types rooms quantised unit format clean
+.PHONY: demo test test-all lint types rooms quantised unit long format clean
 
 demo: $(INSTALLED)
 	$(BIN)/dlm-lens demo
 
 test: lint types rooms quantised unit
+
+# The tests marked `long` too: kills, races, fuzzing, everything on a pretended GPU.
+test-all: test long
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -30,6 +33,9 @@ quantised: $(VENV)/.torchao
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+long: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m long
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
