@@ -17,10 +17,11 @@ def llada_scripts() -> Iterator[Preset]:
         ("cmmlu", 5, 0.0, 1), ("ceval-valid", 5, 0.0, 1),
     )  # fmt: skip
     for task, shots, guidance, samples in cells:
-        # Their batch of 8 (1 where there is one sample) is one stratified draw.
+        # Their batch of 8 (1 where there is one sample) is one stratified draw, rounded as they round it.
         settings = LikelihoodSettings(
-            "mc", samples=samples, strata=min(8, samples), cfg_scale=guidance, is_greedy=False
-        )
+            "mc", samples=samples, strata=min(8, samples), cfg_scale=guidance, is_greedy=False,
+            options={"rounding": "half_to_even"},
+        )  # fmt: skip
         yield Preset(
             f"llada/eval_llada_lm_eval/{task}", "GSAI-ML/LLaDA-8B-Base", task, "likelihood", "acc",
             num_fewshot=shots, likelihood=settings, max_length=4096, source=source, assumptions=(ANY_METRIC,),

@@ -23,7 +23,8 @@ class LikelihoodSettings:
             those with several (multiple choice, unless its metric is exact_match), which then say False.
         append_eos: the continuation ends with the end-of-text token, as Dream's authors evaluate (their masks
             spare the last position of the text, which then is that token).
-        options: further settings of the method (Dream, SMDM: eps, protect_ends, scope; "chain_rule": order).
+        options: further settings of the method (LLaDA: rounding; Dream, SMDM: eps, protect_ends, scope;
+            "chain_rule": order).
 
     Raises:
         ValueError: a value is out of its range.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling.pairs import Pair
@@ -29,21 +29,43 @@ class Corruption(Protocol):
 class CountCorruption:
     """LLaDA's (ML-GSAI/LLaDA, get_log_likelihood.py): a number of masks in 1..n, then which positions.
 
-    The numbers of a group are evenly spaced from a random start, round(linspace(k, k + (b - 1) n / b, b)),
-    wrapped into 1..n; each is uniform. The rate is number / n.
+    Sample i of a group of b masks 1 + (k + floor(i n / b + 1/2)) mod n positions, k uniform in 0..n-1 for the group,
+    so that each sample's number is uniform in 1..n and the numbers of a group are evenly spaced. The rate is
+    number / n.
+
+    Args:
+        rounding: "half_up", as above; "half_to_even", the authors' round(linspace(k, k + (b - 1) n / b, b)), which
+            rounds half the ties in the other direction: where i n / b lies halfway between whole numbers, even and odd
+            numbers of masks are not equally likely (n = 2, b = 16: 9/16 and 7/16), and the estimate is biased.
+
+    Raises:
+        ValueError: another rounding.
     """
+
+    rounding: Literal["half_up", "half_to_even"] = "half_up"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("half_up", "half_to_even"):
+            raise ValueError(f"rounding is {self.rounding!r}; it must be 'half_up' or 'half_to_even'")
 
     def draw(self, pair: Pair, samples: int, generator: torch.Generator) -> Drawn:
         """One integer for the group, then one permutation of the answer per sample."""
         length = len(pair.answer)
-        first = torch.randint(1, length + 1, (), generator=generator)
-        last = first + (samples - 1) * (length / samples)
-        counts = torch.linspace(float(first), float(last), samples).round().long()
-        counts = (counts - 1) % length + 1
+        counts = self.counts(int(torch.randint(1, length + 1, (), generator=generator)), length, samples)
         rank = torch.stack([torch.randperm(length, generator=generator) for _ in range(samples)])
         masked = torch.zeros(samples, len(pair.prompt) + length, dtype=torch.bool)
         masked[:, len(pair.prompt) :] = rank < counts[:, None]
         return Drawn(masked, counts / length)
+
+    def counts(self, first: int, length: int, samples: int) -> Int[Tensor, "sample"]:
+        """The numbers of masks of a group whose first sample has `first`, in 1..length."""
+        if self.rounding == "half_to_even":
+            last = first + (samples - 1) * (length / samples)
+            rounded = torch.linspace(float(first), float(last), samples).round().long()
+        else:
+            # In whole numbers, so that what is added to `first` does not depend on it.
+            rounded = first + (2 * length * torch.arange(samples) + samples) // (2 * samples)
+        return (rounded - 1) % length + 1
 
 
 @dataclass(frozen=True)

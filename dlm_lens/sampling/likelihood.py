@@ -49,7 +49,7 @@ def log_likelihood(
     """Log-likelihood of given answers, ln p(answer | prompt) in nats.
 
     "mc" estimates the lower bound E[sum over masked positions of ln p(token | canvas) / masking rate] from
-    random masks, drawn as the family's authors do (ML-GSAI/LLaDA, get_log_likelihood.py; HKUNLP/Dream,
+    random masks, whose distribution is that of the family's authors (ML-GSAI/LLaDA, get_log_likelihood.py; HKUNLP/Dream,
     eval/eval.py; ML-GSAI/SMDM, evaluate_diff.py). "chain_rule" sums ln p(token i | prompt,
     answer before i, everything else masked); of an AR model it is exact, in one forward. "greedy_completion"
     writes the answer's positions one by one, the surest first, and says whether the answer comes out.
@@ -71,9 +71,10 @@ def log_likelihood(
             depend on it.
         progress: show a progress bar.
         reference_quirks: the authors' evaluation loops: one random stream over all items in their order (needs
-            a single seed), `batch_size` is `strata` too, [MASK] allowed in a greedy completion.
-        **settings: "mc" of Dream and SMDM: eps, protect_ends, scope ("answer" or "both"); "chain_rule": order
-            ("left_to_right" or "right_to_left").
+            a single seed), `batch_size` is `strata` too, LLaDA's numbers of masks rounded half to even (a bias),
+            [MASK] allowed in a greedy completion.
+        **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream and SMDM: eps,
+            protect_ends, scope ("answer" or "both"); "chain_rule": order ("left_to_right" or "right_to_left").
 
     Raises:
         ValueError: items or settings that cannot work, before anything is computed.
@@ -147,7 +148,8 @@ def _corruption(
 ) -> Any:
     kind, defaults = CORRUPTIONS[algorithm]
     _known(settings, [field.name for field in fields(kind)], "mc", algorithm)
-    corruption = kind(**{**defaults, **settings})
+    quirks = {"rounding": "half_to_even"} if reference_quirks and kind is CountCorruption else {}
+    corruption = kind(**{**defaults, **quirks, **settings})
     values = asdict(corruption)
     if cfg_scale and values.get("scope") == "both":
         raise ValueError("guidance masks the prompt, which scope='both' scores; use scope='answer' or cfg_scale=0")

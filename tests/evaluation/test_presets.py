@@ -184,6 +184,7 @@ class TestLLaDAsScript:
         preset = find_preset(f"llada/eval_llada_lm_eval/{task}")
         asked = preset.likelihood
         assert (asked.method, asked.samples, asked.strata, asked.cfg_scale) == ("mc", samples, strata, guidance)
+        assert asked.options == {"rounding": "half_to_even"}  # torch.round of their linspace
         assert (asked.is_greedy, asked.append_eos, preset.add_bos) == (False, False, False)
         assert (preset.num_fewshot, preset.max_length) == (shots, 4096)
 

@@ -374,7 +374,9 @@ def test_the_reference_has_one_stream_over_all_items() -> None:
     generator, prompts, answers = torch.Generator().manual_seed(5), *ITEMS
     for item, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         for group in range(2):
-            drawn = CountCorruption().draw(Pair(torch.tensor(prompt), torch.tensor(answer)), 4, generator)
+            drawn = CountCorruption("half_to_even").draw(
+                Pair(torch.tensor(prompt), torch.tensor(answer)), 4, generator
+            )
             losses = [
                 loss64(model, prompt, answer, mask[len(prompt) :].tolist()) / float(rate)
                 for mask, rate in zip(drawn.masked, drawn.rate, strict=True)
