@@ -29,14 +29,14 @@ class Corruption(Protocol):
 class CountCorruption:
     """LLaDA's (ML-GSAI/LLaDA, get_log_likelihood.py): a number of masks in 1..n, then which positions.
 
-    Sample i of a group of b masks 1 + (k + floor(i n / b + 1/2)) mod n positions, k uniform in 0..n-1 for the group,
-    so that each sample's number is uniform in 1..n and the numbers of a group are evenly spaced. The rate is
-    number / n.
+    Sample i of a group of b masks 1 + (k + floor(i n / b + 1/2)) mod n positions, k uniform in 0..n-1 for the
+    group, so that each sample's number is uniform in 1..n and the numbers of a group are evenly spaced. The rate
+    is number / n.
 
     Args:
         rounding: "half_up", as above; "half_to_even", the authors' round(linspace(k, k + (b - 1) n / b, b)), which
-            rounds half the ties in the other direction: where i n / b lies halfway between whole numbers, even and odd
-            numbers of masks are not equally likely (n = 2, b = 16: 9/16 and 7/16), and the estimate is biased.
+            rounds half the ties in the other direction: where i n / b lies halfway between whole numbers, even and
+            odd numbers of masks are not equally likely (n = 2, b = 16: 9/16 and 7/16), a biased estimate.
 
     Raises:
         ValueError: another rounding.

@@ -1,4 +1,4 @@
-"""The Monte Carlo likelihood against the exact bound, by enumeration of all masks of answers of 2 and of 8 tokens."""
+"""The Monte Carlo likelihood against the exact bound, by enumeration of all masks of 2 and of 8 tokens."""
 
 from itertools import product
 from math import comb
