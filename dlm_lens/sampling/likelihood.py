@@ -50,9 +50,10 @@ def log_likelihood(
 
     "mc" estimates the lower bound E[sum over masked positions of ln p(token | canvas) / masking rate] from
     random masks, drawn as by the family's authors but for a bias of LLaDA's (ML-GSAI/LLaDA,
-    get_log_likelihood.py; HKUNLP/Dream, eval/eval.py; ML-GSAI/SMDM, evaluate_diff.py). "chain_rule" sums ln p(token i | prompt,
-    answer before i, everything else masked); of an AR model it is exact, in one forward. "greedy_completion"
-    writes the answer's positions one by one, the surest first, and says whether the answer comes out.
+    get_log_likelihood.py; HKUNLP/Dream, eval/eval.py; ML-GSAI/SMDM, evaluate_diff.py). "chain_rule" sums
+    ln p(token i | prompt, answer before i, everything else masked); of an AR model it is exact, in one forward.
+    "greedy_completion" writes the answer's positions one by one, the surest first, and says whether the answer
+    comes out.
 
     Items are independent: each has a random generator of its own, so that a value depends neither on the
     other items nor on the batches. The same seed gives answers of equal length the same masks.
