@@ -50,11 +50,21 @@ def weights_digest(model: Any) -> str:
 
 
 def _sample(weight: Tensor) -> bytes:
-    if not weight.is_floating_point() or weight.device.type == "meta":
+    if not weight.is_floating_point() or weight.device.type == "meta" or not weight.numel():
         return b""
-    flat = weight.detach().reshape(-1)
-    places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel()), device=flat.device).long()
-    return flat[places].double().cpu().numpy().tobytes()
+    places = torch.tensor(sampled_places(weight.numel()), device=weight.device)
+    # Indexed in its own shape: flattening would copy a weight that is expanded or transposed.
+    entries = weight.detach()[torch.unravel_index(places, weight.shape)] if weight.ndim else weight.detach()
+    return entries.double().cpu().numpy().tobytes()
+
+
+def sampled_places(entries: int) -> list[int]:
+    """Up to `SAMPLED` places among so many entries, evenly spaced, the first and the last among them.
+
+    In integers: the float32 numbers of torch.linspace round above 2^24, past the last entry.
+    """
+    count = min(SAMPLED, entries)
+    return [place * (entries - 1) // max(1, count - 1) for place in range(count)]
 
 
 def _digest(content: bytes) -> str:
