@@ -61,7 +61,7 @@ def test_a_model_with_a_weight_of_lladas_size_is_recorded_evaluated_and_tuned(
     assert TunedLens.load(lens.save(tmp_path / "lens.safetensors"), model).digest == weights_digest(model)
     if weight.device.type != "meta":
         lm = HarnessLM(model, generation={"steps": 2, "gen_length": 4}, record_to=tmp_path / "requests")
-        (found,) = lm.generate_until(ask("generate_until", ("w1 w2", {"until": []})))
+        lm.generate_until(ask("generate_until", ("w1 w2", {"until": []})))
         assert Recording.load(tmp_path / "requests/task/00000-0").run.steps == 2
 
 
