@@ -28,7 +28,7 @@ class DreamConfig(Qwen2Config):
 
 
 class DreamModel(MaskedDiffusion, Qwen2ForCausalLM):
-    """Dream-7B; parity with the original: tests/adapters/test_dream.py. Its logits are not shifted."""
+    """Dream-7B; parity with the original: tests/adapters/test_dream.py. Its logits are not shifted, its loss is."""
 
     config_class = DreamConfig
 

@@ -3,11 +3,13 @@
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import can_return_tuple
 
-from dlm_lens.attention import HookedAttention, add_hook_points
+from dlm_lens.attention import HookedAttention, SinkLayout, add_hook_points
 
 LLADA_SAMPLER = {
     "steps": 128,
@@ -43,12 +45,22 @@ class Float32RotaryEmbedding(LlamaRotaryEmbedding):
         return super().forward(torch.empty(0, device=x.device, dtype=torch.float32), position_ids)
 
 
+def predicting_position(content: Bool[Tensor, "batch position"]) -> Int[Tensor, "batch position"]:
+    """Which output predicts each position of a model with `logit_shift`: the one before it.
+
+    A row's first token has no predecessor and is predicted by its own output; `content` is False at the padding on
+    the left.
+    """
+    index = torch.arange(content.shape[1], device=content.device).expand_as(content)
+    return (index - 1).maximum(content.int().argmax(-1, keepdim=True))
+
+
 class MaskedDiffusion(nn.Module):
     """Mixin in front of a transformers causal LM: the same layers, seeing the whole canvas.
 
     The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on
-    each layer covers calls of a bare layer. The head predicts the token of its own position, so `labels` give
-    an unshifted cross entropy. A family whose attention or decoder does something of its own names its classes.
+    each layer covers calls of a bare layer. A family whose attention or decoder does something of its own names
+    its classes.
     """
 
     attention_class: ClassVar[type[HookedAttention]] = HookedAttention
@@ -66,6 +78,59 @@ class MaskedDiffusion(nn.Module):
             model.model.rotary_emb = Float32RotaryEmbedding(config)
         add_hook_points(model, self.attention_class)
         model.loss_type = "ForMaskedLM"
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch position"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch position"] | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Float[Tensor, "batch position d_model"] | None = None,
+        labels: Int[Tensor, "batch position"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits `[batch, position, d_vocab]`; with `labels` (-100: not counted) the cross entropy too.
+
+        The logits are as the head gives them. The loss compares label i with the output that predicts position i:
+        the output at i, or at i - 1 in a model with `logit_shift` (Dream), as `denoise` reads them. With learned
+        sinks or labels the head runs on all positions; the sinks leave behind it.
+        """
+        host, layout = cast(Any, self), SinkLayout.of(self)
+        whole = labels is not None or layout.count > 0
+        output: CausalLMOutputWithPast = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            logits_to_keep=0 if whole else logits_to_keep,
+            **{**kwargs, "return_dict": True},
+        )
+        if not whole:
+            return output
+        logits, loss = cast(Tensor, output.logits), None
+        logits = logits[:, layout.canvas(logits.shape[1])]
+        if labels is not None:
+            predictions = logits
+            if getattr(host.config, "logit_shift", False):
+                content = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+                if attention_mask is not None and attention_mask.ndim == 2:
+                    content = attention_mask.bool().to(logits.device)
+                rows = torch.arange(len(logits), device=logits.device)[:, None]
+                predictions = logits[rows, predicting_position(content)]
+            loss = host.loss_function(
+                logits=predictions.contiguous(), labels=labels, vocab_size=logits.shape[-1], **kwargs
+            )
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        elif logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
+        # A new one, since the order of what is set decides what `return_dict=False` returns.
+        return CausalLMOutputWithPast(**{**output, "loss": loss, "logits": logits})
 
     def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
 from dlm_lens.adapters.spare_softmax import spare_logits, with_spare_key
@@ -166,30 +166,3 @@ class SinkMaskedDiffusion(MaskedDiffusion):
     """Mixin in front of a causal LM: inside are S + num_sinks positions, the logits are the canvas's."""
 
     attention_class = SinkAttention
-
-    def forward(
-        self,
-        input_ids: Int[Tensor, "batch canvas"] | None = None,
-        labels: Int[Tensor, "batch canvas"] | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits `[batch, canvas, d_vocab]`; with `labels` (-100: not counted) the cross entropy too.
-
-        The head runs on all positions, so that whoever watches it sees the sinks, which then leave. The logits
-        are as they come; with `logit_shift` the loss compares label i with the output at i - 1 (label 0 with
-        its own).
-        """
-        host, layout = cast(Any, self), SinkLayout.of(self)
-        output: CausalLMOutputWithPast = super().forward(input_ids=input_ids, **kwargs)
-        output.logits = output.logits[:, layout.canvas(output.logits.shape[1])]
-        if labels is not None:
-            predictions = output.logits
-            if getattr(host.config, "logit_shift", False):
-                predictions = torch.cat([predictions[:, :1], predictions[:, :-1]], 1)
-            output.loss = host.loss_function(predictions.contiguous(), labels, host.config.vocab_size)
-        if isinstance(logits_to_keep, Tensor):
-            output.logits = output.logits[:, logits_to_keep]
-        elif logits_to_keep:
-            output.logits = output.logits[:, -logits_to_keep:]
-        return output

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.masked_diffusion import predicting_position
 from dlm_lens.attention import SinkLayout
 
 
@@ -42,11 +43,8 @@ class CanvasLogits:
     ) -> None:
         self.model, self.cfg_scale, self.fixed, self.mask_token_id = model, cfg_scale, fixed, mask_token_id
         self.sinks = SinkLayout.of(model)
-        # A row's first token has no predecessor and uses its own output.
-        index = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
-        first = attention_mask.int().argmax(-1, keepdim=True)
         shift = getattr(model.config, "logit_shift", False) if shift is None else shift
-        self.source = (index - 1).maximum(first) if shift else None
+        self.source = predicting_position(attention_mask) if shift else None
         self.inputs = network_inputs(attention_mask.repeat(2 if cfg_scale else 1, 1))
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:

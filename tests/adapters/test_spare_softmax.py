@@ -72,13 +72,13 @@ def test_every_attention_function_learns_the_logits(attn: str) -> None:
     found(input_ids=IDS, labels=IDS).loss.backward()
     gradients = torch.stack([layer.self_attn.sink_logits.grad for layer in found.model.layers])
     other = model("sink_qwen", "sink_logits")
-    layer, change = other.model.layers[0].self_attn, 1e-3
+    layer, change = other.model.layers[0].self_attn, 1e-2
     losses = []
     for sign in (1, -1):
         layer.sink_logits.data[2] += sign * change
         losses.append(float(other(input_ids=IDS, labels=IDS).loss.detach()))
         layer.sink_logits.data[2] -= sign * change
-    # A difference quotient in float32.
+    # A difference quotient in float32: a loss of 5 is rounded to 5e-7, which divided by 0.02 is 0.5% of this slope.
     assert float(gradients[0, 2]) == pytest.approx((losses[0] - losses[1]) / (2 * change), rel=0.05)
 
 

@@ -1,0 +1,122 @@
+"""`labels=` of every family against a float64 network: the loss reads the outputs that `denoise` reads."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import dlm_lens as dl
+from dlm_lens.testing import tiny
+from dlm_lens.training.forward import masked_loss
+from dlm_lens.training.objective import MaskedDiffusion, Noised
+from dlm_lens.training.rows import Rows
+from tests.reference import forward64
+
+LAYOUTS = [(family.name, model_type) for family in dl.families() for model_type in family.layouts]
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {"model_type": model_type}) for family, model_type in LAYOUTS),
+    ("sink_qwen", {"num_sinks": 2, "sink_placement": "end", "logit_shift": True}),
+    ("sink_llama", {"num_sinks": 1, "logit_shift": True}),
+    ("sink_qwen", {"num_sinks": 1, "gated_attention": True}),
+]
+PADDING = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda one: "-".join(map(str, (one[0], *one[1].values()))))
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    family, config = request.param
+    return tiny(family, **config)
+
+
+def canvas(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """A batch whose second row is padded on the left, and a label on every position but the padding and two."""
+    ids = torch.tensor([[3, 14, 15, 9, 26, 5, 35], [0, 0, 8, 9, 7, 9, 3]])
+    mask = getattr(model.config, "mask_token_id", None)
+    shown = ids.clone()
+    labels = ids.masked_fill(PADDING == 0, -100)
+    labels[0, 2] = labels[1, 4] = -100
+    if mask is None:
+        labels[1, 2] = -100  # transformers compares it with the padding's output
+    else:
+        shown[0, [1, 4, 6]] = shown[1, [2, 5]] = mask
+    return shown, labels
+
+
+def losses64(model: PreTrainedModel, shown: Tensor, labels: Tensor) -> Tensor:
+    """Minus the log-probability of each label, by loops: which output predicts which position, in words."""
+    causal = getattr(model.config, "mask_token_id", None) is None
+    shift = causal or getattr(model.config, "logit_shift", False)
+    found = []
+    for row, first in ((0, 0), (1, 2)):
+        # Every row by itself, without its padding.
+        logits = forward64(model, shown[row : row + 1, first:], causal=causal)["logits"][0]
+        likely = logits.log_softmax(-1)
+        for position in range(first, 7):
+            here = position - first
+            if labels[row, position] == -100 or (causal and here == 0):
+                continue
+            output = max(0, here - 1) if shift else here
+            found.append(-likely[output, labels[row, position]])
+    return torch.stack(found)
+
+
+def test_the_loss_is_that_of_the_outputs_that_predict_the_labels(model: PreTrainedModel) -> None:
+    shown, labels = canvas(model)
+    inputs: dict[str, Any] = {"attention_mask": PADDING, "position_ids": (PADDING.cumsum(-1) - 1).clamp(min=0)}
+    by_hand = losses64(model, shown, labels)
+    with torch.no_grad():
+        got = model(input_ids=shown, labels=labels, **inputs)
+        # A float32 network of two layers.
+        assert float(got.loss) == pytest.approx(float(by_hand.mean()), rel=1e-5)
+        summed = model(input_ids=shown, labels=labels, num_items_in_batch=torch.tensor(4), **inputs)
+        assert float(summed.loss) == pytest.approx(float(by_hand.sum()) / 4, rel=1e-5)
+        positional = model(shown, PADDING, inputs["position_ids"], labels=labels)
+        assert float(positional.loss) == float(got.loss)
+        loss, logits = model(input_ids=shown, labels=labels, return_dict=False, use_cache=False, **inputs)[:2]
+        assert float(loss) == float(got.loss)
+        assert logits.equal(got.logits)
+        assert model(input_ids=shown, **inputs).logits.equal(got.logits)
+        if getattr(model.config, "mask_token_id", None) is not None:
+            kept = model(input_ids=shown, labels=labels, logits_to_keep=2, **inputs)
+            assert kept.logits.equal(got.logits[:, -2:])
+            assert float(kept.loss) == float(got.loss)
+
+
+def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> None:
+    """On what is masked: the training module's numerator and the chain rule's terms, against the same network."""
+    mask = getattr(model.config, "mask_token_id", None)
+    if mask is None:
+        pytest.skip("an AR model has no masks; its loss is compared in test_objective.py and test_likelihood.py")
+    tokens = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
+    masked = torch.tensor([[False, False, False, True, False, True, True]])
+    labels = tokens.masked_fill(~masked, -100)
+    labels = torch.cat([labels, torch.full_like(labels, -100)])
+    shown = torch.cat([tokens.masked_fill(masked, mask), tokens])
+    by_hand = losses64(model, shown, labels)
+    answer = torch.tensor([[False] * 3 + [True] * 4])
+    rows = Rows(tokens, torch.ones_like(answer), answer, torch.zeros_like(answer))
+    objective = MaskedDiffusion().for_model(model, 1)
+    rate = torch.tensor([0.5], dtype=torch.float64)
+    asked = objective.asked(rows, Noised(masked, rate, torch.ones(1, dtype=torch.float64), answer))
+    with torch.no_grad():
+        loss = masked_loss(model, **{name: value for name, value in asked.items() if name != "count"})
+        whole = model(input_ids=shown[:1], labels=labels[:1]).loss
+    assert float(loss) == pytest.approx(float(by_hand.sum()), rel=1e-5)
+    assert float(whole) == pytest.approx(float(by_hand.mean()), rel=1e-5)
+    last = dl.log_likelihood(model, tokens[0, :6], tokens[0, 6:], "chain_rule")
+    labels[0], shown[0] = -100, tokens[0]
+    labels[0, 6], shown[0, 6] = tokens[0, 6], mask
+    assert float(-last.value) == pytest.approx(float(losses64(model, shown, labels)[0]), rel=1e-5)
+
+
+def test_dreams_loss_is_shifted() -> None:
+    model, ids = tiny("dream"), torch.tensor([[3, 14, 63, 9, 63]])
+    labels = torch.tensor([[-100, -100, 7, -100, 8]])
+    with torch.no_grad():
+        got = model(input_ids=ids, labels=labels)
+    likely = got.logits[0].double().log_softmax(-1)
+    shifted, unshifted = -(likely[1, 7] + likely[3, 8]) / 2, -(likely[2, 7] + likely[4, 8]) / 2
+    assert float(got.loss) == pytest.approx(float(shifted), rel=1e-5)
+    assert abs(float(shifted - unshifted)) > 0.01
