@@ -1,7 +1,8 @@
-"""Model families: checkpoints of every masked DLM and AR baseline as native transformers models."""
+"""Model families: checkpoints of every masked DLM and AR baseline as native transformers models.
 
-from dlm_lens.adapters.loading import load
-from dlm_lens.adapters.mmada import ImageLayout
-from dlm_lens.adapters.registry import Family, embedded_models, families, family_of
+Names load on first use: importing this package loads no torch.
+"""
 
-__all__ = ["Family", "ImageLayout", "embedded_models", "families", "family_of", "load"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

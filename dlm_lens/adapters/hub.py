@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
-from dlm_lens.adapters.registry import embedded_models
+from dlm_lens.adapters.names import embedded_models
 
 
 def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from dlm_lens.adapters.bare import bare_config, bare_file
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory
+from dlm_lens.adapters.names import CHECKPOINTS, check_model_name, embedded_models
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
-from dlm_lens.adapters.registry import CHECKPOINTS, Family, embedded_models, family_of
+from dlm_lens.adapters.registry import Family, family_of
 from dlm_lens.attention import add_hook_points
 
 WHOLE_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -145,18 +146,10 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
 
 
 def _resolve(name: str | Path, options: dict[str, Any]) -> str:
-    if not isinstance(name, str | Path) or not str(name):
-        raise ValueError(
-            f"{name!r} names no model; give an embedded one ({', '.join(embedded_models())}), a checkpoint's "
-            "directory, or a hub name"
-        )
+    check_model_name(name)
     if str(name) in embedded_models():
         return str(CHECKPOINTS / str(name))
     path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        raise FileNotFoundError(f"{path} holds no config.json; give the directory that does, or a hub name")
-    if not path.exists() and (isinstance(name, Path) or str(name).startswith((".", "/", "~"))):
-        raise FileNotFoundError(f"{path} is no directory; give a checkpoint's directory or a hub name")
     if not path.exists() and path.suffix == ".safetensors" and len(path.parts) > 2:
         return needed_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
     return str(path) if str(name).startswith("~") else str(name)

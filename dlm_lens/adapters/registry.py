@@ -5,16 +5,11 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
-"""Where the embedded models live, one directory each."""
-
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names of a checkpoint's tensors -> their shapes."""
@@ -126,8 +121,3 @@ def family_of(model_type: str) -> Family:
         f"no family loads model_type {model_type!r}; known model types: {', '.join(known)} (a checkpoint of one of "
         "them under another name loads once its config.json says so)"
     )
-
-
-def embedded_models() -> tuple[str, ...]:
-    """Names of the small trained models that ship with the package."""
-    return tuple(sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json")))

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformer_lens.model_bridge import TransformerBridge
 
-from dlm_lens.adapters.registry import CHECKPOINTS, embedded_models
+from dlm_lens.adapters.names import CHECKPOINTS, embedded_models
 
 
 def teach_boot_transformers() -> None:

@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import top_columns
-from dlm_lens.sinks.rules import ConstantThreshold, Quantity, Threshold, check_finite, mean_and_std
+from dlm_lens.sinks.parameters import check_count, check_not_negative, check_part, check_positive
+from dlm_lens.sinks.rules import ConstantThreshold, Quantity, Threshold, mean_and_std
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,14 @@ class AboveMean(Threshold):
     pass `AboveMean(eps / S, literal=True)` is `AboveMean(eps)`.
 
     Raises:
-        ValueError: eps is not a finite number.
+        ValueError: eps is negative or not a finite number.
     """
 
     eps: float = 3.0
     literal: bool = False
 
     def __post_init__(self) -> None:
-        check_finite("AboveMean", "eps", self.eps)
+        check_not_negative("AboveMean", "eps", self.eps)
 
     def __repr__(self) -> str:
         return f"AboveMean(eps={self.eps!r}{', literal=True' if self.literal else ''})"
@@ -69,13 +70,13 @@ class AboveStd(Threshold):
     rounding (std below 1e-6 of the mean), no key is a sink.
 
     Raises:
-        ValueError: k is not a finite number.
+        ValueError: k is negative or not a finite number.
     """
 
     k: float = 3.0
 
     def __post_init__(self) -> None:
-        check_finite("AboveStd", "k", self.k)
+        check_not_negative("AboveStd", "k", self.k)
 
     @property
     def quantity(self) -> Quantity:
@@ -150,10 +151,9 @@ class SoftSigmoid(Threshold):
     above: float = 0.5
 
     def __post_init__(self) -> None:
-        check_finite("SoftSigmoid", "alpha", self.alpha)
-        check_finite("SoftSigmoid", "k", self.k)
-        if self.alpha <= 0 or not 0 < self.above < 1:
-            raise ValueError(f"{self}: alpha must be positive and above, a weight, between 0 and 1")
+        check_positive("SoftSigmoid", "alpha", self.alpha)
+        check_not_negative("SoftSigmoid", "k", self.k)
+        check_part("SoftSigmoid", "above", self.above)
 
     @property
     def quantity(self) -> Quantity:
@@ -190,8 +190,7 @@ class TopK:
     k: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ValueError(f"TopK(k={self.k!r}): k must be a whole number of at least 1")
+        check_count("TopK", "k", self.k)
 
     @property
     def quantity(self) -> Quantity:

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks.parameters import check_not_negative, check_part, check_positive
 from dlm_lens.sinks.received import AXES, Level, Scale
 from dlm_lens.sinks.rules import Quantity
 
@@ -86,8 +87,8 @@ class AboveMedian:
     at_least: float = 100.0
 
     def __post_init__(self) -> None:
-        if not (self.times > 0 and self.at_least >= 0):
-            raise ValueError(f"{self}: times must be positive and at_least not negative")
+        check_positive("AboveMedian", "times", self.times)
+        check_not_negative("AboveMedian", "at_least", self.at_least)
 
     @property
     def quantity(self) -> Quantity:
@@ -124,8 +125,7 @@ class LowKeyNorm:
     low_is_strong: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.below < 1:
-            raise ValueError(f"{self}: below is a part of the median norm and must lie between 0 and 1")
+        check_part("LowKeyNorm", "below", self.below)
 
     @property
     def quantity(self) -> Quantity:

@@ -1,12 +1,13 @@
 """What a detector is, and what detectors with a threshold have in common."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from dlm_lens.sinks.parameters import check_part
 
 Quantity = Literal["received", "share", "mean attention", "max activation", "key norm"]
 """What a detector reads.
@@ -75,8 +76,7 @@ class ConstantThreshold(Threshold):
     x: float = 0.3
 
     def __post_init__(self) -> None:
-        if not 0 < self.x < 1:
-            raise ValueError(f"{self}: x is a part of all attention and must lie between 0 and 1")
+        check_part(type(self).__name__, "x", self.x)
 
     def relaxed(self, factor: float) -> Self:
         """The same rule with x times `factor`."""
@@ -95,9 +95,3 @@ def mean_and_std(scores: Tensor) -> tuple[Tensor, Tensor]:
     mean = wide.sum(-1, keepdim=True) / count
     off = wide.sub_(mean).masked_fill_(undefined, 0.0)
     return mean, (off.square_().sum(-1, keepdim=True) / count).sqrt()
-
-
-def check_finite(rule: str, name: str, value: float) -> None:
-    """Raise if a setting of a rule is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{rule}({name}={value!r}): {name} must be a finite number")

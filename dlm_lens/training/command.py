@@ -18,7 +18,12 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run costs, and stop.")] = False,
     device: Annotated[str, typer.Option(help="For --dry-run: a100, h100, h200, l40s, rtx4090.")] = "h100",
-    devices: Annotated[int, typer.Option(help="For --dry-run: how many devices.")] = 8,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="For --dry-run: how many; as many as the batch divides among by default, 8 at most."
+        ),
+    ] = None,
     utilisation: Annotated[float, typer.Option(help="For --dry-run: share of the peak that is reached.")] = 0.4,
 ) -> None:
     """Train a masked DLM, or go on with an interrupted run; the same command does both."""
@@ -54,7 +59,7 @@ def run_training(settings: "TrainingSettings") -> Path | None:
     return trainer.last_checkpoint
 
 
-def _show_plan(settings: "TrainingSettings", device: str, devices: int, utilisation: float) -> None:
+def _show_plan(settings: "TrainingSettings", device: str, devices: int | None, utilisation: float) -> None:
     from dlm_lens.training.planning import plan
 
     found = plan(settings, device=device, devices=devices, utilisation=utilisation, rows=_rows(settings))

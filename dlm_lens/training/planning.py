@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from dlm_lens.adapters import embedded_models, family_of
 from dlm_lens.adapters.hub import config_values
-from dlm_lens.adapters.registry import CHECKPOINTS
+from dlm_lens.adapters.names import CHECKPOINTS
 from dlm_lens.training.building import SCRATCH, smdm_config
 from dlm_lens.training.conversion import TARGETS
 from dlm_lens.training.head_loss import ELEMENTS
@@ -36,6 +36,9 @@ DEVICES = {
     )
 }
 """NVIDIA's data sheets."""
+
+MOST_DEVICES = 8
+"""Of one machine: what a plan assumes where the batch divides among so many."""
 
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -130,7 +133,7 @@ def plan(
     settings: TrainingSettings,
     *,
     device: str = "h100",
-    devices: int = 8,
+    devices: int | None = None,
     utilisation: float = 0.4,
     rows: int | None = None,
 ) -> Plan:
@@ -142,21 +145,30 @@ def plan(
     Args:
         settings: of the run.
         device: a name of `DEVICES`.
-        devices: how many of them.
-        utilisation: share of the peak that matrix products reach.
+        devices: how many of them; by default as many as the batch divides among, 8 at most.
+        utilisation: share of the peak that matrix products reach, above 0 and at most 1.
         rows: size of the dataset, for budgets in epochs.
 
     Raises:
-        ValueError: an unknown device, a budget smaller than a batch, or a batch that does not divide.
+        ValueError: an unknown device, a number of devices or a share of the peak that cannot be, a budget smaller
+            than a batch, or a batch that does not divide.
     """
     if device not in DEVICES:
         raise ValueError(f"device {device!r} is not listed; there are {', '.join(DEVICES)}")
-    share = settings.micro_batch_size * devices
-    if settings.batch_size % share:
+    if not 0 < utilisation <= 1:
+        raise ValueError(f"utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1")
+    possible = [count for count in range(1, MOST_DEVICES + 1) if _divides(settings, count)]
+    if devices is not None and devices < 1:
+        raise ValueError(f"devices is {devices}; a run needs at least 1")
+    if not possible or (devices is not None and not _divides(settings, devices)):
+        count = devices or 1
+        share = settings.micro_batch_size * count
+        fits = f", or devices={possible[-1]}" if possible else ""
         raise ValueError(
-            f"a batch of {settings.batch_size} sequences does not divide into {devices} device(s) of "
-            f"{settings.micro_batch_size}; choose batch_size as a multiple of {share}"
+            f"a batch of {settings.batch_size} sequences does not divide into {count} device(s) of "
+            f"{settings.micro_batch_size}; choose batch_size as a multiple of {share}{fits}"
         )
+    devices = possible[-1] if devices is None else devices
     config: Any = planned_config(settings)
     steps = settings.total_steps(rows)
     tokens = steps * settings.batch_size * settings.data.length
@@ -169,6 +181,11 @@ def plan(
     return Plan(
         steps, tokens, total, flops, state, _activations(config, settings), DEVICES[device], devices, utilisation
     )
+
+
+def _divides(settings: TrainingSettings, devices: int) -> bool:
+    """Whether every device gets whole micro-batches of a batch."""
+    return settings.batch_size % (settings.micro_batch_size * devices) == 0
 
 
 def _width(config: Any) -> int:

@@ -37,11 +37,11 @@ def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(room, "__all__", [*room.__all__, "keep"])
     expressions._hook_makers.cache_clear()
     try:
-        text = "keep(above_mean(-0.5), Share(x=0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), top=True)"
+        text = "keep(above_mean(0.5), Share(x=0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), -1.5, top=True)"
         (found,) = parse_hooks(text)
     finally:
         expressions._hook_makers.cache_clear()
-    values = (AboveMean(eps=-0.5), Share(0.2), [TopK(2), None], (1, "a"), range(2, 9, 3))
+    values = (AboveMean(eps=0.5), Share(0.2), [TopK(2), None], (1, "a"), range(2, 9, 3), -1.5)
     assert found.seen == (values, True)
 
 
@@ -72,6 +72,7 @@ def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("above_mean(3)", "which is no hook"),
         ("3", "which is no hook"),
         ("above_mean('a')", "must be a finite number"),
+        ("mask_sinks(above_mean(-1))", "AboveMean(eps=-1): eps must be a finite number of at least 0"),
         ("mask_positions(range(1000000))", "more than"),
         ("mask_positions(0", "no hook expression"),
         ("mask_positions(0); mask_positions(1)", "no hook expression"),
@@ -90,3 +91,23 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(ValueError, match="is no hook"):
             parse_hooks(text)
     assert not (tmp_path / "made").exists()
+
+
+def test_the_names_known_beforehand_are_the_hooks_and_detectors_that_there_are() -> None:
+    import inspect
+    from dataclasses import is_dataclass
+
+    import dlm_lens.hooks as room
+    import dlm_lens.sinks as sinks
+    from dlm_lens.hooks import expressions
+
+    makers = set()
+    for name in room.__all__:
+        one = getattr(room, name)
+        if inspect.isfunction(one) and not inspect.isgeneratorfunction(inspect.unwrap(one)):
+            if list(inspect.signature(one).parameters)[:1] not in (["model"], ["text"]):
+                makers.add(name)
+    assert set(expressions.hook_names()) == makers
+    kinds = [getattr(sinks, name) for name in sinks.__all__]
+    detectors = {one.__name__ for one in kinds if is_dataclass(one) and hasattr(one, "detect")}
+    assert {name for name in expressions.detector_names() if not name.islower()} == detectors

@@ -23,6 +23,7 @@ from dlm_lens.sinks import (
     Share,
     SoftSigmoid,
     TopK,
+    eps_sweep,
     find_sinks,
     key_statistic_over_steps,
     received_from_pattern,
@@ -42,7 +43,7 @@ def softmax_pattern(*shape, causal=False, seed=0, sharp=2.5):
     return scores.softmax(-1).float()
 
 
-@given(seed=st.integers(0, 2**16), keys=st.integers(2, 24), eps=st.floats(-0.2, 0.9))
+@given(seed=st.integers(0, 2**16), keys=st.integers(2, 24), eps=st.floats(0.0, 0.9))
 @settings(max_examples=60, deadline=None)
 def test_eq_3_as_printed_equals_a_loop_over_the_mean_of_all_queries(seed, keys, eps):
     pattern = softmax_pattern(keys, keys, seed=seed)
@@ -260,6 +261,18 @@ def test_detectors_are_values_that_fit_the_protocol():
         (lambda: MeanAttention(0.0), r"MeanAttention\(x=0\.0\)"),
         (lambda: MeanAttention(1.0), r"MeanAttention\(x=1\.0\)"),
         (lambda: SoftSigmoid(alpha=0), r"alpha must be positive"),
+        (lambda: AboveMean(-1.0), r"AboveMean\(eps=-1\.0\): eps must be a finite number of at least 0"),
+        (lambda: AboveMean(-1e-9, literal=True), r"at least 0"),
+        (lambda: AboveMean(math.inf), r"eps=inf"),
+        (lambda: AboveStd(-0.5), r"AboveStd\(k=-0\.5\)"),
+        (lambda: SoftSigmoid(k=-1), r"k=-1"),
+        (lambda: SoftSigmoid(alpha=math.inf), r"alpha=inf"),
+        (lambda: Share(-0.1), r"Share\(x=-0\.1\)"),
+        (lambda: Share("0.1"), r"x='0\.1'"),
+        (lambda: AboveMedian(times=math.inf), r"times=inf"),
+        (lambda: AboveMedian(at_least=math.nan), r"at_least=nan"),
+        (lambda: LowKeyNorm(math.nan), r"below=nan"),
+        (lambda: eps_sweep(softmax_pattern(2, 9, 9), [1.0, -1.0]), r"eps=-1\.0"),
         (lambda: SoftSigmoid(above=1.0), r"between 0 and 1"),
         (lambda: SoftSigmoid(k=math.nan), r"k=nan"),
         (lambda: AboveMedian(times=0), r"times must be positive"),

@@ -73,3 +73,16 @@ def test_a_dry_run_builds_nothing(config: Path) -> None:
     assert "tokens                      1,152\n" in result.output
     assert "a100 hours at 40% of the peak" in result.output
     assert not (config.parent / "run").exists()
+
+
+def test_a_dry_run_of_the_laptop_config_needs_no_options_and_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = RUN.invoke(app, ["train", "laptop", "--dry-run"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "optimiser steps             500\n" in result.output
+    assert "on 1" in result.output
+    refused = RUN.invoke(app, ["train", "laptop", "--dry-run", "--devices", "8"])
+    assert "a batch of 64 sequences does not divide into 8 device(s) of 64" in str(refused.exception)
+    assert not list(tmp_path.iterdir())

@@ -173,7 +173,35 @@ def test_a_plan_needs_no_weights_and_no_network_for_the_shipped_configs() -> Non
     assert planned_config(read_settings("smdm-472m-sink")).num_sinks == 1
 
 
+def test_every_shipped_config_is_planned_on_any_machine() -> None:
+    from dlm_lens.training.planning import MOST_DEVICES
+
+    for name in shipped_configs():
+        settings = read_settings(name)
+        # A checkpoint that only an earlier run makes: its shape is that of the model it began as.
+        if settings.model.start.startswith("runs/"):
+            settings = replace(settings, model=replace(settings.model, start="Qwen/Qwen2.5-0.5B"))
+        found = plan(settings, rows=100_000)
+        share = settings.micro_batch_size * found.devices
+        assert settings.batch_size % share == 0, name
+        larger = [n for n in range(found.devices + 1, MOST_DEVICES + 1)]
+        assert all(settings.batch_size % (settings.micro_batch_size * n) for n in larger), name
+    assert plan(read_settings("laptop")).devices == 1
+    assert plan(read_settings("qwen2.5-0.5b")).devices == 8
+    assert plan(small(batch_size=96, micro_batch_size=32)).devices == 3
+
+
 def test_plans_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"does not divide into 8 device\(s\) of 32; .* or devices=2"):
+        plan(small(), devices=8)
+    with pytest.raises(ValueError, match="devices is 0; a run needs at least 1"):
+        plan(small(), devices=0)
+    for share in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="utilisation is"):
+            plan(small(), utilisation=share)
+    for name in ("batch_size", "micro_batch_size"):
+        with pytest.raises(ValueError, match=f"{name} is 0; it must be positive"):
+            small(**{name: 0})
     with pytest.raises(ValueError, match="device 'tpu' is not listed"):
         plan(small(), device="tpu")
     with pytest.raises(ValueError, match="does not divide into 3 device"):

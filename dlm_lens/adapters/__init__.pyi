@@ -1,0 +1,15 @@
+from .loading import load as load
+from .mmada import ImageLayout as ImageLayout
+from .names import embedded_models as embedded_models
+from .registry import Family as Family
+from .registry import families as families
+from .registry import family_of as family_of
+
+__all__ = [
+    "Family",
+    "ImageLayout",
+    "embedded_models",
+    "families",
+    "family_of",
+    "load",
+]
