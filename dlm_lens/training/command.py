@@ -20,9 +20,7 @@ def train(
     device: Annotated[str, typer.Option(help="For --dry-run: a100, h100, h200, l40s, rtx4090.")] = "h100",
     devices: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="For --dry-run: how many; as many as the batch divides among by default, 8 at most."
-        ),
+        typer.Option(min=1, help="For --dry-run: how many; by default as the batch divides, 8 at most."),
     ] = None,
     utilisation: Annotated[float, typer.Option(help="For --dry-run: share of the peak that is reached.")] = 0.4,
 ) -> None:

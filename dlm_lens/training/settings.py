@@ -196,16 +196,8 @@ class TrainingSettings:
             )
         if getattr(self, given[0]) <= 0:
             raise ValueError(f"{given[0]} is {getattr(self, given[0])}; a run has at least one step")
-        for name in (
-            "batch_size",
-            "micro_batch_size",
-            "save_minutes",
-            "keep",
-            "log_steps",
-            "probe_rows",
-            "eval_rows",
-            "eval_samples",
-        ):
+        rows = ("batch_size", "micro_batch_size", "probe_rows", "eval_rows", "eval_samples")
+        for name in (*rows, "save_minutes", "keep", "log_steps"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 

@@ -104,9 +104,10 @@ def test_the_names_known_beforehand_are_the_hooks_and_detectors_that_there_are()
     makers = set()
     for name in room.__all__:
         one = getattr(room, name)
-        if inspect.isfunction(one) and not inspect.isgeneratorfunction(inspect.unwrap(one)):
-            if list(inspect.signature(one).parameters)[:1] not in (["model"], ["text"]):
-                makers.add(name)
+        if not inspect.isfunction(one) or inspect.isgeneratorfunction(inspect.unwrap(one)):
+            continue
+        if list(inspect.signature(one).parameters)[:1] not in (["model"], ["text"]):
+            makers.add(name)
     assert set(expressions.hook_names()) == makers
     kinds = [getattr(sinks, name) for name in sinks.__all__]
     detectors = {one.__name__ for one in kinds if is_dataclass(one) and hasattr(one, "detect")}

@@ -184,7 +184,7 @@ def test_every_shipped_config_is_planned_on_any_machine() -> None:
         found = plan(settings, rows=100_000)
         share = settings.micro_batch_size * found.devices
         assert settings.batch_size % share == 0, name
-        larger = [n for n in range(found.devices + 1, MOST_DEVICES + 1)]
+        larger = range(found.devices + 1, MOST_DEVICES + 1)
         assert all(settings.batch_size % (settings.micro_batch_size * n) for n in larger), name
     assert plan(read_settings("laptop")).devices == 1
     assert plan(read_settings("qwen2.5-0.5b")).devices == 8
