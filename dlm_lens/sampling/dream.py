@@ -62,7 +62,8 @@ class DreamPropose(nn.Module):
 
     maskgit_plus: the probability of x0; topk_margin: largest minus second largest probability; entropy:
     sum p ln(p + 1e-10). With `origin` the confidence is not used. [MASK] is never an x0 unless
-    `reference_quirks`.
+    `reference_quirks`: the filter is one of the other tokens, and without a filter the probabilities are those of
+    all tokens.
     """
 
     def __init__(self, settings: DreamSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
@@ -81,15 +82,22 @@ class DreamPropose(nn.Module):
         settings = self.settings
         if settings.temperature > 0:
             logits = logits / settings.temperature
+        if settings.top_p is not None or settings.top_k is not None:
+            # [MASK] leaves before the filter, which may keep nothing else.
+            logits = self._written(logits, -torch.inf)
         likely = filtered(logits, settings.top_p, settings.top_k).softmax(-1)
-        choice = likely
-        if self.never is not None:
-            choice = likely.index_fill(-1, torch.tensor([self.never], device=likely.device), 0.0)
+        choice = self._written(likely, 0.0)
         chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
         confidence = torch.full(canvas.shape, -torch.inf, device=canvas.device)
         if settings.remasking != "origin":
             confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _written(self, values: Float[Tensor, "n d_vocab"], nothing: float) -> Float[Tensor, "n d_vocab"]:
+        """The values of what may be written."""
+        if self.never is None:
+            return values
+        return values.index_fill(-1, torch.tensor([self.never], device=values.device), nothing)
 
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
         if self.settings.remasking == "topk_margin":

@@ -124,3 +124,42 @@ def test_drawing_positions_follows_the_confidence() -> None:
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dlm_lens.denoise(tiny("dream"), [[1, 2]], **{"gen_length": 4, **options})
+
+
+def planted_logits(rows: int) -> Tensor:
+    """[position, d_vocab]: [MASK] is by far the likeliest everywhere, then w7, w20, w3."""
+    logits = torch.linspace(-1, 0, 64).repeat(rows, 1)
+    logits[:, MASK_OF_TINY], logits[:, 7], logits[:, 20], logits[:, 3] = 12.0, 4.0, 3.5, 3.0
+    return logits
+
+
+MASK_OF_TINY = 63
+
+
+@pytest.mark.parametrize("remasking", ["origin", "maskgit_plus", "topk_margin", "entropy"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [({"top_k": 1}, [7]), ({"top_k": 2}, [7, 20]), ({"top_p": 0.2}, [7]), ({"top_p": 0.6, "top_k": 2}, [7, 20])],
+)
+def test_a_filter_that_would_keep_the_mask_alone_keeps_other_tokens(
+    remasking: str, temperature: float, filters: dict[str, Any], kept: list[int]
+) -> None:
+    """The reference writes [MASK]; a filter before the exclusion left probability nowhere, and wrote token 0."""
+    model = tiny("dream")
+    options: dict[str, Any] = {
+        "gen_length": 6, "steps": 3, "remasking": remasking, "temperature": temperature, "seed": 4, **filters,
+        "on_logits": lambda _step, _canvas, logits: planted_logits(logits.shape[1])[None].expand_as(logits),
+    }  # fmt: skip
+    run = dlm_lens.denoise(model, [[1, 2]] * 20, **options | {"seed": list(range(20))})
+    assert {*run.tokens[:, 2:].flatten().tolist()} <= {*kept}
+    assert temperature == 0 or {*run.tokens[:, 2:].flatten().tolist()} == {*kept}
+    if remasking == "maskgit_plus" and temperature == 0:
+        # By hand: the share of the likeliest among those that the filter keeps.
+        values = torch.tensor([4.0, 3.5, 3.0, *torch.linspace(-1, 0, 64).tolist()][: len(kept)]).double()
+        expected = float(values.softmax(-1)[0])
+        assert run.confidence[run.selected].tolist() == pytest.approx(
+            [expected] * int(run.selected.sum()), rel=1e-6
+        )
+    theirs = dlm_lens.denoise(model, [[1, 2]], reference_quirks=True, **options)
+    assert (theirs.tokens[:, 2:] == MASK_OF_TINY).any()
