@@ -1,6 +1,5 @@
 """Recording during an evaluation: every request is answered alone, and what the layers do goes to its directory."""
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,8 @@ from dlm_lens.evaluation.likelihoods import Answer, Item, Likelihoods
 from dlm_lens.evaluation.responses import Responses
 from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.evaluation.stopping import cut, end_ids
-from dlm_lens.recording import Recorder, Recording
+from dlm_lens.recording import Recorder
+from dlm_lens.recording.loading import save_recording
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.recording.running import DEFAULT, stored_batch
 from dlm_lens.recording.storing import StoringRecorder
@@ -207,7 +207,8 @@ class RecordedLikelihoods:
             (answer,) = self._answers(item._replace(greedy=False), self.settings, recorder.listening)
             if recorder.canvases:
                 recording = recorder.canvases_of(self._described(item))
-                _save(replace(recording, rows=(self.asked.document(item.place),)), path)
+                # In place of one that a killed run left.
+                save_recording(replace(recording, rows=(self.asked.document(item.place),)), path, replace=True)
             else:
                 self.recordings.forgo(directory)
             yield [self._greedy(item, answer)]
@@ -268,12 +269,3 @@ class RecordedGenerator:
             ids = run.tokens[0][run.attention_mask[0]].tolist()
             text = cut(model.tokenizer, ids[len(job.prompt) :], end_ids(model.config), job.until).text
             yield [Text(job.place, text, ids)]
-
-
-def _save(recording: Recording, path: Path) -> None:
-    """Write a recording that is in memory, in place of one that a killed run left behind."""
-    left = [file.name for file in path.iterdir()] if path.is_dir() else []
-    # The header comes first, from a hidden file that a kill may leave alone.
-    if "header.json" in left or all(name.startswith(".") for name in left):
-        shutil.rmtree(path, ignore_errors=not left)
-    recording.save(path)

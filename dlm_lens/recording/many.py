@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.recording.loading import load_part, parts_of
+from dlm_lens.recording.loading import load_part, missing_parts, parts_of
 from dlm_lens.recording.result import Recording
 from dlm_lens.recording.shards import ShardDirectory
 
@@ -13,7 +13,7 @@ class Recordings(Sequence[Recording]):
     """The finished recordings below a directory, as `record(..., to=)` and `dlm-lens record` write them.
 
     Each is read when asked for, and of each only the arrays that are asked for; nothing is kept. Those in the order
-    of their rows; `unfinished` names the others.
+    of their rows; `unfinished` names the others, those too that a killed run had not begun.
 
     Args:
         directory: with a recording, or with recordings.
@@ -29,7 +29,9 @@ class Recordings(Sequence[Recording]):
         if not found:
             raise FileNotFoundError(f"{self.directory} holds no recording; dlm_lens.record(..., to=) writes some")
         self.paths = tuple(path for path in found if ShardDirectory(path).finished)
-        self.unfinished = tuple(path for path in found if path not in self.paths)
+        started = [path for path in found if path not in self.paths]
+        missing = [self.directory / name for name in missing_parts(self.directory, found)]
+        self.unfinished = tuple(sorted([*started, *missing]))
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -21,8 +21,9 @@ def request_of(
     seeds: Sequence[int],
     hooks: Sequence[Any],
     settings: Mapping[str, Any],
+    batch: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Model, prompts, settings, hooks, and what is recorded."""
+    """Model, prompts, settings, hooks, what is recorded, and which batch of all prompts this is."""
     model = recorder.model
     return {
         "model": {
@@ -37,6 +38,7 @@ def request_of(
         "reducers": {spec.name: as_plain(spec) for spec in recorder.arrays.specs},
         "layers": list(recorder.tap.layers),
         "dtype": recorder.dtype,
+        "batch": None if batch is None else dict(batch),
     }
 
 

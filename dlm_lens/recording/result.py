@@ -224,24 +224,30 @@ class Recording:
 
         Raises:
             FileExistsError: the directory holds something already.
+            ValueError: another process writes there.
+            OSError: the disk is full; nothing is left of it.
         """
         from dlm_lens.recording.loading import save_recording
 
         return save_recording(self, Path(directory))
 
     @classmethod
-    def load(cls, directory: str | Path) -> "Recording":
+    def load(cls, directory: str | Path, *, verify: bool = True) -> "Recording":
         """Read a finished recording; of several batches in one directory, their rows in one Recording.
 
         Coordinates are read at once, an array when it is asked for.
 
+        Args:
+            directory: of the recording.
+            verify: compare every shard with its checksum, for which all are read once; False trusts the disk.
+
         Raises:
             FileNotFoundError: there is no recording.
-            ValueError: it is not finished, or damaged.
+            ValueError: it is not finished (a prompt or a step is missing), or damaged; the sentence names the file.
         """
         from dlm_lens.recording.loading import load_recording
 
-        return load_recording(Path(directory))
+        return load_recording(Path(directory), verify=verify)
 
     def _beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Any:
         if not self.sinks:

@@ -1,7 +1,8 @@
 """`record`: denoise prompts with the family's own sampler and keep statistics of every step."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.attention import Hook
+from dlm_lens.files.locks import held
 from dlm_lens.recording.joining import joined
-from dlm_lens.recording.loading import load_part, parts_of
+from dlm_lens.recording.loading import load_part, part_name, parts_of
 from dlm_lens.recording.received import ReceivedAttention
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.requests import request_of
@@ -137,16 +139,18 @@ def record_batches(
     if to is not None:
         _check_partition(to, batches)
     mine = batches.parts[rank::world]
-    for rows in tqdm(mine, desc="batches", unit="batch", disable=not progress or len(mine) < 2):
-        seeds = None if batches.seeds is None else [batches.seeds[row] for row in rows]
-        ids = [batches.ids[row] for row in rows]
-        if to is None:
-            run = denoise(model, ids, hooks=hooks, host=recorder, progress=progress, seed=seeds, **settings)
-            found = recorder.recording(run)
-            yield _of_rows(found, rows)
-            continue
-        storing = StoringRecorder(model, reducers, to / _part(rows), layers=layers, dtype=dtype)
-        yield stored_batch(storing, ids, rows, seeds, hooks, settings, progress)
+    # Processes that share the batches share the directory; one alone has it to itself until it is through.
+    with nullcontext() if to is None else held(to, shared=world > 1):
+        for rows in tqdm(mine, desc="batches", unit="batch", disable=not progress or len(mine) < 2):
+            seeds = None if batches.seeds is None else [batches.seeds[row] for row in rows]
+            ids = [batches.ids[row] for row in rows]
+            if to is None:
+                run = denoise(model, ids, hooks=hooks, host=recorder, progress=progress, seed=seeds, **settings)
+                yield replace(recorder.recording(run), rows=tuple(rows))
+                continue
+            storing = StoringRecorder(model, reducers, to / part_name(rows), layers=layers, dtype=dtype)
+            batch = {"prompts": len(batches.ids), "size": batches.size, "rows": [rows.start, rows.stop]}
+            yield stored_batch(storing, ids, rows, seeds, hooks, settings, progress, batch)
 
 
 def stored_batch(
@@ -157,11 +161,30 @@ def stored_batch(
     hooks: Sequence[Hook],
     settings: dict[str, Any],
     progress: bool,
+    batch: Mapping[str, Any] | None = None,
 ) -> Recording:
-    """A batch in its directory: as it is there, gone on with, or from the beginning."""
+    """A batch in its directory: as it is there, gone on with, or from the beginning.
+
+    Raises:
+        ValueError: another process or thread records there, or what is there is something else or damaged.
+    """
+    with held(recorder.shards.path):
+        return _stored(recorder, ids, rows, seeds, hooks, settings, progress, batch)
+
+
+def _stored(
+    recorder: StoringRecorder,
+    ids: list[tuple[int, ...]],
+    rows: Sequence[int],
+    seeds: list[int] | None,
+    hooks: Sequence[Hook],
+    settings: dict[str, Any],
+    progress: bool,
+    batch: Mapping[str, Any] | None,
+) -> Recording:
     shards = recorder.shards
     seeds = seeds or shards.seeds() or list(row_seeds(None, len(ids)))
-    shards.begin(request_of(recorder, ids, seeds, hooks, settings))
+    shards.begin(request_of(recorder, ids, seeds, hooks, settings, batch))
     if shards.finished:
         return load_part(shards.path, recorder.model.tokenizer)
     resume = shards.resumption()
@@ -184,15 +207,6 @@ def stored_batch(
     return recorder.recording(run, rows)
 
 
-def _of_rows(recording: Recording, rows: range) -> Recording:
-    return replace(recording, rows=tuple(rows))
-
-
-def _part(rows: range) -> str:
-    """Directory of a batch."""
-    return f"rows-{rows.start:05d}-{rows.stop - 1:05d}"
-
-
 def _check(settings: dict[str, Any], to: Path | None) -> None:
     for name in ("host", "resume", "attention_mask"):
         if name in settings:
@@ -206,7 +220,7 @@ def _check_partition(to: Path, batches: Batches) -> None:
     """Raise if the directory holds other batches than these."""
     if to.exists() and not to.is_dir():
         raise FileExistsError(f"{to} is a file; give a directory")
-    wanted = {_part(rows) for rows in batches.parts}
+    wanted = {part_name(rows) for rows in batches.parts}
     there = {part.name for part in parts_of(to)} if to.exists() else set()
     if not there <= wanted:
         raise ValueError(

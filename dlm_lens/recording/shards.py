@@ -1,28 +1,48 @@
 """A recording on disk: a safetensors shard per finished step, a manifest line for each, and the finished run.
 
-header.json            what was asked for, so that a run goes on only with the same
-step-00000.safetensors arrays of a step, its canvas and proposal, and the state behind it
-manifest.jsonl         a line per shard that is whole
+header.json            what was requested, so that a run goes on only with the same
+step-00000.safetensors arrays of a step, its canvas and proposal, and the state after it
+manifest.jsonl         a line per shard that is whole, with its digest
 run.safetensors        the run's tensors, and
-run.json               everything else of it: the last file to appear, when the run is over
+run.json               everything else of it, and the digests of the files: the last to appear, when the run is over
 """
 
+import hashlib
 import json
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dlm_lens.files.atomic_writes import append, open_to_append, remove_stale, replacing
+from dlm_lens.files.sealed_json import (
+    CHECKSUM,
+    DamagedFileError,
+    file_bytes,
+    fitted,
+    lines_of,
+    parsed,
+    sealed,
+    unsealed,
+)
+from dlm_lens.files.tensor_files import WrittenFile, check_digest, read_tensors, write_tensors
+from dlm_lens.recording.schema import FORMAT, Header, ManifestLine, RunFacts, SavedHeader
 from dlm_lens.sampling import FinishedStep, Proposal, Resumption, RunState, StepPlan
 
-FORMAT = 1
 HEADER, MANIFEST, RUN, TENSORS = "header.json", "manifest.jsonl", "run.json", "run.safetensors"
+_OWN = re.compile(r"(header\.json|manifest\.jsonl|run\.json|run\.safetensors|step-\d{5,}\.safetensors)")
+_LEFT = re.compile(r"\.(header|manifest|run|step-\d+)\..*")
+"""Temporary names of earlier versions."""
+
+
+def shard_name(step: int) -> str:
+    """The file of a step."""
+    return f"step-{step:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -31,21 +51,27 @@ class ShardDirectory:
 
     path: Path
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a damaged file."""
+        return f"delete {self.path} and record again"
+
     def begin(self, request: Mapping[str, Any]) -> None:
-        """Write what is asked for, or compare it with what was.
+        """Write what is requested, or compare it with what was.
 
         Raises:
             ValueError: the directory holds a recording of something else, or of another format.
             FileExistsError: it holds other files.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        plain = json.loads(json.dumps({"format": FORMAT, **request}))
+        plain = json.loads(json.dumps({"format": FORMAT, **request}, allow_nan=False))
         if (self.path / HEADER).exists():
-            _compare(self.path, self.facts(HEADER), plain)
-        elif any(self.path.iterdir()) and not all(p.name.startswith(".") for p in self.path.iterdir()):
+            _compare(self.path, self.header(), plain)
+        elif any(not path.name.startswith(".") for path in self.path.iterdir()):
             raise FileExistsError(f"{self.path} is not empty and holds no recording; give another directory")
         else:
-            self.write(HEADER, json.dumps(plain, indent=1).encode())
+            self.remove_stale()
+            self.write(HEADER, sealed(plain), indent=1)
 
     def forget(self) -> None:
         """Take the header of a refused request away, where no step is: the corrected one may use the directory."""
@@ -54,36 +80,87 @@ class ShardDirectory:
             if not any(self.path.iterdir()):
                 self.path.rmdir()
 
+    def clear(self) -> None:
+        """Remove every file of a recording, the last to be written first; other files stay."""
+        self.remove_stale()
+        own = [path for path in self.path.iterdir() if _OWN.fullmatch(path.name)]
+        for path in sorted(own, key=lambda path: (path.name != RUN, path.name == HEADER)):
+            path.unlink()
+
+    def remove_stale(self) -> None:
+        """Remove temporary files of killed processes."""
+        remove_stale(self.path)
+        for path in self.path.iterdir():
+            if _LEFT.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
+
     @property
     def finished(self) -> bool:
         """Whether the run is over and whole."""
         return (self.path / RUN).exists()
 
+    @property
+    def half_saved(self) -> bool:
+        """Whether a process was killed while it saved a recording from memory here."""
+        return not self.finished and (self.path / HEADER).exists() and "saved" in self.header()
+
+    def header(self) -> dict[str, Any]:
+        """What was requested, without the checksum.
+
+        Raises:
+            ValueError: it is damaged, or of another format.
+        """
+        where = self.path / HEADER
+        found = parsed(file_bytes(where, self.remedy), where, self.remedy)
+        if type(found.get("format")) is not int or found["format"] != FORMAT:
+            raise DamagedFileError(
+                f"{where} has the format {found.get('format')!r:.80}, and this version of dlm_lens reads {FORMAT}; "
+                "record again, or read it with the version that wrote it"
+            )
+        plain = dict(found)
+        plain.pop(CHECKSUM, None)
+        fitted(SavedHeader if "saved" in plain else Header, plain, where, self.remedy)
+        return unsealed(found, where, self.remedy)
+
     def seeds(self) -> list[int] | None:
         """The seeds that the recording was begun with, where it was."""
         if not (self.path / HEADER).exists():
             return None
-        found: list[int] | None = self.facts(HEADER).get("settings", {}).get("seeds")
+        found: list[int] | None = self.header().get("settings", {}).get("seeds")
         return found
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[ManifestLine]:
         """The manifest; a last line that was cut off in the middle does not count.
 
         Raises:
-            ValueError: a shard is missing or of another size.
+            ValueError: it is damaged, or a shard is missing or of another size.
         """
         if not (self.path / MANIFEST).exists():
             return []
-        found: list[dict[str, Any]] = []
-        for text in (self.path / MANIFEST).read_text().split("\n")[:-1]:
-            line = self._read(MANIFEST, text)
-            shard = self.path / line["file"]
-            if line["step"] != len(found):
-                raise ValueError(f"{self.path / MANIFEST} names step {line['step']} behind {len(found)} steps")
-            if not shard.exists() or shard.stat().st_size != line["bytes"]:
-                raise ValueError(f"{shard} is missing or damaged; delete {self.path} and record again")
+        found: list[ManifestLine] = []
+        where, of = self.path / MANIFEST, sealed(self.header())[CHECKSUM]
+        for text in lines_of(file_bytes(where, self.remedy)):
+            values = parsed(text, where, self.remedy)
+            plain = {name: value for name, value in values.items() if name != CHECKSUM}
+            line = fitted(ManifestLine, plain, where, self.remedy)
+            unsealed(values, where, self.remedy)
+            if line.of != of or line.file != shard_name(line.step) or line.plan[0] != line.step:
+                raise DamagedFileError(f"{where} is damaged (step {line.step} is not this run's); {self.remedy}")
+            if line.step != len(found):
+                raise DamagedFileError(
+                    f"{where} is damaged (it names step {line.step} after {len(found)} steps); {self.remedy}"
+                )
+            shard = self.path / line.file
+            if not shard.is_file() or shard.stat().st_size != line.bytes:
+                raise DamagedFileError(f"{shard} is missing or damaged; {self.remedy}")
             found.append(line)
         return found
+
+    @cached_property
+    def _request(self) -> str:
+        """The checksum of the header that shards are written for."""
+        return str(sealed(self.header())[CHECKSUM])
 
     def add(self, step: FinishedStep, state: RunState | None, arrays: Mapping[str, Tensor]) -> None:
         """Write a finished step."""
@@ -98,40 +175,81 @@ class ShardDirectory:
         if state is not None:
             tensors |= {"state.canvas": state.canvas, **{f"own.{n}": value for n, value in state.own.items()}}
         plan = step.plan
-        name = f"step-{plan.index:05d}.safetensors"
-        size = self.write_tensors(name, tensors)
+        name = shard_name(plan.index)
+        written = self.write_tensors(name, tensors)
         line = {
             "step": plan.index,
             "file": name,
-            "bytes": size,
+            "bytes": written.size,
+            "digest": written.digest,
+            "of": self._request,
             "plan": [plan.index, plan.total, plan.block, *plan.span, plan.remaining],
             "over": state is None or state.over,
             "remembers": state is not None and state.remembers,
         }
-        with (self.path / MANIFEST).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with open_to_append(self.path / MANIFEST) as file:
+            append(file, (json.dumps(sealed(line)) + "\n").encode(), self.path / MANIFEST)
 
     def finish(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Write the run; from now on the recording is whole."""
-        self.write_tensors(TENSORS, tensors)
-        self.write(RUN, json.dumps(facts).encode())
+        written = self.write_tensors(TENSORS, tensors)
+        files = {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in (HEADER, MANIFEST)}
+        self.write(RUN, sealed({**facts, "files": {**files, TENSORS: written.digest}}))
+
+    def run_facts(self) -> RunFacts:
+        """What run.json says.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        where = self.path / RUN
+        found = parsed(file_bytes(where, self.remedy), where, self.remedy)
+        plain = {name: value for name, value in found.items() if name != CHECKSUM}
+        facts = fitted(RunFacts, plain, where, self.remedy)
+        unsealed(found, where, self.remedy)
+        if set(facts.files) != {HEADER, MANIFEST, TENSORS}:
+            raise DamagedFileError(f"{where} is damaged (it names the files {sorted(facts.files)}); {self.remedy}")
+        return facts
+
+    def check_files(self, facts: RunFacts) -> None:
+        """Raise unless header, manifest and the run's tensors are those that run.json tells of.
+
+        Raises:
+            ValueError: one is another.
+        """
+        for name, digest in facts.files.items():
+            if not (self.path / name).exists():
+                raise DamagedFileError(f"{self.path / name} is missing; {self.remedy}")
+            check_digest(self.path / name, digest, self.remedy)
+
+    def check_shards(self, lines: Sequence[ManifestLine]) -> None:
+        """Raise unless every shard has the digest of its line: all of them are read.
+
+        Raises:
+            ValueError: one has another.
+        """
+        for line in lines:
+            check_digest(self.path / line.file, line.digest, self.remedy)
 
     def resumption(self) -> Resumption | None:
-        """The steps that are there, to go on behind them; None to start from the beginning.
+        """The steps that are there, to go on after them; None to start from the beginning.
 
         A run whose hooks remember earlier steps starts again: what they remember is not on the disk.
+
+        Raises:
+            ValueError: what is there is damaged.
         """
         lines = self.lines()
+        if any(line.remembers for line in lines):
+            lines = []
         self._trim(lines)
-        if not lines or any(line["remembers"] for line in lines):
-            self._trim([])
+        if not lines:
             return None
-        steps = tuple(self._step(line) for line in lines)
-        last = self.tensors(lines[-1]["file"])
-        own = {name.removeprefix("own."): value for name, value in last.items() if name.startswith("own.")}
-        return Resumption(steps, RunState(last["state.canvas"], own, over=lines[-1]["over"]))
+        held = [read_tensors(self.path / line.file, self.remedy, line.digest) for line in lines]
+        steps = tuple(self._step(line, tensors) for line, tensors in zip(lines, held, strict=True))
+        own = {name.removeprefix("own."): value for name, value in held[-1].items() if name.startswith("own.")}
+        canvas = self._of(held[-1], "state.canvas", lines[-1])
+        return Resumption(steps, RunState(canvas, own, over=lines[-1].over))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of a file.
@@ -139,78 +257,46 @@ class ShardDirectory:
         Raises:
             ValueError: it is missing or damaged.
         """
-        try:
-            return load_file(self.path / name)
-        except FileNotFoundError:
-            raise ValueError(f"{self.path / name} is missing; delete {self.path} and record again") from None
-        except SafetensorError as error:
-            raise ValueError(
-                f"{self.path / name} is damaged ({error}); delete {self.path} and record again"
-            ) from None
+        return read_tensors(self.path / name, self.remedy)
 
-    def facts(self, name: str) -> dict[str, Any]:
-        """What a JSON file says.
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> WrittenFile:
+        """Write a safetensors file."""
+        return write_tensors(self.path / name, tensors)
 
-        Raises:
-            ValueError: it is damaged.
-        """
-        return self._read(name, (self.path / name).read_text(errors="replace"))
+    def write(self, name: str, values: Mapping[str, Any], indent: int | None = None) -> None:
+        """Write a JSON file."""
+        with replacing(self.path / name) as file:
+            file.write(json.dumps(values, indent=indent, allow_nan=False).encode())
 
-    def _read(self, name: str, text: str) -> dict[str, Any]:
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{self.path / name} is damaged ({error}); delete {self.path} and record again"
-            ) from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{self.path / name} is damaged; delete {self.path} and record again")
-        return found
-
-    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Write a safetensors file; returns its size."""
-        # Of tensors that share memory safetensors would refuse one.
-        plain = {
-            key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()
-        }
-        part = self.path / f".{name}"
-        save_file(plain, part)
-        return self._settle(part, name)
-
-    def write(self, name: str, content: bytes) -> int:
-        """Write a file; returns its size."""
-        part = self.path / f".{name}"
-        part.write_bytes(content)
-        return self._settle(part, name)
-
-    def _settle(self, part: Path, name: str) -> int:
-        """Flush a file to the disk and give it its name."""
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        size = part.stat().st_size
-        part.replace(self.path / name)
-        directory = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-        return size
-
-    def _trim(self, lines: list[dict[str, Any]]) -> None:
-        """Leave only these lines in the manifest."""
+    def _trim(self, lines: Sequence[ManifestLine]) -> None:
+        """Leave only these lines in the manifest, and only their shards."""
+        self.remove_stale()
+        for path in [self.path / RUN, self.path / TENSORS]:
+            path.unlink(missing_ok=True)
         if (self.path / MANIFEST).exists():
-            self.write(MANIFEST, "".join(json.dumps(line) + "\n" for line in lines).encode())
+            text = "".join(json.dumps(sealed(line.model_dump())) + "\n" for line in lines).encode()
+            if text != file_bytes(self.path / MANIFEST, self.remedy):
+                with replacing(self.path / MANIFEST) as file:
+                    file.write(text)
+        kept = {line.file for line in lines}
+        for path in self.path.glob("step-*.safetensors"):
+            if path.name not in kept:
+                path.unlink()
 
-    def _step(self, line: Mapping[str, Any]) -> FinishedStep:
-        held = self.tensors(line["file"])
-        index, total, block, start, stop, remaining = line["plan"]
+    def _step(self, line: ManifestLine, held: Mapping[str, Tensor]) -> FinishedStep:
+        index, total, block, start, stop, remaining = line.plan
         return FinishedStep(
             plan=StepPlan(index, total, block, (start, stop), remaining),
-            canvas=held["run.canvas"],
-            masked=held["run.masked"],
-            proposal=Proposal(held["run.proposal"], held["run.confidence"]),
-            selected=held["run.selected"],
+            canvas=self._of(held, "run.canvas", line),
+            masked=self._of(held, "run.masked", line),
+            proposal=Proposal(self._of(held, "run.proposal", line), self._of(held, "run.confidence", line)),
+            selected=self._of(held, "run.selected", line),
         )
+
+    def _of(self, held: Mapping[str, Tensor], name: str, line: ManifestLine) -> Tensor:
+        if name not in held:
+            raise DamagedFileError(f"{self.path / line.file} is damaged (it has no {name}); {self.remedy}")
+        return held[name]
 
 
 def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

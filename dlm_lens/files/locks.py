@@ -1,0 +1,81 @@
+"""Files and directories that one process at a time may write; a killed process leaves no lock."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+class DirectoryHeldError(ValueError):
+    """Another process, or another thread of this one, writes a directory."""
+
+
+def lock(file: IO[Any] | int, *, wait: bool, shared: bool = False) -> bool:
+    """Lock an open file until it is closed; returns whether it is locked, False where its disk knows no locks.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is False.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        return False
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, kind | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if isinstance(error, BlockingIOError) or error.errno == errno.EINTR:
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
+    """Hold a directory, which is made, against other processes and threads.
+
+    The lock is on the directory itself, so that no file of it is left; it ends with the process.
+
+    Args:
+        directory: to hold.
+        shared: beside others who share it (processes that each write a part of it).
+        wait: until it is free.
+
+    Raises:
+        DirectoryHeldError: it is held already.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if os.name != "posix":
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            if not lock(handle, wait=wait, shared=shared):
+                # Network disks lock only what is open for writing.
+                os.close(handle)
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                handle = os.open(directory / ".lock", flags, 0o666)
+                lock(handle, wait=wait, shared=shared)
+        except BlockingIOError:
+            raise DirectoryHeldError(
+                f"another process or thread writes {directory}; wait for it, or give another directory"
+            ) from None
+        yield
+    finally:
+        _release(handle)
+
+
+def _release(handle: int) -> None:
+    import fcntl
+
+    try:
+        # A forked child may hold the same handle.
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

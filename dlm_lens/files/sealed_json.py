@@ -1,0 +1,120 @@
+"""JSON with a checksum of its own, read through a schema: what is damaged is told in one sentence."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+CHECKSUM = "checksum"
+
+
+class DamagedFileError(ValueError):
+    """A file does not hold what was written into it."""
+
+
+class Document(BaseModel):
+    """The schema of a JSON object that this library writes: every field named, of its own type, and no other."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+Schema = TypeVar("Schema", bound=Document)
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON gives them back, and their checksum.
+
+    Raises:
+        ValueError: a number that is not finite, which is no JSON.
+    """
+    plain = json.loads(json.dumps(dict(values), allow_nan=False))
+    return {**plain, CHECKSUM: checksum_of(plain)}
+
+
+def checksum_of(plain: Mapping[str, Any]) -> str:
+    """SHA-256 of the values in one spelling, 16 digits of it."""
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def parsed(text: str | bytes, where: object, remedy: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        DamagedFileError: it is none.
+    """
+    try:
+        found = json.loads(text.decode() if isinstance(text, bytes) else text, parse_constant=_refused)
+    except RecursionError:
+        raise DamagedFileError(f"{where} is damaged (nested too deeply); {remedy}") from None
+    except ValueError as error:
+        raise DamagedFileError(f"{where} is damaged ({error}); {remedy}") from None
+    if not isinstance(found, dict):
+        raise DamagedFileError(f"{where} is damaged; {remedy}")
+    return found
+
+
+def unsealed(values: Mapping[str, Any], where: object, remedy: str, *, required: bool = True) -> dict[str, Any]:
+    """The values without their checksum, which must be theirs.
+
+    Raises:
+        DamagedFileError: it is not, or is missing where it is required.
+    """
+    plain = dict(values)
+    told = plain.pop(CHECKSUM, None)
+    if told is None and not required:
+        return plain
+    try:
+        right = told == checksum_of(plain)
+    except (RecursionError, ValueError):
+        right = False
+    if not right:
+        what = "has no checksum" if told is None else "its checksum is another"
+        raise DamagedFileError(f"{where} is damaged ({what}); {remedy}")
+    return plain
+
+
+def fitted(schema: type[Schema], values: Mapping[str, Any], where: object, remedy: str) -> Schema:
+    """The values as a schema says.
+
+    Raises:
+        DamagedFileError: naming the first field that is not.
+    """
+    try:
+        return schema.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = ".".join(map(str, first["loc"])) or "it"
+        raise DamagedFileError(f"{where} is damaged ({name:.80}: {first['msg']:.200}); {remedy}") from None
+    except RecursionError:
+        raise DamagedFileError(f"{where} is damaged (nested too deeply); {remedy}") from None
+
+
+def file_bytes(path: Path, remedy: str) -> bytes:
+    """What a file holds.
+
+    Raises:
+        DamagedFileError: it is missing, a directory, or cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path} is missing; {remedy}") from None
+    except IsADirectoryError:
+        raise DamagedFileError(f"{path} is damaged (a directory, not a file); {remedy}") from None
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+
+
+def lines_of(data: bytes) -> Iterator[bytes]:
+    """The whole lines of a file of JSON lines; a last one that a crash tore apart is not among them."""
+    return iter(data.split(b"\n")[:-1])
+
+
+def _refused(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")

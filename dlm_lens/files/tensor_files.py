@@ -1,0 +1,104 @@
+"""Safetensors files: written whole, with their digest, and read with it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from dlm_lens.files.atomic_writes import replacing
+from dlm_lens.files.sealed_json import CHECKSUM, DamagedFileError, file_bytes
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a file is known by.
+
+    Args:
+        size: in bytes.
+        digest: SHA-256 of its content.
+    """
+
+    size: int
+    digest: str
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> WrittenFile:
+    """Write a safetensors file; metadata carries a checksum of itself and the tensors.
+
+    Raises:
+        DiskFullError: there is no space for it.
+    """
+    # Of tensors that share memory safetensors would refuse one.
+    plain = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
+    }
+    told = None if metadata is None else {**metadata, CHECKSUM: _checksum(plain, metadata)}
+    content = save(plain, told)
+    with replacing(path) as file:
+        file.write(content)
+    return WrittenFile(len(content), hashlib.sha256(content).hexdigest())
+
+
+def read_tensors(path: Path, remedy: str, digest: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a file.
+
+    Raises:
+        DamagedFileError: it is missing, no such file, or not the one of this digest.
+    """
+    content = file_bytes(path, remedy)
+    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+        raise DamagedFileError(f"{path} is damaged (its checksum is another); {remedy}")
+    try:
+        return load(content)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise DamagedFileError(f"{path} is damaged ({error}); {remedy}") from None
+
+
+def read_with_metadata(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file that was written with metadata, and these; both are what was written.
+
+    Raises:
+        DamagedFileError: they are not.
+    """
+    content = file_bytes(path, remedy)
+    try:
+        length = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"] if length < len(content) else None
+        tensors = load(content)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+        raise DamagedFileError(f"{path} is damaged, or no such file ({error!s:.200}); {remedy}") from None
+    if not isinstance(metadata, dict) or metadata.pop(CHECKSUM, None) != _checksum(tensors, metadata):
+        raise DamagedFileError(f"{path} is damaged (its checksum is another, or missing); {remedy}")
+    return tensors, metadata
+
+
+def check_digest(path: Path, digest: str, remedy: str) -> None:
+    """Raise unless a file has this digest; it is read a piece at a time.
+
+    Raises:
+        DamagedFileError: it has another, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+    if found != digest:
+        raise DamagedFileError(f"{path} is damaged (its checksum is another); {remedy}")
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    found = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,97 @@
+"""One process and one thread at a time."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dlm_lens.files.locks import DirectoryHeldError, held
+
+HOLDS = """
+import sys, time
+from dlm_lens.files.locks import held
+with held(sys.argv[1], shared=len(sys.argv) > 2):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holding(*arguments: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, *arguments], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_a_second_process_gets_a_sentence_until_the_first_is_killed(tmp_path: Path) -> None:
+    with holding(str(tmp_path / "a")) as process:
+        with pytest.raises(ValueError, match=r"another process or thread writes .*/a; wait for it,"):
+            held(tmp_path / "a").__enter__()
+        with pytest.raises(DirectoryHeldError), held(tmp_path / "a", shared=True):
+            pass
+        process.kill()
+        process.wait()
+        with held(tmp_path / "a"):
+            pass
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_those_who_share_do_and_one_alone_does_not(tmp_path: Path) -> None:
+    with holding(str(tmp_path), "shared") as process:
+        with held(tmp_path, shared=True):
+            pass
+        with pytest.raises(DirectoryHeldError), held(tmp_path):
+            pass
+        process.kill()
+
+
+def test_threads_are_told_apart(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def other() -> None:
+        try:
+            with held(tmp_path):
+                pass
+        except DirectoryHeldError as error:
+            told.append(str(error))
+
+    with held(tmp_path):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(told) == 1
+    other()
+    assert len(told) == 1
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    with held(tmp_path):
+        child = subprocess.Popen(["sleep", "30"], close_fds=False)
+    try:
+        with held(tmp_path):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_disks_that_lock_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # NFS locks what is open for writing, and a directory never is.
+    real = fcntl.flock
+
+    def network(file: object, kind: int) -> None:
+        handle = file if isinstance(file, int) else file.fileno()  # type: ignore[attr-defined]
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", network)
+    with held(tmp_path), pytest.raises(DirectoryHeldError), held(tmp_path):
+        pass
+    with held(tmp_path):
+        pass
