@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dlm_lens.attention import SITES, Hook, HookContext, SinkLayout, Site, attention_blocks, run_of
+from dlm_lens.attention import SITES, Hook, HookContext, SinkLayout, Site, attention_blocks, exclusive, run_of
 from dlm_lens.sampling import Denoised, Follower, Sampler, StepPlan, denoise
 from dlm_lens.sampling.stored import StoredRun
 
@@ -168,6 +168,7 @@ class _Keep:
 
 
 @torch.no_grad()
+@exclusive
 def capture(
     model: Any,
     prompt: Any,

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dlm_lens.attention import Hook, HookContext, RunStep, Site, attention_blocks, run_of
+from dlm_lens.attention import Hook, HookContext, RunStep, Site, attention_blocks, exclusive, run_of
 from dlm_lens.hooks.places import ActivationSite, activation_site, layout_of, run_rows
 from dlm_lens.sampling import denoise
 
@@ -156,6 +156,7 @@ class _Summing:
 
 
 @torch.no_grad()
+@exclusive
 def mean_activations(
     model: Any,
     prompts: Any,

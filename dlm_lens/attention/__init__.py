@@ -1,5 +1,6 @@
 """Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
 
+from dlm_lens.attention.access import exclusive, in_use, listening
 from dlm_lens.attention.account import hidden_mass, hidden_per_map
 from dlm_lens.attention.attaching import NAMES, attached, attention_blocks
 from dlm_lens.attention.columns import (
@@ -58,11 +59,14 @@ __all__ = [
     "column_sums",
     "columns_of",
     "counted_queries",
+    "exclusive",
     "expected_received",
     "hidden_mass",
     "hidden_per_map",
     "hide_columns",
     "hooked_attention",
+    "in_use",
+    "listening",
     "pattern_tiles",
     "received_attention",
     "received_by_class",

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dlm_lens.attention.access import listening, unwrapped
 from dlm_lens.attention.context import PointContext, RunStep
 from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.points import HOOK_POINTS, HookedAttention
@@ -32,7 +33,8 @@ def attached(
     """Run `hooks` at their sites in every forward pass of `model` inside the block.
 
     Several hooks at one site run in the order given. Hooks that hide columns run without a pattern while nobody
-    reads it. All are gone when the block ends, however it ends.
+    reads it. All are gone when the block ends, however it ends. Until then other threads wait for the model, and
+    code that torch.compile made of it runs eagerly.
 
     Args:
         model: from `dlm_lens.load`.
@@ -49,6 +51,7 @@ def attached(
     causal = bool(getattr(model.config, "is_causal", True))
     sinks = SinkLayout.of(model)
     with ExitStack() as handles:
+        handles.enter_context(listening(model))
         for hook in hooks:
             for layer in sorted(wanted & _layers(getattr(hook, "layers", None), len(blocks))):
                 name = f"blocks.{layer}.{NAMES[hook.site]}"
@@ -66,7 +69,7 @@ def attention_blocks(model: Any) -> list[nn.Module]:
     Raises:
         ValueError: there are none.
     """
-    blocks = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), HookedAttention)]
+    blocks = [m for m in model.modules() if isinstance(unwrapped(m._modules.get("self_attn")), HookedAttention)]
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
     return blocks

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from dlm_lens.attention.access import ModelLock, guard_hooks, lock_of
 from dlm_lens.attention.functions import HOOKED, hooked_attention
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.streaming import ColumnCall, Reader, stream_hidden, stream_mix
@@ -43,6 +44,10 @@ class HookPoint(nn.Module):
         """Return `value` itself."""
         return value
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not part of a host that watches this point.
+        return {name: value for name, value in super().__getstate__().items() if name != "watchers"}
+
 
 class HookedAttention(nn.Module):
     """Attention of the Llama and Qwen2 layout whose quantities pass through the hook points.
@@ -55,6 +60,16 @@ class HookedAttention(nn.Module):
     """
 
     readers: tuple[Reader, ...] = ()
+    lock: ModelLock | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not part of a recording of the original.
+        return {name: value for name, value in super().__getstate__().items() if name != "readers"}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time (`_hooked_class`), so pickle cannot find it by its name.
+        mixin, host = type(self).__bases__
+        return _empty_attention, (mixin, host), self.__getstate__()
 
     def forward(
         self,
@@ -66,6 +81,8 @@ class HookedAttention(nn.Module):
     ) -> tuple[Float[Tensor, "batch position d_model"], Float[Tensor, "batch head query key"] | None]:
         """Return what is added to the residual stream, and the pattern where it was materialised."""
         host = cast(Any, self)
+        if self.lock is not None and not torch.compiler.is_compiling():
+            self.lock.check_thread()
         attention_mask = _boolean_if_whole(attention_mask)
         q, k, v = self._project(hidden_states)
         q, k = self._rotate(q, k, *position_embeddings, dtype=v.dtype)
@@ -208,6 +225,12 @@ def _hooked_class(mixin: type[HookedAttention], host: type[nn.Module]) -> type[n
     return _CLASSES[mixin, host]
 
 
+def _empty_attention(mixin: type[HookedAttention], host: type[nn.Module]) -> nn.Module:
+    """An attention module whose state is still to be set."""
+    hooked = _hooked_class(mixin, host)
+    return hooked.__new__(hooked)
+
+
 def add_hook_points(model: Model, attention_class: type[HookedAttention] = HookedAttention) -> Model:
     """Give every attention module of `model` its hook points, in place, and return the model.
 
@@ -224,8 +247,11 @@ def add_hook_points(model: Model, attention_class: type[HookedAttention] = Hooke
             f"{type(model).__name__} has no attention module with {', '.join(_PROJECTIONS)}; "
             "hook points need the Llama or Qwen2 layout"
         )
+    guard_hooks()
+    lock = lock_of(model) or ModelLock()
     for attention in found:
         if not isinstance(attention, HookedAttention):
+            attention.lock = lock
             attention.__class__ = _hooked_class(attention_class, type(attention))
             for name in HOOK_POINTS:
                 attention.add_module(f"hook_{name}", HookPoint())

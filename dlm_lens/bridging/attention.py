@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
@@ -10,6 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_lens.adapters.spare_softmax import spare_logits
 from dlm_lens.attention import SinkLayout, hooked_attention
+from dlm_lens.attention.access import ModelLock
 
 
 class ZeroSinkValue(LinearBridge):
@@ -43,6 +45,9 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """What is added to the residual stream [batch, position, d_model], and the pattern."""
+        lock: ModelLock | None = self.original_component.lock
+        if lock is not None and not torch.compiler.is_compiling():
+            lock.check_thread()
         hidden_states = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         mask, tables = kwargs.pop("attention_mask", None), kwargs.pop("position_embeddings")
         hidden_states = self.hook_in(hidden_states)

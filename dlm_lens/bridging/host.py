@@ -18,6 +18,7 @@ from dlm_lens.attention import (
     counted_queries,
     hidden_mass,
     hidden_per_map,
+    listening,
 )
 from dlm_lens.sampling import StepPlan
 from dlm_lens.sampling.hooking import check_hooks
@@ -70,6 +71,7 @@ class BridgeRun(Follower):
 
     def __enter__(self) -> "BridgeRun":
         with ExitStack() as stack:
+            stack.enter_context(listening(self.model))
             stack.enter_context(
                 self.bridge.hooks(fwd_hooks=[(name, self._told(hook)) for name, hook in self.hooks])
             )

@@ -1,7 +1,8 @@
 """`bridge`: a model of any family as a TransformerBridge that knows denoising steps."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +16,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import (
 from transformer_lens.model_bridge.sources.transformers_driver import TransformersDriver
 
 from dlm_lens.adapters import family_of, load
-from dlm_lens.attention import Hook, SinkLayout
+from dlm_lens.attention import Hook, SinkLayout, in_use, listening
+from dlm_lens.attention.access import without_wrappers
 from dlm_lens.bridging.architectures import ARCHITECTURES, architecture_of
 from dlm_lens.bridging.host import BridgeRun, Placed
 from dlm_lens.bridging.keeping import Keeper, NamesFilter, Steps, bytes_per_step, chosen_points
@@ -46,6 +48,29 @@ class DiffusionBridge(TransformerBridge):
             model.tokenizer = bridge.tokenizer
         # Text means what the tokenizer makes of it, here as in dlm_lens.denoise.
         bridge.cfg.default_prepend_bos = bridge.cfg.tokenizer_prepends_bos
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """One forward pass; see TransformerLens's `TransformerBridge.forward`."""
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **options)
+        with in_use(self.original_model):
+            return super().forward(*args, **options)
+
+    @contextmanager
+    def hooks(self, *args: Any, **options: Any) -> Iterator["DiffusionBridge"]:
+        """Hooks for as long as a block lasts; see TransformerLens's `TransformerBridge.hooks`."""
+        with listening(self.original_model), super().hooks(*args, **options):
+            yield self
+
+    def run_with_hooks(self, *args: Any, **options: Any) -> Any:
+        """One forward pass under hooks; see TransformerLens's `TransformerBridge.run_with_hooks`."""
+        with listening(self.original_model):
+            return super().run_with_hooks(*args, **options)
+
+    def run_with_cache(self, *args: Any, **options: Any) -> Any:
+        """One forward pass and its activations; see TransformerLens's `TransformerBridge.run_with_cache`."""
+        with listening(self.original_model):
+            return super().run_with_cache(*args, **options)
 
     @property
     def sinks(self) -> SinkLayout:
@@ -157,7 +182,7 @@ class DiffusionBridge(TransformerBridge):
             )
         host = settings.pop("host", ())
         hosts = (run, *(host if isinstance(host, Sequence) else (host,)))
-        with run:
+        with in_use(self.original_model), run:
             done = denoise(self.original_model, prompt, attention_mask, host=hosts, **settings)
         return replace(done, settings={**done.settings, **run.record(hooks)})
 
@@ -182,6 +207,7 @@ def bridge(model_or_name: Any, **load_options: Any) -> DiffusionBridge:
         raise ValueError(f"{', '.join(load_options)}: options are for loading; this model is loaded already")
     if not hasattr(model, "sampler_defaults"):
         raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then bridge it")
+    model = without_wrappers(model)
     twin = twin_of(model)
     name = model.config._name_or_path or type(model).__name__
     architecture = architecture_of(model.config)

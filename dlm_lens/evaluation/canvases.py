@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from dlm_lens.attention import listening
 from dlm_lens.recording import Recorder, Recording
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.sampling import Denoised, Sampler, StepPlan
@@ -45,16 +46,17 @@ class CanvasRecorder(Recorder):
     def listening(self, model: Any) -> Iterator[None]:
         """Record the forward passes inside the block."""
         decoder: nn.Module = model.get_decoder()
-        handles = [
-            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            decoder.register_forward_hook(self._behind),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.close()
+        with listening(model):
+            handles = [
+                decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+                decoder.register_forward_hook(self._behind),
+            ]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+                self.close()
 
     @property
     def canvases(self) -> int:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.attention import in_use
 from dlm_lens.evaluation.result import Evaluation, Score
 from dlm_lens.hooks.expressions import parse_hooks
 
@@ -78,17 +79,18 @@ def evaluate(
         lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
         prepare(lm, loaded["tasks"])
         _tell_fixed(loaded["tasks"], num_fewshot)
-        results = simple_evaluate(
-            model=lm,
-            tasks=_top(loaded),
-            task_manager=manager,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=multiturn,
-            bootstrap_iters=bootstrap_iters,
-            confirm_run_unsafe_code=confirm_run_unsafe_code,
-        )
+        with in_use(lm.model):
+            results = simple_evaluate(
+                model=lm,
+                tasks=_top(loaded),
+                task_manager=manager,
+                limit=limit,
+                num_fewshot=num_fewshot,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=multiturn,
+                bootstrap_iters=bootstrap_iters,
+                confirm_run_unsafe_code=confirm_run_unsafe_code,
+            )
     return Evaluation(tuple(read_scores(results or {})), results or {})
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import Hook, SinkLayout, attention_blocks
+from dlm_lens.attention import Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.probes.lens_result import LogitLens
 from dlm_lens.probes.places import Places, places_of
 from dlm_lens.probes.reading import Head, StreamReader, change, numbers, reading
@@ -18,6 +18,7 @@ from dlm_lens.sinks import Sinks
 
 
 @torch.no_grad()
+@exclusive
 def logit_lens(
     model: Any,
     run: Denoised,

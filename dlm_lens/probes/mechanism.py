@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import Hook
+from dlm_lens.attention import Hook, exclusive
 from dlm_lens.hooks import mask_random, mask_sinks
 from dlm_lens.probes.mechanism_result import SinkMechanism
 from dlm_lens.probes.recalling import record_run
@@ -18,6 +18,7 @@ from dlm_lens.sampling import Comparison, Denoised, denoise
 from dlm_lens.sinks import Detector, find_sinks
 
 
+@exclusive
 def sink_mechanism(
     model: Any,
     prompts: Any,

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from dlm_lens.attention import exclusive
 from dlm_lens.recording import Recorder, Recording
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.sampling import Denoised, Sampler, StoredRun
 
 
 @torch.no_grad()
+@exclusive
 def record_run(
     model: Any,
     run: Denoised,

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import MIN_VIEWERS, Columns, Hook, SinkLayout, attention_blocks
+from dlm_lens.attention import MIN_VIEWERS, Columns, Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.attention.attaching import checked
 from dlm_lens.probes.replay_result import PER_POSITION, Replay
 from dlm_lens.probes.watching import Watcher, on_canvas, watching
@@ -21,6 +21,7 @@ ENTRIES_AT_ONCE = 2**22
 
 
 @torch.no_grad()
+@exclusive
 def replay(
     model: Any,
     run: Denoised,

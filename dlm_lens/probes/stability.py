@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
 from dlm_lens.probes.recalling import record_run
 from dlm_lens.recording import LayerStep, ReceivedAttention
@@ -167,6 +168,7 @@ class PatternStability:
         return estimate(summed(pairs, known.nonzero()[:, 1], values.shape[1]), mean_of, seed=self.seed)
 
 
+@exclusive
 def pattern_stability(
     model: Any,
     run: Denoised,

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import SinkLayout, attention_blocks
+from dlm_lens.attention import SinkLayout, attention_blocks, exclusive
 from dlm_lens.probes.reading import Head, StreamReader, reading
 from dlm_lens.probes.tuned import TunedLens
 from dlm_lens.recording.names import name_of
@@ -19,6 +19,7 @@ from dlm_lens.recording.requests import weights_digest
 logger = logging.getLogger(__name__)
 
 
+@exclusive
 def train_tuned_lens(
     model: Any,
     text: str | Path,

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import estimate, mean_of, ratio_of
 from dlm_lens.probes.recalling import record_run
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
@@ -100,6 +101,7 @@ class SinkUpdates:
         }
 
 
+@exclusive
 def sink_updates(
     model: Any,
     run: Denoised,

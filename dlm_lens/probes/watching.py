@@ -17,6 +17,7 @@ from dlm_lens.attention import (
     SinkLayout,
     Site,
     attached,
+    listening,
     stream_columns,
 )
 
@@ -68,15 +69,16 @@ class Watcher:
 def watching(model: Any, watcher: Watcher, attention: bool) -> Iterator[None]:
     """Let a watcher see the forward passes of the block, behind every hook attached so far."""
     modules = [module for module in model.modules() if isinstance(module, HookedAttention)] if attention else []
-    before = [module.readers for module in modules]
-    for module in modules:
-        module.readers = (*module.readers, watcher.read)
-    try:
-        with attached(model, watcher, layers=watcher.layers):
-            yield
-    finally:
-        for module, readers in zip(modules, before, strict=True):
-            module.readers = readers
+    with listening(model):
+        before = [module.readers for module in modules]
+        for module in modules:
+            module.readers = (*module.readers, watcher.read)
+        try:
+            with attached(model, watcher, layers=watcher.layers):
+                yield
+        finally:
+            for module, readers in zip(modules, before, strict=True):
+                module.readers = readers
 
 
 def on_canvas(

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, exclusive
 from dlm_lens.probes.reading import Head
 from dlm_lens.probes.writes_result import SinkWrites
 from dlm_lens.recording.passes import on_canvas
@@ -20,6 +20,7 @@ AXES = ("step", "batch", "layer", "head", "position")
 
 
 @torch.no_grad()
+@exclusive
 def sink_writes(
     model: Any,
     run: Denoised,

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from dlm_lens.attention import listening
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.result import Recording
 from dlm_lens.sampling import Denoised, Sampler, StepPlan
@@ -62,16 +63,17 @@ def record_forward(
     """
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
     decoder: nn.Module = model.get_decoder()
-    handles = [
-        decoder.register_forward_pre_hook(recorder.before, with_kwargs=True),
-        decoder.register_forward_hook(recorder.behind),
-    ]
-    try:
-        yield ForwardRecording(recorder)
-    finally:
-        for handle in handles:
-            handle.remove()
-        recorder.close()
+    with listening(model):
+        handles = [
+            decoder.register_forward_pre_hook(recorder.before, with_kwargs=True),
+            decoder.register_forward_hook(recorder.behind),
+        ]
+        try:
+            yield ForwardRecording(recorder)
+        finally:
+            for handle in handles:
+                handle.remove()
+            recorder.close()
 
 
 class _ForwardRecorder(Recorder):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import Hook
+from dlm_lens.attention import Hook, exclusive
 from dlm_lens.files.locks import held
 from dlm_lens.recording.joining import joined
 from dlm_lens.recording.loading import load_part, part_name, parts_of
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 DEFAULT = (ReceivedAttention(),)
 
 
+@exclusive
 def record(
     model: Any,
     prompts: Any,

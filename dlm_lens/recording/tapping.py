@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dlm_lens.attention import AttentionInputs, attention_blocks
+from dlm_lens.attention import AttentionInputs, attention_blocks, listening
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Tap:
             )
         self.layers = chosen_layers(layers, len(blocks))
         self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
-        self.show, self.stream = show, stream
+        self.model, self.show, self.stream = model, show, stream
         self._resid: dict[int, Tensor] = {}
         self._inputs: dict[int, AttentionInputs] = {}
         self._added: dict[int, Tensor] = {}
@@ -79,6 +79,7 @@ class Tap:
     def open(self) -> None:
         """Begin to show."""
         self.close()
+        self._open.enter_context(listening(self.model))
         for layer, block in self.blocks.items():
             attention = block.self_attn
             attention.readers = (*attention.readers, self._read)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import Hook
+from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.attaching import checked
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.result import Denoised
@@ -130,6 +130,7 @@ class Comparison:
         return pd.DataFrame(columns)
 
 
+@exclusive
 def compare(
     model: Any, prompts: Any, hooks: Sequence[Hook], *, seed: int | list[int] | None = 0, **settings: Any
 ) -> Comparison:

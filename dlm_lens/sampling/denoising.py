@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import Hook
+from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.attaching import checked
 from dlm_lens.sampling.causal import CausalSettings, decode
 from dlm_lens.sampling.checks import numbers
@@ -36,6 +36,7 @@ ALGORITHMS: dict[str, tuple[type[Any], type[Any], Any]] = {
 
 
 @torch.no_grad()
+@exclusive
 def denoise(
     model: Any,
     prompt: Any,

@@ -21,6 +21,7 @@ from dlm_lens.attention import (
     counted_queries,
     hidden_mass,
     hidden_per_map,
+    listening,
     stream_columns,
 )
 from dlm_lens.sampling.host import Follower
@@ -120,12 +121,13 @@ def collecting_columns(model: Any, run: RunStep) -> Iterator[Mapping[int, Column
         columns[inputs.layer] = stream_columns(inputs, queries)
 
     modules = [module for module in model.modules() if isinstance(module, HookedAttention)]
-    before = [module.readers for module in modules]
-    for module in modules:
-        # Whoever records the run is not told of this pass.
-        module.readers = (read,)
-    try:
-        yield columns
-    finally:
-        for module, readers in zip(modules, before, strict=True):
-            module.readers = readers
+    with listening(model):
+        before = [module.readers for module in modules]
+        for module in modules:
+            # Whoever records the run is not told of this pass.
+            module.readers = (read,)
+        try:
+            yield columns
+        finally:
+            for module, readers in zip(modules, before, strict=True):
+                module.readers = readers

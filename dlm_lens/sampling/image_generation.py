@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.adapters import ImageLayout, family_of
+from dlm_lens.attention import exclusive
 from dlm_lens.sampling.checks import numbers
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
@@ -44,6 +45,7 @@ class ImageTokens:
 
 
 @torch.no_grad()
+@exclusive
 def generate_image_tokens(
     model: Any,
     prompt: Any,

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
+from dlm_lens.attention import exclusive
 from dlm_lens.sampling.checks import numbers
 from dlm_lens.sampling.completion import greedy_completions
 from dlm_lens.sampling.corruption import CountCorruption, RateCorruption, chain_masks
@@ -31,6 +32,7 @@ CORRUPTIONS: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
 
 
 @torch.no_grad()
+@exclusive
 def log_likelihood(
     model: Any,
     prompt: Any,

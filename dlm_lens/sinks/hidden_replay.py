@@ -1,6 +1,7 @@
 """`key_statistic_over_steps`: largest activations and key norms at every step of a run."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, get_args
 
@@ -8,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dlm_lens.attention import HookedAttention
+from dlm_lens.attention import attention_blocks, exclusive, listening
 from dlm_lens.sampling import Denoised
 from dlm_lens.sinks.hidden import HiddenQuantity, KeyStatistic
 from dlm_lens.sinks.received import AXES
@@ -18,6 +19,7 @@ ROWS_PER_PASS = 32
 
 
 @torch.no_grad()
+@exclusive
 def key_statistic_over_steps(
     model: Any,
     run: Denoised,
@@ -95,18 +97,16 @@ def _watch(
     def behind(layer: int, module: nn.Module, args: Any, output: Tensor) -> None:
         keep(layer, output)
 
-    blocks = [m for m in model.modules() if any(isinstance(child, HookedAttention) for child in m.children())]
-    handles = []
-    for layer in layers:
-        attention = next(child for child in blocks[layer].children() if isinstance(child, HookedAttention))
-        if quantity == "max activation":
-            hook: Callable[..., None] = partial(before, layer)
-            handles.append(blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
-        else:
-            handles.append(attention.get_submodule("hook_k").register_forward_hook(partial(behind, layer)))
-    try:
+    blocks = attention_blocks(model)
+    with ExitStack() as stack:
+        stack.enter_context(listening(model))
+        for layer in layers:
+            if quantity == "max activation":
+                hook: Callable[..., None] = partial(before, layer)
+                handle = blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)
+            else:
+                point = blocks[layer].get_submodule("self_attn.hook_k")
+                handle = point.register_forward_hook(partial(behind, layer))
+            stack.callback(handle.remove)
         model.get_decoder()(**canvases.view(start, stop).inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen

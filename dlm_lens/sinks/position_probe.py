@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from dlm_lens.attention import exclusive
 from dlm_lens.sampling import Denoised
 from dlm_lens.sinks.bootstrap import ratio_by_prompt
 from dlm_lens.sinks.detectors import AboveMean
@@ -79,6 +80,7 @@ class PositionOrToken:
         return pd.DataFrame(lines)
 
 
+@exclusive
 def position_or_token(
     model: Any,
     run: Denoised,

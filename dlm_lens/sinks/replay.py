@@ -15,7 +15,9 @@ from dlm_lens.attention import (
     MIN_VIEWERS,
     HookedAttention,
     SinkLayout,
+    exclusive,
     expected_received,
+    listening,
     received_attention,
     viewers,
     visible_keys,
@@ -30,6 +32,7 @@ ENTRIES_PER_PASS = 2**24
 
 
 @torch.no_grad()
+@exclusive
 def received_over_steps(
     model: Any,
     run: Denoised,
@@ -81,7 +84,8 @@ def received_over_steps(
     seers: list[Tensor] = []
     for start in tqdm(range(0, len(canvases), rows), desc="replaying", unit="pass", disable=not progress):
         view = canvases.view(start, start + rows)
-        with _watching(points, partial(view.reduce, relative=relative, min_viewers=min_viewers)) as seen:
+        reduce = partial(view.reduce, relative=relative, min_viewers=min_viewers)
+        with listening(model), _watching(points, reduce) as seen:
             model.get_decoder()(**view.inputs)
         values.append(_stack(points, seen))
         expected.append(expected_received(view.visible, view.queries).cpu())

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.attention import Columns, HookedAttention, RunStep
+from dlm_lens.attention.access import without_wrappers
 from dlm_lens.sampling import CanvasLogits, Denoised, Host, Sampler, collecting_columns
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.batching import RowBatcher
@@ -72,6 +73,7 @@ class DiffusionLM(HuggingFaceModel):
             raise ValueError(f"{', '.join(options)}: options are for loading; this model is loaded already")
         if not hasattr(model, "sampler_defaults"):
             raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then wrap it")
+        model = without_wrappers(model)
         self.causal = family_of(model.config.model_type).causal
         super().__init__(
             model, rename=NAMES, envoys={HookedAttention: AttentionEnvoy}, interleaver=RunInterleaver()

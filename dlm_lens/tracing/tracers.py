@@ -1,12 +1,14 @@
 """nnsight's tracers with `steps`, and the interleaver that explains what a trace waited for in vain."""
 
 import threading
+from types import CodeType
 from typing import Any
 
 from nnsight.intervention.editing import EditingTracer
 from nnsight.intervention.interleaver import GreenletExit, Interleaver, Mediator, OutOfOrderError, getcurrent
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 
+from dlm_lens.attention import listening
 from dlm_lens.tracing.steps import STEP, Steps, place_of
 
 
@@ -17,6 +19,11 @@ class WithSteps:
     def steps(self) -> Steps:
         """The steps of the run: `for step in tracer.steps[10:20]:`."""
         return Steps()
+
+    def execute(self, code: CodeType) -> None:
+        """Run the block, while other threads wait for the model and no compiled code runs."""
+        with listening(self.envoy.root._module):  # type: ignore[attr-defined]
+            super().execute(code)  # type: ignore[misc]
 
 
 class RunTracer(WithSteps, InterleavingTracer):

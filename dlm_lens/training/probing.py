@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout, column_sums
+from dlm_lens.attention import SinkLayout, column_sums, listening
 from dlm_lens.training.rows import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
@@ -141,7 +141,7 @@ def _canvas(
     queries = ~layout.is_sink(length, ids.device)
     received: list[Tensor] = []
     norms: list[Tensor] = []
-    with _watching(layers, received, norms, queries):
+    with listening(model), _watching(layers, received, norms, queries):
         forward(ids[None])
     # Learned sinks behind the canvas, wherever they stand.
     order = torch.cat([torch.arange(length)[layout.canvas(length)], torch.arange(length)[layout.sinks(length)]])

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
+from dlm_lens.attention import in_use
 from dlm_lens.training.arguments import training_arguments
 from dlm_lens.training.batches import Batching, BatchStream
 from dlm_lens.training.checkpoints import (
@@ -220,7 +221,7 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
             return TrainOutput(self.state.global_step, math.nan, {})
         if self.settings.compile:
             self.model.get_decoder().compile()
-        with loss_forward(self.model), self.interruption.caught():
+        with in_use(self.model), loss_forward(self.model), self.interruption.caught():
             output = super().train(resume_from_checkpoint=None if found is None else str(found), **kwargs)
         self.interruption.tell(self.state.global_step, self.args.max_steps, self.last_checkpoint)
         return output

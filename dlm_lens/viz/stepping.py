@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from dlm_lens.attention import HookedAttention
+from dlm_lens.attention import HookedAttention, exclusive, listening
 from dlm_lens.sampling import Denoised
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
@@ -74,6 +74,7 @@ class Snapshot:
 
 
 @torch.no_grad()
+@exclusive
 def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) -> Snapshot:
     """Run the model on the canvas that a step saw, and keep one layer's pattern and values.
 
@@ -124,6 +125,7 @@ def _watched(model: Any, inputs: Any, pattern: nn.Module, values: nn.Module) -> 
     """What passes two hook points in one forward pass."""
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack:
+        stack.enter_context(listening(model))
         for name, point in (("pattern", pattern), ("values", values)):
 
             def watch(module: nn.Module, args: Any, value: Tensor, name: str = name) -> None:
