@@ -1,7 +1,12 @@
 """`load`: a checkpoint as a ready model, without executing anything that came with it."""
 
+import atexit
 import json
 import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +238,8 @@ def _load_weights(model_class: type[PreTrainedModel], source: str, **options: An
     if Path(source).is_file():
         # Weights alone: there is no config.json from which transformers could read how to generate.
         options["generation_config"] = GenerationConfig.from_model_config(options["config"])
+    if _may_offload(options["device_map"]):
+        options["offload_folder"] = tempfile.mkdtemp(dir=_offload_root())
     # Sizes that do not match are reported like the rest, by name, instead of by an error that names nothing.
     model, report = model_class.from_pretrained(
         source, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -246,6 +253,23 @@ def _load_weights(model_class: type[PreTrainedModel], source: str, **options: An
                 f"{', '.join(names[:5])}{more}; {remedy}"
             )
     return model
+
+
+def _may_offload(device_map: Any) -> bool:
+    """Whether weights may go to the disk."""
+    places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    return bool(places & {"disk", "auto", "balanced", "balanced_low_0", "sequential"})
+
+
+@cache
+def _offload_root() -> str:
+    """Where offloaded weights lie that the files hold in another form than the model (SMDM splits them).
+
+    A folder of this process, removed when it ends: a twin of a model may still read it when the model is gone.
+    """
+    root = tempfile.mkdtemp(prefix="dlm-lens-offloaded-")
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
 
 
 def _described(key: Any) -> str:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from dlm_lens.attention.layout import SinkLayout
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ def count_hidden(
     content = layout.is_sink(keys, device).repeat(rows, 1)
     content[:, layout.canvas(keys)] = run.for_rows(rows).valid.to(device)
     columns = (hidden.columns & content[:, None]).expand(rows, heads, keys)
-    maps = hidden.maps(rows, heads).to(device)
+    maps = hidden.maps(rows, heads)
     _add(run.memory, (COLUMNS, _key(hook)), columns.sum(), maps)
     if given is not None:
         received = (given.sums.to(device) * columns).sum((1, 2)) / given.counted.to(device).clamp(min=1)
@@ -54,9 +57,11 @@ def hidden_mass(memory: Memory | Sequence[Memory], hook: Any) -> float | None:
     return _per_map(memory, (MASS, _key(hook)))
 
 
-def _add(memory: Any, key: Any, total: Any, maps: Any) -> None:
-    held = memory.setdefault(key, [0, 0])
-    held[0], held[1] = held[0] + total, held[1] + maps
+def _add(memory: Any, key: Any, total: Tensor, maps: int | Tensor) -> None:
+    """Add on the device of the first layer that counted: nothing waits for the host here."""
+    held = memory.setdefault(key, [torch.zeros((), dtype=total.dtype, device=total.device), 0])
+    device = held[0].device
+    held[0], held[1] = held[0] + total.to(device), held[1] + (maps.to(device) if isinstance(maps, Tensor) else maps)
 
 
 def _per_map(memory: Memory | Sequence[Memory], key: Any) -> float | None:

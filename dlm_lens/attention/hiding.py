@@ -98,13 +98,13 @@ class Hidden:
         if self.rows is not None:
             columns = columns & self.rows.to(device)[:, None, None]
         if self.heads:
-            columns = columns & _in_heads(self.heads, heads).to(device)[:, None]
+            columns = columns & _head_flags(self.heads, heads, device)[:, None]
         return replace(self, columns=columns)
 
-    def maps(self, rows: int, heads: int) -> Int[Tensor, ""]:
+    def maps(self, rows: int, heads: int) -> int | Int[Tensor, ""]:
         """How many of the maps of a batch, each a row's and a head's, may lose anything."""
-        chosen = torch.ones(rows, dtype=torch.bool) if self.rows is None else self.rows.cpu()
-        return chosen.sum() * _in_heads(self.heads, heads).sum()
+        chosen: int | Tensor = rows if self.rows is None else self.rows.sum()
+        return chosen * len(_heads_in_all(self.heads, heads))
 
     def entries(
         self, visible: Bool[Tensor, "batch #head query key"], own: Int[Tensor, "query"]
@@ -122,17 +122,23 @@ class Hidden:
         return hidden & ~(empty & (itself | ~sees_itself))
 
 
-def _in_heads(sets: tuple[tuple[int, ...], ...], count: int) -> Bool[Tensor, "head"]:
-    """The heads that are in all sets."""
-    chosen = torch.ones(count, dtype=torch.bool)
+def _heads_in_all(sets: tuple[tuple[int, ...], ...], count: int) -> set[int]:
+    """The heads, counted from 0, that are in all sets."""
+    chosen = set(range(count))
     for heads in sets:
-        one = torch.zeros(count, dtype=torch.bool)
         for head in heads:
             if not -count <= head < count:
                 raise ValueError(f"head {head} of {count}: heads go from 0 to {count - 1}, or from -{count} to -1")
-            one[head] = True
-        chosen &= one
+        chosen &= {head % count for head in heads}
     return chosen
+
+
+def _head_flags(sets: tuple[tuple[int, ...], ...], count: int, device: torch.device) -> Bool[Tensor, "head"]:
+    """True at the heads that are in all sets; made on the device, where a copy would wait for it."""
+    flags = torch.zeros(count, dtype=torch.bool, device=device)
+    for head in _heads_in_all(sets, count):
+        flags[head] = True
+    return flags
 
 
 def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | None") -> Tensor:

@@ -6,6 +6,7 @@ their `forward` is replaced by one that passes each quantity through an identity
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -231,6 +232,13 @@ def _empty_attention(mixin: type[HookedAttention], host: type[nn.Module]) -> nn.
     return hooked.__new__(hooked)
 
 
+def _rewrap(attention: nn.Module, plain: type[nn.Module]) -> None:
+    """Let accelerate's wrapper, which a device map puts around `forward` while loading, call the new class's."""
+    wrapped = attention.__dict__.get("_old_forward")
+    if getattr(wrapped, "__func__", None) is plain.forward:
+        attention.__dict__["_old_forward"] = MethodType(type(attention).forward, attention)
+
+
 def add_hook_points(model: Model, attention_class: type[HookedAttention] = HookedAttention) -> Model:
     """Give every attention module of `model` its hook points, in place, and return the model.
 
@@ -252,7 +260,9 @@ def add_hook_points(model: Model, attention_class: type[HookedAttention] = Hooke
     for attention in found:
         if not isinstance(attention, HookedAttention):
             attention.lock = lock
-            attention.__class__ = _hooked_class(attention_class, type(attention))
+            plain = type(attention)
+            attention.__class__ = _hooked_class(attention_class, plain)
+            _rewrap(attention, plain)
             for name in HOOK_POINTS:
                 attention.add_module(f"hook_{name}", HookPoint())
     return model

@@ -10,6 +10,7 @@ from transformer_lens.utilities.slice import Slice
 
 from dlm_lens.adapters.memory import free_bytes
 from dlm_lens.bridging.step_cache import StepCache
+from dlm_lens.placement import devices, input_device
 
 NamesFilter = str | list[str] | Callable[[str], bool] | None
 Steps = int | slice | Iterable[int] | None
@@ -72,7 +73,7 @@ def bytes_per_step(bridge: Any, points: Iterable[str], positions: int, rows: int
         if isinstance(tensor, Tensor):
             sizes[hook.name].append(tensor.numel() * tensor.element_size())
 
-    device = bridge.original_model.get_input_embeddings().weight.device
+    device = input_device(bridge.original_model)
     with torch.no_grad(), bridge.hooks(fwd_hooks=[(name, measure) for name in sizes]):
         for length in (1, 2, 3):
             bridge(torch.zeros(1, length, dtype=torch.long, device=device), use_cache=False)
@@ -95,7 +96,8 @@ class Keeper:
         bridge: the model.
         points: own name -> names that were asked for.
         wanted: which steps; None for all.
-        device: where activations go; None to leave them.
+        device: where activations go; None to leave them, or of a model over several devices to bring them to
+            that of the canvas.
         positions: which positions to keep, as TransformerLens's `pos_slice`.
         limit: bytes that the cache may take; None for `SHARE_OF_FREE_MEMORY` of what is free.
     """
@@ -119,7 +121,10 @@ class Keeper:
         self.steps = chosen_steps(self.wanted, total)
         costs = bytes_per_step(self.bridge, self.points, positions, rows)
         needed = len(self.steps) * sum(costs.values())
-        device = torch.device(self.device or self.bridge.original_model.device)
+        if self.device is None and len(devices(self.bridge.original_model)) > 1:
+            # Layers on several devices: what is kept of them can be stacked and compared only on one.
+            self.device = input_device(self.bridge.original_model)
+        device = torch.device(self.device or input_device(self.bridge.original_model))
         free = free_bytes(device)
         limit = self.limit if self.limit is not None or free is None else int(SHARE_OF_FREE_MEMORY * free)
         if limit is None or needed <= limit:

@@ -24,6 +24,7 @@ from dlm_lens.bridging.keeping import Keeper, NamesFilter, Steps, bytes_per_step
 from dlm_lens.bridging.sites import placed
 from dlm_lens.bridging.step_cache import StepCache
 from dlm_lens.bridging.twin import twin_of
+from dlm_lens.placement import input_device
 from dlm_lens.sampling import Denoised, denoise
 
 
@@ -213,7 +214,7 @@ def bridge(model_or_name: Any, **load_options: Any) -> DiffusionBridge:
     architecture = architecture_of(model.config)
     config = build_bridge_config_from_hf(model.config, architecture, name, model.dtype)
     adapter: Any = ARCHITECTURES[architecture](config)
-    adapter.cfg.device = str(model.get_input_embeddings().weight.device)
+    adapter.cfg.device = str(input_device(model))
     adapter.prepare_model(twin)
     tokenizer = _tokenizer(model.tokenizer)
     if tokenizer is not None:

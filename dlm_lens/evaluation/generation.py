@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.evaluation.likelihoods import Around, together
 from dlm_lens.evaluation.stopping import cut, end_ids
+from dlm_lens.placement import execution_device
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.llada import LLaDASettings
 from dlm_lens.sampling.scoring import LOGITS, POSITIONS
@@ -93,8 +94,8 @@ class Generator:
     def _rows(self, longest: Job, settings: Mapping[str, Any]) -> int:
         if self.batch_size is not None:
             return self.batch_size
-        head = self.model.get_output_embeddings().weight
-        most = POSITIONS.get(head.device.type, max(POSITIONS.values()))
+        head = self.model.get_output_embeddings()
+        most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
         halves = 2 if settings.get("cfg_scale", self.model.sampler_defaults.get("cfg_scale")) else 1
         if self.algorithm == "causal":
             evaluated = 1
@@ -102,7 +103,7 @@ class Generator:
             evaluated = settings.get("block_length") or self.model.sampler_defaults.get("block_length")
             evaluated = min(evaluated or longest.gen_length, longest.gen_length)
         width = len(longest.prompt) + longest.gen_length
-        return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.shape[0])))
+        return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.weight.shape[0])))
 
     def _settled(self, settings: Mapping[str, Any]) -> bool:
         """Whether a written block is final and the next one depends on nothing but the canvas."""

@@ -8,6 +8,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.evaluation.missing import MISSING
+from dlm_lens.placement import input_device
 
 try:
     from lm_eval.api.registry import register_model
@@ -104,7 +105,7 @@ class HarnessLM(SharedLM):
         if not hasattr(model, "sampler_defaults"):
             raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
         self.model, self.seed = model, int(seed)
-        self._device, self.around = model.device, around
+        self._device, self.around = input_device(model), around
         self.encoder = Encoder(model, add_bos=add_bos, max_length=max_length)
         self.jobs = JobMaker(model, self.encoder, self.generation, self.seed)
         self.items = ItemMaker(self.encoder, self.likelihood, self.seed)

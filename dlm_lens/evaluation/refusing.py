@@ -7,6 +7,7 @@ import torch
 
 from dlm_lens.attention.context import NoRunError
 from dlm_lens.hooks import attached
+from dlm_lens.placement import input_device
 
 TRIED = 16
 """Positions of the canvas that hooks are tried on: enough for every key to have the viewers that a score needs."""
@@ -19,7 +20,7 @@ def refuse_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
     Raises:
         ValueError: naming a hook that needs steps.
     """
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     canvas = torch.zeros(1, TRIED, dtype=torch.long, device=device)
     for hook in hooks:
         try:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dlm_lens.placement import named_weights
+
 logger = logging.getLogger(__name__)
 
 
@@ -110,7 +112,7 @@ class Responses:
 def fingerprint(model: Any) -> str:
     """A digest of a model: its config, and the shape and a few numbers of every weight."""
     digest = hashlib.sha256(repr(sorted(_plain(model.config).items())).encode())
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in named_weights(model, by_name=True):
         length = weight.numel()
         starts = (0, length // 2, max(0, length - 8))
         places = torch.tensor([place for start in starts for place in range(start, min(start + 8, length))])

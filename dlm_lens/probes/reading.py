@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention import HookContext, SinkLayout, Site, attached
+from dlm_lens.placement import execution_device
 
 ENTRIES_AT_ONCE = 2**22
 """Logits in float64 at a time, 32 MiB each of a few."""
@@ -35,9 +36,9 @@ class Head:
         self.norm, self.unembed = norm, model.get_output_embeddings()
         self.vocabulary: int = self.unembed.weight.shape[0]
         self.mask_id: int | None = getattr(model.config, "mask_token_id", None)
-        self.device: torch.device = self.unembed.weight.device
+        self.device = execution_device(self.unembed)
         weight: Tensor = norm.get_parameter("weight")
-        self.norm_device, self.dtype = weight.device, weight.dtype
+        self.norm_device, self.dtype = execution_device(norm), weight.dtype
 
     @property
     def rows_at_once(self) -> int:
@@ -48,7 +49,7 @@ class Head:
         """Logits, in the model's dtype."""
         states = self.norm(stream.to(self.norm_device, self.dtype))
         logits: Tensor = self.unembed(states.to(self.device))
-        return logits
+        return logits.to(self.device)
 
     def log_probabilities(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
         """Log-probabilities ln p, in float64."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from dlm_lens.attention import SinkLayout, attention_blocks, exclusive
+from dlm_lens.placement import input_device
 from dlm_lens.probes.reading import Head, StreamReader, reading
 from dlm_lens.probes.tuned import TunedLens
 from dlm_lens.recording.names import name_of
@@ -130,7 +131,7 @@ def _loss(
     last = len(lens.layers)
     batch, position = learn.nonzero(as_tuple=True)
     reader = StreamReader(SinkLayout.of(model), len(tokens), batch, position)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     with torch.no_grad(), reading(model, reader, range(last + 1)):
         model.get_decoder()(input_ids=tokens.to(device), use_cache=False)
     total = torch.zeros((), device=head.device)

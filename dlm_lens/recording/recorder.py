@@ -171,7 +171,8 @@ class Recorder(Follower):
         regions = self._regions_on(facts)
 
         def stream(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else sinks_last(tensor[:rows], 1, layout)
+            # The stream comes from where the layer before computes.
+            return None if tensor is None else sinks_last(tensor[:rows].to(inputs.q.device), 1, layout)
 
         return LayerStep(
             index=inputs.layer,

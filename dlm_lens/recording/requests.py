@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlm_lens.placement import named_weights
 from dlm_lens.recording.arrays import as_plain
 from dlm_lens.recording.names import name_of
 from dlm_lens.recording.recorder import Recorder
@@ -45,7 +46,7 @@ def request_of(
 def weights_digest(model: Any) -> str:
     """A digest of some entries of every weight: tells checkpoints apart without reading all of them."""
     found = hashlib.sha256()
-    for name, weight in model.named_parameters():
+    for name, weight in named_weights(model):
         found.update(f"{name} {tuple(weight.shape)}".encode())
         found.update(_sample(weight))
     return found.hexdigest()[:16]

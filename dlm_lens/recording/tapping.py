@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dlm_lens.attention import AttentionInputs, attention_blocks, listening
+from dlm_lens.placement import resident
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +103,7 @@ class Tap:
             ValueError: the weight is quantised.
         """
         attention = self.blocks[layer].self_attn
-        weight: Tensor = attention.o_proj.weight
+        weight: Tensor = resident(attention.o_proj)
         if not weight.is_floating_point() or weight.ndim != 2:
             raise ValueError("the output projection is quantised; load the model unquantised for this reducer")
         return weight.T.unflatten(0, (-1, attention.head_dim))

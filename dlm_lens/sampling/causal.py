@@ -131,12 +131,12 @@ class _Prefix:
             with torch.enable_grad() if self.grad else nullcontext():
                 output = self.model(**inputs)
             self._keep(output.past_key_values, stop)
-            last: Tensor = output.logits[:, -1].detach()
+            last: Tensor = output.logits[:, -1].detach().to(canvas.device)
             return last
         states = self.model.get_decoder()(**inputs)
         self._keep(states.past_key_values, stop)
         logits: Tensor = self.model.get_output_embeddings()(states.last_hidden_state[:, -1])
-        return logits
+        return logits.to(canvas.device)
 
     def _keep(self, cache: Any, stop: int) -> None:
         if self.use_cache:

@@ -49,7 +49,8 @@ class CanvasLogits:
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position, through the model's own forward."""
-        logits = self._guided(self.model(input_ids=self._halves(canvas), **self.inputs).logits)
+        logits = self.model(input_ids=self._halves(canvas), **self.inputs).logits.to(canvas.device)
+        logits = self._guided(logits)
         return logits if self.source is None else logits[self._rows(canvas), self.source]
 
     def at(
@@ -62,7 +63,8 @@ class CanvasLogits:
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "half needed d_model"]:
         """What the head reads for the `needed` positions; with guidance twice, the conditional canvas's first."""
-        states = self.forward(canvas).last_hidden_state
+        # With a device map the last layer may compute elsewhere than the embedding, and the head elsewhere again.
+        states = self.forward(canvas).last_hidden_state.to(canvas.device)
         states = states[:, self.sinks.canvas(states.shape[1])]
         halves = states.reshape(-1, *canvas.shape, states.shape[-1])
         if self.source is None:
@@ -73,7 +75,8 @@ class CanvasLogits:
 
     def head(self, states: Float[Tensor, "half needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
         """Logits of (some of) these states."""
-        return self._guided(self.model.get_output_embeddings()(states.flatten(0, 1)))
+        logits = self.model.get_output_embeddings()(states.flatten(0, 1)).to(states.device)
+        return self._guided(logits)
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """The network without its head, as `at` runs it: for whoever only watches."""

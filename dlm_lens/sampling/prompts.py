@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.placement import input_device
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -43,7 +45,7 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
             )
         attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask
         prompt = prompt["input_ids"]
-    embedding = model.get_input_embeddings().weight
+    rows = model.get_input_embeddings().weight.shape[0]
     ids = _to_ids(model, prompt)
     if isinstance(ids, Tensor):
         mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
@@ -58,8 +60,9 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
     mask = mask.reshape(1, -1) if mask.ndim == 1 else mask
     if mask.ndim == 2 and bool(mask[:, ids.shape[1] :].all()):
         mask = mask[:, : ids.shape[1]]
-    _check(ids, mask, rows=embedding.shape[0])
-    return Prompts(ids.to(embedding.device), mask.bool().to(embedding.device))
+    _check(ids, mask, rows=rows)
+    device = input_device(model)
+    return Prompts(ids.to(device), mask.bool().to(device))
 
 
 def warn_beyond_context(model: Any, positions: int) -> None:

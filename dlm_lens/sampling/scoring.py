@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.placement import execution_device, input_device
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError
 from dlm_lens.sampling.pairs import Pair
 from dlm_lens.sampling.prompts import padding_id
@@ -108,11 +109,11 @@ class Scorer:
         if self.batch_size is not None:
             return rows <= self.batch_size
         halves = 2 if self.cfg_scale else 1
-        head = self.model.get_output_embeddings().weight
-        most = POSITIONS.get(head.device.type, max(POSITIONS.values()))
+        head = self.model.get_output_embeddings()
+        most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
         # A forward that is half full is better finished than padded by more than an eighth.
         wasteful = 2 * halves * (rows - 1) * width > most and 8 * (width - shortest) > width
-        return halves * rows * width <= most and halves * scored * head.shape[0] <= LOGITS and not wasteful
+        return halves * rows * width <= most and halves * scored * head.weight.shape[0] <= LOGITS and not wasteful
 
     def _evaluate(self, rows: Sequence[Row]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
         batch = assemble(self.model, rows)
@@ -173,7 +174,7 @@ def check_items(
 
 def assemble(model: Any, queries: Sequence[Query]) -> Batch:
     """Put queries into rows, padded on the left."""
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     width = max(len(query.masked) for query in queries)
 
     def padded(rows: list[Tensor], fill: int) -> Tensor:

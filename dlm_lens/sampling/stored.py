@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook
+from dlm_lens.placement import input_device
 from dlm_lens.sampling.denoising import ALGORITHMS
 from dlm_lens.sampling.hooking import HookRunner
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
@@ -45,7 +46,7 @@ class StoredRun:
                 f"and embeds {rows} tokens: is it another model's?"
             )
         self.model, self.run, self.causal = model, run, name == "causal"
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self.content = run.attention_mask.to(self.device)
         self._sampler = None if self.causal else _sampler_like(run, name)
         self._network = None if self.causal else self._canvas_logits(name)
@@ -78,14 +79,14 @@ class StoredRun:
         if self._network is not None:
             return self._network.states(canvas, self.asked(step))
         last: Tensor = self._prefix(canvas[:, : self.length(step)]).last_hidden_state[:, -1]
-        return last[None]
+        return last[None].to(self.device)
 
     def logits(self, states: Float[Tensor, "half asked d_model"]) -> Float[Tensor, "asked d_vocab"]:
         """Logits of (some of) the states, guided as in the run."""
         if self._network is not None:
             return self._network.head(states)
         logits: Tensor = self.model.get_output_embeddings()(states[0])
-        return logits
+        return logits.to(self.device)
 
     def runner(self, hooks: Sequence[Hook]) -> HookRunner:
         """What runs `hooks` over these steps: `with runner: enter(runner, step); states(step)`."""

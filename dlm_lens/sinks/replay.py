@@ -22,6 +22,7 @@ from dlm_lens.attention import (
     viewers,
     visible_keys,
 )
+from dlm_lens.placement import input_device
 from dlm_lens.sampling import Denoised
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received
 
@@ -148,7 +149,7 @@ class Canvases:
         self.causal = bool(getattr(model.config, "is_causal", True))
         if self.causal and queries == "masked":
             raise ValueError("an AR baseline has no masked queries; take queries='all'")
-        self.device, self.batch, self.length = model.device, len(run.tokens), run.tokens.shape[1]
+        self.device, self.batch, self.length = input_device(model), len(run.tokens), run.tokens.shape[1]
         self.layout = SinkLayout.of(model)
         self.sink_ids = -1 - torch.arange(self.layout.count)
         self.tokens = run.canvases[:-1].flatten(0, 1)

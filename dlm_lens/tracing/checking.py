@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.attention import SinkLayout
+from dlm_lens.placement import input_device
 
 LENGTH = 6
 
@@ -23,7 +24,7 @@ def check_model(lm: Any) -> None:
             should be seen (or seen where it should be hidden), or an edit that does not reach the logits.
     """
     module = lm._module
-    ids = torch.arange(LENGTH, device=lm.device)[None] % module.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(LENGTH, device=input_device(module))[None] % module.get_input_embeddings().weight.shape[0]
     last = len(lm.layers) - 1
     pattern, logits = _clean(lm, ids, last)
     length = LENGTH + SinkLayout.of(module).count

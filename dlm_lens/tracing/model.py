@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dlm_lens.adapters import family_of, load
 from dlm_lens.attention import Columns, HookedAttention, RunStep
 from dlm_lens.attention.access import without_wrappers
+from dlm_lens.placement import input_device
 from dlm_lens.sampling import CanvasLogits, Denoised, Host, Sampler, collecting_columns
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.batching import RowBatcher
@@ -86,6 +87,11 @@ class DiffusionLM(HuggingFaceModel):
         _watch(self)
         if check:
             check_model(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids belong, and where nnsight brings a trace's inputs; of an offloaded model too."""
+        return input_device(self._module)
 
     @property
     def tokenizer(self) -> Any:

@@ -22,7 +22,7 @@ class _Shapes:
     def __call__(self, **inputs: Any) -> SimpleNamespace:
         with self.mode:
             output = self.module(**inputs)
-        logits = torch.zeros(tuple(output.logits.shape))
+        logits = torch.zeros(tuple(output.logits.shape), device=output.logits.device)
         return SimpleNamespace(logits=logits, past_key_values=output.past_key_values)
 
 

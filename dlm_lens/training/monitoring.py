@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from dlm_lens.placement import input_device
 from dlm_lens.training.forward import masked_loss
 from dlm_lens.training.objective import Objective
 from dlm_lens.training.probing import sink_statistics
@@ -57,7 +58,7 @@ def evaluation_loss(
             rows = Rows.of([examples[number] for number, _ in part], length, padding)
             asked = objective.prepare(rows, [number * samples + sample for number, sample in part], seed)
             count += float(asked.pop("count"))
-            inputs: dict[str, Any] = {name: value.to(model.device) for name, value in asked.items()}
+            inputs: dict[str, Any] = {name: value.to(input_device(model)) for name, value in asked.items()}
             if len(asked["targets"]):
                 total += float(loss_of(**inputs))
     finally:

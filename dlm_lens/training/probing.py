@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import SinkLayout, column_sums, listening
+from dlm_lens.placement import input_device
 from dlm_lens.training.rows import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
@@ -135,7 +136,7 @@ def _canvas(
 ) -> dict[str, Tensor]:
     """Statistics [layer, head] of one canvas, without its padding."""
     shown = batch.visible[row]
-    ids, masked = batch.canvases[level, row, shown].to(model.device), batch.masked[level, row, shown]
+    ids, masked = batch.canvases[level, row, shown].to(input_device(model)), batch.masked[level, row, shown]
     layout, layers = SinkLayout.of(model), model.get_decoder().layers
     length = len(ids) + layout.count
     queries = ~layout.is_sink(length, ids.device)

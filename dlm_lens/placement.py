@@ -1,0 +1,99 @@
+"""Where a model's weights are: on one device, over several, or offloaded to the CPU or the disk.
+
+accelerate (`device_map=`) moves a module's inputs to the device where the module computes, and leaves the outputs
+there. An offloaded weight is a tensor on "meta", whose numbers come when the module runs. Two questions follow, and
+are answered here: where does a module compute, and what are the numbers of a weight.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def input_device(model: Any) -> torch.device:
+    """Where the model's token ids belong, and so a run's canvas: where its embedding computes."""
+    return execution_device(model.get_input_embeddings())
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module computes; for an offloaded one that is not where its weights lie.
+
+    Raises:
+        ValueError: its weights are on "meta", and nothing would load them.
+    """
+    for part in module.modules():
+        for hook in _align_hooks(part):
+            if hook.execution_device is not None:
+                return _device(hook.execution_device)
+    tensors = [*module.parameters(), *module.buffers()]
+    for tensor in tensors:
+        if tensor.device.type != "meta":
+            return tensor.device
+    if tensors:
+        raise ValueError(_no_numbers(type(module).__name__))
+    return torch.device("cpu")
+
+
+def resident(module: nn.Module, name: str = "weight") -> Tensor:
+    """A parameter of a module with its numbers, on the module's device; an offloaded one is read, and not kept.
+
+    Raises:
+        ValueError: it has no numbers anywhere.
+    """
+    weight = module.get_parameter(name)
+    if weight.device.type != "meta":
+        return weight
+    value = _offloaded(module, name)
+    if value is None:
+        raise ValueError(_no_numbers(f"{type(module).__name__}.{name}"))
+    return value.to(execution_device(module), weight.dtype)
+
+
+def named_weights(model: nn.Module, *, by_name: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter with its numbers, as `named_parameters`; an offloaded one is read from where it lies.
+
+    One that has no numbers anywhere stays on "meta". `by_name` sorts them; one at a time is in memory either way.
+    """
+    found = model.named_parameters()
+    for name, weight in sorted(found, key=lambda item: item[0]) if by_name else found:
+        if weight.device.type != "meta":
+            yield name, weight
+            continue
+        path, _, own = name.rpartition(".")
+        value = _offloaded(model.get_submodule(path), own)
+        yield name, weight if value is None else value.to(weight.dtype)
+
+
+def devices(model: nn.Module) -> set[torch.device]:
+    """The devices that the model computes on."""
+    parts = (part for part in model.modules() if next(part.parameters(recurse=False), None) is not None)
+    return {execution_device(part) for part in parts}
+
+
+def _offloaded(module: nn.Module, name: str) -> Tensor | None:
+    for hook in _align_hooks(module):
+        if hook.offload and hook.weights_map is not None:
+            value: Tensor = hook.weights_map[name]
+            return value
+    return None
+
+
+def _no_numbers(what: str) -> str:
+    return (
+        f"{what} has no numbers (it is on the device 'meta') and no accelerate hook that loads them; load the "
+        "model with dlm_lens.load(..., device_map=...)"
+    )
+
+
+def _align_hooks(module: nn.Module) -> Iterator[Any]:
+    """The accelerate hooks of a module that place its weights."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):
+        if hasattr(each, "execution_device") and hasattr(each, "weights_map"):
+            yield each
+
+
+def _device(given: Any) -> torch.device:
+    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)

@@ -1,0 +1,121 @@
+"""Models whose weights are not all where they compute: on the CPU alone, weights offloaded to the disk show it.
+
+Two GPUs, and offloading from a GPU, are tested on a pretended one (`tests/pretend_gpu`).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlm_lens as dl
+from dlm_lens.evaluation.responses import fingerprint
+from dlm_lens.hooks import mask_top_sinks
+from dlm_lens.placement import devices, execution_device, input_device, named_weights, resident
+from dlm_lens.recording.requests import weights_digest
+from dlm_lens.testing import tiny
+
+FAMILIES = [family.name for family in dl.families()]
+IDS = [[5, 9, 13, 2, 7], [3, 8, 1, 4, 4, 11, 20]]
+
+
+def saved(family: str, folder: Path) -> Path:
+    model = tiny(family)
+    model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def offloaded(folder: Path, what: str) -> tuple[Any, Any]:
+    """The checkpoint on the CPU, and with its layers, with the rest, or with everything on the disk."""
+    plain = dl.load(folder)
+    if what == "all":
+        return plain, dl.load(folder, device_map={"": "disk"})
+    rest = {name.rsplit(".", 1)[0] for name, _ in plain.named_parameters() if ".layers." not in name}
+    layers, others = ("disk", "cpu") if what == "layers" else ("cpu", "disk")
+    where = {f"model.layers.{i}": layers for i in range(2)} | dict.fromkeys(rest, others)
+    return plain, dl.load(folder, device_map=where)
+
+
+def weighted(model: Any) -> Tensor:
+    return dl.record(model, IDS, [dl.WeightedValue()], gen_length=4).weighted_value.nan_to_num()
+
+
+def traced(model: Any) -> Tensor:
+    lm = dl.DiffusionLM(model)
+    with lm.generate(IDS, gen_length=4) as tracer:
+        for step in tracer.steps:  # noqa: B007
+            lm.layers[1].attn.pattern[..., 0] = 0
+        run = tracer.result.save()
+    return run.tokens
+
+
+CALLS: dict[str, Callable[[Any], Tensor]] = {
+    "denoise": lambda m: dl.denoise(m, IDS, gen_length=8).tokens,
+    "denoise with a hook": lambda m: dl.denoise(m, IDS, gen_length=8, hooks=[mask_top_sinks(2)]).tokens,
+    "weighted values": weighted,
+    "residual norms": lambda m: dl.record(m, IDS, [dl.ResidualNorm()], gen_length=4).residual_norm.nan_to_num(),
+    "logit lens": lambda m: dl.logit_lens(m, dl.denoise(m, IDS, gen_length=4)).entropy,
+    "replay": lambda m: dl.replay(m, dl.denoise(m, IDS, gen_length=4), [mask_top_sinks(1)]).kl.nan_to_num(),
+    "likelihood": lambda m: dl.log_likelihood(m, IDS, [[7, 8], [9, 4]], method="chain_rule").value,
+    "received attention": lambda m: dl.received_over_steps(m, dl.denoise(m, IDS, gen_length=4)).values.nan_to_num(),
+    "nnsight": traced,
+    "TransformerLens": lambda m: dl.bridge(m).denoise(IDS, gen_length=4, hooks=[mask_top_sinks(1)]).tokens,
+}
+
+
+@pytest.mark.parametrize("what", [pytest.param("layers", marks=pytest.mark.slow), "rest", "all"])
+def test_calls_on_a_model_offloaded_to_the_disk_equal_those_on_the_cpu(what: str, tmp_path: Path) -> None:
+    plain, model = offloaded(saved("sink_llama", tmp_path), what)
+    assert any(weight.device.type == "meta" for weight in model.parameters())
+    for name, call in CALLS.items():
+        assert call(model).equal(call(plain)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_act_on_models_loaded_with_a_device_map(family: str, tmp_path: Path) -> None:
+    """accelerate wraps `forward` while loading: what it wraps must be the forward with hook points."""
+    plain, model = offloaded(saved(family, tmp_path), "layers")
+    runs = [dl.denoise(each, IDS, gen_length=8, hooks=[mask_top_sinks(2)]) for each in (plain, model)]
+    (hidden,) = runs[0].settings["columns_hidden"]
+    assert hidden > 1
+    assert runs[1].settings["columns_hidden"] == (hidden,)
+    assert runs[0].tokens.equal(runs[1].tokens)
+    reducers = [dl.ReceivedAttention(), dl.WeightedValue(), dl.ResidualNorm()]
+    recordings = [dl.record(each, IDS, reducers, gen_length=4) for each in (plain, model)]
+    for name in recordings[0].arrays:
+        found, expected = recordings[1].arrays[name], recordings[0].arrays[name]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", ["smdm", "llada"])
+def test_a_checkpoint_has_one_identity_wherever_its_weights_are(family: str, tmp_path: Path) -> None:
+    """A recording goes on, and kept responses count, where the model is offloaded this time."""
+    plain, model = offloaded(saved(family, tmp_path), "all")
+    assert weights_digest(model) == weights_digest(plain)
+    assert fingerprint(model) == fingerprint(plain)
+    for (name, weight), (other, same) in zip(named_weights(model), plain.named_parameters(), strict=True):
+        assert name == other
+        assert weight.equal(same)
+
+
+def test_where_a_module_computes(tmp_path: Path) -> None:
+    plain, model = offloaded(saved("llada", tmp_path), "rest")
+    cpu = torch.device("cpu")
+    assert input_device(model) == input_device(plain) == execution_device(model) == cpu
+    assert devices(model) == devices(plain) == {cpu}
+    assert model.get_output_embeddings().weight.device.type == "meta"
+    assert resident(model.get_output_embeddings()).equal(plain.get_output_embeddings().weight)
+    assert execution_device(nn.ReLU()) == cpu
+
+
+def test_weights_without_numbers_are_refused() -> None:
+    with torch.device("meta"):
+        linear = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"Linear\.weight has no numbers .*device_map"):
+        resident(linear)
+    with pytest.raises(ValueError, match="Linear has no numbers"):
+        execution_device(linear)
