@@ -1,0 +1,102 @@
+// What a real CUDA device refuses, and where it makes the program wait.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "devices.h"
+
+namespace pretend {
+
+using Names = std::unordered_set<std::string>;
+#include "operators.inc"  // kKnown, kOnCuda, kUnchecked: from torch's own list of operators, by `operators.py`
+
+struct TensorArgument {
+  at::Tensor tensor;
+  std::string name;
+  bool written;
+};
+
+struct Call {
+  std::string name;                  // without "aten::", with the overload: "add.Tensor"
+  bool aten;                         // one of torch's own
+  std::vector<TensorArgument> tensors;
+  std::optional<Device> requested;   // an argument `device`
+  at::Generator generator;
+};
+
+// Copies are how tensors of several devices meet.
+inline const Names kAnyDevices = {
+    "copy_", "_to_copy", "_copy_from", "set_.source_Tensor", "is_set_to", "resize_as_", "_pin_memory", "is_pinned", "_has_compatible_shallow_copy_type"};
+inline const Names kIndexing = {"index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor"};
+inline const Names kIndexedAssignment = {"_index_put_impl_", "index_put_", "_unsafe_index_put"};
+inline const Names kMatrixProducts = {
+    "mm", "mm.out", "bmm", "bmm.out", "addmm", "addmm.out", "addmm_", "baddbmm", "baddbmm.out", "baddbmm_", "mv", "addmv", "addmv.out", "dot", "vdot", "addbmm", "_addmm_activation"};
+// The size of their result, or whether they succeeded, is known only when the device has computed it.
+inline const Names kWaiting = {
+    "_local_scalar_dense", "equal", "nonzero", "nonzero.out", "masked_select", "masked_select.out", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "unique_dim_consecutive", "repeat_interleave.Tensor", "bincount", "linalg_cholesky_ex.L", "_linalg_solve_ex.result",
+    "linalg_inv_ex.inverse"};
+
+inline bool is_index_mask(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
+}
+
+inline void check_indices(const Call& call, const at::Tensor& self, size_t end) {
+  for (size_t i = 1; i < end; ++i) {
+    const auto& one = call.tensors[i];
+    if (one.written) continue;
+    TORCH_CHECK(one.tensor.device() == self.device() || one.tensor.is_cpu(),
+                "indices should be either on cpu or on the same device as the indexed tensor (", self.device(), ")");
+  }
+}
+
+inline void check_devices(const Call& call) {
+  if (kAnyDevices.count(call.name)) return;
+  if (kIndexing.count(call.name)) return check_indices(call, call.tensors.front().tensor, call.tensors.size());
+  if (kIndexedAssignment.count(call.name)) {
+    const auto& self = call.tensors.front().tensor;
+    const auto& value = call.tensors.back().tensor;
+    TORCH_CHECK(!self.is_cpu(), "indices should be either on cpu or on the same device as the indexed tensor (cpu)");
+    TORCH_CHECK(value.device() == self.device() || value.numel() == 1,
+                "expected tensors to be on the same device: index_put_ on ", self.device(), " with values on ", value.device());
+    return check_indices(call, self, call.tensors.size() - 1);
+  }
+  // Operators over torch's TensorIterator take a number that is a tensor of the CPU; the others take none.
+  const bool takes_numbers = kUnchecked.count(call.name) > 0 || call.name.rfind("_foreach", 0) == 0 || call.name.rfind("_fused_", 0) == 0;
+  std::optional<Device> common = call.requested;
+  for (const auto& one : call.tensors) {
+    if (takes_numbers && one.tensor.is_cpu() && one.tensor.dim() == 0 && !one.written) continue;
+    if (!common) common = one.tensor.device();
+    TORCH_CHECK(*common == one.tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+                *common, " and ", one.tensor.device(), "! (when checking argument ", one.name, " of aten::", call.name, ")");
+  }
+}
+
+inline void check(const Call& call) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!call.aten || !kKnown.count(call.name) || kOnCuda.count(call.name),
+                              "Could not run 'aten::", call.name, "' with arguments from the 'CUDA' backend.");
+  check_devices(call);
+  TORCH_CHECK(!call.generator.defined() || call.generator.device().is_cuda(),
+              "Expected a 'cuda' device type for generator but found '", call.generator.defined() ? call.generator.device().type() : DeviceType::CPU, "'");
+  if (kMatrixProducts.count(call.name))
+    for (const auto& one : call.tensors)
+      TORCH_CHECK(!at::isIntegralType(one.tensor.scalar_type(), true), "\"addmm_cuda\" not implemented for '", one.tensor.scalar_type(), "'");
+}
+
+// Whether the program would wait for the device here.
+inline bool waits(const Call& call) {
+  if (kWaiting.count(call.name)) return true;
+  if (!kIndexing.count(call.name) && !kIndexedAssignment.count(call.name)) return false;
+  // A boolean index becomes positions (nonzero); an index on the CPU is copied to the device.
+  const size_t end = call.tensors.size() - (kIndexedAssignment.count(call.name) ? 1 : 0);
+  for (size_t i = 1; i < end; ++i)
+    if (!call.tensors[i].written && (is_index_mask(call.tensors[i].tensor) || call.tensors[i].tensor.is_cpu())) return true;
+  return false;
+}
+
+}  // namespace pretend
