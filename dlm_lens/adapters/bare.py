@@ -1,12 +1,13 @@
 """Checkpoints that are weights alone: found, recognised by their tensors, and given a config."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from dlm_lens.adapters.registry import BareWeights, Shapes, families
+from dlm_lens.adapters.config_fields import built_config, heeded_fields
+from dlm_lens.adapters.headers import read_header
+from dlm_lens.adapters.hub import file_within
+from dlm_lens.adapters.json_files import printable, read_object
+from dlm_lens.adapters.registry import BareWeights, Shapes, families, family_of
 
 
 def bare_file(path: Path) -> Path | None:
@@ -22,9 +23,9 @@ def bare_file(path: Path) -> Path | None:
                 "convert them to safetensors first"
             )
         return path
-    if (path / "model.safetensors").is_file():
-        return path / "model.safetensors"
-    found = sorted(path.glob("*.safetensors"))
+    if (held := file_within(path, "model.safetensors")) is not None:
+        return held
+    found = [file for name in sorted(path.glob("*.safetensors")) if (file := file_within(path, name.name))]
     if len(found) > 1:
         raise ValueError(
             f"{path} holds {len(found)} weight files and no config.json that names a model_type; give the path of "
@@ -46,11 +47,15 @@ def bare_config(weights: Path, size: str | None) -> dict[str, Any]:
     known = next((bare for bare in formats if bare.recognise(shapes)), None)
     if known is None:
         names = ", ".join(bare.model_type for bare in formats)
+        first = printable(next(iter(shapes), "none"))
         raise ValueError(
-            f"{weights} has no config.json with a model_type, and its tensors ({next(iter(shapes), 'none')}, ...) "
+            f"{weights} has no config.json with a model_type, and its tensors ({first}, ...) "
             f"are not those of a family that is read without one ({names})"
         )
-    return {**known.complete(_values(known, weights, size), shapes), "model_type": known.model_type}
+    config_class, _ = family_of(known.model_type).layouts[known.model_type]
+    values = heeded_fields(_values(known, weights, size), config_class)
+    built_config(config_class, values, f"the description of {weights}")
+    return {**known.complete(values, shapes), "model_type": known.model_type}
 
 
 def _values(known: BareWeights, weights: Path, size: str | None) -> dict[str, Any]:
@@ -60,26 +65,12 @@ def _values(known: BareWeights, weights: Path, size: str | None) -> dict[str, An
         return dict(known.sizes[size])
     for described in (weights.with_suffix(".json"), weights.parent / "config.json"):
         if described.is_file():
-            return _read(described)
+            return read_object(described, str(described))
     raise ValueError(
         f"{weights} does not say how large its model is; pass size= ({', '.join(known.sizes)}) to dlm_lens.load, "
         f"or write the fields of its config to {weights.with_suffix('.json').name} beside it"
     )
 
 
-def _read(described: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(described.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{described} is no JSON file: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{described} holds {values!r:.40}; it must hold an object with the fields of a config")
-    return values
-
-
 def _shapes(weights: Path) -> Shapes:
-    try:
-        with safe_open(str(weights), framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{weights} is no readable safetensors file: {error}") from error
+    return {name: entry.shape for name, entry in read_header(weights).items()}

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, MaskedDiffusion
 from dlm_lens.adapters.registry import Family
 
@@ -20,10 +21,9 @@ class DreamConfig(Qwen2Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Switch off the cache, since every step sees the whole canvas anew, and windows, which Dream never has."""
-        kwargs.pop("auto_map", None)
         # The original's attention ignores these fields, which came with Qwen2's config.
         self.use_sliding_window, self.layer_types = False, None
-        super().__post_init__(**kwargs)
+        super().__post_init__(**without_foreign_fields(kwargs))
         self.use_cache = False
 
 

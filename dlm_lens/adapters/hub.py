@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
+from dlm_lens.adapters.json_files import printable, read_object
 from dlm_lens.adapters.names import embedded_models
 
 
@@ -35,7 +36,15 @@ def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
 
 
 def optional_file(source: str, name: str, options: dict[str, Any]) -> str | None:
-    """Path of a file of a directory or of a hub name, None where there is none."""
+    """Path of a file of a directory or of a hub name, None where there is none.
+
+    Raises:
+        ValueError: a name that leads out of the checkpoint.
+    """
+    if Path(source).is_dir():
+        held = file_within(Path(source), name)
+        return None if held is None else str(held)
+    check_name(source, name)
     return cached_file(
         source,
         name,
@@ -49,9 +58,48 @@ def optional_file(source: str, name: str, options: dict[str, Any]) -> str | None
 def local_file(source: str, name: str, options: dict[str, Any]) -> Path | None:
     """As `optional_file`, without asking the hub: only what is on this disk."""
     if Path(source).is_dir():
-        return Path(source) / name if (Path(source) / name).is_file() else None
+        return file_within(Path(source), name)
+    check_name(source, name)
     found = try_to_load_from_cache(source, name, revision=options.get("revision"))
     return Path(found) if isinstance(found, str) else None
+
+
+def file_within(directory: Path, name: str) -> Path | None:
+    """A file of a checkpoint's directory, None where there is none.
+
+    A symbolic link may lead to a file of the same directory, or to the blobs of the Hugging Face cache.
+
+    Raises:
+        ValueError: a name, or a symbolic link, that leads out of the directory.
+    """
+    check_name(str(directory), name)
+    path = directory / name
+    if not path.is_file():
+        return None
+    target, root = path.resolve(), directory.resolve()
+    blobs = [place.parent / "blobs" for place in root.parents if place.name == "snapshots"]
+    cache = Path(constants.HF_HUB_CACHE).resolve()
+    in_cache = target.is_relative_to(cache) and target.parent.name == "blobs"
+    if in_cache or any(target.is_relative_to(place) for place in (root, *blobs)):
+        return path
+    raise ValueError(
+        f"{printable(str(path))} is a symbolic link to {printable(str(target))}, outside the checkpoint's "
+        "directory, and is not followed: copy the file into the directory, or load the directory that holds it"
+    )
+
+
+def check_name(source: str, name: str) -> None:
+    """Refuse a file name that leads out of the checkpoint.
+
+    Raises:
+        ValueError: an absolute path, or one through "..".
+    """
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
+        raise ValueError(
+            f"{source} names the file {printable(name)!r}, which is no path inside the checkpoint, and is not "
+            "read: fetch the checkpoint again"
+        )
 
 
 def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +109,13 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
         FileNotFoundError: it cannot be had, with the reason.
         ValueError: it is no JSON file.
     """
+    what = f"the config.json of {source}"
+    if Path(source).is_dir() and (held := file_within(Path(source), "config.json")) is not None:
+        return read_object(held, what)
     try:
         values, _ = PreTrainedConfig.get_config_dict(source, **options)
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested too deeply; fetch it again") from error
     except OSError as error:
         near = difflib.get_close_matches(source, embedded_models(), 1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -72,7 +125,9 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
             f"{source!r} is neither an embedded model ({', '.join(embedded_models())}) nor a directory{hint}, "
             f"and as a hub name {_why(error, source, 'config.json', options)}"
         ) from error
-    return dict(values)
+    # Read again, with bounds and without the other config files that `configuration_files` may name.
+    fetched = local_file(source, "config.json", options)
+    return dict(values) if fetched is None else read_object(fetched, what)
 
 
 def _why(error: BaseException, repository: str, name: str, options: dict[str, Any]) -> str:

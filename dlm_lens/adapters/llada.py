@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import LLADA_SAMPLER, MaskedDiffusion
 from dlm_lens.adapters.registry import Family
 
@@ -78,8 +79,7 @@ class LLaDAConfig(LlamaConfig):
                 setattr(self, name, value)
         if not self.intermediate_size:
             self.intermediate_size = (kwargs.get("mlp_ratio") or 4) * self.hidden_size
-        kwargs.pop("auto_map", None)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**without_foreign_fields(kwargs))
         self.use_cache = False
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`load`: a checkpoint as a ready model, without executing anything that came with it."""
 
 import atexit
-import json
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -11,25 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import is_peft_available
 
 from dlm_lens.adapters.bare import bare_config, bare_file
+from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
-from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory
+from dlm_lens.adapters.json_files import one_line, printable, read_object
+from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.names import CHECKPOINTS, check_model_name, embedded_models
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
 from dlm_lens.adapters.registry import Family, family_of
+from dlm_lens.adapters.tokenizer_files import load_tokenizer
+from dlm_lens.adapters.weight_shapes import MISFITS, check_shapes, read_headers
 from dlm_lens.attention import add_hook_points
 
-WHOLE_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names in tokenizer_config.json that say: tokenizer.json is the whole tokenizer."""
-
-MISFITS = {
-    "missing_keys": "fetch the files again, or check that config.json is of the same model",
-    "unexpected_keys": "config.json describes a smaller or another model: take the one that came with the weights",
-    "mismatched_keys": "config.json describes another size: take the one that came with the weights",
-}
-"""What a loading report complains of -> the remedy."""
+_PLAIN_GENERATION = GenerationConfig()
+_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +82,16 @@ def load(
     config_class, model_class = family.layouts[values["model_type"]]
     ids = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
     values.update({name: value for name, value in ids.items() if value is not None})
-    values.pop("auto_map", None)
-    config = config_class.from_dict(values)
-    tokenizer = _load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options)
+    what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
+    config = built_config(config_class, values, what)
+    tokenizer = load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options, config)
     prepare_config(config, family, tokenizer)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")
     width = check_quantisation(str(source), family, own, quantization_config, device_map)
     _check_weights(weights, config, kept, device_map, own, width, options)
+    headers = read_headers(_fetched(weights, options))
+    check_shapes(weights, what, headers, family, model_class, config, values, packed=own is not None)
     model = _load_weights(
         model_class,
         weights,
@@ -179,38 +179,6 @@ def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[d
     return bare_config(weights, size), str(weights)
 
 
-def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
-    """The tokenizer, or None where the files hold none; never with the checkpoint's own code."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    held = {name: optional_file(source, name, options) for name in names}
-    if not any(held.values()):
-        if not Path(source).is_dir():
-            logger.warning(
-                "%s has no tokenizer in the cache or on the hub: ids work, text needs model.tokenizer", source
-            )
-        return None
-    if held["tokenizer.json"] and _named_class(held["tokenizer_config.json"]) in WHOLE_TOKENIZERS:
-        # For some model types (qwen2) AutoTokenizer takes its own class whatever the checkpoint names.
-        return PreTrainedTokenizerFast.from_pretrained(source, **options)
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-    except ValueError as error:
-        # A tokenizer class that only the checkpoint's own Python defines; its data are usually complete.
-        if held["tokenizer.json"] is None:
-            raise ValueError(
-                f"the tokenizer of {source} needs further files, or its own Python code, which is not executed: "
-                "fetch its tokenizer.json, which holds a whole tokenizer"
-            ) from error
-        return PreTrainedTokenizerFast.from_pretrained(source, **options)
-
-
-def _named_class(tokenizer_config: str | None) -> str | None:
-    if tokenizer_config is None:
-        return None
-    name: str | None = json.loads(Path(tokenizer_config).read_text(encoding="utf-8")).get("tokenizer_class")
-    return name
-
-
 def _check_weights(
     source: str,
     config: Any,
@@ -227,6 +195,7 @@ def _check_weights(
             f"{source} {where} no {WEIGHTS}; pickled weights are refused because loading them executes "
             "code: convert them to safetensors first"
         )
+    _refuse_other_weights(source, options)
     stored = getattr(config, "dtype", None)
     stored = stored if isinstance(stored, torch.dtype) else None
     # Quantised files are kept as they are; what they say of a dtype is that of their activations.
@@ -234,10 +203,63 @@ def _check_weights(
     check_memory(source, kept, device_map, options=options, stored=None if own else stored, element_size=width)
 
 
+def _refuse_other_weights(source: str, options: dict[str, Any]) -> None:
+    """Refuse files beside the weights that transformers would read with them, or in their place.
+
+    Raises:
+        ValueError: an adapter of PEFT, or the shards of a distributed checkpoint.
+    """
+    local = Path(source).is_dir()
+    if (local or is_peft_available()) and optional_file(source, "adapter_config.json", options) is not None:
+        raise ValueError(
+            f"{source} holds adapter_config.json, an adapter of PEFT, which is not loaded: merge it into the "
+            "weights (merge_and_unload of PEFT, then save_pretrained), or remove the file for the weights alone"
+        )
+    shards = sorted(path.name for path in Path(source).iterdir() if _SHARD.match(path.name)) if local else []
+    if shards:
+        raise ValueError(
+            f"{source} holds {printable(shards[0])}, a part of a distributed checkpoint, which transformers would "
+            f"read in place of {WEIGHTS}: save the model with save_pretrained, or remove the parts"
+        )
+
+
+def _fetched(source: str, options: dict[str, Any]) -> list[Path]:
+    """The weight files, downloaded where they are not here yet.
+
+    Raises:
+        FileNotFoundError: one of them cannot be had.
+        ValueError: as `weight_files`.
+    """
+    files = weight_files(source, options)
+    if isinstance(files, int) or not files:
+        index = read_object(needed_file(source, INDEX, options), f"the {INDEX} of {source}")
+        for name in sorted(set(index["weight_map"].values())):
+            needed_file(source, name, options)
+        files = weight_files(source, options)
+    return files if isinstance(files, list) else []
+
+
+def _generation_config(source: str, config: Any, options: dict[str, Any]) -> GenerationConfig:
+    """How transformers' own `generate` decodes an AR model: from generation_config.json, or from the config.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    found = None if Path(source).is_file() else optional_file(source, "generation_config.json", options)
+    if found is None:
+        return GenerationConfig.from_model_config(config)
+    what = f"the generation_config.json of {source}"
+    values = {name: value for name, value in read_object(found, what).items() if name in vars(_PLAIN_GENERATION)}
+    try:
+        return GenerationConfig.from_dict(values)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{what} cannot be read ({one_line(error)}); fetch it again, or remove it") from error
+
+
 def _load_weights(model_class: type[PreTrainedModel], source: str, **options: Any) -> PreTrainedModel:
-    if Path(source).is_file():
-        # Weights alone: there is no config.json from which transformers could read how to generate.
-        options["generation_config"] = GenerationConfig.from_model_config(options["config"])
+    revision = {name: value for name, value in options.items() if name == "revision"}
+    # Given, so that transformers reads no further file to learn how to generate.
+    options["generation_config"] = _generation_config(source, options["config"], revision)
     if _may_offload(options["device_map"]):
         options["offload_folder"] = tempfile.mkdtemp(dir=_offload_root())
     # Sizes that do not match are reported like the rest, by name, instead of by an error that names nothing.

@@ -1,7 +1,7 @@
 """Whether a checkpoint's weights fit into memory, told from the headers of its files before anything is read."""
 
-import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,10 @@ import psutil
 import torch
 from huggingface_hub import constants
 
-from dlm_lens.adapters.hub import local_file, optional_file
+from dlm_lens.adapters.headers import read_header
+from dlm_lens.adapters.hub import check_name, local_file, optional_file
+from dlm_lens.adapters.json_files import printable, read_object, shown
+from dlm_lens.adapters.quantisation import floating_dtype
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -75,20 +78,19 @@ def weight_bytes(
         ValueError: a file is no safetensors file, or cut short.
     """
     total = 0.0
-    files = _files(source, options)
+    files = weight_files(source, options)
     if isinstance(files, int):
         kept = dtype or stored
         return files * kept.itemsize // stored.itemsize if kept and stored else files
     for file in files:
-        for entry in _header(file).values():
-            count = torch.Size(entry["shape"]).numel()
-            begin, end = entry["data_offsets"]
-            if entry["dtype"] not in _STORED:
-                total += end - begin
-            elif element_size is not None and len(entry["shape"]) > 1:
+        for entry in read_header(file).values():
+            count = math.prod(entry.shape)
+            if entry.dtype not in _STORED:
+                total += entry.size
+            elif element_size is not None and len(entry.shape) > 1:
                 total += count * element_size
             else:
-                total += count * (dtype or _STORED[entry["dtype"]]).itemsize
+                total += count * (dtype or _STORED[entry.dtype]).itemsize
     return int(total) if files else None
 
 
@@ -131,8 +133,13 @@ def _device(device_map: Any) -> torch.device | None:
     return device
 
 
-def _files(source: str, options: Mapping[str, Any]) -> list[Path] | int:
-    """The weight files, or how many bytes the index promises where they still have to be downloaded."""
+def weight_files(source: str, options: Mapping[str, Any]) -> list[Path] | int:
+    """The weight files, or how many bytes the index promises where they still have to be downloaded.
+
+    Raises:
+        FileNotFoundError: the index names a file that is missing.
+        ValueError: the index is no JSON object, or names what is no safetensors file of the checkpoint.
+    """
     if Path(source).is_file():
         return [Path(source)]
     single = local_file(source, WEIGHTS, dict(options))
@@ -141,44 +148,47 @@ def _files(source: str, options: Mapping[str, Any]) -> list[Path] | int:
     index = optional_file(source, INDEX, dict(options))
     if index is None:
         return []
-    try:
-        listed = json.loads(Path(index).read_text(encoding="utf-8"))
-        names = sorted(set(listed["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{index} is no index of weights (a JSON object with a weight_map); fetch it again"
-        ) from error
+    listed, names = _listed(Path(index))
     held = {name: local_file(source, name, dict(options)) for name in names}
     files = [file for file in held.values() if file is not None]
     if len(files) < len(names) and (Path(source).is_dir() or constants.HF_HUB_OFFLINE):
         lacking = ", ".join(name for name, file in held.items() if file is None)
         raise FileNotFoundError(f"{index} names {len(names)} files, of which {lacking} is missing: fetch it too")
-    return files if len(files) == len(names) else int(listed.get("metadata", {}).get("total_size", 0)) or []
+    return files if len(files) == len(names) else _promised(listed)
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """Name -> dtype, shape and place of every tensor."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        if start == b"version ":
-            raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
-        length = int.from_bytes(start, "little")
+def _listed(index: Path) -> tuple[dict[str, Any], list[str]]:
+    """What an index says, and the files that it names."""
+    refusal = f"{index} is no index of weights (a JSON object with a weight_map); fetch it again"
+    try:
+        listed = read_object(index, str(index))
+    except ValueError as error:
+        raise ValueError(refusal) from error
+    weights, about = listed.get("weight_map"), listed.get("metadata", {})
+    if not isinstance(weights, dict) or not weights or not isinstance(about, dict):
+        raise ValueError(refusal)
+    for tensor, name in weights.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index} says that {printable(tensor)} is in {shown(name)}, which is no safetensors file; pickled "
+                "weights are refused because loading them executes code: convert them to safetensors first"
+            )
+        check_name(str(index), name)
+    if about.get("dtype") is not None:
         try:
-            header = json.loads(opened.read(length)) if 0 < length <= size - 8 else None
+            floating_dtype(about["dtype"])  # which transformers takes for that of the weights
         except ValueError:
-            header = None
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is no readable safetensors file; fetch it again")
-    header.pop("__metadata__", None)
-    needed = 8 + length + max(_ends(header), default=0)
-    if size < needed:
-        raise ValueError(f"{file} is cut short, {size} of {needed} bytes; fetch it again")
-    return header
+            raise ValueError(
+                f"{index} says dtype = {shown(about['dtype'])}, which is none that weights are computed in; fetch "
+                "it again"
+            ) from None
+    return listed, sorted(set(weights.values()))
 
 
-def _ends(header: Mapping[str, Any]) -> Iterator[int]:
-    return (int(entry["data_offsets"][1]) for entry in header.values())
+def _promised(listed: Mapping[str, Any]) -> int | list[Path]:
+    """Bytes of the weights, where the index says how many."""
+    size = listed.get("metadata", {}).get("total_size", 0)
+    return int(size) if isinstance(size, int | float) and size > 0 else []
 
 
 def _gigabytes(count: int) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.spare_softmax import Softmax, check_softmax
 from dlm_lens.attention import Placement, SinkLayout
 
@@ -40,8 +41,7 @@ class SinkFields:
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Switch the cache off: every step sees the whole canvas anew."""
-        kwargs.pop("auto_map", None)
         SinkLayout(self.num_sinks, self.sink_placement)
         check_softmax(self.softmax, self.num_sinks)
-        super().__post_init__(**kwargs)  # type: ignore[misc]
+        super().__post_init__(**without_foreign_fields(kwargs))  # type: ignore[misc]
         self.use_cache = False

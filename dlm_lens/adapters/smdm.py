@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import WeightConverter
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.fused_weights import SplitGroups, SplitSinks
 from dlm_lens.adapters.masked_diffusion import SMDM_SAMPLER, Float32RotaryEmbedding
 from dlm_lens.adapters.registry import BareWeights, Family, Shapes
@@ -94,7 +95,7 @@ class SMDMConfig(LlamaConfig):
             value = kwargs.pop(hub, None)
             if value is not None:
                 setattr(self, name, value)
-        for name in ("auto_map", "org", "name"):
+        for name in ("org", "name"):
             kwargs.pop(name, None)
         if self.mask_token_id not in (None, self.vocab_size):
             raise ValueError(
@@ -103,7 +104,7 @@ class SMDMConfig(LlamaConfig):
             )
         self.mask_token_id = self.vocab_size
         SinkLayout(self.num_sinks, cast(Placement, self.sink_placement))
-        super().__post_init__(**kwargs)
+        super().__post_init__(**without_foreign_fields(kwargs))
         self.use_cache = False
 
     @property
@@ -174,7 +175,7 @@ _WTE, _HEAD, _QKV, _W1, _GATE = (
 
 def recognise(shapes: Shapes) -> bool:
     """Whether these are SMDM's tensors."""
-    return {_WTE, _HEAD, _QKV, _W1} <= shapes.keys()
+    return all(len(shapes.get(name, ())) == 2 for name in (_WTE, _HEAD, _QKV, _W1))
 
 
 def complete(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:

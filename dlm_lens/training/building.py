@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.adapters.loading import attach, prepare_config
 from dlm_lens.adapters.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
+from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.training.conversion import convert
 from dlm_lens.training.objective import NextToken
 from dlm_lens.training.settings import ModelSettings, TrainingSettings
@@ -86,9 +87,11 @@ def new_smdm(chosen: ModelSettings, seed: int) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = SMDMForMaskedLM(config)
         initialise_smdm(model)
-    tokenizer = (
-        AutoTokenizer.from_pretrained(chosen.tokenizer, trust_remote_code=False) if chosen.tokenizer else None
-    )
+    tokenizer = load_tokenizer(chosen.tokenizer, {}) if chosen.tokenizer else None
+    if chosen.tokenizer and tokenizer is None:
+        raise ValueError(
+            f"model.tokenizer is {chosen.tokenizer!r}, which holds none: give a directory or a hub name that does"
+        )
     return attach(model, family, tokenizer)
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from dlm_lens.adapters import embedded_models, family_of
+from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.names import CHECKPOINTS
 from dlm_lens.training.building import SCRATCH, smdm_config
@@ -125,7 +126,7 @@ def planned_config(settings: TrainingSettings) -> PreTrainedConfig:
         extra = {"num_sinks": chosen.sinks, "gated_attention": chosen.gated, "softmax": chosen.softmax}
     values.pop("model_type", None)
     config_class, _ = family_of(kind).layouts[kind]
-    config: PreTrainedConfig = config_class(**values | extra)
+    config: PreTrainedConfig = built_config(config_class, values | extra, f"the config.json of {source}")
     return config
 
 

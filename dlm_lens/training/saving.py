@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer
 
+from dlm_lens.adapters import load
 from dlm_lens.training.checkpoints import (
     MOMENTS_FILE,
     PARTIAL,
@@ -128,10 +129,11 @@ class WholeCheckpoints(Trainer):
         if self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        # Through from_pretrained, because a family may store its weights under other names than it holds them.
+        # Through `load`, because a family may store its weights under other names than it holds them, and because
+        # transformers would read what the checkpoint's config.json names, pickles too.
         own = self.model if model is None else model
         with without_progress_bars():
-            stored = type(own).from_pretrained(resume_from_checkpoint, dtype=own.dtype, use_safetensors=True)
+            stored = load(resume_from_checkpoint, dtype=own.dtype)
         own.load_state_dict(stored.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:

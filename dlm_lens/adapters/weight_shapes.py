@@ -1,0 +1,246 @@
+"""Whether a checkpoint's tensors are those that its config describes, told from headers before it is built."""
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from dlm_lens.adapters.config_fields import REFUSALS, written_name
+from dlm_lens.adapters.headers import TensorHeader, read_header
+from dlm_lens.adapters.json_files import one_line, printable
+from dlm_lens.adapters.registry import Family
+
+MISFITS = {
+    "missing_keys": "fetch the files again, or check that config.json is of the same model",
+    "unexpected_keys": "config.json describes a smaller or another model: take the one that came with the weights",
+    "mismatched_keys": "config.json describes another size: take the one that came with the weights",
+}
+"""What a loading report complains of -> the remedy."""
+
+_HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
+AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "embed_tokens.weight": (("vocab_size", "num_sinks"), ("hidden_size",)),
+    "embed_tokens.sinks": (("num_sinks",), ("hidden_size",)),
+    "lm_head.weight": (("vocab_size",), ("hidden_size",)),
+    "q_proj.weight": ((_HEADS, "head_dim"), ("hidden_size",)),
+    "k_proj.weight": ((_GROUPS, "head_dim"), ("hidden_size",)),
+    "v_proj.weight": ((_GROUPS, "head_dim"), ("hidden_size",)),
+    "o_proj.weight": (("hidden_size",), (_HEADS, "head_dim")),
+    "self_attn.gate_proj.weight": ((_HEADS, "head_dim"), ("hidden_size",)),
+    "sink_logits": ((_HEADS,),),
+    "mlp.gate_proj.weight": (("intermediate_size",), ("hidden_size",)),
+    "mlp.up_proj.weight": (("intermediate_size",), ("hidden_size",)),
+    "mlp.down_proj.weight": (("hidden_size",), ("intermediate_size",)),
+    "norm.weight": (("hidden_size",),),
+}
+"""Ends of parameter names -> the fields of Llama's config that each axis is made of."""
+
+_FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Parameters of the network that a config describes, and how the files' names become theirs."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    renamings: Sequence[WeightRenaming]
+    prefix: str
+    ignored: Sequence[str]
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """The tensors of all files of a checkpoint.
+
+    Raises:
+        ValueError: a damaged file, or a tensor that two files hold.
+    """
+    found: dict[str, TensorHeader] = {}
+    for file in files:
+        header = read_header(file)
+        twice = next((name for name in header if name in found), None)
+        if twice is not None:
+            raise ValueError(f"{file} holds {printable(twice)} a second time; fetch the checkpoint again")
+        found |= header
+    return found
+
+
+def check_shapes(
+    source: str,
+    what: str,
+    headers: Mapping[str, TensorHeader],
+    family: Family,
+    model_class: type[PreTrainedModel],
+    config: Any,
+    values: Mapping[str, Any],
+    *,
+    packed: bool = False,
+) -> None:
+    """Refuse weights that are not those of the config's network; no number is read and nothing of their size built.
+
+    Args:
+        source: of the weights, for the sentences.
+        what: of the config, for the sentences.
+        headers: of the weights' files.
+        family: of the model.
+        model_class: of the model.
+        config: of the model.
+        values: of config.json, for the names of its fields.
+        packed: whether the files are quantised, so that their shapes are the method's; then only layers count.
+
+    Raises:
+        ValueError: with the field, the config's value and the files', or with the tensors' names.
+    """
+    expected = _expected(model_class, _with_layers(config, 1), what)
+    stored = {_renamed(name, expected, 0): name for name in headers}
+    layers = {int(found.group(1)) for name in stored if (found := _LAYER.search(name))}
+    count, field = config.num_hidden_layers, written_name("num_hidden_layers", values)
+    said = f"{what} says {field} = {count}, the files hold {len(layers)} layers: " if count != len(layers) else ""
+    if count > len(layers):
+        raise ValueError(
+            f"the weights in {source} do not fit {model_class.__name__}: {said}missing keys of layers "
+            f"{len(layers)} to {count - 1}; {MISFITS['missing_keys']}"
+        )
+    if packed:
+        return
+    expected = _expected(model_class, config, what)
+    stored = {_renamed(name, expected, count): name for name in headers}
+    whole = _fused(expected.shapes, stored, family)
+    problems = {
+        "missing_keys": _missing(whole, stored, expected),
+        "unexpected_keys": [printable(name) for name in sorted(stored) if _surplus(name, whole, expected)],
+        "mismatched_keys": [
+            f"{name} ({list(headers[stored[name]].shape)} in the file, {list(shape)} in the model)"
+            for name, shape in sorted(whole.items())
+            if name in stored and headers[stored[name]].shape != shape
+        ],
+    }
+    differing = [name for name in sorted(whole) if name in stored and headers[stored[name]].shape != whole[name]]
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            if kind == "mismatched_keys":
+                said = _differences(differing, whole, stored, headers, config, values, what)
+            raise ValueError(
+                f"the weights in {source} do not fit {model_class.__name__}: {said}{kind.replace('_', ' ')} "
+                f"{', '.join(names[:5])}{more}; {MISFITS[kind]}"
+            )
+    for name in sorted(whole):
+        if name in stored and (dtype := headers[stored[name]].dtype) not in _FLOATING:
+            raise ValueError(
+                f"{printable(stored[name])} in {source} has the dtype {dtype}, and {what} has no "
+                "quantization_config that says how to read it: take the file that came with the weights"
+            )
+
+
+def _with_layers(config: Any, count: int) -> Any:
+    """The same network with so many layers."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = count
+    if getattr(small, "layer_types", None) is not None:
+        small.layer_types = small.layer_types[:count]
+    return small
+
+
+def _expected(model_class: Any, config: Any, what: str) -> _Expected:
+    """The parameters of a config's network, from one without memory."""
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+        _check_rotary(type(model.model.rotary_emb)(config))
+    except REFUSALS as error:
+        raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
+    mapping = get_model_conversion_mapping(model)
+    return _Expected(
+        shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
+        tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
+        renamings=[one for one in mapping if isinstance(one, WeightRenaming)],
+        prefix=model.base_model_prefix,
+        ignored=(r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())),
+    )
+
+
+def _check_rotary(rotary: Any) -> None:
+    """Refuse rotary positions that are not numbers."""
+    frequencies, scale = rotary.inv_freq, float(rotary.attention_scaling)
+    if not (bool((frequencies.isfinite() & (frequencies > 0)).all()) and 0 < scale < float("inf")):
+        raise ValueError(
+            "the frequencies of its rotary positions are not finite and above 0; look at rope_theta and "
+            "rope_scaling, or take the file that came with the weights"
+        )
+
+
+def _renamed(name: str, expected: _Expected, layers: int) -> str:
+    """The parameter that a file's tensor becomes, before tensors are split."""
+    found, _ = rename_source_key(name, list(expected.renamings), [], None, None)
+    outer, bare = f"{expected.prefix}.{found}", found.removeprefix(f"{expected.prefix}.")
+    known = _LAYER.sub(lambda place: place.group(0).replace(place.group(1), "0"), outer) if not layers else outer
+    if known in expected.shapes:
+        return outer
+    return bare if found != bare and bare in expected.shapes else str(found)
+
+
+def _fused(
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str], family: Family
+) -> dict[str, tuple[int, ...]]:
+    """The parameters as the files hold them: what is split while loading in one tensor, one after another."""
+    whole = dict(shapes)
+    for conversion in family.conversions:
+        (source,) = conversion.source_patterns
+        for name in stored:
+            if not name.endswith(source):
+                continue
+            stem = name.removesuffix(source)
+            parts = [stem + target for target in conversion.target_patterns if stem + target in shapes]
+            sizes = [shapes[part] for part in parts]
+            for part in parts:
+                whole.pop(part, None)
+            if sizes:
+                whole[name] = (sum(size[0] for size in sizes), *sizes[0][1:])
+    return whole
+
+
+def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: _Expected) -> list[str]:
+    """Parameters that no file holds, themselves or under the name that they are tied to."""
+    twins = dict(expected.tied) | {source: target for target, source in expected.tied.items()}
+    return [name for name in sorted(whole) if name not in stored and twins.get(name) not in stored]
+
+
+def _surplus(name: str, whole: Mapping[str, Any], expected: _Expected) -> bool:
+    return name not in whole and not any(re.search(pattern, name) for pattern in expected.ignored)
+
+
+def _differences(
+    names: Sequence[str],
+    whole: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, str],
+    headers: Mapping[str, TensorHeader],
+    config: Any,
+    values: Mapping[str, Any],
+    what: str,
+) -> str:
+    """The fields that the files contradict, with both values: those that alone decide a size first."""
+    said: dict[str, str] = {}
+    for alone in (True, False):
+        for name in names:
+            shape, found = whole[name], headers[stored[name]].shape
+            axes = next((axes for end, axes in AXES.items() if name.endswith(end)), None)
+            if axes is None or len(shape) != len(found):
+                continue
+            for axis, parts in enumerate(axes):
+                if shape[axis] != found[axis] and (len(parts) == 1) is alone and not (said and not alone):
+                    written = " and ".join(
+                        f"{written_name(part, values)} = {getattr(config, part, None)}" for part in parts
+                    )
+                    said.setdefault(
+                        written, f"{what} says {written}, the file's {printable(stored[name])} has {found[axis]}"
+                    )
+    return "".join(f"{sentence}; " for sentence in list(said.values())[:3])
