@@ -4,10 +4,9 @@ The hosts' Llama and Qwen2 attention modules keep their parameters, their names 
 their `forward` is replaced by one that passes each quantity through an identity module first.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -32,14 +31,25 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+class Watcher(Protocol):
+    """A host that may read a hook point."""
+
+    def __call__(self) -> bool:
+        """Whether it is about to read the point."""
+        ...
+
+    def passed(self) -> None:
+        """The forward pass went by the point, whose value was not computed."""
+        ...
+
+
 class HookPoint(nn.Module):
     """The identity; a PyTorch forward hook on it sees, and may replace, what passes through.
 
-    A host that watches modules without hooks (nnsight) adds to `watchers` a function that says whether it is
-    about to read this point.
+    A host that follows modules without hooks (nnsight) adds itself to `watchers`.
     """
 
-    watchers: tuple[Callable[[], bool], ...] = ()
+    watchers: tuple["Watcher", ...] = ()
 
     def forward(self, value: Tensor) -> Tensor:
         """Return `value` itself."""
@@ -94,7 +104,16 @@ class HookedAttention(nn.Module):
         kwargs["dropout"] = host.attention_dropout if self.training else 0.0
         kwargs["sliding_window"] = getattr(host, "sliding_window", None)
         z, pattern = self._attend(q, k, v, attention_mask, **kwargs)
+        if pattern is None:
+            self._tell_watchers()
         return self._output(host.hook_z(z), hidden_states), pattern
+
+    def _tell_watchers(self) -> None:
+        # Compiled code runs only while nobody traces the model (`listening`).
+        if not torch.compiler.is_compiling():
+            for name in ("hook_scores", "hook_pattern"):
+                for watcher in cast(HookPoint, self.get_submodule(name)).watchers:
+                    watcher.passed()
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         host = cast(Any, self)
@@ -214,6 +233,8 @@ def listened_to(point: nn.Module) -> bool:
     """
     if len(point._forward_hooks) > len(column_calls(point)) or point._forward_pre_hooks:
         return True
+    if torch.compiler.is_compiling():
+        return False
     return any(watches() for watches in cast(HookPoint, point).watchers)
 
 

@@ -268,3 +268,10 @@ class _Watch:
             location in interleaver.observers or (location in interleaver.parked and interleaver._ready(location))
             for location in self.locations
         )
+
+    def passed(self) -> None:
+        """Count the visit, as nnsight counts those that it sees: occurrence n of a pattern is that of forward n."""
+        interleaver = self.interleaver()
+        if interleaver is not None and interleaver.interleaving:
+            for location in self.locations:
+                interleaver.counts[location] = interleaver.counts.get(location, 0) + 1

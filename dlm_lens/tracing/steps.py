@@ -12,6 +12,9 @@ from torch import Tensor
 from dlm_lens.attention import RunStep
 from dlm_lens.sampling import StepPlan
 
+RESULT = "result"
+"""nnsight's location of what the traced call returned."""
+
 STEP = "step"
 """The run-level location that is handled when a step begins, and once more (with None) when the run is over."""
 
@@ -109,6 +112,26 @@ def place_of(worker: Any) -> _Place:
     return place
 
 
+def _wanted(location: str) -> int:
+    """Nnsight's `Mediator.wanted` for a worker with steps: a value of a step is read inside the loop only.
+
+    The worker stands in the middle of the step that its last loop ended in. Whether that step still has a value to
+    come would depend on what the loop's body read.
+
+    Raises:
+        OutOfOrderError: a value of a step, after the loop.
+    """
+    mediator = Mediator.current(location)
+    place = place_of(mediator.worker)
+    if place.at >= 0 and not place.inside and mediator.iteration == 0 and location not in (STEP, RESULT):
+        raise OutOfOrderError(
+            f"{location!r} was asked for after the loop over steps, which ended in step {place.at}; a value of a "
+            "step is read inside `for step in tracer.steps[...]`, or in another tracer.invoke(); after the loop "
+            "there is tracer.result"
+        )
+    return Mediator.wanted(mediator, location)
+
+
 @dataclass(frozen=True)
 class Steps:
     """The steps that a loop of a trace visits, in the order in which they run.
@@ -137,6 +160,7 @@ class Steps:
 
     def __iter__(self) -> Iterator[Step]:
         mediator = Mediator.current("tracer.steps")
+        mediator.wanted = _wanted
         place, previous, first = place_of(mediator.worker), mediator.iteration, True
         try:
             while True:

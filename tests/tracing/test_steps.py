@@ -17,6 +17,7 @@ from dlm_lens.testing import tiny
 
 IDS = [5, 9, 14]
 RUN = {"steps": 8, "gen_length": 8, "block_length": 4}
+LMS: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +209,67 @@ def test_a_value_behind_the_loop_has_passed(lm: Any) -> None:
         for step in tracer.steps[4]:
             lm.canvas.sum()
         lm.layers[0].output.sum()
+
+
+@pytest.mark.parametrize("key", [0, slice(2)], ids=str)
+@pytest.mark.parametrize("body", ["nothing", "pattern", "head"])
+@pytest.mark.parametrize("after", ["canvas", "first layer", "pattern", "head", "sampler"])
+def test_no_value_of_a_step_behind_the_loop_whatever_its_body_read(
+    lm: Any, key: Any, body: str, after: str
+) -> None:
+    def read(what: str) -> None:
+        if what == "canvas":
+            lm.canvas.sum()
+        if what == "first layer":
+            lm.layers[0].output.sum()
+        if what == "pattern":
+            lm.layers[1].attn.pattern.sum()
+        if what == "head":
+            lm.lm_head.output.sum()
+        if what == "sampler":
+            lm.sampler.confidence.sum()
+
+    with pytest.raises(OutOfOrderError, match="inside `for step in tracer"):
+        with lm.generate(IDS, steps=4, gen_length=4) as tracer:
+            for step in tracer.steps[key]:
+                read(body)
+            read(after)
+
+
+@pytest.mark.parametrize("body", ["nothing", "head"])
+def test_the_result_and_later_steps_behind_the_loop(lm: Any, plain: dl.Denoised, body: str) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps[0]:
+            if body == "head":
+                lm.lm_head.output.sum()
+        for step in tracer.steps[1:3]:
+            seen.append(lm.canvas.clone())
+        run = tracer.result.save()
+    assert all(canvas.equal(plain.canvases[index + 1]) for index, canvas in enumerate(seen))
+    assert len(seen) == 2
+    assert run.tokens.equal(plain.tokens)
+
+
+@pytest.mark.parametrize("key", [slice(0, 2), slice(1, 3), slice(4, None), 3, [0, 2, 5]], ids=str)
+@pytest.mark.parametrize("point", ["pattern", "scores"])
+@pytest.mark.parametrize("family", ["llada", "sink_qwen"])
+def test_iter_counts_the_forwards_whose_pattern_nobody_read(family: str, point: str, key: Any) -> None:
+    lm = LMS.setdefault(family, dl.DiffusionLM(tiny(family)))
+    with lm.generate(IDS, **RUN) as tracer:
+        every = [].save()
+        for step in tracer.steps:
+            every.append(getattr(lm.layers[1].attn, point).clone())
+    wanted = [key] if isinstance(key, int) else key if isinstance(key, list) else list(range(8))[key]
+    # An open loop ends when the model stops, which nnsight says in a warning.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with lm.generate(IDS, **RUN) as tracer:
+            seen = [].save()
+            for index in tracer.iter[key]:
+                seen.append((index, getattr(lm.layers[1].attn, point).clone()))
+    assert [index for index, _ in seen] == wanted
+    assert all(torch.equal(value, every[index]) for index, value in seen)
 
 
 def test_steps_belong_to_a_run(lm: Any) -> None:
