@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,9 @@ class HarnessLM(SharedLM):
     def generate_until(self, requests: list[Any]) -> list[str]:
         """The text that every request's context is continued with, up to its end or a stop sequence."""
         copies = repeats([id(request) for request in requests])
+        if self.world_size > 1:
+            # Further copies fill a process's share up to the largest one: no draws of their own.
+            copies = [copy % max(1, one.repeats or 1) for copy, one in zip(copies, requests, strict=True)]
         drawn = zip(requests, copies, strict=True)
         asked = Asked(requests, [request_key("generate_until", one.args, copy) for one, copy in drawn], copies)
 
@@ -210,6 +214,16 @@ class HarnessLM(SharedLM):
         self, kind: str, asked: Asked, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
     ) -> list[Any]:
         """Answers in the order of the requests; equal requests are asked once, kept answers not at all."""
+        with self.held():
+            return self._computed(kind, asked, run)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Hold the directory of the recordings, if there is one, against other evaluations."""
+        return nullcontext() if self.recordings is None else self.recordings.held(shared=self.world_size > 1)
+
+    def _computed(
+        self, kind: str, asked: Asked, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
+    ) -> list[Any]:
         first = {key: index for index, key in reversed(list(enumerate(asked.keys)))}
         # Where requests are recorded, an answer without a recording does not do.
         kept = self.responses if self.recordings is None else self.recordings

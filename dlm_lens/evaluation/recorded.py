@@ -1,6 +1,7 @@
 """Recording during an evaluation: every request is answered alone, and what the layers do goes to its directory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,8 @@ from dlm_lens.evaluation.likelihoods import Answer, Item, Likelihoods
 from dlm_lens.evaluation.responses import Responses
 from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.evaluation.stopping import cut, end_ids
+from dlm_lens.files.locks import held
+from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.recording import Recorder
 from dlm_lens.recording.loading import save_recording
 from dlm_lens.recording.recorder import Storage
@@ -55,6 +58,18 @@ def read_record(record: Any, to: str | Path | None) -> RecordSettings | None:
         return read_settings(RecordSettings, record)
     # One reducer, or several.
     return RecordSettings(tuple(record) if isinstance(record, Sequence) else (record,))
+
+
+class IndexLine(Document):
+    """A request's line of the index."""
+
+    kind: str
+    task: str | None
+    doc_id: int | None
+    request: int | None
+    recordings: list[str]
+    also: list[list[str | int | None]]
+    answer: Any
 
 
 @dataclass(frozen=True)
@@ -121,8 +136,38 @@ class RequestRecordings:
             "dtype": settings.dtype,
         }
         self._index = Responses(to / index, {**identity, **recorded})
-        self._settled = {name: key for key, line in self._index.items() for name in line["recordings"]}
         self._written: dict[str, list[str]] = {}
+        self._settled: dict[str, str] = {}
+        self._holders = 0
+        self._read()
+
+    @contextmanager
+    def held(self, *, shared: bool) -> Iterator[None]:
+        """Hold the directory against other evaluations; inside such a block another one changes nothing.
+
+        Args:
+            shared: with the other processes of this evaluation.
+
+        Raises:
+            ValueError: another process or thread records there.
+        """
+        with ExitStack() as stack:
+            if not self._holders:
+                stack.enter_context(held(self.to, shared=shared))
+                self._index.refresh()
+                self._read()
+            self._holders += 1
+            try:
+                yield
+            finally:
+                self._holders -= 1
+
+    def _read(self) -> None:
+        """What the index says is recorded."""
+        where = self._index.path
+        for key, line in self._index.items():
+            told = fitted(IndexLine, line if isinstance(line, dict) else {}, where, "choose another directory")
+            self._settled |= dict.fromkeys(told.recordings, key)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -166,7 +211,8 @@ class RequestRecordings:
             "doc_id": first.doc_id,
             "request": first.idx,
             "recordings": names,
-            "also": [[one.task_name, one.doc_id, one.idx] for one in others],
+            # The harness pads the shares of several processes with a request that is there already.
+            "also": [[one.task_name, one.doc_id, one.idx] for one in others if one is not first],
             "answer": answer,
         }
         self._index.append({key: line})

@@ -5,37 +5,62 @@ import json
 import logging
 import os
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from dlm_lens.files.atomic_writes import append, open_to_append
+from dlm_lens.files.locks import lock
+from dlm_lens.files.sealed_json import (
+    CHECKSUM,
+    DamagedFileError,
+    Document,
+    fitted,
+    lines_of,
+    parsed,
+    sealed,
+    unsealed,
+)
 from dlm_lens.placement import named_weights
 
 logger = logging.getLogger(__name__)
+
+
+class HeadLine(Document):
+    """The first line: what answered."""
+
+    answers_of: dict[str, Any]
+
+
+class AnswerLine(Document):
+    """An answer, with the key of its request."""
+
+    key: str
+    answer: Any
 
 
 class Responses:
     """A JSONL file of answers, appended to with fsync; without a path, nothing is kept.
 
     The first line says what answered: model, hooks, settings, seed. Answers of another evaluation are never mixed
-    in. A last line that a crash tore apart is dropped.
+    in. A last line that a crash tore apart is dropped. Every line has a checksum.
 
     Args:
         path: the file; created with its folders.
         identity: what the answers depend on; anything JSON.
 
     Raises:
-        ValueError: the file holds answers of another evaluation, or is no such file.
+        ValueError: the file holds answers of another evaluation, is no such file, or is damaged.
     """
 
     def __init__(self, path: str | Path | None, identity: Mapping[str, Any]) -> None:
         self.path = None if path is None else Path(path)
         self.identity = json.loads(json.dumps(dict(identity), default=repr))
         self._known: dict[str, Any] = {}
-        if self.path is not None:
-            self._open()
+        self.refresh()
 
     def __contains__(self, key: str) -> bool:
         return key in self._known
@@ -55,35 +80,55 @@ class Responses:
         answers = {key: answer for key, answer in answers.items() if key not in self._known}
         if self.path is None or not answers:
             return
-        lines = [json.dumps({"key": key, "answer": answer}) + "\n" for key, answer in answers.items()]
-        self._write("".join(lines))
+        lines = [json.dumps(sealed({"key": key, "answer": answer})) + "\n" for key, answer in answers.items()]
+        with self._locked(self.path) as file:
+            append(file, "".join(lines).encode(), self.path)
         self._known.update(answers)
 
-    def _open(self) -> None:
-        path = self._path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = path.read_bytes() if path.exists() else b""
-        first = json.dumps({"answers_of": self.identity}) + "\n"
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole and first.encode().startswith(data):
-            # Nothing, or a first line that a crash tore apart.
-            path.write_bytes(b"")
-            self._write(first)
+    def refresh(self) -> None:
+        """Read the answers that the file holds now; begin it where it is not there.
+
+        Raises:
+            ValueError: it holds something else.
+        """
+        if self.path is None:
             return
-        head, *lines = self._lines(whole)
-        self._check(head["answers_of"])
-        if len(whole) < len(data):
-            os.truncate(path, len(whole))
-        self._known = {line["key"]: line["answer"] for line in lines}
+        path = self.path
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory; give a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        first = (json.dumps(sealed({"answers_of": self.identity})) + "\n").encode()
+        with self._locked(path) as file:
+            data = path.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if not whole and first.startswith(data):
+                # Nothing, or a first line that a crash tore apart.
+                os.ftruncate(file.fileno(), 0)
+                append(file, first, path)
+                return
+            lines = self._lines(path, whole)
+            if len(whole) < len(data):
+                os.ftruncate(file.fileno(), len(whole))
+        self._known = {line.key: line.answer for line in lines}
         logger.info("%s: %d answers are kept from before", path, len(self._known))
 
-    def _lines(self, whole: bytes) -> list[dict[str, Any]]:
+    def _lines(self, path: Path, whole: bytes) -> list[AnswerLine]:
+        remedy = "choose another file"
+        texts = list(lines_of(whole))
         try:
-            found = [json.loads(line) for line in whole.splitlines()]
-        except ValueError:
-            found = []
-        if not found or not all(isinstance(line, dict) for line in found) or "answers_of" not in found[0]:
-            raise ValueError(f"{self.path} exists and holds no answers of an evaluation; choose another file")
+            head = parsed(texts[0], path, remedy) if texts else {}
+        except DamagedFileError:
+            head = {}
+        if "answers_of" not in head:
+            raise ValueError(f"{path} exists and holds no answers of an evaluation; {remedy}")
+        required = CHECKSUM in head  # files of earlier versions have none
+        where = f"{path}, line 1"
+        self._check(fitted(HeadLine, unsealed(head, where, remedy, required=False), where, remedy).answers_of)
+        found = []
+        for number, text in enumerate(texts[1:], 2):
+            where = f"{path}, line {number}"
+            plain = unsealed(parsed(text, where, remedy), where, remedy, required=required)
+            found.append(fitted(AnswerLine, plain, where, remedy))
         return found
 
     def _check(self, theirs: Mapping[str, Any]) -> None:
@@ -95,18 +140,13 @@ class Responses:
                     f"{self.identity.get(name)!r:.120}; choose another file, or the same settings"
                 )
 
-    def _write(self, text: str) -> None:
-        # One write, so that another process's lines never stand in the middle of these.
-        data = text.encode()
-        with self._path().open("ab", buffering=0) as file:
-            if file.write(data) != len(data):
-                raise OSError(f"{self.path}: the disk took a part of a line; is it full?")
-            os.fsync(file.fileno())
-
-    def _path(self) -> Path:
-        if self.path is None:
-            raise ValueError("these responses have no file")
-        return self.path
+    @staticmethod
+    @contextmanager
+    def _locked(path: Path) -> Iterator[IO[bytes]]:
+        """The file, open to append to; another process that writes to it waits."""
+        with open_to_append(path) as file:
+            lock(file, wait=True)
+            yield file
 
 
 def fingerprint(model: Any) -> str:

@@ -7,6 +7,8 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlm_lens.files.atomic_writes import replacing, write_file
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -73,11 +75,11 @@ class Evaluation:
             for one in self.scores
         ]
         whole = {"scores": scores, "settings": dict(self.settings), "harness": kept}
-        (directory / "results.json").write_text(json.dumps(whole, indent=2, default=repr) + "\n", encoding="utf-8")
-        with (directory / "samples.jsonl").open("w", encoding="utf-8") as file:
+        write_file(directory / "results.json", json.dumps(whole, indent=2, default=repr) + "\n")
+        with replacing(directory / "samples.jsonl") as file:
             for task, samples in self.results.get("samples", {}).items():
                 for sample in samples:
-                    file.write(json.dumps({"task": task, **sample}, default=repr) + "\n")
+                    file.write((json.dumps({"task": task, **sample}, default=repr) + "\n").encode())
 
     def markdown(self) -> str:
         """The table in Markdown."""

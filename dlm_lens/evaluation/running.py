@@ -79,7 +79,7 @@ def evaluate(
         lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
         prepare(lm, loaded["tasks"])
         _tell_fixed(loaded["tasks"], num_fewshot)
-        with in_use(lm.model):
+        with in_use(lm.model), lm.held():
             results = simple_evaluate(
                 model=lm,
                 tasks=_top(loaded),

@@ -1,6 +1,7 @@
 """`ResultsFile`: one line per item, on disk before the next begins; `Results`: what all processes wrote."""
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +9,62 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.locking import lock
+from pydantic import Field
+
 from dlm_lens.experiments.spec import Item, key_of
+from dlm_lens.files.atomic_writes import append, open_to_append, sync_directory
+from dlm_lens.files.locks import held, lock
+from dlm_lens.files.sealed_json import (
+    CHECKSUM,
+    DamagedFileError,
+    Document,
+    file_bytes,
+    fitted,
+    lines_of,
+    parsed,
+    sealed,
+    unsealed,
+)
+
+logger = logging.getLogger(__name__)
 
 PATTERN = "results*.jsonl"
+
+
+class ConfigLine(Document):
+    """What the results depend on; the first line of a file."""
+
+    config: dict[str, Any]
+
+
+class SessionLine(Document):
+    """Versions and machine of a start."""
+
+    session: dict[str, Any]
+
+
+class WeightsLine(Document):
+    """The digest of a model's weights, and whether it is an AR model."""
+
+    weights: dict[str, str]
+    causal: dict[str, bool] = Field(default_factory=dict)
+
+
+class ItemLine(Document):
+    """A finished item."""
+
+    item: dict[str, Any]
+    value: dict[str, Any]
+    seconds: float
+
+
+LINES: Mapping[str, type[Document]] = {
+    "config": ConfigLine,
+    "session": SessionLine,
+    "weights": WeightsLine,
+    "item": ItemLine,
+}
+"""The lines of a results file, by the field that tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -97,25 +150,36 @@ class ResultsFile:
     def __init__(
         self, directory: Path, config: Mapping[str, Any], session: Mapping[str, Any], rank: int = 0
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{directory} is a file; give a directory as --out")
         self.path = directory / f"results-{rank:05d}.jsonl"
-        self._check(directory, config)
-        self._file = self.path.open("ab", buffering=0)
+        # One start at a time: who looks at the others' locks does not stand in the way of their start.
+        with held(directory, wait=True):
+            self._check(directory, config)
+            self._file = open_to_append(self.path)
+            try:
+                self._start(directory, config, session)
+            except BaseException:
+                self._file.close()
+                raise
+        found = read_results(directory)
+        self.weights = dict(found.weights)
+        self.done = {key_of(record.item) for record in found.records}
+
+    def _start(self, directory: Path, config: Mapping[str, Any], session: Mapping[str, Any]) -> None:
         try:
             lock(self._file, wait=False)
         except BlockingIOError:
             raise ValueError(f"another process writes {self.path}; wait for it, or choose another --out") from None
+        self._check_others(directory, session.get("world_size", 1))
         self._mend()
         if not _has_items(self.path):
             # A start that was refused or killed before its first item: nothing to keep, nothing to go on with.
             os.truncate(self.path, 0)
         if self.path.stat().st_size == 0:
             self._write({"config": config})
-            _sync_folder(directory)
+            sync_directory(directory)
         self._write({"session": session})
-        found = read_results(directory)
-        self.weights = dict(found.weights)
-        self.done = {key_of(record.item) for record in found.records}
 
     def __enter__(self) -> "ResultsFile":
         return self
@@ -150,6 +214,18 @@ class ResultsFile:
             if head is not None and (path != self.path or _has_items(path)):
                 check_config(directory, head.get("config", {}), config)
 
+    def _check_others(self, directory: Path, world: int) -> None:
+        """Refuse to compute items that a process of another run, with another share of them, computes now."""
+        for path in sorted(directory.glob(PATTERN)):
+            if path == self.path:
+                continue
+            sizes = [line["session"].get("world_size", 1) for line in _lines(path) if "session" in line]
+            if sizes and sizes[-1] != world and _is_written(path):
+                raise ValueError(
+                    f"another process writes {path}, one of {sizes[-1]} that share the items, and this run has "
+                    f"{world}; wait for it, or choose another --out"
+                )
+
     def _mend(self) -> None:
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
@@ -157,11 +233,7 @@ class ResultsFile:
             os.truncate(self.path, whole)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        # One write, so that a line is there whole or torn at the end, never mixed.
-        data = (json.dumps(line, allow_nan=False) + "\n").encode()
-        if self._file.write(data) != len(data):
-            raise OSError(f"{self.path}: the disk took a part of a line; is it full?")
-        os.fsync(self._file.fileno())
+        append(self._file, (json.dumps(sealed(line), allow_nan=False) + "\n").encode(), self.path)
 
 
 def check_config(directory: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -186,7 +258,7 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: a line is no result, an item is there twice, or files of different settings.
+        ValueError: a line is no result, or damaged, or files of different settings.
     """
     paths = sorted(directory.glob(PATTERN))
     config: Mapping[str, Any] | None = None
@@ -206,9 +278,12 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
                 causal |= line.get("causal", {})
             else:
                 key = key_of(line["item"])
-                if key in records:
-                    raise ValueError(f"{path} holds the item {key} a second time")
-                records[key] = Record(line["item"], line["value"], line["seconds"])
+                record = Record(line["item"], line["value"], line["seconds"])
+                # Two runs that did not know of each other computed it: of the same settings, so that either does.
+                if records.setdefault(key, record).value != record.value:
+                    logger.warning(
+                        "%s holds the item %s a second time with another value; the first counts", path, key
+                    )
     if config is None:
         raise FileNotFoundError(f"{directory} holds no results; run the experiment first")
     if order is None:
@@ -219,16 +294,32 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file."""
-    data = path.read_bytes()
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+    """The whole lines of a file; those that have a checksum are what was written."""
+    remedy = "take the file away, or choose another --out"
+    required = False
+    for number, text in enumerate(lines_of(file_bytes(path, remedy)), 1):
+        where = f"{path}, line {number}"
         try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or not {"config", "session", "weights", "item"} & set(found):
-            raise ValueError(f"{path}, line {number} is no result; take the file away, or choose another --out")
-        yield found
+            found = parsed(text, where, remedy)
+            required |= number == 1 and CHECKSUM in found  # files of earlier versions have none
+            found = unsealed(found, where, remedy, required=required)
+            kind = next((name for name in LINES if name in found), None)
+            if kind is None:
+                raise DamagedFileError("no such line")
+            yield fitted(LINES[kind], found, where, remedy).model_dump()
+        except DamagedFileError as error:
+            logger.debug("%s", error)
+            raise ValueError(f"{where} is no result, or damaged; {remedy}") from None
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a process writes a file now."""
+    with path.open("rb") as file:
+        try:
+            lock(file, wait=False, shared=True)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _has_items(path: Path) -> bool:
@@ -244,14 +335,3 @@ def _differences(
             yield from _differences(before, now, f"{prefix}{name}.")
         elif before != now:
             yield f"{prefix}{name}", before, now
-
-
-def _sync_folder(directory: Path) -> None:
-    """A new file's name has to be on disk too."""
-    if os.name != "posix":
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -58,7 +58,7 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
                 # Network disks lock only what is open for writing.
                 os.close(handle)
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                handle = os.open(directory / ".lock", flags, 0o666)
+                handle = os.open(directory / ".held", flags, 0o666)
                 lock(handle, wait=wait, shared=shared)
         except BlockingIOError:
             raise DirectoryHeldError(
@@ -67,6 +67,17 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
         yield
     finally:
         _release(handle)
+
+
+@contextmanager
+def alone(directory: str | Path) -> Iterator[None]:
+    """Wait until no other process is in such a block for this directory, which is made; others may `held` it."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    with os.fdopen(os.open(directory / ".lock", flags, 0o666), "w") as file:
+        lock(file, wait=True)
+        yield
 
 
 def _release(handle: int) -> None:

@@ -57,8 +57,8 @@ def trained(base: str, ending: str, settings: Settings) -> Path:
     Raises:
         ValueError: a base that is no embedded model of the language, or several processes.
     """
-    from dlm_lens.experiments.locking import alone
     from dlm_lens.experiments.one_token.language import toy, training_text
+    from dlm_lens.files.locks import alone
     from dlm_lens.training import MaskedDiffusionTrainer
     from dlm_lens.training.checkpoints import last_checkpoint, step_of
 

@@ -2,17 +2,17 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.locking import alone
 from dlm_lens.experiments.one_token import text_measuring
 from dlm_lens.experiments.one_token.language import TASKS, tests, toy, validation
 from dlm_lens.experiments.one_token.sink_statistics import EPS, sink_numbers
 from dlm_lens.experiments.one_token.training import Miniature, trained
+from dlm_lens.files.atomic_writes import write_file
+from dlm_lens.files.locks import alone
 
 SAMPLER: dict[str, Any] = {"gen_length": 32, "steps": 32}
 """One token per step, the length that the language needs; the rest is the family's own."""
@@ -40,9 +40,7 @@ def measured(run: Miniature, settings: Mapping[str, Any]) -> dict[str, Any]:
         if not path.is_file():
             checkpoint = trained(run, directory)
             found = text_measuring.measure(checkpoint, settings) if run.text else measure(checkpoint, settings)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(found), encoding="utf-8")
-            os.replace(partial, path)
+            write_file(path, json.dumps(found))
         held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return held
 

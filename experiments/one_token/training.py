@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.locking import alone
 from dlm_lens.experiments.one_token.language import toy, training_text
 from dlm_lens.experiments.one_token.variants import VARIANTS
+from dlm_lens.files.locks import alone
 
 SCRATCH = "scratch"
 

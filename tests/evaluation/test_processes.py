@@ -1,9 +1,11 @@
 """The harness's language model: its own arguments, and what several processes exchange."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.processes import SharedLM
@@ -75,3 +77,20 @@ class TestTwo:
         lm.generate_until(ask("generate_until", ("w1 w2", {"until": []})))
         assert {one.name for one in tmp_path.iterdir()} == {"a.1.jsonl", "recordings"}
         assert {one.name for one in (tmp_path / "recordings").iterdir()} == {"requests.1.jsonl", "task"}
+
+    def test_what_the_harness_pads_a_share_with_is_not_recorded(self, lm: Any, tmp_path: Any) -> None:
+        # Two documents of this process, two draws each; the largest share has four documents.
+        requests = [
+            Instance("generate_until", {}, (text, {"until": []}), 0, metadata=("task", number, 2))
+            for number, text in enumerate(("w1 w2", "w3 w4"))
+        ]
+        copies = [one for one in requests for _ in range(2)]
+        found = lm.generate_until([*copies, *[requests[-1]] * 4])
+        assert found[4:] == [found[2], found[3]] * 2
+        wanted = ["00000-0", "00000-0-r1", "00001-0", "00001-0-r1"]
+        assert sorted(path.name for path in (tmp_path / "recordings/task").iterdir()) == wanted
+        scored = Instance("loglikelihood", {}, ("w1", " w2"), 0, metadata=("other", 5, 1))
+        lm.loglikelihood([scored, scored, scored])
+        assert [path.name for path in (tmp_path / "recordings/other").iterdir()] == ["00005-0"]
+        lines = (tmp_path / "recordings/requests.1.jsonl").read_text().splitlines()[1:]
+        assert [json.loads(line)["answer"]["also"] for line in lines] == [[]] * 5

@@ -1,6 +1,9 @@
 """Recording during an evaluation: every request as `dlm_lens.record` records it, and none asked again."""
 
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +408,54 @@ def test_a_request_of_which_no_draw_masks_anything_has_an_answer_and_no_recordin
         again = HarnessLM(model, likelihood=settings, record=WITHOUT_MASKS, record_to=tmp_path)
         assert [value for value, _ in again.loglikelihood(requests)] == found
     assert none == []
+
+
+def test_two_evaluations_on_one_directory(tmp_path: Path) -> None:
+    given = {"limit": 2, "generation": {"steps": 4}, "record_to": tmp_path / "both"}
+    lm = HarnessLM(dl.load("toy"), generation={"steps": 4}, record_to=tmp_path / "both")
+    with (
+        lm.held(),
+        ThreadPoolExecutor(1) as other,
+        pytest.raises(ValueError, match=r"another process or thread writes .*both; wait for it"),
+    ):
+        other.submit(evaluate, dl.load("toy"), "toy_lists", **given).result()
+    # One after the other: the second evaluation sees what the first recorded after it was made.
+    second = HarnessLM(dl.load("toy"), generation={"steps": 4}, record_to=tmp_path / "both")
+    plain = evaluate(lm, "toy_lists", limit=2)
+    with counted(second.model) as rows:
+        again = evaluate(second, "toy_lists", limit=2)
+    assert rows == []
+    assert [one.value for one in again.scores] == [one.value for one in plain.scores]
+    assert len(lines(tmp_path / "both")) == 2
+    assert [path for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
+
+
+RACING = """
+import sys
+import torch
+from dlm_lens.evaluation import evaluate
+torch.set_num_threads(1)
+try:
+    evaluate("toy", "toy_lists", limit=4, generation={"steps": 8}, record_to=sys.argv[1])
+    print("done")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.long
+def test_evaluations_race_for_one_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RACING, str(tmp_path / "both")]
+    racing = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    told = [process.communicate()[0].strip().splitlines()[-1] for process in racing]
+    assert [process.returncode for process in racing] == [0, 0, 0]
+    assert "done" in told
+    assert all(one == "done" or "another process or thread writes" in one for one in told)
+    given = {"limit": 4, "generation": {"steps": 8}}
+    evaluate("toy", "toy_lists", **given, record_to=tmp_path / "both")
+    evaluate("toy", "toy_lists", **given, record_to=tmp_path / "alone")
+    for one, other in zip(
+        Recordings(tmp_path / "both/toy_lists"), Recordings(tmp_path / "alone/toy_lists"), strict=True
+    ):
+        equal(one, other)
+    assert lines(tmp_path / "both") == lines(tmp_path / "alone")

@@ -1,6 +1,9 @@
 """Answers are kept: a killed evaluation goes on, and never mixes with another."""
 
+import hashlib
 import json
+import random
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ from dlm_lens.evaluation.responses import Responses, fingerprint, identity_of
 from dlm_lens.hooks import at_layers, mask_positions, mask_top_sinks, steer
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import KilledError, ask, counted, killed_after, texts
+from tests.files.damage import damage
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
@@ -154,7 +158,10 @@ def test_a_first_line_that_a_crash_tore_apart_is_written_again(tmp_path: Path) -
     whole = path.read_text()
     path.write_text(whole[:15])
     Responses(path, {"seed": 3}).append({"one": 1})
-    assert path.read_text() == whole + '{"key": "one", "answer": 1}\n'
+    added = path.read_text().removeprefix(whole)
+    plain = '{"answer":1,"key":"one"}'
+    checksum = hashlib.sha256(plain.encode()).hexdigest()[:16]
+    assert added == f'{{"key": "one", "answer": 1, "checksum": "{checksum}"}}\n'
 
 
 def test_hooks_that_read_alike_are_told_apart_by_their_tensors(llada: Any, tmp_path: Path) -> None:
@@ -176,3 +183,42 @@ def test_hooks_that_read_alike_are_told_apart_by_their_tensors(llada: Any, tmp_p
     )
     with pytest.raises(ValueError, match="holds answers with hooks="):
         HarnessLM(llada, hooks=[steer(other)], responses=path)
+
+
+def responses_of(path: Path) -> dict[str, Any]:
+    return dict(Responses(path, {"seed": 3}).items())
+
+
+@pytest.mark.parametrize("cases", [80, pytest.param(2000, marks=pytest.mark.long)])
+def test_damaged_answers_are_told_or_read_right(cases: int, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    wanted = {f"key{n}": [-1.5 * n, n % 2 == 0] if n % 3 else f"text {n}\u2028\u0085" for n in range(9)}
+    Responses(kept / "a.jsonl", {"seed": 3}).append(wanted)
+    draw, told, read = random.Random(7), 0, 0
+    for case in range(cases):
+        path = tmp_path / f"case{case}"
+        shutil.copytree(kept, path)
+        how = damage(path, draw)
+        try:
+            found = responses_of(path / "a.jsonl")
+            right = all(wanted[key] == answer for key, answer in found.items())
+            read += 1
+        except ValueError as error:
+            told, how = told + 1, f"{how}: {error}"
+            right = str(path) in str(error) and "\n" not in str(error)
+        assert right, how
+        shutil.rmtree(path)
+    assert told > cases / 3
+    assert read > 0
+
+
+def test_answers_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"answers_of": {"seed": 3}}\n{"key": "one", "answer": [-1.5, true]}\n')
+    Responses(path, {"seed": 3}).append({"two": "text"})
+    assert responses_of(path) == {"one": [-1.5, True], "two": "text"}
+
+
+def test_a_directory_in_place_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a directory; give a file"):
+        Responses(tmp_path, {})

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from dlm_lens.experiments.planning import Shape
 from dlm_lens.experiments.results import Record, ResultsFile
 from dlm_lens.experiments.spec import Cost, read_setting
 from dlm_lens.experiments.statistics import paired_difference, ratio_over_prompts, wilson
+from tests.files.damage import damage
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ao]*/*.py"))
 
@@ -48,6 +51,11 @@ def squares(pause: float = 0.0) -> Experiment:
         name="squares", shows="arithmetic", title="squares", metric="number", small=settings, full=settings,
         items=lambda given: [{"number": n} for n in range(given["count"])], run=run, render=render,
     )  # fmt: skip
+
+
+def config_of_squares():
+    """As `run_experiment(squares(), ..., small=True)` has it."""
+    return {**squares().config(True), "dtype": None}
 
 
 def test_items_are_kept_and_rendered_in_order(tmp_path: Path) -> None:
@@ -120,6 +128,110 @@ def test_processes_share_the_items(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_two_processes_never_write_one_file(tmp_path: Path) -> None:
     with ResultsFile(tmp_path, {"a": 1}, {}), pytest.raises(ValueError, match="another process writes"):
         ResultsFile(tmp_path, {"a": 1}, {})
+
+
+SLOW = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.experiments.test_runner import squares
+from dlm_lens.experiments import run_experiment
+run_experiment(squares(0.3), Path({out!r}))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_alone_beside_a_process_of_an_unfinished_torchrun(tmp_path: Path) -> None:
+    # Of two processes the first was killed, the second still computes: now the same command on its own.
+    script = SLOW.format(root=str(Path(__file__).parents[2]), out=str(tmp_path))
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL, env=environment) as process:
+        path = tmp_path / "results-00001.jsonl"
+        while not path.exists() or '"item"' not in path.read_text():
+            assert process.poll() is None
+            time.sleep(0.01)
+        with pytest.raises(ValueError, match=r"another process writes .*results-00001.jsonl, one of 2 that share"):
+            run_experiment(squares(), tmp_path)
+        assert process.poll() is None
+        process.wait()
+    found = run_experiment(squares(), tmp_path)
+    assert [record.value["square"] for record in found.records] == [n * n for n in range(12)]
+    assert path.read_text().count('"item"') == 6
+
+
+def test_an_item_that_two_runs_computed_counts_once(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with ResultsFile(tmp_path, config_of_squares(), {"world_size": 1}, rank) as file:
+            file.append(Record({"number": 3}, {"square": 9}, 0.1 * rank))
+    found = run_experiment(squares(), tmp_path, small=True)
+    assert [record.item["number"] for record in found.records] == list(range(12))
+    assert len(read_results(tmp_path).records) == 12
+
+
+def test_processes_of_one_run_start_beside_each_other(tmp_path: Path) -> None:
+    two = {"world_size": 2}
+    with (
+        ResultsFile(tmp_path, {"a": 1}, two, 0),
+        ResultsFile(tmp_path, {"a": 1}, two, 1),
+        pytest.raises(ValueError, match="one of 2 that share the items, and this run has 3"),
+    ):
+        ResultsFile(tmp_path, {"a": 1}, {"world_size": 3}, 2)
+    with ResultsFile(tmp_path, {"a": 1}, {"world_size": 3}, 2):
+        pass
+
+
+def damaged_results(kept: Path, work: Path, cases: int, seed: int) -> dict[str, int]:
+    """Read damaged directories: told in a sentence, or every record that is read is one that was written."""
+    wanted = {record.item["number"]: record for record in read_results(kept).records}
+    draw, counts, wrong = random.Random(seed), Counter(), []
+    for case in range(cases):
+        path = work / f"case{case}"
+        shutil.copytree(kept, path)
+        how = damage(path, draw)
+        try:
+            found = read_results(path)
+            same = all(wanted[record.item["number"]] == record for record in found.records)
+            same = same and found.config == config_of_squares()
+            counts["read" if same else "other"] += 1
+            wrong += [] if same else [how]
+        except (ValueError, FileNotFoundError) as error:
+            counts["told"] += 1
+            wrong += [] if str(path) in str(error) and "\n" not in str(error) else [f"{how}: {error}"]
+        except Exception as error:
+            wrong.append(f"{how}: {type(error).__name__} {error}")
+        shutil.rmtree(path)
+    assert not wrong, wrong[:10]
+    return counts
+
+
+@pytest.mark.parametrize("cases", [60, pytest.param(1500, marks=pytest.mark.long)])
+def test_damaged_results_are_told_or_read_right(
+    cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        run_experiment(squares(), tmp_path / "kept", small=True)
+    with ResultsFile(tmp_path / "kept", config_of_squares(), {"world_size": 2}) as file:
+        file.note_weights("m", "abc")
+    counts = damaged_results(tmp_path / "kept", tmp_path, cases, seed=5)
+    assert counts["told"] > cases / 2
+    assert counts["read"] > 0
+
+
+def test_results_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    run_experiment(squares(), tmp_path, small=True)
+    path = tmp_path / "results-00000.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line.pop("checksum") for line in lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-2]))
+    found = run_experiment(squares(), tmp_path, small=True)
+    assert [record.value["square"] for record in found.records] == [n * n for n in range(12)]
+    # What was written with a checksum is not read without.
+    data = path.read_text()
+    path.write_text(data.replace('"square": 121', '"square": 122'))
+    with pytest.raises(ValueError, match="is no result, or damaged"):
+        read_results(tmp_path)
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
