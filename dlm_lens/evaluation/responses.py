@@ -25,6 +25,7 @@ from dlm_lens.files.sealed_json import (
     unsealed,
 )
 from dlm_lens.placement import named_weights
+from dlm_lens.recording.requests import entries_at
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +156,8 @@ def fingerprint(model: Any) -> str:
     for name, weight in named_weights(model, by_name=True):
         length = weight.numel()
         starts = (0, length // 2, max(0, length - 8))
-        places = torch.tensor([place for start in starts for place in range(start, min(start + 8, length))])
-        # Indexed in its own shape: flattening would copy a weight that is expanded or transposed.
-        some = weight.detach()[torch.unravel_index(places.to(weight.device), weight.shape)].float().cpu()
+        places = [place for start in starts for place in range(start, min(start + 8, length))]
+        some = entries_at(weight, places).float().cpu()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
     return digest.hexdigest()[:16]
 

@@ -55,10 +55,15 @@ def weights_digest(model: Any) -> str:
 def _sample(weight: Tensor) -> bytes:
     if not weight.is_floating_point() or weight.device.type == "meta" or not weight.numel():
         return b""
-    places = torch.tensor(sampled_places(weight.numel()), device=weight.device)
-    # Indexed in its own shape: flattening would copy a weight that is expanded or transposed.
-    entries = weight.detach()[torch.unravel_index(places, weight.shape)] if weight.ndim else weight.detach()
-    return entries.double().cpu().numpy().tobytes()
+    return entries_at(weight, sampled_places(weight.numel())).double().cpu().numpy().tobytes()
+
+
+def entries_at(weight: Tensor, places: Sequence[int]) -> Tensor:
+    """The entries of a weight at places of its flat form, which is not made: it may be a copy of gigabytes."""
+    plain = weight.detach()
+    if plain.ndim < 2 or not plain.numel():
+        return plain.reshape(-1)[list(places)]
+    return plain[torch.unravel_index(torch.tensor(places, device=plain.device), plain.shape)]
 
 
 def sampled_places(entries: int) -> list[int]:
