@@ -11,6 +11,7 @@ import typer
 import dlm_lens
 from dlm_lens.evaluation.command import eval_command
 from dlm_lens.experiments.command import experiment_command
+from dlm_lens.printable import echo, printable
 from dlm_lens.probes.command import lens_command, norms_command, sinks_command
 from dlm_lens.recording.command import record_prompts
 from dlm_lens.training.command import train
@@ -31,7 +32,7 @@ def version(
 ) -> None:
     """Mechanistic interpretability of diffusion language models."""
     if version:
-        typer.echo(dlm_lens.__version__)
+        echo(dlm_lens.__version__)
         raise typer.Exit
 
 
@@ -136,7 +137,7 @@ def report(
         title=title,
         labels=None if compare is None else (recording.resolve().name, compare.resolve().name),
     )
-    typer.echo(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
+    echo(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 
 
 @app.command()
@@ -185,25 +186,34 @@ def _sentence(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+class _PrintableLines(logging.Formatter):
+    """Log lines may quote files and weights."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def main() -> None:
     """Run the command line; an expected error is one sentence and exit status 1."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_PrintableLines("%(levelname)s %(name)s: %(message)s"))
     try:
         app()
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        typer.secho(f"dlm-lens: {_sentence(error)}", fg=typer.colors.RED, err=True)
+        echo(f"dlm-lens: {_sentence(error)}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except SystemExit as end:
         # Typer turns Ctrl-C into this exit without a word.
         if end.code == 130:
-            typer.secho(
+            echo(
                 "\ndlm-lens: interrupted; the same command goes on where record, eval --out and experiment were, "
                 "and behind the last checkpoint of train",
                 err=True,
             )
         raise
     except KeyboardInterrupt:
-        typer.secho("\ndlm-lens: interrupted", err=True)
+        echo("\ndlm-lens: interrupted", err=True)
         sys.exit(130)
 
 

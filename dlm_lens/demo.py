@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 import dlm_lens
 from dlm_lens.adapters import load
+from dlm_lens.printable import printable
 from dlm_lens.sampling import Denoised, denoise
 from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_over_steps, trajectories
 from dlm_lens.viz import emerging_lines, incoming_attention, sink_positions
 from dlm_lens.viz.choice import most_moving, strongest
-from dlm_lens.viz.labels import printable, token_label
 
 PROMPT = "tom has 5 apples . tom buys 4 more . how many apples ? :"
 """A sentence of the embedded models' language."""
@@ -67,7 +67,7 @@ def run_demo(
     received = received_over_steps(loaded, run, progress=console.is_terminal)
     sinks = find_sinks(received, AboveMean(eps=3.0))
     _print_sinks(console, sinks)
-    heads = {"strongest": strongest(received), "moving": most_moving(trajectories(sinks))}
+    heads = {"strongest": strongest(received), "moving": _most_moving(sinks, received)}
     out.mkdir(parents=True, exist_ok=True)
     files = _write(out, model, run, received, sinks, heads)
     console.print(
@@ -78,6 +78,11 @@ def run_demo(
         console.print(Text(f"  {path}"))
     console.print(f"Done in {time.perf_counter() - started:.1f} s.")
     return Demo(run, received, sinks, heads, files)
+
+
+def _most_moving(sinks: Sinks, received: Received) -> tuple[int | None, int | None]:
+    """The head whose sinks move most; without any sink, the strongest head."""
+    return most_moving(trajectories(sinks)) if bool(sinks.is_sink.any()) else strongest(received)
 
 
 def _described(model: PreTrainedModel, name: str) -> str:
@@ -112,12 +117,9 @@ def _print_text(console: Console, run: Denoised) -> None:
 
 def _print_sinks(console: Console, sinks: Sinks) -> None:
     """The strongest sinks, each (layer, head, position) once: at the step at which it is strongest."""
-    found = sinks.table()
-    key = ["layer", "head", "position"]
-    lives = found.groupby(key, dropna=False).size().rename("steps").reset_index()
-    peaks = found.drop_duplicates(key).merge(lives, on=key, how="left").head(SHOWN_SINKS)
+    peaks, count = sinks.table(top=SHOWN_SINKS), len(sinks.table(top=int(sinks.is_sink.sum())))
     table = Table(
-        title=f"{len(peaks)} of {len(lives)} sinks, each at its strongest step; score: {sinks.scale}",
+        title=f"{len(peaks)} of {count} sinks, each at its strongest step; score: {sinks.scale}",
         title_justify="left",
     )
     names = ("layer", "head", "position", "token", "masked", "step", "score", "sink for")
@@ -126,7 +128,7 @@ def _print_sinks(console: Console, sinks: Sinks) -> None:
     for _, row in peaks.iterrows():
         cells = {name: str(row[name]) for name in names[:-1]}
         cells["position"] = "-" if pd.isna(row["position"]) else cells["position"]
-        cells |= {"token": token_label(cells["token"]), "masked": "yes" if row["masked"] else "no"}
+        cells |= {"masked": "yes" if row["masked"] else "no"}
         cells |= {"score": f"{row['score']:.1f}", "sink for": f"{row['steps']} step{'s' * (row['steps'] > 1)}"}
         table.add_row(*(Text(cells[name]) for name in names))
     console.print()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_lens.attention import Columns, Hidden, HookContext, RunStep, SinkLayout, Stage, run_of
 from dlm_lens.hooks.masking import HidesColumns, check_stage, written
-from dlm_lens.sinks.texts import TokenTexts
+from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.token_classes import class_of
 
 OF_TEXT = ("punctuation", "whitespace", "digits", "words", "special")
@@ -86,7 +86,7 @@ class MaskTokens(HidesColumns):
         if token not in known:
             tokenizer: Any = run.tokenizer
             special = token in getattr(tokenizer, "all_special_ids", ()) or token in _end_ids(run.config)
-            known[token] = "special" if special else class_of(str(TokenTexts(tokenizer)(token)))
+            known[token] = "special" if special else class_of(TokenTexts(tokenizer).exact(token))
         return known[token]
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_lens.printable import echo
+
 if TYPE_CHECKING:
     from dlm_lens.evaluation import Preset
 
@@ -85,12 +87,12 @@ def eval_command(
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         **settings,
     )
-    typer.echo(result.markdown())
+    echo(result.markdown())
     if out is not None:
         result.save(out)
-        typer.echo(f"\nresults: {out / 'results.json'}", err=True)
+        echo(f"\nresults: {out / 'results.json'}", err=True)
     if record_to is not None:
-        typer.echo(f"recordings: {record_to}, and what each is of in requests.jsonl", err=True)
+        echo(f"recordings: {record_to}, and what each is of in requests.jsonl", err=True)
 
 
 def read_pairs(text: str) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def _print_presets() -> None:
     from dlm_lens.evaluation import list_presets
 
     for preset in list_presets():
-        typer.echo(describe(preset))
+        echo(describe(preset))
 
 
 def describe(preset: "Preset") -> str:

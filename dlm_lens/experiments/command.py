@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_lens.printable import echo
+
 if TYPE_CHECKING:
     from dlm_lens.experiments.spec import Experiment
 
@@ -45,17 +47,17 @@ def experiment_command(
     settings = dict(read_setting(text) for text in given or ())
     chosen: dict[str, Any] = {"small": small, "models": model or (), "settings": settings}
     if plan:
-        typer.echo(plan_experiment(experiment, device=device or "cpu", **chosen))
+        echo(plan_experiment(experiment, device=device or "cpu", **chosen))
         return
     directory = out or Path("runs") / (f"{name}-small" if small else name)
     if not render:
         results = run_experiment(experiment, directory, loading=_loading(device, dtype), **chosen)
         if results.missing:
-            typer.echo(f"{results.missing} items are left to other processes; merge with --render", err=True)
+            echo(f"{results.missing} items are left to other processes; merge with --render", err=True)
             return
     page = render_experiment(experiment, directory)
-    typer.echo(page.read_text(encoding="utf-8"))
-    typer.echo(f"results, tables and figures: {directory}", err=True)
+    echo(page.read_text(encoding="utf-8"))
+    echo(f"results, tables and figures: {directory}", err=True)
 
 
 def run_script(experiment: "Experiment") -> None:

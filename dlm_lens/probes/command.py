@@ -3,11 +3,12 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from dlm_lens.printable import echo, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +35,9 @@ def sinks_command(
     eps: Annotated[float | None, EPS] = None,
     level: Annotated[str, LEVEL] = "head",
     queries: Annotated[str, QUERIES] = "all",
-    top: Annotated[int, typer.Option(help="How many sinks to list, strongest first.")] = 20,
+    top: Annotated[
+        int, typer.Option(help="How many sinks to list, each at its strongest step, strongest first.")
+    ] = 20,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Find the attention sinks of a recording: how many per layer, and the strongest ones."""
@@ -70,7 +73,7 @@ def lens_command(
         str | None, typer.Option(help="The recording's model; the one that it names by default.")
     ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Canvas positions such as 3,-1; the sinks by default.")
+        str | None, typer.Option(help="Positions from the prompt's first token such as 3,-1; the sinks by default.")
     ] = None,
     detector: Annotated[str, DETECTOR] = "above-mean",
     eps: Annotated[float | None, EPS] = None,
@@ -99,14 +102,12 @@ def lens_command(
 
     rec = read(recording)
     sinks = sinks_of(rec, detector, eps, level, "all") if positions is None else None
-    wanted = sinks if sinks is not None else _integers(positions, "--positions")
+    wanted = sinks if sinks is not None else _in_rows(rec, _integers(positions, "--positions") or [])
     chosen: dict[str, Any] = {"steps": _integers(steps, "--steps"), "layers": _integers(layers, "--layers")}
     parsed = parse_hooks(hooks) if hooks else ()
     network = load(model or rec.model, dtype=dtype, device_map=device)
     if Path(name_of(network)).name != Path(rec.model).name:
         logger.warning("the recording is of %s, and %s reads it", rec.model, name_of(network))
-    if network.tokenizer is not None:
-        rec = replace(rec, run=replace(rec.run, tokenizer=network.tokenizer))
     lens = logit_lens(
         network,
         rec.run,
@@ -125,23 +126,26 @@ def lens_command(
 
 
 def read(path: Path) -> "Recording":
-    """A recording whose token ids have the texts that it stores."""
+    """A recording, whose tokens have the texts that it stores."""
     from dlm_lens.recording import Recording
 
-    rec = Recording.load(path)
-    run = rec.run if rec.run.tokenizer is not None else replace(rec.run, tokenizer=Words(rec.words))
-    return replace(rec, run=run)
+    return Recording.load(path)
 
 
-@dataclass(frozen=True)
-class Words:
-    """Decodes the token ids of a recording without its tokenizer."""
+def _in_rows(rec: "Recording", positions: list[int]) -> Any:
+    """Positions that count from each row's first token (negative ones from the end), on the canvas: [row, key]."""
+    import torch
 
-    known: Mapping[int, str]
-
-    def decode(self, ids: Any, **settings: Any) -> str:
-        """The stored texts, "<id>" for others."""
-        return " ".join(self.known.get(int(i), f"<{int(i)}>") for i in ids)
+    rows, canvas = rec.run.tokens.shape
+    chosen = torch.zeros(rows, canvas + rec.sinks, dtype=torch.bool)
+    for row, padding in enumerate(rec.run.padding.tolist()):
+        there = [p + (padding if p >= 0 else canvas) for p in positions if padding - canvas <= p < canvas - padding]
+        chosen[row, there] = True
+    most = canvas - int(rec.run.padding.min())
+    for position in positions:
+        if not -most <= position < most:
+            raise ValueError(f"--positions {position}: positions go from 0 to {most - 1}, or from -{most} to -1")
+    return chosen
 
 
 def sinks_of(rec: "Recording", detector: str, eps: float | None, level: str, queries: str) -> "Sinks":
@@ -189,23 +193,28 @@ def per_layer(found: "Sinks") -> "pd.DataFrame":
     """Per layer: sinks in a pattern, share of patterns with one, how often the next step keeps the main one."""
     import pandas as pd
 
+    defined = ~found.scores.isnan().all(-1)
     if "layer" not in found.dims:
-        return pd.DataFrame([{"layer": "all", **_counts(found.is_sink, found.main(), found.dims)}])
+        return pd.DataFrame([{"layer": "all", **_counts(found.is_sink, defined, found.main(), found.dims)}])
     axis = found.dims.index("layer")
     main, dims = found.main(), tuple(name for name in found.dims if name != "layer")
     lines = [
-        {"layer": layer, **_counts(found.is_sink.select(axis, i), main.select(axis, i), dims)}
+        {
+            "layer": layer,
+            **_counts(found.is_sink.select(axis, i), defined.select(axis, i), main.select(axis, i), dims),
+        }
         for i, layer in enumerate(found.layers)
     ]
     return pd.DataFrame(lines)
 
 
-def _counts(is_sink: Any, main: Any, dims: tuple[str, ...]) -> dict[str, float | int]:
+def _counts(is_sink: Any, defined: Any, main: Any, dims: tuple[str, ...]) -> dict[str, float | int]:
+    """Means over the patterns with any score: a row that has ended has none at later steps."""
     line: dict[str, float | int] = {
         "sinks": int(is_sink.sum()),
-        "sinks_per_pattern": float(is_sink.sum(-1).float().mean()),
+        "sinks_per_pattern": float(is_sink.sum(-1)[defined].float().mean()),
     }
-    line["patterns_with_sink"] = float(is_sink.any(-1).float().mean())
+    line["patterns_with_sink"] = float(is_sink.any(-1)[defined].float().mean())
     if dims[0] == "step" and len(main) > 1:
         both = (main[1:] >= 0) & (main[:-1] >= 0)
         line["main_sink_stays"] = (
@@ -218,17 +227,18 @@ def show(as_json: bool, about: Mapping[str, Any], tables: Mapping[str, "pd.DataF
     """Print everything, as JSON without NaN or as text."""
     if as_json:
         found = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
-        typer.echo(json.dumps({**about, **found}, ensure_ascii=False, indent=1))
+        text = json.dumps({**about, **found}, ensure_ascii=False, indent=1)
+        echo(text if printable(text) == text else json.dumps({**about, **found}, indent=1))
         return
     for name, value in about.items():
-        typer.echo(f"{name}: {value}")
+        echo(f"{name}: {value}")
     for name, table in tables.items():
-        typer.echo(f"\n{name}")
-        typer.echo(_unmeasured(table).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+        echo(f"\n{name}")
+        echo(_unmeasured(table).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
 
 
 def _unmeasured(table: "pd.DataFrame") -> "pd.DataFrame":
-    """Without columns in which nothing is known, and without those that say the same in every line."""
+    """Without columns in which nothing is known, and without those that say what stands elsewhere."""
     repeated = [name for name in ("scale", "level") if name in table]
     return table.dropna(axis=1, how="all").drop(columns=repeated, errors="ignore")
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -22,7 +23,7 @@ from dlm_lens.sinks import Sinks
 def logit_lens(
     model: Any,
     run: Denoised,
-    positions: Sinks | Sequence[int] | None = None,
+    positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None = None,
     *,
     steps: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
@@ -47,7 +48,8 @@ def logit_lens(
         run: from `denoise`.
         positions: `Sinks` of this run: every step's sinks, those of any layer and head (where heads are many, find
             them at level "layer" or "model"), each beside a control of its class. Or canvas positions, negative
-            from the end; learned sink tokens stand behind the canvas. None for all.
+            from the end; learned sink tokens stand behind the canvas. Or which of them in each row, as True. None
+            for all.
         steps: which steps, negative from the end; None for all.
         layers: which layers, negative from the end; None for all.
         top: how many tokens to name.
@@ -78,7 +80,7 @@ def logit_lens(
     found = [entries.at(step, runner) for step in tqdm(wanted, desc="reading", unit="step", disable=not progress)]
     joined = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     about: dict[str, Any] = {
-        "run": run,
+        "run": stored.run,
         "layers": chosen,
         "lens": "logit lens" if tuned is None else repr(tuned),
         "seed": seed,
@@ -125,8 +127,9 @@ class _Entries:
     def _places(self, step: int) -> dict[str, Tensor]:
         run, places = self.stored.run, self.places
         canvas, length = run.tokens.shape[1], self.stored.length(step)
-        # An AR step sees the written prefix only.
+        # An AR step sees the written prefix only; behind its end a row has nothing to read.
         here = (places.step == step) & ((places.position < length) | (places.position >= canvas))
+        here &= run.row_steps[places.batch] > step
         names = ("step", "batch", "position", "sink", "sink_layer")
         place = {name: getattr(places, name)[here] for name in names}
         batch, position = place["batch"], place["position"]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.texts import TokenTexts
 
 PER_LAYER = ("entropy", "kl", "rank")
 
@@ -86,8 +87,9 @@ class LogitLens:
     def table(self, layer: int | None = None) -> pd.DataFrame:
         """One line per entry and layer: where, what stands there, what was written, what the lens says.
 
-        `sink` is of this layer; `group` is "sink" for whatever is one in any of the layers, else "other". A learned
-        sink token has no position (NA).
+        `position` and `predicts` count from the prompt's first token, `canvas_position` and `canvas_predicts` on
+        the canvas. `sink` is of this layer; `group` is "sink" for whatever is one in any of the layers, else
+        "other". A learned sink token has no position (NA).
 
         Args:
             layer: only this one.
@@ -116,8 +118,8 @@ class LogitLens:
                 frame["change"] = self.change[:, place].tolist()
             frames.append(frame)
         table = pd.concat(frames, ignore_index=True)
-        table["position"] = table["position"].astype("Int64").mask(table["position"] >= canvas)
-        for name in ("predicts", "rank"):
+        table = from_prompt(table, self.run.padding, canvas, ("position", "predicts"))
+        for name in {"predicts", "canvas_predicts", "rank"} & set(table):
             table[name] = table[name].astype("Int64").mask(table[name] < 0)
         return table
 

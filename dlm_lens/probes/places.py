@@ -32,7 +32,7 @@ class Places:
 
 def places_of(
     run: Denoised,
-    positions: Sinks | Sequence[int] | None,
+    positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None,
     steps: Sequence[int],
     layers: tuple[int, ...],
     learned: int,
@@ -47,6 +47,8 @@ def places_of(
     if isinstance(positions, Sinks):
         return _of_sinks(run, positions, steps, layers, controls, seed)
     canvas = run.tokens.shape[1]
+    if isinstance(positions, Tensor):
+        return _given(run, positions, steps, layers, canvas + learned)
     chosen = range(canvas + learned) if positions is None else list(positions)
     for position in chosen:
         if not -canvas <= position < canvas + learned:
@@ -58,6 +60,23 @@ def places_of(
     wanted[..., [p % canvas if p < 0 else p for p in chosen]] = True
     wanted &= _content(run, learned)
     return _entries(wanted, steps, torch.zeros(*wanted.shape[:2], len(layers), wanted.shape[2], dtype=torch.bool))
+
+
+def _given(
+    run: Denoised,
+    positions: Bool[Tensor, "batch position"],
+    steps: Sequence[int],
+    layers: tuple[int, ...],
+    keys: int,
+) -> Places:
+    """The positions of each row that are True."""
+    if positions.dtype != torch.bool or tuple(positions.shape) != (len(run.tokens), keys):
+        raise ValueError(
+            f"positions is {positions.dtype} of shape {list(positions.shape)}; the run asks for True and False of "
+            f"shape {[len(run.tokens), keys]}, or for a list of positions"
+        )
+    wanted = (positions & _content(run, keys - run.tokens.shape[1])).expand(len(steps), *positions.shape)
+    return _entries(wanted, steps, torch.zeros(*wanted.shape[:2], len(layers), keys, dtype=torch.bool))
 
 
 def _of_sinks(

@@ -9,10 +9,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Level, Received, find_sinks
 from dlm_lens.sinks.received import COLUMN_SUM
-from dlm_lens.sinks.texts import TokenTexts
 
 PER_POSITION = ("kl", "confidence", "confidence_hooked", "rank", "rank_hooked", "token", "token_hooked")
 
@@ -107,7 +108,10 @@ class Replay:
         return (1 - self.residual_change[..., -1] / peak).masked_fill(peak == 0, torch.nan)
 
     def table(self) -> pd.DataFrame:
-        """One line per step and position asked, with its numbers and what was finally written there."""
+        """One line per step and position asked, with its numbers and what was finally written there.
+
+        `position` counts from the prompt's first token, `canvas_position` on the canvas.
+        """
         where = self.asked.nonzero(as_tuple=True)
         text = TokenTexts(self.run.tokenizer)
         columns: dict[str, Any] = dict(zip(("step", "batch", "position"), (i.tolist() for i in where), strict=True))
@@ -117,7 +121,7 @@ class Replay:
             found = getattr(self, name)[where].tolist()
             columns[name] = [text(i) for i in found] if name.startswith("token") else found
         columns["flipped"] = self.flipped[where].tolist()
-        return pd.DataFrame(columns)
+        return from_prompt(pd.DataFrame(columns), self.run.padding, self.run.tokens.shape[1])
 
     def layer_table(self) -> pd.DataFrame:
         """One line per layer: change and cosine of the residual stream, mean over steps and rows."""
@@ -155,8 +159,7 @@ class Replay:
         columns["plain"], columns["hooked"] = plain[where].tolist(), hooked[where].tolist()
         table = pd.DataFrame(columns)
         table["gain"] = table["hooked"] - table["plain"]
-        if one.sinks:
-            table["position"] = table["position"].astype("Int64").mask(table["position"] >= keys - one.sinks)
+        table = from_prompt(table, self.run.padding, keys - one.sinks)
         losing = top is not None and top < 0
         table = table.sort_values("gain", ascending=losing, kind="stable", ignore_index=True)
         return table if top is None else table.head(abs(top))

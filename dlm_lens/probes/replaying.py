@@ -71,7 +71,7 @@ def replay(
     numbers = {name: stacked[name] for name in ("asked", *PER_POSITION, "residual_change", "residual_cosine")}
     plain, hooked = _received(stored, passes, stacked, queries, min_viewers) if attention else (None, None)
     return Replay(
-        run=run,
+        run=stored.run,
         hooks=tuple(map(repr, hooks)),
         layers=passes.layers,
         received=plain,

@@ -72,7 +72,7 @@ def sink_writes(
     step, batch, layer, _, position = entries.unbind(-1)
     canvas = run.tokens.shape[1]
     return SinkWrites(
-        run=run,
+        run=stored.run,
         **dict(zip(("step", "batch", "head", "position"), entries[:, [0, 1, 3, 4]].unbind(-1), strict=True)),
         layer=torch.tensor(sinks.layers)[layer],
         sink=is_sink,

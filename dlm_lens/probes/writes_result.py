@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.texts import TokenTexts
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,11 @@ class SinkWrites:
         return f"SinkWrites({int(self.sink.sum())} sinks of {len(self.step)} entries; by {self.rule})"
 
     def table(self) -> pd.DataFrame:
-        """One line per entry: where, which token, its score, the norm and the tokens of what it writes."""
+        """One line per entry: where, which token, its score, the norm and the tokens of what it writes.
+
+        `position` counts from the prompt's first token, `canvas_position` on the canvas; a learned sink token has
+        neither (NA).
+        """
         text, canvas = TokenTexts(self.run.tokenizer), self.run.tokens.shape[1]
         names = ("step", "batch", "layer", "head", "position")
         columns: dict[str, Any] = {name: getattr(self, name).tolist() for name in names}
@@ -73,8 +78,7 @@ class SinkWrites:
         columns |= {name: getattr(self, name).tolist() for name in ("score", "norm", "entropy")}
         columns["top"] = [[text(i) for i in row] for row in self.top_tokens.tolist()]
         table = pd.DataFrame(columns)
-        table["position"] = table["position"].astype("Int64").mask(table["position"] >= canvas)
-        return table
+        return from_prompt(table, self.run.padding, canvas)
 
     def summary(self) -> pd.DataFrame:
         """Per layer, sinks and others: mean norm and entropy of what they write, with intervals over prompts."""

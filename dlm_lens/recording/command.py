@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from dlm_lens.printable import echo
+
 
 def record_prompts(
     model: Annotated[str, typer.Argument(help="Embedded model (toy, toy-ar), directory or hub name.")],
@@ -73,7 +75,7 @@ def record_prompts(
     )
     count = sum(len(recording.rows) for recording in made)
     share = "" if world == 1 else f" (process {rank} of {world})"
-    typer.echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
+    echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
 
 
 def reducer_of(text: str, option: str = "--reducer") -> Any:

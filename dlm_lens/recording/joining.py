@@ -9,6 +9,7 @@ from torch import Tensor
 from dlm_lens.recording.arrays import ArraySpec, widened
 from dlm_lens.recording.result import Recording
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import merged
 
 
 def joined(recordings: Sequence[Recording]) -> Recording:
@@ -31,7 +32,7 @@ def joined(recordings: Sequence[Recording]) -> Recording:
     behind = max(r.run.tokens.shape[1] - r.prompt_length for r in recordings)
     longest = max(recordings, key=lambda r: len(r.steps))
     parts = [_fitted(r, front - r.prompt_length, front + behind, longest) for r in recordings]
-    runs = [part.run for part in parts]
+    runs, at = [part.run for part in parts], recordings.index(longest)
 
     def rows(name: str) -> Tensor:
         return torch.cat([getattr(run, name) for run in runs], 1)
@@ -44,7 +45,12 @@ def joined(recordings: Sequence[Recording]) -> Recording:
         confidence=rows("confidence"),
         selected=rows("selected"),
         attention_mask=torch.cat([run.attention_mask for run in runs]),
+        rows_ran=_ran(recordings),
+        # Those of the longest run: of the others the steps that they lack.
+        spans=runs[at].spans,
+        blocks=runs[at].blocks,
         settings={**runs[0].settings, "seeds": tuple(seed for r in recordings for seed in r.seeds)},
+        tokenizer=merged([run.tokenizer for run in runs]),
     )
     arrays = {
         name: torch.cat([part.arrays[name] for part in parts], spec.dims.index("batch"))
@@ -58,6 +64,12 @@ def joined(recordings: Sequence[Recording]) -> Recording:
         rows=tuple(row for r in recordings for row in r.rows),
         words={i: word for r in recordings for i, word in r.words.items()},
     )
+
+
+def _ran(recordings: Sequence[Recording]) -> tuple[int, ...] | None:
+    """How many steps each row ran; None if all ran the same."""
+    ran = tuple(steps for recording in recordings for steps in recording.run.row_steps.tolist())
+    return None if set(ran) == {max(len(recording.steps) for recording in recordings)} else ran
 
 
 def _fitted(recording: Recording, shift: int, positions: int, longest: Recording) -> Recording:

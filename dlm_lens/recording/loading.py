@@ -17,6 +17,7 @@ from dlm_lens.recording.result import Recording
 from dlm_lens.recording.schema import RunFacts
 from dlm_lens.recording.shards import HEADER, RUN, TENSORS, ShardDirectory
 from dlm_lens.sampling import Denoised, FinishedStep, Proposal, StepPlan
+from dlm_lens.sampling.token_text import StoredTokenizer
 
 RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "selected", "attention_mask")
 
@@ -172,7 +173,9 @@ def _batch_of(part: Path) -> Any:
 
 
 def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Recording:
-    """One batch; `tokenizer` decodes `run.texts`; without `verify` the shards' checksums are not compared.
+    """One batch; `tokenizer` decodes its tokens, by default the texts in the file.
+
+    Without `verify` the checksums of the shards are not compared.
 
     Raises:
         ValueError: it is not finished, or damaged.
@@ -248,6 +251,8 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
             raise _ContradictionError(
                 f"{name} in {TENSORS} is {held[name].dtype} {list(held[name].shape)}; {list(shape)} would fit"
             )
+    if facts.rows_ran is not None and (len(facts.rows_ran) != rows or max(facts.rows_ran, default=0) > steps):
+        raise _ContradictionError(f"rows_ran {facts.rows_ran} for {rows} rows and {steps} steps")
     counts = {name: len(getattr(facts, name)) for name in ("steps", "spans", "blocks")}
     for name, count in counts.items():
         if count != steps:
@@ -266,8 +271,16 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         blocks=tuple(facts.blocks),
         settings={n: tuple(v) if isinstance(v, list) else v for n, v in facts.settings.items()},
         eos_token_ids=tuple(facts.eos_token_ids),
-        tokenizer=tokenizer,
+        tokenizer=_tokenizer(facts) if tokenizer is None else tokenizer,
+        rows_ran=None if facts.rows_ran is None else tuple(facts.rows_ran),
     )
+
+
+def _tokenizer(facts: RunFacts) -> StoredTokenizer | None:
+    """The texts of the file's tokens; None where the model had no tokenizer."""
+    words = {int(i): word for i, word in facts.words.items()}
+    decoding = None if facts.decoding is None else facts.decoding.model_dump()
+    return StoredTokenizer.read(words, decoding) if words else None
 
 
 def write_end(
@@ -286,10 +299,19 @@ def write_end(
         "rows": list(rows),
         "versions": dict(recording.versions),
         "words": dict(recording.words),
+        "decoding": _decoding(recording),
+        "rows_ran": run.rows_ran,
     }
     names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "model", "scale", "query_heads")
     facts |= {name: getattr(recording, name) for name in names}
     shards.finish(facts, {**{name: getattr(run, name) for name in RUN_TENSORS}, "answer": recording.answer})
+
+
+def _decoding(recording: Recording) -> dict[str, Any] | None:
+    """What decodes the words beside themselves."""
+    if not recording.words or recording.run.tokenizer is None:
+        return None
+    return StoredTokenizer.of(recording.run.tokenizer, recording.words).facts()
 
 
 def save_recording(recording: Recording, path: Path, *, replace: bool = False) -> Path:

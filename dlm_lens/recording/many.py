@@ -17,7 +17,7 @@ class Recordings(Sequence[Recording]):
 
     Args:
         directory: with a recording, or with recordings.
-        tokenizer: decodes `recording.run.texts`.
+        tokenizer: decodes tokens; by default the texts that the files hold.
 
     Raises:
         FileNotFoundError: there is none.

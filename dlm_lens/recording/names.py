@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 
 
 def name_of(model: Any) -> str:
@@ -22,7 +23,8 @@ def versions() -> dict[str, str]:
 
 def words_of(model: Any, run: Denoised) -> dict[int, str]:
     """The text of every token id that occurs in a run; none without a tokenizer."""
-    tokenizer = getattr(model, "tokenizer", None)
+    tokenizer = tokenizer_of(run, model)
     if tokenizer is None:
         return {}
-    return {i: str(tokenizer.decode([i])) for i in run.canvases.unique().tolist()}
+    texts = TokenTexts(tokenizer)
+    return {i: texts.exact(i) for i in run.canvases.unique().tolist()}

@@ -1,7 +1,7 @@
 """`Recording`: statistics of a run as named arrays over (step, batch, layer, head, key), with their coordinates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from dlm_lens.recording.arrays import ArraySpec
 from dlm_lens.recording.classes import CanvasFacts, QueryClass, checked_class
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import StoredTokenizer
 
 if TYPE_CHECKING:
     import xarray
@@ -75,6 +76,9 @@ class Recording:
                 f"{len(self.steps)} steps and {len(self.rows)} rows, but the run has {self.run.steps} and "
                 f"{len(self.run.tokens)}"
             )
+        if self.run.tokenizer is None and self.words:
+            # The run shows its tokens by the words that were recorded.
+            object.__setattr__(self, "run", replace(self.run, tokenizer=StoredTokenizer.read(self.words, None)))
         if not isinstance(self.arrays, dict):
             return  # read from files, whose shapes the reader checks
         for name, array in self.arrays.items():

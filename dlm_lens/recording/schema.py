@@ -88,6 +88,16 @@ class ManifestLine(Document):
     remembers: bool
 
 
+class DecodingDescription(Document):
+    """What decodes the words beside themselves, see `StoredTokenizer`."""
+
+    all_special_ids: list[Count]
+    mask_token_id: Count | None
+    eos_token_id: Count | None
+    between: Literal["", " "]
+    strip: bool
+
+
 class RunFacts(Document):
     """run.json: everything of a finished run that is no tensor, and the digests of the other files."""
 
@@ -111,3 +121,5 @@ class RunFacts(Document):
     query_heads: Count
     versions: dict[str, str]
     words: dict[Annotated[str, Field(pattern=r"^-?\d{1,18}$")], str]
+    decoding: DecodingDescription | None = None
+    rows_ran: list[Count] | None = None

@@ -83,7 +83,7 @@ def _part(run: Denoised, steps: Sequence[int] | None, rows: Sequence[int]) -> De
     """Some steps and rows of a run; its last canvas stays the last."""
     chosen = list(range(run.steps)) if steps is None else list(steps)
     seeds = run.settings.get("seeds")
-    settings = dict(run.settings)
+    settings, ran = dict(run.settings), run.rows_ran
     if seeds is not None and len(seeds) == len(run.tokens):
         settings["seeds"] = tuple(seeds[row] for row in rows)
     return replace(
@@ -94,6 +94,7 @@ def _part(run: Denoised, steps: Sequence[int] | None, rows: Sequence[int]) -> De
         confidence=run.confidence[chosen][:, rows],
         selected=run.selected[chosen][:, rows],
         attention_mask=run.attention_mask[rows],
+        rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
         spans=tuple(run.spans[i] for i in chosen),
         blocks=tuple(run.blocks[i] for i in chosen),
         settings=settings,

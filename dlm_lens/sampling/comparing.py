@@ -14,7 +14,9 @@ from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.attaching import checked
 from dlm_lens.sampling.denoising import denoise
+from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.result import Denoised
+from dlm_lens.sampling.token_text import TokenTexts
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,18 +118,23 @@ class Comparison:
         return two - one
 
     def table(self) -> pd.DataFrame:
-        """One line per answer position: batch, position, tokens, texts, steps and confidences of both runs."""
+        """One line per answer position: batch, position, tokens, texts, steps and confidences of both runs.
+
+        `position` counts from the prompt's first token, `canvas_position` on the canvas.
+        """
         rows, positions = self.answer.nonzero(as_tuple=True)
         columns: dict[str, Any] = {"batch": rows.tolist(), "position": positions.tolist()}
         pair = dict(zip(("plain", "hooked"), self._pair, strict=True))
         for name, run in pair.items():
-            columns[f"token_{name}"] = [_text(run, int(token)) for token in run.tokens[rows, positions]]
+            text = TokenTexts(run.tokenizer)
+            columns[f"token_{name}"] = [text(int(token)) for token in run.tokens[rows, positions]]
         columns["changed"] = self.mask[rows, positions].tolist()
         for name, run in pair.items():
             columns[f"step_{name}"] = run.step_of[rows, positions].tolist()
         for name, run in pair.items():
             columns[f"confidence_{name}"] = _written_confidence(run)[rows, positions].tolist()
-        return pd.DataFrame(columns)
+        one = self._pair[0]
+        return from_prompt(pd.DataFrame(columns), one.padding, one.tokens.shape[1])
 
 
 @exclusive
@@ -216,7 +223,3 @@ def _wider(run: Denoised, more: int) -> Denoised:
         selected=padded(run.selected.byte(), 0).bool(),
         attention_mask=padded(run.attention_mask.byte(), 1).bool(),
     )
-
-
-def _text(run: Denoised, token: int) -> Any:
-    return token if run.tokenizer is None else run.tokenizer.decode([token])

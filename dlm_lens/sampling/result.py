@@ -1,13 +1,15 @@
 """`Denoised`: what a denoising run did, step by step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from dlm_lens.sampling.prompt_positions import padding_before
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,8 @@ class Denoised:
         settings: the sampler and every setting that it ran with, seeds included.
         eos_token_ids: ids that end a text.
         tokenizer: decodes `texts`; None if the model has none.
+        rows_ran: how many steps each row ran, where runs of different lengths were joined (a recording of several
+            batches); None if every row ran all.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -48,6 +52,7 @@ class Denoised:
     settings: Mapping[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Any = field(default=None, repr=False)
+    rows_ran: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.selected.shape
@@ -63,6 +68,8 @@ class Denoised:
                 raise ValueError(
                     f"Denoised.{name} has shape {tuple(getattr(self, name).shape)}, but selected asks for {shape}"
                 )
+        if self.rows_ran is not None and len(self.rows_ran) != batch:
+            raise ValueError(f"Denoised.rows_ran has {len(self.rows_ran)} entries for {batch} rows")
         if not len(self.spans) == len(self.blocks) == steps:
             raise ValueError(f"{len(self.spans)} spans and {len(self.blocks)} blocks for {steps} steps")
 
@@ -79,6 +86,32 @@ class Denoised:
     def tokens(self) -> Int[Tensor, "batch position"]:
         """The final canvas."""
         return self.canvases[-1]
+
+    @property
+    def padding(self) -> Int[Tensor, "batch"]:
+        """How many positions of each row are padding before its first token.
+
+        Tables, figures and reports count positions from that token; `position + padding` is the canvas position,
+        which indexes tensors (tables have it as `canvas_position`).
+        """
+        return padding_before(self.attention_mask)
+
+    @property
+    def row_steps(self) -> Int[Tensor, "batch"]:
+        """How many steps each row ran, see `rows_ran`; behind them nothing of a row is defined."""
+        rows = len(self.attention_mask)
+        return torch.tensor([self.steps] * rows if self.rows_ran is None else self.rows_ran, dtype=torch.long)
+
+    def first_steps(self, count: int) -> "Denoised":
+        """The first `count` steps; the canvas that they leave is the last."""
+        if count >= self.steps:
+            return self
+        per_step = ("proposals", "confidence", "selected", "spans", "blocks")
+        per_canvas = ("canvases", "masked")
+        parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
+        parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
+        ran = None if self.rows_ran is None else tuple(min(count, steps) for steps in self.rows_ran)
+        return replace(self, **parts, rows_ran=ran)
 
     @property
     def counts(self) -> Int[Tensor, "step batch"]:

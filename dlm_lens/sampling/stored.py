@@ -1,6 +1,7 @@
 """`StoredRun`: the network of a finished run, step by step on the canvases that it saw."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dlm_lens.sampling.hooking import HookRunner
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.result import Denoised
 from dlm_lens.sampling.sampler import Sampler, StepPlan
+from dlm_lens.sampling.token_text import tokenizer_of
 
 
 class StoredRun:
@@ -25,7 +27,7 @@ class StoredRun:
 
     Args:
         model: from `dlm_lens.load`, the run's.
-        run: from `denoise`.
+        run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
 
     Raises:
         TypeError: the run is no `Denoised`.
@@ -45,6 +47,7 @@ class StoredRun:
                 f"the run has the sampler {name!r} and token ids up to {highest}; the model samples with {own!r} "
                 f"and embeds {rows} tokens: is it another model's?"
             )
+        run = replace(run, tokenizer=tokenizer_of(run, model))
         self.model, self.run, self.causal = model, run, name == "causal"
         self.device = input_device(model)
         self.content = run.attention_mask.to(self.device)
@@ -66,11 +69,14 @@ class StoredRun:
         return StepPlan(step, run.steps, run.blocks[step], run.spans[step], run.steps - step)
 
     def asked(self, step: int) -> Bool[Tensor, "batch position"]:
-        """The positions that the step's logits are about: every masked one, in an AR run the next one."""
+        """The positions that the step's logits are about: every masked one, in an AR run the next one.
+
+        A row that has ended has none.
+        """
         if not self.causal:
             return self.run.masked[step].to(self.device)
         asked = torch.zeros_like(self.content)
-        asked[:, self.length(step)] = True
+        asked[:, self.length(step)] = (self.run.row_steps > step).to(self.device)
         return asked
 
     def states(self, step: int) -> Float[Tensor, "half asked d_model"]:

@@ -98,6 +98,7 @@ def _judge(given: Received | KeyStatistic, detector: Detector) -> Sinks:
         layers=given.layers,
         queries=given.queries if isinstance(given, Received) else "none (hidden states)",
         sinks=given.sinks,
+        padding=given.padding,
         tokenizer=given.tokenizer,
     )
 

@@ -84,6 +84,7 @@ def trajectories(
     )
 
 
+_CARRIED = ("sinks", "tokenizer", "padding")
 _PER_STEP = ("main", "main_score", "counts", "defined", "switched")
 _PER_PATTERN = ("static_position", "static_share")
 
@@ -143,7 +144,17 @@ def _source(sinks: Any, detector: Detector | None, level: Level) -> _Source:
         scale = received.part(slice(0, 0)).read(detector.quantity)[1]
         context = {
             name: getattr(received, name)
-            for name in ("tokens", "masked", "final_tokens", "level", "layers", "queries", "sinks", "tokenizer")
+            for name in (
+                "tokens",
+                "masked",
+                "final_tokens",
+                "level",
+                "layers",
+                "queries",
+                "sinks",
+                "tokenizer",
+                "padding",
+            )
         }
         return _Source(received.values, received, None, scale, detector, received.dims, context)
     if not isinstance(sinks, Sinks):
@@ -158,7 +169,7 @@ def _source(sinks: Any, detector: Detector | None, level: Level) -> _Source:
         "tokens": _widened(sinks.tokens, sinks.dims, ("step", "batch", "key")),
         "masked": _widened(sinks.masked, sinks.dims, ("step", "batch", "key")),
         "final_tokens": None,
-        **{name: getattr(sinks, name) for name in ("level", "layers", "queries", "sinks", "tokenizer")},
+        **{name: getattr(sinks, name) for name in ("level", "layers", "queries", *_CARRIED)},
     }
     scores, entered = (_widened(tensor, sinks.dims, AXES) for tensor in (sinks.scores, sinks.is_sink))
     return _Source(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)

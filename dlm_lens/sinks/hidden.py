@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.sampling.prompt_positions import padding_before
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.parameters import check_not_negative, check_part, check_positive
 from dlm_lens.sinks.received import AXES, Level, Scale
@@ -53,6 +54,11 @@ class KeyStatistic:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}={s}" for n, s in zip(AXES, self.values.shape, strict=True) if n in self.dims)
         return f"KeyStatistic({self.quantity}; {sizes})"
+
+    @property
+    def padding(self) -> Int[Tensor, "batch"] | None:
+        """How many keys of each row are padding before its first token; None if there is no padding."""
+        return None if self.valid is None else padding_before(self.valid)
 
     @property
     def level(self) -> Level:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dlm_lens.attention import attention_blocks, exclusive, listening
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.sinks.hidden import HiddenQuantity, KeyStatistic
 from dlm_lens.sinks.received import AXES
 from dlm_lens.sinks.replay import Canvases, points_of
@@ -69,7 +70,7 @@ def key_statistic_over_steps(
         layers=chosen,
         dims=AXES if quantity == "key norm" else tuple(name for name in AXES if name != "head"),
         sinks=canvases.layout.count,
-        tokenizer=run.tokenizer,
+        tokenizer=tokenizer_of(run, model),
     )
 
 

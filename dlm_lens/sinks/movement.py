@@ -39,13 +39,14 @@ def life_counts(lives: Lives, before: Ints, trajectory: Ints, patterns: int) -> 
         }
 
 
-def main_path(main: Ints, canvas: int) -> dict[str, Floats]:
+def main_path(main: Ints, canvas: int, defined: Bools) -> dict[str, Floats]:
     """Where the largest sink is over the steps ([step, pattern]; -1: none); steps without one are left out.
 
     `drift` is the slope of the least-squares line of position over step, in positions per step (to the right above
     0); `displacement` the last position minus the first; `variance` the population's over steps, in positions^2;
     `changes` how often the position differs between neighbouring steps that both have a sink, `change` by how much.
-    `moved_over_run` compares the very first step with the very last (NaN where either has no sink).
+    `moved_over_run` compares the first step with the last of those that are `defined` (NaN where either has no
+    sink).
     """
     there = (main >= 0) & (main < canvas)
     steps = np.arange(len(main))[:, None]
@@ -64,9 +65,10 @@ def main_path(main: Ints, canvas: int) -> dict[str, Floats]:
     first, last = there.argmax(0), len(main) - 1 - there[::-1].argmax(0)
     pattern = np.arange(main.shape[1])
     displacement = np.where(count > 0, at[last, pattern] - at[first, pattern], np.nan)
-    ends = (main[0] >= 0) & (main[-1] >= 0)
+    begin, end = main[defined.argmax(0), pattern], main[len(main) - 1 - defined[::-1].argmax(0), pattern]
+    ends = (begin >= 0) & (end >= 0)
     return {
-        "moved_over_run": np.where(ends, main[0] != main[-1], np.nan),
+        "moved_over_run": np.where(ends, begin != end, np.nan),
         "displacement": displacement,
         "drift": drift,
         "variance": variance,

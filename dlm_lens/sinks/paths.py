@@ -10,12 +10,13 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.lifetimes import Ints, Lives
 from dlm_lens.sinks.movement import KINDS, TRANSIENT_STEPS, kinds_of, life_counts, main_path
 from dlm_lens.sinks.received import Level, Scale
 from dlm_lens.sinks.rules import Detector
-from dlm_lens.sinks.texts import TokenTexts
 
 By = Literal["pattern", "head", "layer", "all"]
 """What a line of a summary is: one pattern of one sequence, a (layer, head) or a layer over sequences, or all."""
@@ -48,6 +49,7 @@ class Trajectories:
         static_share: at which part of the steps that have a sink.
         scored: which keys have a score.
         tokens, masked, final_tokens, scale, level, layers, queries, sinks, tokenizer: as in `Received`.
+        padding: how many keys of each row stand before its first token; None for none.
         detector: the rule that switches a sink on.
         hysteresis: part of its threshold below which it switches off.
         dims: names of the axes that mean something.
@@ -79,6 +81,7 @@ class Trajectories:
     queries: str = "all"
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
+    padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
@@ -125,18 +128,20 @@ class Trajectories:
     def table(self) -> pd.DataFrame:
         """One line per life, ordered by pattern, first step and position.
 
-        Columns: batch, layer, head (those that there are); `position` (NA for a learned sink token); `token` when
+        Columns: batch, layer, head (those that there are); `position`, counted from the prompt's first token, and
+        `canvas_position` on the canvas (NA for a learned sink token); `token` when
         it switched on and `token_last` at its last step, `masked` when it switched on (where known); `first_step`,
         `last_step`, `steps`; `peak` and `mean` score, `peak_step`; `main_steps`, at how many steps it was the
         largest; `transient` (at most 2 steps); `born` and `died`, whether it was seen to switch on and off (not at
-        the ends of the run); `trajectory`, which lives joined by moves share; `came_from` and `moved_by`, the
-        position before the move and the distance (right above 0), NA without a move.
+        the ends of the run); `trajectory`, which lives joined by moves share; `came_from` (on the canvas
+        `canvas_came_from`) and `moved_by`, the position before the move and the distance (right above 0), NA
+        without a move.
         """
         lives = self.lives
         columns: dict[str, Any] = dict(self.place(lives.pattern))
         row = np.unravel_index(lives.pattern, self.static_share.shape)[0]
         position = pd.Series(lives.position, dtype="Int64")
-        columns["position"] = position.mask(position >= self.canvas)
+        columns["position"] = position
         if self.tokens is not None:
             text, ids = TokenTexts(self.tokenizer), self.tokens.numpy()
             columns["token"] = [text(int(i)) for i in ids[lives.first, row, lives.position]]
@@ -149,7 +154,9 @@ class Trajectories:
         columns |= {"born": lives.born, "died": lives.died, "trajectory": self.trajectory}
         came_from = pd.Series(lives.position[self.before], dtype="Int64").mask(self.before < 0)
         columns |= {"came_from": came_from, "moved_by": position - came_from}
-        return pd.DataFrame(columns)
+        table = pd.DataFrame({**columns, "row": row})
+        table = from_prompt(table, self.padding, self.canvas, ("position", "came_from"), rows="row")
+        return table.drop(columns="row")
 
     def summary(self, by: By = "head") -> pd.DataFrame:
         """What the sinks do, per pattern, per (layer, head), per layer, or overall: means over the patterns in it.
@@ -158,8 +165,10 @@ class Trajectories:
         `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, mean steps of a life; `transient`, part of
         the lives; `move_rate` and `switch_rate`, per pair of neighbouring steps; `moves_right`, part of the moves;
         `jump`, mean distance of a move; `static_share`, the part of its steps with a sink that the steadiest
-        position is on; of the largest sink's path `moved_over_run`, `displacement`, `drift`, `drift_right` (part of
-        the patterns with a drift that go right), `variance`, `changes`, `change` (see `movement.main_path`;
+        position is on, which a pattern's line names as `static_position`, from the prompt's first token, and
+        `canvas_static_position`; of the largest sink's path `moved_over_run`, `displacement`, `drift`,
+        `drift_right` (part of the patterns with a drift that go right), `variance`, `changes`, `change` (see
+        `movement.main_path`;
         the variance of the sink's position is what 2602.17664 looks at); and the part of the patterns of each kind.
         Means leave out patterns where a quantity is not defined.
 
@@ -172,7 +181,7 @@ class Trajectories:
         names = [name for name in GROUPS[by] if name in self.dims]
         if by == "pattern":
             return table.drop(columns=["patterns", *KINDS])
-        table = table.drop(columns=["kind", "static_position"])
+        table = table.drop(columns=["kind", "static_position", "canvas_static_position"], errors="ignore")
         groups = table.groupby(names, sort=True) if names else table.groupby(lambda _: "all")
         result = (
             groups.mean(numeric_only=True)
@@ -190,7 +199,7 @@ class Trajectories:
         sink_steps = (self.counts > 0).sum(0).flatten().numpy()
         lives = life_counts(self.lives, self.before, self.trajectory, len(index))
         switches = self.switched.sum(0).flatten().numpy()
-        path = main_path(self.main.flatten(1).numpy(), self.canvas)
+        path = main_path(self.main.flatten(1).numpy(), self.canvas, self.defined.flatten(1).numpy())
         with np.errstate(invalid="ignore", divide="ignore"):
             part, mean = sink_steps / defined, self.counts.sum(0).flatten().numpy() / defined
         drift = np.where(path["drift"] == 0, np.nan, path["drift"])
@@ -199,7 +208,9 @@ class Trajectories:
         columns |= {"switches": switches, "move_rate": lives["moves"] / pairs, "switch_rate": switches / pairs}
         columns |= {
             "static_position": self.static_position.flatten().numpy(),
+            "row": np.unravel_index(index, self.static_share.shape)[0],
             "static_share": self.static_share.flatten().numpy(),
         }
         columns |= path | {"drift_right": np.where(np.isnan(drift), np.nan, drift > 0)}
-        return pd.DataFrame(columns)
+        table = pd.DataFrame(columns)
+        return from_prompt(table, self.padding, self.canvas, ("static_position",), rows="row").drop(columns="row")

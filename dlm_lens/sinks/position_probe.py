@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dlm_lens.attention import exclusive
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 from dlm_lens.sinks.bootstrap import ratio_by_prompt
 from dlm_lens.sinks.detectors import AboveMean
 from dlm_lens.sinks.finding import find_sinks
@@ -19,7 +21,6 @@ from dlm_lens.sinks.received import MERGED, Level
 from dlm_lens.sinks.replay import received_over_steps
 from dlm_lens.sinks.result import Sinks
 from dlm_lens.sinks.rules import Detector
-from dlm_lens.sinks.texts import TokenTexts
 
 OUTCOMES = ("token", "position", "both", "neither")
 
@@ -32,7 +33,8 @@ class PositionOrToken:
         trials: one line per (step, batch, layer, head, change): `position` p of the main sink, `token`; `to`, the
             position q that the token went to; `change` "swap", "shift" or "control"; `at_token`, whether q is a
             sink now; `at_position`, whether p still is; `outcome`: "token" (q alone), "position" (p alone),
-            "both", "neither".
+            "both", "neither". p and q count from the prompt's first token; `canvas_position` and `canvas_to` are
+            those on the canvas.
         detector: the rule.
         level: whose patterns.
     """
@@ -130,6 +132,7 @@ def position_or_token(
     axes = [name for name in ("layer", "head") if name not in MERGED[level]]
     columns = ["step", "batch", *axes, "change", "position", "token", "to", "at_token", "at_position"]
     table = pd.DataFrame(lines, columns=columns)
+    table = from_prompt(table, run.padding, run.tokens.shape[1], ("position", "to"))
     at_token, at_position = table["at_token"].astype(bool), table["at_position"].astype(bool)
     outcome = np.select([at_token & at_position, at_token, at_position], ["both", "token", "position"], "neither")
     return PositionOrToken(table.assign(outcome=outcome), rule, level)
@@ -162,6 +165,7 @@ def _canvases_of(run: Denoised, row: int, steps: Sequence[int], orders: Sequence
         confidence=torch.zeros(canvases[:-1].shape),
         selected=torch.zeros_like(masked[:-1]),
         attention_mask=run.attention_mask[row : row + 1],
+        rows_ran=None,
         spans=tuple(run.spans[step] for step in steps),
         blocks=tuple(run.blocks[step] for step in steps),
     )
@@ -218,7 +222,7 @@ def _trials(
 ) -> list[dict[str, Any]]:
     changed = _canvases_of(run, row, [steps[change.number] for change in plan], [change.order for change in plan])
     after = _judge(model, changed, rule, level, min_viewers)
-    text = TokenTexts(run.tokenizer)
+    text = TokenTexts(tokenizer_of(run, model))
     names = [name for name in base.dims if name in ("layer", "head")]
     lines = []
     for trial, change in enumerate(plan):

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.sampling.prompt_positions import padding_before
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.rules import Quantity
 
@@ -106,6 +107,11 @@ class Received:
         return {n: s for n, s in zip(AXES, self.values.shape, strict=True) if n in self.dims}
 
     @property
+    def padding(self) -> Int[Tensor, "batch"] | None:
+        """How many keys of each row are padding before its first token; None if there is no padding."""
+        return None if self.valid is None else padding_before(self.valid)
+
+    @property
     def column_sums(self) -> Float[Tensor, "step batch layer head key"]:
         """r_j in queries: the paper's A-bar_j times the number of counted queries."""
         return self.values * self.expected if self.scale == RELATIVE else self.values
@@ -175,6 +181,14 @@ class Received:
             final_tokens=None if self.final_tokens is None else self.final_tokens[rows],
             layers=self.layers[layers] if self.layers else (),
         )
+
+    def first_steps(self, count: int) -> "Received":
+        """The first `count` steps, as views."""
+        if count >= len(self.values):
+            return self
+        names = ("values", "expected", "counted", "tokens", "masked", "viewers")
+        held = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value[:count] for name, value in held.items() if value is not None})
 
     def on_scale(self, scale: Scale) -> "Received":
         """The same attention relative to uniform, or as column sums.

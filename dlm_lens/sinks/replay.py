@@ -24,6 +24,7 @@ from dlm_lens.attention import (
 )
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received
 
 QueryClass = Literal["all", "masked", "unmasked"]
@@ -105,7 +106,7 @@ def received_over_steps(
         queries=queries,
         min_viewers=min_viewers,
         sinks=canvases.layout.count,
-        tokenizer=run.tokenizer,
+        tokenizer=tokenizer_of(run, model),
         viewers=torch.cat(seers).unflatten(0, (steps, batch)).unsqueeze(3),
     )
 
@@ -159,6 +160,10 @@ class Canvases:
         masked = run.masked[:-1].flatten(0, 1)
         self.content = run.attention_mask.repeat(run.steps, 1)
         self.seen = self.content & ~masked if self.causal else self.content
+        if self.causal:
+            # Behind the end of a row nothing is defined.
+            running = torch.arange(run.steps)[:, None] < run.row_steps
+            self.seen = self.seen & running.flatten()[:, None]
         chosen = {"all": self.seen, "masked": self.seen & masked, "unmasked": self.seen & ~masked}
         self.counted = chosen[queries]
 

@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.received import AXES, Level, Scale
 from dlm_lens.sinks.rules import Detector
-from dlm_lens.sinks.texts import TokenTexts
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class Sinks:
         queries: which queries count, in words.
         sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
         tokenizer: decodes token ids; None if there is none.
+        padding: how many keys of each row of the batch stand before its first token; None for none.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -49,6 +51,7 @@ class Sinks:
     queries: str = "all"
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
+    padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(self.is_sink.shape)
@@ -84,15 +87,20 @@ class Sinks:
         return best.masked_fill(~self.is_sink.any(-1), -1)
 
     def table(self, top: int | None = None, sort: Literal["score", "place"] = "score") -> pd.DataFrame:
-        """One line per sink: step, batch, layer, head, position, token, masked, score, threshold, scale, level.
+        """One line per sink and step: where, token, masked, score, threshold, scale, level.
 
+        Columns: step, batch, layer, head, position, canvas_position, token, masked, score, threshold, scale, level.
         Axes that were merged or never there have no column, nor have token and masked where they are unknown.
-        `token` is text if there is a tokenizer, else the id. `step` counts from 0, `layer` as in the model,
-        `position` on the canvas; missing (NA) for a learned sink token, whose token is "sink(0)".
+        `token` is text as every table shows it (a space as ␣; `token_text`) if there is a tokenizer, else the id.
+        `step` counts from 0, `layer` as in the model, `position` from the prompt's first token, the padding on its
+        left left out; where any row has padding, `canvas_position` beside it is the index on the canvas, which
+        indexes tensors. Both are missing (NA) for a learned sink token, whose token is "sink(0)".
 
         Args:
-            top: at most so many lines.
-            sort: "score", highest first, or "place", by step, batch, layer, head, position.
+            top: the strongest so many sinks, each (batch, layer, head, position) once: at the step at which it is
+                strongest (the first of equals), with `steps`, at how many steps it is a sink.
+            sort: "score", strongest first (of `LowKeyNorm` the lowest, else the highest), or "place", by step,
+                batch, layer, head, position.
 
         Raises:
             ValueError: an unknown order, or a negative number of lines.
@@ -115,9 +123,17 @@ class Sinks:
         columns["score"] = self.scores[where].tolist()
         columns["threshold"] = self.threshold[where].tolist()
         table = pd.DataFrame(columns).assign(scale=self.scale, level=self.level)
-        if self.sinks:
-            canvas = self.is_sink.shape[-1] - self.sinks
-            table["position"] = table["position"].astype("Int64").mask(table["position"] >= canvas)
-        if sort == "score":
-            table = table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
-        return table if top is None else table.head(top)
+        low = bool(getattr(self.detector, "low_is_strong", False))
+        by_score = table.sort_values("score", ascending=low, kind="stable")
+        if top is not None:
+            by_score = self._once(by_score).head(top)
+        table = by_score if sort == "score" else by_score.sort_index()
+        return from_prompt(table.reset_index(drop=True), self.padding, self.is_sink.shape[-1] - self.sinks)
+
+    def _once(self, ordered: pd.DataFrame) -> pd.DataFrame:
+        """Of the lines of one sink at several steps the first, with their number."""
+        place = [name for name in ("batch", "layer", "head", "position") if name in ordered]
+        if "step" not in ordered:
+            return ordered
+        steps = ordered.groupby(place)["step"].transform("size")
+        return ordered.assign(steps=steps).drop_duplicates(place)

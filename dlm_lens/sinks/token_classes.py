@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlm_lens.sampling.token_text import FRAGMENT, TokenTexts
 from dlm_lens.sinks.bootstrap import ratio_by_prompt
 from dlm_lens.sinks.lifetimes import Floats, Ints
 from dlm_lens.sinks.paths import GROUPS, By, Trajectories
-from dlm_lens.sinks.texts import TokenTexts
 
 TOKEN_CLASSES = (
     "mask", "end of text", "special", "learned sink", "whitespace", "punctuation", "digits", "words", "other",
@@ -33,8 +33,11 @@ def class_of(text: str) -> str:
     """The class of a token's text: "whitespace", "punctuation" (symbols too), "digits", "words" or "other".
 
     By the Unicode categories of its characters, blanks around them left out (LLaDA's and Qwen's tokens carry a
-    leading one): all punctuation (P) or symbols (S); all numbers (N); at least one letter (L); none of these.
+    leading one): all punctuation (P) or symbols (S); all numbers (N); at least one letter (L); none of these, or
+    bytes that are no character.
     """
+    if FRAGMENT.fullmatch(text):
+        return "other"
     stripped = text.strip(" \t\r\n\u2581\u0120\u010a")
     if not stripped:
         return "whitespace" if text else "other"
@@ -80,7 +83,8 @@ def token_enrichment(
         raise ValueError("no tokenizer tells the tokens' text; give classes=, a class for every token id")
     tokens = paths.tokens.numpy()
     ids, inverse = np.unique(tokens, return_inverse=True)
-    of_id = [_class_of_id(int(i), paths, classes, eos_token_ids) for i in ids]
+    texts = TokenTexts(paths.tokenizer)
+    of_id = [_class_of_id(int(i), paths, texts, classes, eos_token_ids) for i in ids]
     names = TOKEN_CLASSES if classes is None else tuple(dict.fromkeys(["mask", *sorted(set(of_id))]))
     labels = np.asarray([names.index(name) for name in of_id])[inverse.reshape(tokens.shape)]
     if paths.masked is not None:
@@ -92,6 +96,7 @@ def token_enrichment(
 def _class_of_id(
     token: int,
     paths: Trajectories,
+    texts: TokenTexts,
     classes: Mapping[int, str] | Callable[[int], str] | None,
     eos_token_ids: Sequence[int],
 ) -> str:
@@ -106,7 +111,7 @@ def _class_of_id(
         return "end of text"
     if token in getattr(tokenizer, "all_special_ids", ()):
         return "special"
-    return class_of(str(TokenTexts(tokenizer)(token)))
+    return class_of(texts.exact(token))
 
 
 def place_enrichment(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_lens.printable import echo
+
 if TYPE_CHECKING:
     from dlm_lens.training.settings import TrainingSettings
 
@@ -35,9 +37,9 @@ def train(
     try:
         path = run_training(settings)
     except TrainingStoppedError as error:
-        typer.secho(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
+        echo(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
         sys.exit(1)
-    typer.echo(f"trained: {path} (dlm_lens.load opens it); logs: tensorboard --logdir {settings.output}")
+    echo(f"trained: {path} (dlm_lens.load opens it); logs: tensorboard --logdir {settings.output}")
 
 
 def run_training(settings: "TrainingSettings") -> Path | None:
@@ -62,7 +64,7 @@ def _show_plan(settings: "TrainingSettings", device: str, devices: int | None, u
 
     found = plan(settings, device=device, devices=devices, utilisation=utilisation, rows=_rows(settings))
     for name, value in found.rows().items():
-        typer.echo(f"{name:<28}{value}")
+        echo(f"{name:<28}{value}")
 
 
 def _rows(settings: "TrainingSettings") -> int | None:

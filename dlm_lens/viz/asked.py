@@ -1,14 +1,14 @@
 """What a user asks of a picture on the command line, with the defaults that depend on the recording."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import Denoised
 from dlm_lens.sinks import AboveMean, Received, trajectories
-from dlm_lens.viz.choice import Words, as_received, most_moving, strongest
+from dlm_lens.viz.choice import as_received, index_of, most_moving, strongest
 
 PICKS = ("strongest", "moving")
 
@@ -23,7 +23,7 @@ class Asked:
         head: index of the head; None if not given, "mean" for the mean over heads.
         row: which sequence.
         steps: the steps that were named.
-        position: the position that was named.
+        position: the position that was named, from the prompt's first token.
         pick: which head where none was given: the "strongest", or the one that is "moving" most.
         eps: of the rule, Eq. 3.
         model: name of the model for pictures that need it; None for the recording's.
@@ -75,9 +75,8 @@ class Asked:
 
     @cached_property
     def run(self) -> Denoised:
-        """The run, with texts for the tokens that it has seen."""
-        run = self.recording.run
-        return replace(run, tokenizer=Words(self.recording.words)) if run.tokenizer is None else run
+        """The run."""
+        return self.recording.run
 
     @cached_property
     def network(self) -> Any:
@@ -102,7 +101,9 @@ class Asked:
         if self.layer is not None or self.head is not None:
             return self.wide
         received = self.received if received is None else received
-        return strongest(received) if self.pick == "strongest" else most_moving(trajectories(received, self.rule))
+        if self.pick == "strongest":
+            return strongest(received)
+        return most_moving(trajectories(received, self.rule), self.row)
 
     def one_head(self) -> dict[str, int]:
         """Layer and head, neither a mean."""
@@ -112,7 +113,33 @@ class Asked:
         return {"layer": layer, "head": head}
 
     def step(self) -> int:
-        """The one step that was named; the middle of the run by default."""
+        """The one step that was named; the middle of the row's steps by default."""
         if len(self.steps) > 1:
             raise ValueError(f"this picture is of one step, not of {', '.join(map(str, self.steps))}")
-        return self.steps[0] if self.steps else self.run.steps // 2
+        return self.steps[0] if self.steps else self.row_steps // 2
+
+    @property
+    def row_steps(self) -> int:
+        """How many steps the row ran.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        index_of("row", self.row, range(len(self.run.tokens)))
+        return int(self.run.row_steps[self.row])
+
+    def canvas_position(self) -> int | None:
+        """The position that was named, which counts from the prompt's first token, on the canvas.
+
+        Raises:
+            ValueError: there is no such row or position.
+        """
+        if self.position is None:
+            return None
+        index_of("row", self.row, range(len(self.run.tokens)))
+        padding, canvas = int(self.run.padding[self.row]), self.run.tokens.shape[1]
+        if not -(canvas - padding) <= self.position < canvas - padding + self.recording.sinks:
+            raise ValueError(
+                f"position {self.position}: positions of row {self.row} go from 0 to {canvas - padding - 1}"
+            )
+        return self.position + (padding if self.position >= 0 else canvas)

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 
 from dlm_lens.sinks import Detector
 from dlm_lens.viz.labels import PLAIN, caption, counted_keys, level_label
+from dlm_lens.viz.notebook_figure import NotebookFigure
 from dlm_lens.viz.positions import draw_track, explain_track
 from dlm_lens.viz.tracks import Source, track_of
 
@@ -43,7 +44,7 @@ def sink_positions_by_model(
     across = min(3, len(models)) if len(models) != 4 else 2
     down = -(-len(models) // across)
     width, height = 4.6 * across, 3.5 * down
-    figure = Figure(figsize=(width, height + 0.5), layout="constrained")
+    figure = NotebookFigure(figsize=(width, height + 0.5), layout="constrained")
     panels = list(figure.subplots(down, across, squeeze=False).flat)
     for axes in panels[len(models) :]:
         axes.set_axis_off()
@@ -59,7 +60,7 @@ def sink_positions_by_model(
             name,
             level_label(track.level, *heads[name]).removeprefix("level: "),
             counted_keys(len(track.content), track.sinks),
-            f"sink in {sum(track.passes)} of {len(track.passes)} steps",
+            f"sink in {sum(track.passes)} of {sum(track.defined)} steps",
         ]
         axes.set_title(caption(about, 4.2), loc="left", fontsize=7.5, **PLAIN)
     explain_track(figure, masked=any(t.masked is not None for t in tracks.values()), blocks=bool(blocks))

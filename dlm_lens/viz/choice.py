@@ -1,7 +1,7 @@
 """One layer and head of a `Received`, one row of the batch: what a two-dimensional picture shows."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,22 +43,17 @@ class Shown:
         return (keys if self.received.valid is None else self.received.valid[0]).nonzero().flatten()
 
     @property
+    def steps(self) -> int:
+        """How many steps the row ran: up to the last at which any key has a score; all if none has."""
+        defined = (~self.scores.isnan()).any(-1).nonzero()
+        return int(defined[-1]) + 1 if len(defined) else len(self.scores)
+
+    @property
     def final(self) -> list[int] | None:
         """Ids after the last step (or what the last step saw), if known."""
         if self.received.final_tokens is not None:
             return [int(i) for i in self.received.final_tokens[0]]
         return None if self.received.tokens is None else [int(i) for i in self.received.tokens[-1, 0]]
-
-
-@dataclass(frozen=True)
-class Words:
-    """Decodes the token ids that it knows; others as <id>."""
-
-    words: Mapping[int, str]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The texts, joined."""
-        return "".join(self.words.get(int(i), f"<{i}>") for i in ids)
 
 
 def choose(received: Any, layer: int | None, head: int | None, row: int) -> Shown:
@@ -85,9 +80,7 @@ def as_received(given: Any) -> Received:
         ValueError: a recording without received attention.
     """
     if isinstance(given, Recording):
-        received = received_of(given)
-        # A loaded recording has the texts of its tokens, but no tokenizer.
-        return replace(received, tokenizer=Words(given.words)) if received.tokenizer is None else received
+        return received_of(given)
     if not isinstance(given, Received):
         raise TypeError(
             f"the first argument is a {type(given).__name__}; give a Received (received_over_steps) or a Recording"
@@ -130,11 +123,28 @@ def strongest(received: Received) -> tuple[int, int]:
     return received.layers[layer], head
 
 
-def most_moving(paths: Trajectories) -> tuple[int | None, int | None]:
+def most_moving(paths: Trajectories, row: int | None = None) -> tuple[int | None, int | None]:
     """Layer and head whose sinks move most often; of equals, the one that has sinks for longest.
 
-    None for what the level of the paths averages over.
+    Args:
+        paths: from `trajectories`.
+        row: in which sequence; None for all.
+
+    Returns:
+        None for what the level of the paths averages over.
+
+    Raises:
+        ValueError: a row that is not there, or no head has a sink in it.
     """
-    table = paths.summary(by="head").sort_values(["moves", "with_sink"], ascending=False, kind="stable")
+    table = paths.summary(by="head" if row is None else "pattern")
+    if row is not None:
+        index_of("row", row, range(paths.main.shape[1]))
+        table = table[table["batch"] == row] if "batch" in table else table
+    table = table[table["with_sink"] > 0].sort_values(["moves", "with_sink"], ascending=False, kind="stable")
+    if table.empty:
+        where = "" if row is None else f" in row {row}"
+        raise ValueError(
+            f"no head has a sink{where} by {paths.rule}; lower the threshold, or name a layer and head to look at"
+        )
     best = table.iloc[0]
     return tuple(int(best[name]) if name in table else None for name in ("layer", "head"))  # type: ignore[return-value]

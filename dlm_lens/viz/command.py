@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from dlm_lens.printable import echo
+
 
 def plot(
     kind: Annotated[str, typer.Argument(help="What to draw; `dlm-lens plot list` names the kinds.")],
@@ -25,7 +27,9 @@ def plot(
     ] = None,
     row: Annotated[int | None, typer.Option(help="Which sequence of the recording; 0 by default.")] = None,
     step: Annotated[list[int] | None, typer.Option(help="A step; repeatable.")] = None,
-    position: Annotated[int | None, typer.Option(help="A canvas position, for lens-table.")] = None,
+    position: Annotated[
+        int | None, typer.Option(help="A position from the prompt's first token, for lens-table.")
+    ] = None,
     eps: Annotated[float | None, typer.Option(help="Threshold of Eq. 3; 3 by default.")] = None,
     model: Annotated[
         str | None, typer.Option(help="The model, for pictures that run it; the recording's by default.")
@@ -67,7 +71,7 @@ def plot(
         out or Path(kind + KINDS[kind].suffixes[0]),
         given,
     )
-    typer.echo(str(file))
+    echo(str(file))
 
 
 def _list_kinds() -> None:

@@ -15,6 +15,7 @@ from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.bootstrap import ratio_by_prompt
 from dlm_lens.viz.choice import as_received, index_of, level_of
 from dlm_lens.viz.labels import PLAIN, caption, level_label
+from dlm_lens.viz.notebook_figure import NotebookFigure
 
 POINTS = 200
 DASHES = ("-", "--", "-.", ":")
@@ -55,7 +56,7 @@ def score_distribution(
     received = _part(received, layer, head)
     groups = np.array_split(np.arange(len(received.values)), min(parts, len(received.values)))
     counts = _count(received, rule, groups)
-    figure = Figure(figsize=(5.6, 3.9), layout="constrained")
+    figure = NotebookFigure(figsize=(5.6, 3.9), layout="constrained")
     axes = figure.add_subplot()
     for number, steps in enumerate(groups):
         colour = colormaps["viridis"](0.75 * number / max(1, len(groups) - 1))

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.viz.labels import PLAIN, caption
+from dlm_lens.viz.notebook_figure import NotebookFigure
 
 LAYER = "sink_share/layer_"
 SHARE, NORM, MOVES, LOSS = "share", "norm", "moves", "loss"
@@ -43,7 +44,7 @@ def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: 
     if not probes:
         raise ValueError("the history holds no sink statistics; train with probe_steps above 0")
     learned = "sink/learned_share" in probes[0]
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = NotebookFigure(figsize=(9, 6), layout="constrained")
     axes = dict(zip((SHARE, NORM, MOVES, LOSS), figure.subplots(2, 2).flat, strict=True))
     _layers(figure, axes[SHARE], probes)
     axes[SHARE].set_title("Attention received by the learned sinks" if learned else "By the key that receives most")

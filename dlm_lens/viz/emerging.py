@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from dlm_lens.sampling import Denoised
-from dlm_lens.viz.labels import token_labels
+from dlm_lens.sampling.token_text import TokenTexts
 
 MASK, END = "▢", "∎"
 
@@ -13,20 +13,20 @@ MASK, END = "▢", "∎"
 def emerging_lines(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
     """One line per step with the answer as the step leaves it: new tokens highlighted, masks as ▢.
 
-    Tokens are shown by `token_labels`, so that nothing in a text can command the terminal; end-of-text is a
-    dim ∎, and a tail of equal tokens is shown once with its count.
+    Tokens are shown as everywhere (`token_text.shown`), so that nothing in a text can command the terminal;
+    end-of-text is a dim ∎, and a tail of equal tokens is shown once with its count.
 
     Args:
         run: from `denoise`.
         row: which sequence of the batch.
-        steps: the steps to show; None for all.
+        steps: the steps to show; None for all that the row ran.
 
     Raises:
         ValueError: a row or a step that is not there.
     """
     if not 0 <= row < len(run.tokens):
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
-    for step in range(run.steps) if steps is None else steps:
+    for step in range(int(run.row_steps[row])) if steps is None else steps:
         if not 0 <= step < run.steps:
             raise ValueError(f"step {step} of {run.steps}: steps go from 0")
         yield _line(run, row, step)
@@ -36,7 +36,8 @@ def _line(run: Denoised, row: int, step: int) -> Text:
     shown = run.attention_mask[row].clone()
     shown[: run.prompt_length] &= run.masked[0, row, : run.prompt_length]
     ids = run.canvases[step + 1, row, shown].tolist()
-    names = token_labels(ids, run.tokenizer, length=24)
+    texts = TokenTexts(run.tokenizer)
+    names = [texts.label(i, 24) for i in ids]
     labels = [END if i in run.eos_token_ids else name for i, name in zip(ids, names, strict=True)]
     masked = run.masked[step + 1, row, shown].tolist()
     new = run.selected[step, row, shown].tolist()

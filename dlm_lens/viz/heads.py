@@ -156,9 +156,11 @@ def _cropped(
         first = min(max(0, (inside[0] + inside[-1] + 1 - room) // 2), count - room)
         kept = torch.arange(first, first + room)
     shown = [shot.positions[i] for i in kept.tolist()]
+    first, last = min(shown), max(shown)
+    canvas = f" ({first} to {last} on the canvas)" if shot.padding else ""
     sentence = (
-        f"Shown are {len(shown)} of {count} positions, {min(shown)} to {max(shown)}; rows sum to less than 1 by "
-        "what is left out. Give positions= for others."
+        f"Shown are {len(shown)} of {count} positions, {first - shot.padding} to {last - shot.padding}{canvas}; "
+        "rows sum to less than 1 by what is left out. Give canvas positions= for others."
     )
     return torch.cat([kept, sinks]), (sentence,)
 

@@ -21,8 +21,10 @@ from dlm_lens.viz.labels import (
     caption,
     counted_keys,
     level_label,
+    note,
     token_labels,
 )
+from dlm_lens.viz.notebook_figure import NotebookFigure
 
 COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
@@ -47,7 +49,7 @@ def incoming_attention(
         layer: index of the layer in the model; None for the mean over layers and heads.
         head: index of the head; None for the mean over heads.
         row: which sequence of the batch.
-        steps: the steps to show, in this order; None for all.
+        steps: the steps to show, in this order; None for all that the row ran.
         title: what stands in front of the caption, such as the model's name.
 
     Raises:
@@ -60,7 +62,7 @@ def incoming_attention(
     positions = shown.content.tolist()
     scores = shown.scores[chosen][:, shown.content].numpy()
     width = min(20.0, max(5.5, 0.125 * len(positions) + 1.6))
-    figure = Figure(figsize=(width, min(14.0, max(3.6, 0.1 * len(chosen) + 2.0))), layout="constrained")
+    figure = NotebookFigure(figsize=(width, min(14.0, max(3.6, 0.1 * len(chosen) + 2.0))), layout="constrained")
     axes = figure.add_subplot()
     colours = colormaps[COLOURS].with_extremes(bad=UNDEFINED)
     mesh = axes.pcolormesh(np.ma.masked_invalid(scores), cmap=colours, vmin=0)
@@ -73,6 +75,8 @@ def incoming_attention(
     bar.set_label(f"{SCALE_LABELS[received.scale]}\n{level_label(shown.level, layer, head)}", fontsize=8, **PLAIN)
     _name_axes(axes, shown, positions, chosen)
     dots = masked is not None and bool(masked.any())
+    if not bool(np.isfinite(scores).any()):
+        note(axes, "no key has a score at these steps")
     _explain(figure, received.min_viewers, masked=dots, undefined=bool(np.isnan(scores).any()))
     sentences = [
         *([title] if title else []),
@@ -88,7 +92,8 @@ def incoming_attention(
 
 def _steps(shown: Shown, steps: Sequence[int] | None) -> list[int]:
     count = len(shown.scores)
-    chosen = list(range(count)) if steps is None else [int(step) for step in steps]
+    # Behind the end of a row there is nothing to show.
+    chosen = list(range(shown.steps)) if steps is None else [int(step) for step in steps]
     for step in chosen:
         if not 0 <= step < count:
             raise ValueError(f"step {step} is not there; steps go from 0 to {count - 1}")
@@ -105,7 +110,7 @@ def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
 
 
 def _name_axes(axes: Axes, shown: Shown, positions: list[int], chosen: list[int]) -> None:
-    """Tokens below, canvas positions above, steps on the left."""
+    """Tokens below, positions from the prompt's first token above, steps on the left."""
     every = -(-len(positions) // 110)
     named = range(0, len(positions), every)
     if shown.final is None:
@@ -118,9 +123,11 @@ def _name_axes(axes: Axes, shown: Shown, positions: list[int], chosen: list[int]
     sinks = shown.received.sinks
     if sinks:
         axes.axvline(len(positions) - sinks, color="white", linewidth=2.5, gid="sinks")
-    numbered = [i for i, position in enumerate(positions[: len(positions) - sinks]) if position % (8 * every) == 0]
-    above.set_xticks([i + 0.5 for i in numbered], [str(positions[i]) for i in numbered], fontsize=7)
-    above.set_xlabel("canvas position", fontsize=8)
+    first = positions[0] if positions else 0
+    shown_at = [position - first for position in positions[: len(positions) - sinks]]
+    numbered = [i for i, position in enumerate(shown_at) if position % (8 * every) == 0]
+    above.set_xticks([i + 0.5 for i in numbered], [str(shown_at[i]) for i in numbered], fontsize=7)
+    above.set_xlabel("position", fontsize=8)
     skip = -(-len(chosen) // 16)
     axes.set_yticks([i + 0.5 for i in range(0, len(chosen), skip)], [str(s) for s in chosen[::skip]], fontsize=7)
     axes.set_ylabel("step", fontsize=8)

@@ -1,7 +1,7 @@
 """The pictures that `dlm-lens plot` makes of a recording: what each shows, takes, and writes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -111,7 +111,7 @@ def _maps(asked: Asked) -> Figure:
     layer, head = asked.place()
     if layer is None:
         raise ValueError("this picture is of one layer; give --layer")
-    last = asked.run.steps - 1
+    last = asked.row_steps - 1
     steps = asked.steps or tuple(dict.fromkeys((last // 4, 3 * last // 4)))
     return maps.attention_maps(
         asked.network, asked.run, steps=steps, layer=layer, head=head, row=asked.row, detector=asked.rule,
@@ -123,10 +123,10 @@ def _lens(asked: Asked) -> Figure:
     from dlm_lens.probes import logit_lens
 
     model = asked.network
-    run = replace(asked.run, tokenizer=model.tokenizer)
-    if asked.position is not None:
-        lens = logit_lens(model, run, [asked.position], steps=asked.steps or None)
-        return lens_tables.lens_table(lens, position=asked.position, row=asked.row, title=asked.name)
+    run = asked.run
+    if (position := asked.canvas_position()) is not None:
+        lens = logit_lens(model, run, [position], steps=asked.steps or None)
+        return lens_tables.lens_table(lens, position=position, row=asked.row, title=asked.name)
     start, stop = run.spans[asked.step()]
     lens = logit_lens(model, run, list(range(start, stop)), steps=[asked.step()])
     return lens_tables.lens_table(lens, step=asked.step(), row=asked.row, title=asked.name)

@@ -6,7 +6,10 @@ from functools import cache
 from typing import Any
 
 from matplotlib import font_manager
+from matplotlib.axes import Axes
 
+from dlm_lens.printable import escaped
+from dlm_lens.sampling.token_text import MORE, TokenTexts, shown
 from dlm_lens.sinks import Level, Scale
 
 PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
@@ -22,40 +25,23 @@ SCALE_LABELS: dict[Scale, str] = {
 
 
 def token_labels(ids: Sequence[int], tokenizer: Any = None, length: int = 12) -> list[str]:
-    """Token ids as short printable labels: the token's text, or the id where there is no tokenizer.
+    """Token ids as labels of a figure: the token's text, or the id where there is no tokenizer.
 
     The negative ids -1, -2, ... are a model's learned sink tokens: sink(0), sink(1), ....
     """
-    if tokenizer is None:
-        return [str(i) if i >= 0 else f"sink({-1 - i})" for i in ids]
-    texts = {i: token_label(str(tokenizer.decode([i])), length) for i in set(ids) if i >= 0}
-    texts |= {i: f"sink({-1 - i})" for i in set(ids) if i < 0}
-    return [texts[i] for i in ids]
-
-
-def printable(text: str) -> str:
-    """The text with everything but line breaks that could command a terminal written as its escape."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+    texts = TokenTexts(tokenizer)
+    labels = {i: _drawn(texts.label(i, length), length) for i in set(ids)}
+    return [labels[i] for i in ids]
 
 
 def token_label(text: str, length: int = 12) -> str:
-    r"""One token's text in at most `length` characters, all of them visible and in the font.
-
-    A space is shown as ␣ (left out in front of a word), what cannot be printed or drawn as its escape (\n,
-    \u4f60); longer text ends in ….
-    """
-    if text[:1] == " " and text.strip():
-        text = text[1:]
-    shown = "".join(_visible(character) for character in text) or "∅"
-    return shown if len(shown) <= length else shown[: length - 1] + "…"
+    r"""One token's text as `token_text.shown`, with characters that the font does not have as their codes."""
+    return _drawn(shown(text, length), length)
 
 
-def _visible(character: str) -> str:
-    if character == " ":
-        return "␣"
-    if character.isprintable() and _drawable(character):
-        return character
-    return character.encode("unicode_escape").decode("ascii")
+def _drawn(label: str, length: int) -> str:
+    drawn = "".join(c if _drawable(c) else escaped(c) for c in label)
+    return drawn if len(drawn) <= length else drawn[: length - 1] + MORE
 
 
 @cache
@@ -77,6 +63,15 @@ def level_label(level: Level, layer: int | None, head: int | None) -> str:
         "layer": f"level: layer (head mean of layer {layer})",
         "model": "level: model (mean over layers and heads)",
     }[level]
+
+
+def note(axes: Axes, text: str) -> None:
+    """Say in an axes that there is nothing, or next to nothing, to see in it."""
+    box = {"facecolor": "white", "edgecolor": "0.8", "alpha": 0.85, "pad": 3.0}
+    axes.text(
+        0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=7.5, color="0.35", gid="note",
+        bbox=box, zorder=6, **PLAIN,
+    )  # fmt: skip
 
 
 def caption(parts: Sequence[str], width: float) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.probes import LogitLens
 from dlm_lens.viz.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.notebook_figure import NotebookFigure
 from dlm_lens.viz.positions import MASKED
 
 MOST_COLUMNS = 20
@@ -26,7 +27,8 @@ def lens_table(
 
     Args:
         lens: from `logit_lens`.
-        position: one canvas position, over the steps; learned sink tokens stand behind the canvas.
+        position: one canvas position, over the steps; learned sink tokens stand behind the canvas. The figure
+            counts it from the prompt's first token.
         step: or one step, over the positions.
         row: which sequence of the batch.
         title: what stands in front of the caption, such as the model's name.
@@ -46,18 +48,22 @@ def lens_table(
     entries = here.nonzero().flatten()
     across = lens.position if position is None else lens.step
     entries = entries[across[entries].argsort(stable=True)]
+    padding = int(lens.run.padding[row]) if 0 <= row < len(lens.run.tokens) else 0
+    shown = None if position is None else _shown(lens, position, padding)
     if not len(entries):
-        what = f"step {step}" if position is None else f"position {position}"
+        what = f"step {step}" if position is None else str(shown)
         raise ValueError(f"the lens has read nothing at {what} of sequence {row}")
     count = len(entries)
     if count > MOST_COLUMNS:
         entries = entries[[round(i * (count - 1) / (MOST_COLUMNS - 1)) for i in range(MOST_COLUMNS)]]
     width = min(18.0, max(5.0, 0.52 * len(entries) + 1.8))
-    figure = Figure(figsize=(width, min(12.0, max(2.8, 0.24 * len(lens.layers) + 1.9))), layout="constrained")
+    figure = NotebookFigure(
+        figsize=(width, min(12.0, max(2.8, 0.24 * len(lens.layers) + 1.9))), layout="constrained"
+    )
     axes = figure.add_subplot()
     mesh = axes.pcolormesh(lens.top_probabilities[entries, :, 0].T.numpy(), cmap="viridis", vmin=0, vmax=1)
     _write_tokens(axes, lens, entries)
-    _name_axes(axes, lens, entries, across, position is None)
+    _name_axes(axes, lens, entries, across, position is None, padding)
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
     bar.set_label("probability of the\nlikeliest token", fontsize=8)
@@ -66,9 +72,7 @@ def lens_table(
     asked = Patch(facecolor=MASKED, label="masked where it predicts (asked)")
     figure.legend(handles=[frame, asked], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     many = "s" * (count > 1)
-    where = (
-        f"step {step}, {count} position{many}" if position is None else f"position {position}, {count} step{many}"
-    )
+    where = f"step {step}, {count} position{many}" if position is None else f"{shown}, {count} step{many}"
     if count > len(entries):
         where += f", {len(entries)} shown"
     hooks = [f"hooks: {', '.join(lens.hooks)}"] if lens.hooks else []
@@ -82,6 +86,11 @@ def lens_table(
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, pad=12, **PLAIN)
     return figure
+
+
+def _shown(lens: LogitLens, position: int, padding: int) -> str:
+    canvas = lens.run.tokens.shape[1]
+    return f"position {position - padding}" if position < canvas else f"sink({position - canvas})"
 
 
 def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
@@ -113,7 +122,7 @@ def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _name_axes(axes: Axes, lens: LogitLens, entries: Tensor, across: Tensor, positions: bool) -> None:
+def _name_axes(axes: Axes, lens: LogitLens, entries: Tensor, across: Tensor, positions: bool, padding: int) -> None:
     layers = len(lens.layers)
     every = -(-layers // 40)
     axes.set_yticks(
@@ -126,7 +135,7 @@ def _name_axes(axes: Axes, lens: LogitLens, entries: Tensor, across: Tensor, pos
     seen = token_labels(lens.tokens()[entries].tolist(), lens.run.tokenizer, length=8)
     numbers = across[entries].tolist()
     if positions:
-        numbers = ["" if number >= canvas else number for number in numbers]
+        numbers = ["" if number >= canvas else number - padding for number in numbers]
     labels = [f"{number}\n{token}" for number, token in zip(numbers, seen, strict=True)]
     axes.set_xticks([i + 0.5 for i in range(len(labels))], labels, fontsize=6, **PLAIN)
     if len(labels) > 12 or max(map(len, seen)) > 6:

@@ -17,6 +17,7 @@ from dlm_lens.sampling import Denoised
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.viz.choice import index_of
 from dlm_lens.viz.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
+from dlm_lens.viz.notebook_figure import NotebookFigure
 from dlm_lens.viz.positions import MASKED, SINK
 from dlm_lens.viz.stepping import Snapshot, snapshot
 
@@ -64,7 +65,7 @@ def attention_maps(
     heads = shots[0].pattern.shape[0]
     maps = [_of_head(shot, head, heads) for shot in shots]
     width = 1.4 + 4.1 * len(shots)
-    figure = Figure(figsize=(width, 5.3), layout="constrained")
+    figure = NotebookFigure(figsize=(width, 5.3), layout="constrained")
     norm = PowerNorm(0.5, vmin=0, vmax=max(float(values.max()) for values in maps))
     colours = colormaps["viridis"].with_extremes(bad=INVISIBLE)
     panels = figure.subplots(1, len(shots), squeeze=False)[0]
@@ -169,8 +170,8 @@ def _panel_title(shot: Snapshot, sinks: list[int]) -> str:
         return f"step {shot.step}: no sink by the rule"
     main = sinks[0]
     name = token_labels([shot.tokens[main]], shot.tokenizer)[0]
-    place = f" at position {shot.positions[main]}" if main < len(shot.positions) else ""
-    return f"step {shot.step}: largest of {len(sinks)} sink{'s' * (len(sinks) > 1)} is {name}{place}"
+    name = f'"{name}" at position {shot.positions[main] - shot.padding}' if main < len(shot.positions) else name
+    return f"step {shot.step}: largest of {len(sinks)} sink{'s' * (len(sinks) > 1)} is {name}"
 
 
 def _explain(figure: Figure, *, masked: bool, sinks: bool, causal: bool) -> None:

@@ -7,6 +7,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from dlm_lens.probes import ValueNorms
 from dlm_lens.viz.labels import PLAIN, caption
+from dlm_lens.viz.notebook_figure import NotebookFigure
 
 SINKS, OTHERS = "#b2182b", "#2166ac"
 MOST_POINTS = 4000
@@ -26,7 +27,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
         TypeError: not a `ValueNorms`.
     """
     _check(norms)
-    figure = Figure(figsize=(6.8, 3.9), layout="constrained")
+    figure = NotebookFigure(figsize=(6.8, 3.9), layout="constrained")
     points, counts = figure.subplots(1, 2, sharey=True, width_ratios=(1.5, 1))
     _draw_points(points, norms)
     table = norms.distribution(bins=24)
@@ -73,7 +74,7 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
     _check(norms)
     profile = norms.profile
     shares = "share" in profile
-    figure = Figure(figsize=(7.6 if shares else 4.2, 3.5), layout="constrained")
+    figure = NotebookFigure(figsize=(7.6 if shares else 4.2, 3.5), layout="constrained")
     panels = list(figure.subplots(1, 2 if shares else 1, squeeze=False).flat)
     lines = [(panels[0], "norm_sink", "sinks", SINKS, "o-"), (panels[0], "norm_other", "others", OTHERS, "^--")]
     lines += [(panels[1], "share", "sinks", SINKS, "o-")] if shares else []

@@ -15,7 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
 from dlm_lens.viz.choice import most_moving
-from dlm_lens.viz.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
+from dlm_lens.viz.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, note, token_labels
+from dlm_lens.viz.notebook_figure import NotebookFigure
 from dlm_lens.viz.tracks import Track, followed, track_of
 
 SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
@@ -34,7 +35,8 @@ def sink_positions(
     """Position of the key that receives most, at every step: filled where it is a sink, hollow where it is not.
 
     After Figure 7 of 2510.15731. Shaded cells are masked at that step. The tokens of the positions that hold
-    the largest sink at some step stand on the right, as they are in the end.
+    the largest sink at some step stand on the right, as they are in the end. Positions count from the prompt's
+    first token.
 
     Args:
         sinks: from `received_over_steps`, a recording with ReceivedAttention, what `find_sinks` found with a step
@@ -50,19 +52,19 @@ def sink_positions(
     Raises:
         TypeError: something else, or a detector beside `Sinks` or `Trajectories`.
         ValueError: a layer, head or row that is not there, one of layer and head without the other, another level,
-            or not one block per step.
+            not one block per step, or no head with a sink to choose.
     """
     chosen = layer == head == "moving"
     if layer == "moving" or head == "moving":
         if not chosen:
             raise ValueError(f"layer={layer!r}, head={head!r}: give both, or neither for the head that moves most")
-        layer, head = most_moving(followed(sinks, detector))
+        layer, head = most_moving(followed(sinks, detector), row)
     track = track_of(sinks, detector, layer, head, row)
     steps, positions = len(track.largest), len(track.content)
     if blocks is not None and len(blocks) != steps:
         raise ValueError(f"{len(blocks)} blocks for {steps} steps; give one (start, stop) per step, run.spans")
     width, height = min(14.0, max(6.0, 0.09 * steps + 2.5)), min(10.0, max(3.4, 0.055 * positions + 1.6))
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = NotebookFigure(figsize=(width, height), layout="constrained")
     draw_track(figure.add_subplot(), track, height, blocks or ())
     explain_track(figure, masked=track.masked is not None, blocks=bool(blocks))
     sentences = [
@@ -70,8 +72,8 @@ def sink_positions(
         "Position that receives most",
         f"rule: {track.rule}",
         level_label(track.level, layer, head) + ", whose sinks move most" * chosen,
-        f"{counted_keys(positions, track.sinks)}, {steps} steps, n = 1 sequence (row {row})",
-        f"sink in {sum(track.passes)} of {steps} steps",
+        f"{counted_keys(positions, track.sinks)}, {sum(track.defined)} steps, n = 1 sequence (row {row})",
+        f"sink in {sum(track.passes)} of {sum(track.defined)} steps",
     ]
     figure.axes[0].set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure
@@ -80,9 +82,11 @@ def sink_positions(
 def draw_track(axes: Axes, track: Track, height: float, blocks: Sequence[tuple[int, int]] = ()) -> None:
     """One model's largest key over steps, in axes of about `height` inches."""
     _shade_masked(axes, track)
-    _draw_blocks(axes, blocks)
+    _draw_blocks(axes, track.blocks(blocks) if blocks else ())
     _draw_marks(axes, track)
     _name_axes(axes, track, height)
+    if not any(track.passes):
+        note(axes, "no sink by the rule at any step")
 
 
 def _shade_masked(axes: Axes, track: Track) -> None:
@@ -100,12 +104,15 @@ def _shade_masked(axes: Axes, track: Track) -> None:
     )
 
 
-def _draw_blocks(axes: Axes, blocks: Sequence[tuple[int, int]]) -> None:
+def _draw_blocks(axes: Axes, blocks: Sequence[tuple[int, int] | None]) -> None:
     """Outline every block over the steps at which it is decoded."""
     first = 0
     for step in range(1, len(blocks) + 1):
         if step == len(blocks) or blocks[step] != blocks[first]:
-            start, stop = blocks[first]
+            if (block := blocks[first]) is None:
+                first = step
+                continue
+            start, stop = block
             corner = (first - 0.5, start - 0.5)
             axes.add_patch(
                 Rectangle(
@@ -136,7 +143,7 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
     axes.tick_params(labelsize=7)
     axes.set_xlabel("step", fontsize=8)
     learned = "; above the line: learned sink" if track.sinks else ""
-    axes.set_ylabel(f"canvas position{learned}", fontsize=8)
+    axes.set_ylabel(f"position{learned}", fontsize=8)
     if track.tokens is not None:
         _name_tokens(axes, track, spacing=(high - low + 2) / (height * 7))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.attention import HookedAttention, exclusive, listening
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
 from dlm_lens.sinks.replay import Canvases, points_of
@@ -28,6 +29,7 @@ class Snapshot:
         tokens: ids; learned sink i is -1 - i.
         masked: what is still [MASK].
         positions: canvas positions; as long as the canvas part.
+        padding: how many canvas positions stand before the row's first token; shown positions count from there.
         sinks: how many of the keys, the last ones, are learned sink tokens.
         causal: a query sees only itself and what stands before it.
         layer, step, row: where this is.
@@ -47,6 +49,7 @@ class Snapshot:
     layer: int
     step: int
     row: int
+    padding: int = 0
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +90,8 @@ def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) 
     for name, index, count in (("step", step, run.steps), ("row", row, len(run.tokens))):
         if not 0 <= index < count:
             raise ValueError(f"{name} {index} of {count}: {name}s go from 0 to {count - 1}")
+    if step >= (ended := int(run.row_steps[row])):
+        raise ValueError(f"step {step}: row {row} ended after {ended} steps; its steps go from 0 to {ended - 1}")
     (place, point), *_ = points_of(model, [layer]).items()
     host = [module for module in model.modules() if isinstance(module, HookedAttention)][place]
     canvases = Canvases(model, run, "all")
@@ -117,7 +122,8 @@ def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) 
         layer=place,
         step=step,
         row=row,
-        tokenizer=run.tokenizer,
+        padding=int(run.padding[row]),
+        tokenizer=tokenizer_of(run, model),
     )
 
 

@@ -10,6 +10,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
 from dlm_lens.viz.choice import as_received
 from dlm_lens.viz.labels import PLAIN, caption
+from dlm_lens.viz.notebook_figure import NotebookFigure
 
 UNDEFINED = "#d9d9d9"
 
@@ -39,7 +40,7 @@ def sink_strength(
         profile = sink_profile(as_received(sinks), detector)
     layers, heads = profile.score.shape
     width = min(13.0, max(6.4, 0.3 * heads + 4.2))
-    figure = Figure(figsize=(width, min(10.0, max(3.0, 0.24 * layers + 1.6))), layout="constrained")
+    figure = NotebookFigure(figsize=(width, min(10.0, max(3.0, 0.24 * layers + 1.6))), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(max(1.5, 0.3 * heads / 2.2), 1))
     scores = profile.score.double().numpy()
     colours = colormaps["viridis"].with_extremes(bad=UNDEFINED)

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Level, Received, eps_sweep
 from dlm_lens.viz.choice import as_received
-from dlm_lens.viz.labels import PLAIN, caption
+from dlm_lens.viz.labels import PLAIN, caption, note
+from dlm_lens.viz.notebook_figure import NotebookFigure
 
 EPS = tuple(round(0.25 * i, 2) for i in range(1, 65))
 """0.25 to 16 in quarters."""
@@ -52,7 +53,7 @@ def sinks_over_eps(
     wanted = {"S", "eps", "kept", "low", "high", "with_sink", "n", "sequences", "scale", "level"}
     if not wanted <= set(table) or table.empty:
         raise ValueError(f"the table has the columns {', '.join(map(str, table))}; give that of eps_sweep")
-    figure = Figure(figsize=(7.6, 3.7), layout="constrained")
+    figure = NotebookFigure(figsize=(7.6, 3.7), layout="constrained")
     keys, patterns = figure.subplots(1, 2, sharex=True)
     lengths = sorted(table["S"].unique())
     for number, length in enumerate(lengths):
@@ -72,6 +73,8 @@ def sinks_over_eps(
     for axes, what in ((keys, "keys that are sinks"), (patterns, "patterns with a sink")):
         _name_axes(axes, what, table["scale"].iloc[0], marked)
     keys.legend(fontsize=7, frameon=False)
+    if not bool((table["kept"] > 0).any()):
+        note(keys, "no key is a sink at any of these eps")
     sentences = [
         *([title] if title else []),
         "Sinks by score > mean of the others + eps",

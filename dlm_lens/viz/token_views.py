@@ -50,7 +50,7 @@ def received_tokens(
     if shown.received.tokens is None:
         raise ValueError("this Received knows no tokens; received_over_steps and recordings do")
     count = len(shown.scores)
-    chosen = _steps(steps, count)
+    chosen = _steps(steps, count, shown.steps)
     content, said = _kept(shown.content, len(chosen))
     top = float(shown.scores[chosen][:, content].nan_to_num(nan=0.0).max())
     pieces = []
@@ -89,7 +89,7 @@ def emerging_text(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = 
         raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
     if not 0 <= row < len(run.tokens):
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
-    chosen = _steps(steps, run.steps)
+    chosen = _steps(steps, run.steps, int(run.row_steps[row]))
     content, said = _kept(run.attention_mask[row].nonzero().flatten(), len(chosen))
     pieces, before = [], run.masked[0, row, content]
     for step in chosen:
@@ -106,9 +106,10 @@ def emerging_text(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = 
     return View("Text emerging over steps", about, tuple(pieces))
 
 
-def _steps(steps: Sequence[int] | None, count: int) -> list[int]:
+def _steps(steps: Sequence[int] | None, count: int, ran: int) -> list[int]:
+    """The given steps of `count`, or some spread over those that the row ran."""
     if steps is None:
-        return sorted({round(i * (count - 1) / max(1, LINES - 1)) for i in range(min(LINES, count))})
+        return sorted({round(i * (ran - 1) / max(1, LINES - 1)) for i in range(min(LINES, ran))})
     chosen = [int(step) for step in steps]
     for step in chosen:
         if not 0 <= step < count:
@@ -127,9 +128,8 @@ def _kept(content: Tensor, lines: int) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def _coloured(labels: list[str], values: Float[Tensor, "token"], top: float, colour: str) -> dict[str, Any]:
-    if not any(label.startswith(" ") for label in labels):
-        # Words of a vocabulary that knows no blanks would run into each other.
-        labels = [f"{label} " for label in labels]
+    # A token's own space is shown as a character: without one between them tokens would run into each other.
+    labels = [f"{label} " for label in labels]
     numbers = [round(value, 4) for value in values.double().nan_to_num(nan=0.0).tolist()]
     return {
         "tokens": labels,

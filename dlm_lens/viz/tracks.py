@@ -1,7 +1,7 @@
 """Where the largest sink of one pattern is at every step, whatever it is read from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,11 @@ Source = Received | Recording | Sinks | Trajectories
 
 @dataclass(frozen=True)
 class Track:
-    """What the picture shows of one pattern: per step the largest key (-1: none defined) and if it passes."""
+    """What the picture shows of one pattern: per step the largest key (-1: none defined) and if it passes.
+
+    Keys count from the row's first token, before which `padding` canvas positions stand. `defined` says which steps
+    have a score at all: a row that has ended has none.
+    """
 
     largest: list[int]
     passes: list[bool]
@@ -28,6 +32,26 @@ class Track:
     rule: str
     level: Level
     sinks: int
+    defined: list[bool]
+    padding: int = 0
+
+    def from_first_token(self, padding: int) -> "Track":
+        """The same with keys that count from the row's first token."""
+        return replace(
+            self,
+            largest=[key - padding if key >= 0 else key for key in self.largest],
+            masked=None if self.masked is None else self.masked[:, padding:],
+            content=[key - padding for key in self.content],
+            tokens=None if self.tokens is None else self.tokens[padding:],
+            padding=padding,
+        )
+
+    def blocks(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int] | None]:
+        """The row's own part of the block of every step, as (start, stop); None where the row has ended."""
+        canvas = self.content[: len(self.content) - self.sinks]
+        low, high = (min(canvas), max(canvas) + 1) if canvas else (0, 0)
+        own = [(max(start - self.padding, low), min(stop - self.padding, high)) for start, stop in spans]
+        return [span if here and span[0] < span[1] else None for span, here in zip(own, self.defined, strict=True)]
 
 
 def track_of(given: Source, detector: Detector | None, layer: int | None, head: int | None, row: int) -> Track:
@@ -46,9 +70,10 @@ def track_of(given: Source, detector: Detector | None, layer: int | None, head: 
             _of_sinks(given, layer, head, row) if isinstance(given, Sinks) else _followed(given, layer, head, row)
         )
     shown = choose(given, layer, head, row)
+    padding = 0 if shown.received.padding is None else int(shown.received.padding[0])
     rule = AboveMean(3.0) if detector is None else detector
     found = find_sinks(shown.received, rule, level=shown.level)
-    return _track(found, {}, shown.content.tolist(), shown.final)
+    return _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
 
 
 def followed(given: Source, detector: Detector | None) -> Trajectories:
@@ -80,7 +105,8 @@ def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Tr
     if sinks.masked is not None:
         there = there | _at(sinks.masked, _rows(sinks), place).any(0)
     tokens = None if sinks.tokens is None else _at(sinks.tokens, _rows(sinks), place)[-1].tolist()
-    return _track(sinks, place, there.nonzero().flatten().tolist(), tokens)
+    padding = 0 if sinks.padding is None else int(sinks.padding[row])
+    return _track(sinks, place, there.nonzero().flatten().tolist(), tokens).from_first_token(padding)
 
 
 def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list[int] | None) -> Track:
@@ -98,6 +124,7 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         rule=f"{sinks.detector}; scale: {sinks.scale}; queries: {sinks.queries}",
         level=sinks.level,
         sinks=sinks.sinks,
+        defined=(~scores.isnan()).any(-1).tolist(),
     )
 
 
@@ -125,7 +152,8 @@ def _followed(paths: Trajectories, layer: int | None, head: int | None, row: int
         rule=f"{paths.detector}; scale: {paths.scale}; queries: {paths.queries}",
         level=paths.level,
         sinks=paths.sinks,
-    )
+        defined=paths.defined[:, row, layers, heads].tolist(),
+    ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
 
 
 def _check_level(what: str, level: Level, layer: int | None, head: int | None) -> None:

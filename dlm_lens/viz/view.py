@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+from dlm_lens.sampling.token_text import TokenTexts, shown
+
 Component = Literal["AttentionHeads", "AttentionPattern", "ColoredTokens"]
 
 AS_HTML: tuple[Component, ...] = ("ColoredTokens",)
@@ -124,24 +126,13 @@ def _bundle() -> str:
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def web_label(text: str, length: int = 40) -> str:
-    """One token's text in at most `length` characters: what a browser cannot show as text is its escape.
-
-    Among it are line breaks, marks that turn the direction of writing, and other invisible characters.
-    """
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text
-    )
-    return (shown if len(shown) <= length else shown[: length - 1] + "…") or "∅"
-
-
 def web_labels(ids: list[int], tokenizer: Any) -> list[str]:
-    """Token ids as `web_label`s; ids without a tokenizer, sink(i) for learned sink tokens."""
+    """Token ids as the text that a browser shows (`token_text.shown`); ids without a tokenizer, sink(i)."""
+    texts = TokenTexts(tokenizer)
+    labels = {token: texts.label(token) for token in set(ids)}
+    return [labels[token] for token in ids]
 
-    def label(token: int) -> str:
-        if token < 0:
-            return f"sink({-1 - token})"
-        return str(token) if tokenizer is None else web_label(str(tokenizer.decode([token])))
 
-    known = {token: label(token) for token in set(ids)}
-    return [known[token] for token in ids]
+def web_label(text: str) -> str:
+    """One token's text as a browser shows it."""
+    return shown(text)

@@ -47,12 +47,11 @@ def _example(model: Any, watched: Watched, paths: Any) -> dict[str, Any] | None:
     line = moves.loc[max(previous, key=lambda index: min(previous[index], moves.loc[index, "peak"]))]
     layer, head = int(line["layer"]), int(line["head"])
     before, after = int(line["first_step"]) - 1, int(line["first_step"])
-    content = watched.run.attention_mask[watched.row]
-    shift = int((~content).sum())
+    shift = int(watched.run.padding[watched.row])
     return {
         "layer": layer, "head": head, "steps": [before, after],
-        "positions": [int(line["came_from"]) - shift, int(line["position"]) - shift],
-        "tokens": [str(watched.run.tokenizer.decode([watched.run.tokens[watched.row, p]]))
+        "positions": [int(line["came_from"]), int(line["position"])],
+        "tokens": [str(watched.run.tokenizer.decode([watched.run.tokens[watched.row, p + shift]]))
                    for p in (int(line["came_from"]), int(line["position"]))],
         "maps": [numbers(_pattern(model, watched, step, layer, head), 3) for step in (before, after)],
     }  # fmt: skip

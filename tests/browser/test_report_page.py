@@ -49,7 +49,8 @@ def files(recordings, tmp_path_factory):
 
 
 def of_python(recording, rule, level, row=1):
-    """All sinks of a row as the page lists them: positions on the canvas, -1 - i for learned sinks."""
+    """All sinks of a row as the page lists them: positions from its first token, -1 - i for learned sinks."""
+    padding = int(recording.run.padding[row])
     sinks = find_sinks(recording, rule, level=level)
     shape = (sinks.is_sink.shape[0], sinks.is_sink.shape[1], -1, 1, sinks.is_sink.shape[-1])
     if level == "head":
@@ -58,7 +59,7 @@ def of_python(recording, rule, level, row=1):
     canvas = is_sink.shape[-1] - sinks.sinks
     found = {}
     for step, layer, head, key in is_sink.nonzero().tolist():
-        place = (step, layer, head, key if key < canvas else -1 - (key - canvas))
+        place = (step, layer, head, key - padding if key < canvas else -1 - (key - canvas))
         limit = threshold[step, layer, head, key].item()
         found[place] = (scores[step, layer, head, key].item(), None if limit != limit else limit)
     return found

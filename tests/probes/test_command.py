@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 import dlm_lens as dl
 from dlm_lens import cli
 from dlm_lens.probes import logit_lens, train_tuned_lens, value_norms
-from dlm_lens.probes.command import Words, detector_of, read
+from dlm_lens.probes.command import detector_of, read
+from dlm_lens.sampling.token_text import StoredTokenizer
 from dlm_lens.testing import tiny
 
 
@@ -72,7 +73,11 @@ def test_the_lens_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
     tuned = train_tuned_lens(model, text, steps=2, length=20).save(tmp_path / "lens.safetensors")
     found = printed("lens", path, "--model", name, "--positions", "3,-1", "--tuned", str(tuned), "--lines", "4")
     assert found["lens"].startswith("TunedLens")
-    assert {line["position"] for line in found["entries"]} <= {3, 12}
+    assert {(line["position"], line["canvas_position"]) for line in found["entries"]} == {
+        (position, position + padding)
+        for padding in rec.run.padding.tolist()
+        for position in (3, rec.run.tokens.shape[1] - 1 - padding)
+    }
     assert len(found["entries"]) == 4
 
 
@@ -93,7 +98,7 @@ def test_what_is_asked_wrongly_is_a_sentence(saved: Any) -> None:
 def test_words_of_a_recording_stand_for_its_tokenizer(saved: Any) -> None:
     rec = read(Path(saved[0]))
     assert rec.run.tokenizer.decode([5, 9]) == "w5 w9"
-    assert Words({1: "a"}).decode([1, 2]) == "a <2>"
+    assert StoredTokenizer({1: "a"}, between=" ").decode([1, 2]) == "a <2>"
     assert detector_of("top-k") == dl.TopK(5)
     assert detector_of("above-mean:2") == dl.AboveMean(2.0)
 

@@ -88,7 +88,8 @@ def test_changed_canvases_move_what_they_say(case, monkeypatch):
         for number, line in lines.iterrows():
             old, new = run.canvases[line.step, row].tolist(), after.canvases[number, 0].tolist()
             masked, mask = run.masked[line.step, row].tolist(), after.masked[number, 0].tolist()
-            p, q = line.position, line.to
+            p, q = line.canvas_position, line.canvas_to
+            assert (p - line.position, q - line.to) == (run.padding[row], run.padding[row])
             assert old[p] == 9 != old[q]
             if line.change == "swap":
                 wanted = {p: q, q: p}

@@ -166,7 +166,7 @@ def test_sinks_and_received_draw_the_same(received, level, layer, head, rule):
         theirs = sink_positions(received, rule, layer=layer, head=head, row=row)
         for gid in ("sink", "largest"):
             assert marks(ours, gid) == marks(theirs, gid)
-        assert ours.axes[0].get_ylim() == theirs.axes[0].get_ylim() == ((-0.8, 9.8) if row == 0 else (2.2, 9.8))
+        assert ours.axes[0].get_ylim() == theirs.axes[0].get_ylim() == ((-0.8, 9.8) if row == 0 else (-0.8, 6.8))
         np.testing.assert_array_equal(
             ours.axes[0].collections[0].get_array(), theirs.axes[0].collections[0].get_array()
         )
@@ -241,7 +241,7 @@ def test_figures_leave_pyplot_alone(received):
 @pytest.mark.parametrize(
     ("text", "label"),
     [
-        (" apples", "apples"),
+        (" apples", "␣apples"),
         (" ", "␣"),
         ("a b", "a␣b"),
         ("", "∅"),

@@ -92,7 +92,8 @@ def test_padding_is_left_out_and_learned_sinks_stand_behind_the_canvas(recording
     run = recording.run
     first = int(run.attention_mask[1].nonzero()[0])
     assert first > 0
-    assert found["positions"] == [*range(first, run.tokens.shape[1]), -1]
+    assert found["positions"] == [*range(run.tokens.shape[1] - first), -1]
+    assert (found["padding"], found["prompt"]) == (first, run.prompt_length - first)
     assert unpacked(found["masked"])[:, :-1].tolist() == run.masked[:, 1, first:].int().tolist()
     assert unpacked(found["written"])[:, :-1].tolist() == run.selected[:, 1, first:].int().tolist()
     ids = np.array(found["ids"])[unpacked(found["tokens"])]

@@ -155,7 +155,7 @@ def test_nothing_of_a_token_is_markup_or_ends_the_script(tmp_path):
     assert not any(set("<>&") & set(text) for _, text in calls)
     # ColoredTokens takes HTML, so that it gets what shows as the token; the other takes text.
     assert props["AttentionPattern"]["tokens"] == tokens
-    assert props["ColoredTokens"]["tokens"][1] == "&quot;&gt;&lt;img src=x onerror=y&gt;"
+    assert props["ColoredTokens"]["tokens"][1] == "&quot;&gt;&lt;img␣src=x␣onerror=y&gt;"
     assert props["ColoredTokens"]["tokens"][3] == "&amp;lt;b&amp;gt;"
     assert "unsafe-inline'" not in re.search(r"script-src [^;]*", page).group()
     assert "http://" not in lowered.split("<script")[0]
@@ -168,7 +168,7 @@ def test_nothing_of_a_token_is_markup_or_ends_the_script(tmp_path):
         ("\ud800", "\\ud800"),
         ("a\nb", "a\\nb"),
         ("", "∅"),
-        (" the", " the"),
+        (" the", "␣the"),
         ("你", "你"),
     ],
 )

@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.printable import printable
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, TopK, received_of
-from dlm_lens.sinks.texts import TokenTexts
 from dlm_lens.viz.reporting.exact import LADDER, Rung, Scores
 from dlm_lens.viz.reporting.packing import narrow, packed
 
@@ -43,7 +44,7 @@ class Subject:
         model: name of the model; empty if unknown.
         steps: index of each step in the run.
         heads: index of each head.
-        text_of: the text of a token id.
+        text_of: the text of a token id, as it is shown.
         versions: of the packages that computed the scores.
     """
 
@@ -67,17 +68,19 @@ class Subject:
         """
         if isinstance(source, Recording):
             received, run = received_of(source), source.run
-            model, steps, heads, words = source.model, source.steps, source.heads, dict(source.words)
-            versions = source.versions
+            model, steps, heads, versions = source.model, source.steps, source.heads, source.versions
         elif isinstance(source, tuple) and [type(part) for part in source] == [Received, Denoised]:
             received, run = source
-            model, steps, heads, words, versions = "", tuple(range(run.steps)), None, {}, {}
+            model, steps, heads, versions = "", tuple(range(run.steps)), None, {}
         else:
             raise TypeError(
                 f"a report of a {type(source).__name__}; give a Recording, or a tuple (Received, Denoised)"
             )
         _check(received, run, row)
-        fallback = TokenTexts(received.tokenizer)
+        texts = TokenTexts(received.tokenizer)
+        # Behind its end a row has no scores.
+        ran = int(run.row_steps[row])
+        received, run = received.first_steps(ran), run.first_steps(ran)
         return cls(
             received=received.part(rows=slice(row, row + 1)),
             run=run,
@@ -85,9 +88,9 @@ class Subject:
             rows=len(run.tokens),
             # A file that is handed on tells nothing of the folders of whoever made it.
             model=Path(model).name if Path(model).is_absolute() else model,
-            steps=tuple(steps),
+            steps=tuple(steps[:ran]),
             heads=tuple(range(received.values.shape[3])) if heads is None else tuple(heads),
-            text_of=lambda token: words[token] if token in words else str(fallback(token)),
+            text_of=lambda token: texts.label(token, None),
             versions=versions,
         )
 
@@ -155,7 +158,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "blocks": list(run.blocks),
         "settings": {name: _shown(value, subject.row) for name, value in run.settings.items()},
         "versions": dict(subject.versions),
-        "text": run.texts[subject.row] if run.tokenizer is not None else None,
+        "text": printable(run.texts[subject.row]) if run.tokenizer is not None else None,
         "causal": run.settings.get("sampler") == "causal",  # which calls what is not yet written masked
     }
 
@@ -174,10 +177,11 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
     pad = torch.zeros(run.steps + 1, sinks, dtype=torch.bool)
     masked = torch.cat([run.masked[:, row], pad], -1)[:, shown]
     selected = torch.cat([run.selected[:, row], pad[1:]], -1)[:, shown]
-    positions = run.tokens.shape[1]
+    positions, padding = run.tokens.shape[1], int(run.padding[row])
     return {
-        "positions": [key if key < positions else -1 - (key - positions) for key in shown.tolist()],
-        "prompt": run.prompt_length,
+        "positions": [key - padding if key < positions else -1 - (key - positions) for key in shown.tolist()],
+        "padding": padding,
+        "prompt": run.prompt_length - padding,
         "words": [subject.text_of(int(i)) for i in ids],
         "ids": ids.tolist(),
         "tokens": packed(narrow(index.numpy(), len(ids))),

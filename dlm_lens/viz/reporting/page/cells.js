@@ -50,7 +50,7 @@ function maskWords(pane, key) {
   for (let later = step; later < recorded.steps; later += 1) {
     if (!recorded.isMasked(later + 1, key)) {
       const when = recorded.about.steps[later];
-      return `${recorded.about.causal ? "not yet there" : "masked"}, written at step ${when}: ${visible(recorded.word(later + 1, key))}`;
+      return `${recorded.about.causal ? "not yet there" : "masked"}, written at step ${when}: "${visible(recorded.word(later + 1, key))}"`;
     }
   }
   return "masked to the end";

@@ -76,8 +76,8 @@ function chosenWords(pane, state) {
   const [main] = sinksOf(recorded, pane.pattern, step, state.rule);
   const where = `${patternWords(pane)}: `;
   if (!main) return [`${where}no sink`];
-  const word = recorded.isMasked(step, main.key) ? "masked" : token(recorded.word(step, main.key), 24);
-  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, word, `), score ${main.score.toFixed(3)}`];
+  const masked = recorded.isMasked(step, main.key);
+  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, ...(masked ? ["masked"] : ['"', token(recorded.word(step, main.key), 24), '"']), `), score ${main.score.toFixed(3)}`];
 }
 
 // What a key or a click in the grid chooses: [layer, head], or null.

@@ -93,7 +93,7 @@ function pathWords(pane, places) {
   const steps = found.reduce((sum, [, count]) => sum + count, 0);
   const words = [`A sink at ${steps} of ${recorded.steps} steps; the main one at `];
   found.slice(0, 4).forEach(([key, count], i) => {
-    words.push(`${i ? ", " : ""}${recorded.place(key)} (`, token(recorded.word(recorded.steps, key), 12), `) ${count}\u00d7`);
+    words.push(`${i ? ", " : ""}${recorded.place(key)} ("`, token(recorded.word(recorded.steps, key), 12), `") ${count}\u00d7`);
   });
   words.push(found.length > 4 ? `, and ${found.length - 4} other places.` : ".");
   return words;

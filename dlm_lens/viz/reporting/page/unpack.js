@@ -107,7 +107,7 @@ class Recorded {
     return this.written[step * this.keys + key] === 1;
   }
 
-  // Canvas position of a key as a label; learned sink tokens have none.
+  // Position of a key from the prompt's first token, as a label; learned sink tokens have none.
   place(key) {
     const position = this.about.positions[key];
     return position < 0 ? `sink(${-1 - position})` : String(position);

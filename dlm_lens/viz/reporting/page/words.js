@@ -2,15 +2,12 @@
 
 const CELL = 14;
 
-// What is not seen, or commands the direction of what follows, is written as its code.
+// The words are visible already (token_text.shown); should anything else come by, what is not seen, or commands the
+// direction of what follows, is written as its code.
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
 
 function visible(text) {
-  const shown = text.startsWith(" ") && text.trim() ? text.slice(1) : text;
-  const escaped = shown
-    .replace(/\n/g, "\u21b5")
-    .replace(HIDDEN, (c) => `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`)
-    .replace(/^ +| +$/g, (spaces) => "\u2423".repeat(spaces.length));
+  const escaped = text.replace(HIDDEN, (c) => `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`);
   return escaped || "\u2205";
 }
 

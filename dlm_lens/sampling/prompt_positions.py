@@ -1,0 +1,46 @@
+"""Positions as people count them: from the prompt's first token, the padding on its left left out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+def padding_before(content: Bool[Tensor, "batch position"]) -> Int[Tensor, "batch"]:
+    """How many positions of each row stand before its first token; 0 for a row without any."""
+    return content.long().argmax(-1)
+
+
+def from_prompt(
+    table: pd.DataFrame,
+    padding: Int[Tensor, "batch"] | None,
+    canvas: int,
+    names: Sequence[str] = ("position",),
+    rows: str = "batch",
+) -> pd.DataFrame:
+    """A table of canvas positions with positions that count from the prompt's first token.
+
+    If any row has padding, the canvas position, which indexes arrays, stands beside each as `canvas_position` (of
+    `came_from` `canvas_came_from`); else the two are one. A learned sink token, which stands beside the canvas, has
+    neither (NA).
+
+    Args:
+        table: with the columns `names`.
+        padding: from `padding_before`; None for none.
+        canvas: how many positions the canvas has.
+        names: the columns; -1 and missing values stay as they are.
+        rows: the column that says whose padding is meant; row 0's without it.
+    """
+    padded = padding is not None and bool((padding > 0).any())
+    for name in names:
+        index = table[name]
+        if bool((index >= canvas).any()):
+            table[name] = index = index.astype("Int64").mask(index >= canvas)
+        if padding is None or not padded:
+            continue
+        at = table[rows].to_numpy(dtype=int) if rows in table else np.zeros(len(table), dtype=int)
+        table.insert(list(table).index(name) + 1, f"canvas_{name}", index)
+        table[name] = (index - padding.numpy()[at]).where(~(index < 0), index)
+    return table
