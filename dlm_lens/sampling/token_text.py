@@ -175,7 +175,7 @@ class StoredTokenizer:
             special,
             getattr(tokenizer, "mask_token_id", None),
             getattr(tokenizer, "eos_token_id", None),
-            " " if any(_blank_between(tokenizer, token) for token in plain[:8]) else "",
+            " " if any(_blank_between(tokenizer, token, words[token]) for token in plain[:8]) else "",
             any(words[i][:1] == " " != str(tokenizer.decode([i]))[:1] for i in plain if words[i].strip()),
         )
 
@@ -221,9 +221,9 @@ def merged(tokenizers: Sequence[Any]) -> Any:
     return StoredTokenizer(words, **{**first.facts(), "all_special_ids": special}, fallback=first.fallback)
 
 
-def _blank_between(tokenizer: Any, token: int) -> bool:
-    one = str(tokenizer.decode([token]))
-    return bool(one) and one[:1] != " " and str(tokenizer.decode([token, token])) == f"{one} {one}"
+def _blank_between(tokenizer: Any, token: int, text: str) -> bool:
+    """Whether a space that is part of neither stands between two tokens."""
+    return bool(text) and text[:1] != " " and str(tokenizer.decode([token, token])) == f"{text} {text}"
 
 
 def tokenizer_of(run: Any, model: Any) -> Any:

@@ -68,7 +68,8 @@ def test_what_differs_equals_loops(pair: Comparison) -> None:
             a, b = (run.confidence[int(run.step_of[row, p]), row, p] for run in (one, two))
             assert float(pair.confidence_change[row, p]) == pytest.approx(float(b - a), abs=1e-7)
             found = table.iloc[line]
-            assert (found["batch"], found["position"], found["changed"]) == (row, p, differs)
+            assert (found["batch"], found["canvas_position"], found["changed"]) == (row, p, differs)
+            assert found["position"] == p - pair.plain.padding[row]
             assert found["token_hooked"] == f"w{int(two.tokens[row, p])}" or int(two.tokens[row, p]) >= 61
             assert found["step_hooked"] == int(two.step_of[row, p])
             assert int(pair.step_change[row, p]) == int(two.step_of[row, p]) - int(one.step_of[row, p])
