@@ -27,17 +27,40 @@ def rotated(x: Tensor, positions: Tensor, theta: float, rounded: bool = False) -
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention64(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, edit: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """z [batch, position, head, d_head] of rotated q, k and v in that layout."""
+def attention64(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    edit: Callable[[str, Tensor], Tensor],
+    spare: Tensor | None = None,
+) -> Tensor:
+    """z [batch, position, head, d_head] of rotated q, k and v in that layout; `spare` is b of every head."""
     groups = q.shape[2] // k.shape[2]
     scores = torch.stack(
         [q[:, :, h] @ k[:, :, h // groups].transpose(1, 2) / q.shape[-1] ** 0.5 for h in range(q.shape[2])], 1
     )
     scores = edit("scores", torch.where(visible, scores, torch.finfo(torch.float32).min))
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    pattern = weights / weights.sum(-1, keepdim=True) * visible.any(-1, keepdim=True)
-    pattern = edit("pattern", pattern)
+    pattern = edit("pattern", softmax64(scores, spare) * visible.any(-1, keepdim=True))
     return torch.stack([pattern[:, h] @ v[:, :, h // groups] for h in range(q.shape[2])], 2)
+
+
+def softmax64(scores: Tensor, spare: Tensor | None = None) -> Tensor:
+    """exp(s) / (exp(b) + sum exp(s)) of [batch, head, query, key], without the exp(b) where there is no spare."""
+    top = scores.amax(-1, keepdim=True)
+    if spare is not None:
+        top = top.maximum(spare[:, None, None])
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    return weights / (total if spare is None else total + torch.exp(spare[:, None, None] - top))
+
+
+def spare64(config: Any, weights: Mapping[str, Tensor], layer: int) -> Tensor | None:
+    """b of every head: zeros for off-by-one, learned for sink logits, None for the standard softmax."""
+    name = getattr(config, "softmax", "standard")
+    if name == "sink_logits":
+        return weights[f"model.layers.{layer}.self_attn.sink_logits"]
+    return torch.zeros(config.num_attention_heads).double() if name == "off_by_one" else None
 
 
 def with_sinks(
@@ -122,7 +145,7 @@ def forward64(
         v = edit("v", v)
         turn = (positions, config.rope_parameters["rope_theta"], config.model_type == "smdm")
         q, k = edit("rot_q", rotated(q, *turn)), edit("rot_k", rotated(k, *turn))
-        z = edit("z", attention64(q, k, v, visible, edit))
+        z = edit("z", attention64(q, k, v, visible, edit, spare64(config, weights, layer)))
         if getattr(config, "gated_attention", False):
             z = z.flatten(-2) / (1 + torch.exp(-linear("self_attn.gate_proj", x)))
         hidden = hidden + edit("attn_out", linear("self_attn.o_proj", z.reshape(batch, length, -1)))

@@ -10,7 +10,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
 from dlm_lens.adapters.spare_softmax import spare_logits, with_spare_key
 from dlm_lens.attention import HookedAttention, SinkLayout, hooked_attention
-from dlm_lens.attention.points import column_calls
+from dlm_lens.attention.calls import column_calls
+from dlm_lens.attention.points import Mixed
 
 
 class SinkEmbedding(nn.Embedding):
@@ -48,7 +49,7 @@ class SinkAttention(HookedAttention):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Bool[Tensor, "..."] | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Mixed:
         layout, length = SinkLayout.of(self), q.shape[2]
         if not layout.count:
             logits = spare_logits(self)
@@ -60,11 +61,10 @@ class SinkAttention(HookedAttention):
         if self._materialises():
             whole = layout.restrict(attention_mask, length, q.device)
             z, pattern = hooked_attention(self, q, k, v, whole, **kwargs)
-            self._tell_readers(*part, canvas.start, pattern=pattern[:, :, canvas], z=z[:, canvas], **kwargs)
-            return z, pattern
-        z = self._mix(*part, own_start=canvas.start, **kwargs)
+            return Mixed(z, pattern, self._inputs_with(pattern[:, :, canvas], *part, canvas.start, **kwargs))
+        mixed = self._mix(*part, own_start=canvas.start, **kwargs)
         own = v[:, :, layout.sinks(length)].transpose(1, 2)
-        return layout.surround(z, own.repeat_interleave(q.shape[1] // v.shape[1], 2)), None
+        return mixed._replace(z=layout.surround(mixed.z, own.repeat_interleave(q.shape[1] // v.shape[1], 2)))
 
     def _mix(
         self,
@@ -76,12 +76,13 @@ class SinkAttention(HookedAttention):
         *,
         spare_logits: Float[Tensor, "head"] | None = None,
         **kwargs: Any,
-    ) -> Float[Tensor, "batch query head d_head"]:
+    ) -> Mixed:
         if spare_logits is None:
             return super()._mix(q, k, v, attention_mask, own_start, **kwargs)
         learned = cast(Any, self).config.softmax == "sink_logits"
         wide = with_spare_key(q, k, v, attention_mask, spare_logits if learned else None, kwargs["scaling"])
-        return super()._mix(*wide, own_start, **kwargs)[..., : v.shape[-1]]
+        mixed = super()._mix(*wide, own_start, **kwargs)
+        return mixed._replace(z=mixed.z[..., : v.shape[-1]])
 
     def _materialises(self) -> bool:
         # Streams take rows to sum to 1; with a spare entry they do not.

@@ -3,6 +3,8 @@
 from dlm_lens.attention.access import exclusive, in_use, listening
 from dlm_lens.attention.account import hidden_mass, hidden_per_map
 from dlm_lens.attention.attaching import NAMES, attached, attention_blocks
+from dlm_lens.attention.attention_pass import AttentionPass, visible_in
+from dlm_lens.attention.calls import ColumnCall
 from dlm_lens.attention.columns import (
     MIN_VIEWERS,
     column_sums,
@@ -26,7 +28,7 @@ from dlm_lens.attention.layout import Placement, SinkLayout, SinkToken, sink
 from dlm_lens.attention.points import HOOK_POINTS, HookedAttention, HookPoint, add_hook_points
 from dlm_lens.attention.protocols import SITES, ColumnHook, Hook, HookContext, Site
 from dlm_lens.attention.received import attention_lse, received_sums
-from dlm_lens.attention.streaming import ColumnCall, Reader, received_by_class, stream_columns
+from dlm_lens.attention.streaming import Reader, received_by_class, stream_columns
 from dlm_lens.attention.tiles import pattern_tiles
 from dlm_lens.attention.visibility import visible_keys
 
@@ -36,6 +38,7 @@ __all__ = [
     "NAMES",
     "SITES",
     "AttentionInputs",
+    "AttentionPass",
     "ColumnCall",
     "ColumnHook",
     "Columns",
@@ -77,5 +80,6 @@ __all__ = [
     "stream_columns",
     "top_columns",
     "viewers",
+    "visible_in",
     "visible_keys",
 ]

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dlm_lens.attention.access import listening, unwrapped
+from dlm_lens.attention.calls import ColumnCall, HookCall
 from dlm_lens.attention.context import PointContext, RunStep
 from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.points import HOOK_POINTS, HookedAttention
 from dlm_lens.attention.protocols import SITES, ColumnHook, Hook
-from dlm_lens.attention.streaming import ColumnCall
 
 NAMES = {
     **{site: f"attn.hook_{site}" for site in HOOK_POINTS},
@@ -29,6 +29,7 @@ def attached(
     *hooks: Hook,
     layers: Sequence[int] | None = None,
     run: Callable[[], RunStep | None] = lambda: None,
+    off: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Run `hooks` at their sites in every forward pass of `model` inside the block.
 
@@ -41,6 +42,7 @@ def attached(
         *hooks: values of `dlm_lens.hooks`, or anything with a `site` and their call.
         layers: indices of the layers, negative from the end; None for all. A hook's own `layers` narrow this.
         run: the run's present step, for hooks that ask; `dlm_lens.denoise(..., hooks=[...])` gives it.
+        off: whether the hooks do not act now, as in a pass without hooks; they keep their places meanwhile.
 
     Raises:
         ValueError: a layer that is not there, a site that is none, or a model without hook points.
@@ -54,12 +56,17 @@ def attached(
         handles.enter_context(listening(model))
         for hook in hooks:
             for layer in sorted(wanted & _layers(getattr(hook, "layers", None), len(blocks))):
-                name = f"blocks.{layer}.{NAMES[hook.site]}"
+                name, module = f"blocks.{layer}.{NAMES[hook.site]}", _module(hook, blocks[layer])
 
-                def context(name: str = name, layer: int = layer) -> PointContext:
-                    return PointContext(name, layer, sinks, causal, run(), depth=len(blocks))
+                def context(name: str = name, layer: int = layer, module: nn.Module = module) -> PointContext:
+                    known = getattr(module, "attention_pass", None)
+                    return PointContext(name, layer, sinks, causal, run(), len(blocks), known)
 
-                handles.callback(_register(hook, blocks[layer], context).remove)
+                if isinstance(hook, ColumnHook):
+                    call: HookCall = ColumnCall(hook, context, off)
+                else:
+                    call = HookCall(hook, context, off)
+                handles.callback(module.register_forward_hook(call).remove)
         yield
 
 
@@ -104,21 +111,9 @@ def _layers(layers: Sequence[int] | None, count: int) -> set[int]:
     return {layer % count for layer in layers}
 
 
-def _register(hook: Hook, block: Any, context: Callable[[], PointContext]) -> Any:
-    """Put a hook at its site in a decoder layer; returns the handle."""
+def _module(hook: Hook, block: Any) -> nn.Module:
+    """The module of a decoder layer whose output the hook edits."""
     if hook.site in HOOK_POINTS:
-        point = block.self_attn.get_submodule(f"hook_{hook.site}")
-        if isinstance(hook, ColumnHook):
-            return point.register_forward_hook(ColumnCall(hook, context))
-        return point.register_forward_hook(_editing(hook, context))
-    module = {"attn_out": block.self_attn, "mlp_out": block.mlp, "resid": block}[hook.site]
-    return module.register_forward_hook(_editing(hook, context))
-
-
-def _editing(hook: Hook, context: Callable[[], PointContext]) -> Callable[[nn.Module, Any, Any], Any]:
-    def run(module: nn.Module, inputs: Any, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return hook(value, context())
-        return (hook(value[0], context()), *value[1:])
-
-    return run
+        point: nn.Module = block.self_attn.get_submodule(f"hook_{hook.site}")
+        return point
+    return {"attn_out": block.self_attn, "mlp_out": block.mlp, "resid": block}[hook.site]

@@ -4,6 +4,8 @@ Plain runs use transformers' `sdpa`. A custom function needs an entry in both re
 masks, transformers hands it no padding mask and says nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from dlm_lens.attention.attention_pass import AttentionPass
 
 HOOKED = "hooked"
 """Name of the function that always materialises the pattern, for `attn_implementation=`."""
@@ -44,18 +48,28 @@ def hooked_attention(
     grouped = rearrange(query, "b (g n) q d -> b g n q d", n=groups)
     scores = rearrange(grouped @ key.unsqueeze(2).mT, "b g n q k -> b (g n) q k") * scale
     scores, visible = _masked(scores, attention_mask, causal=getattr(module, "is_causal", False))
-    scores = module.get_submodule("hook_scores")(scores)
-    if spare_logits is None:
-        pattern = scores.softmax(-1, dtype=torch.float32)
-    else:
-        spare = spare_logits.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        pattern = torch.cat([scores, spare], -1).softmax(-1, dtype=torch.float32)[..., :-1]
-    if visible is not None:
-        pattern = pattern * visible.any(-1, keepdim=True)
-    pattern = module.get_submodule("hook_pattern")(pattern.to(query.dtype))
+    known = AttentionPass(visible, spare_logits)
+    with _known_at(module, known):
+        scores = known.scores = module.get_submodule("hook_scores")(scores)
+        pattern = module.get_submodule("hook_pattern")(known.softmax(scores).to(query.dtype))
     mixed = nn.functional.dropout(pattern, p=dropout, training=module.training)
     z = rearrange(mixed, "b (g n) q k -> b g n q k", n=groups) @ value.unsqueeze(2)
     return rearrange(z, "b g n q d -> b q (g n) d"), pattern
+
+
+@contextmanager
+def _known_at(module: nn.Module, known: AttentionPass) -> Iterator[None]:
+    """Leave what is known of the pass at the points of scores and pattern, for hooks that ask."""
+    points: list[Any] = [module.get_submodule(f"hook_{name}") for name in ("scores", "pattern")]
+    # A hook may run another pass through the same module (`source="clean"` in a trace).
+    outer = [getattr(point, "attention_pass", None) for point in points]
+    for point in points:
+        point.attention_pass = known
+    try:
+        yield
+    finally:
+        for point, before in zip(points, outer, strict=True):
+            point.attention_pass = before
 
 
 def _masked(

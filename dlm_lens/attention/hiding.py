@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention.account import count_hidden
+from dlm_lens.attention.attention_pass import AttentionPass, visible_in
 from dlm_lens.attention.columns import column_sums, expected_received, viewers
 from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.visibility import visible_keys
@@ -35,6 +37,10 @@ class Columns:
     expected: Float[Tensor, "batch #head key"]
     viewers: Float[Tensor, "batch #head key"]
     counted: Int[Tensor, "batch"]
+
+    def of_rows(self, rows: Int[Tensor, "row"]) -> "Columns":
+        """Those of some rows of the batch."""
+        return Columns(self.sums[rows], self.expected[rows], self.viewers[rows], self.counted[rows])
 
 
 class AskedColumns:
@@ -106,6 +112,12 @@ class Hidden:
         chosen: int | Tensor = rows if self.rows is None else self.rows.sum()
         return chosen * len(_heads_in_all(self.heads, heads))
 
+    def acts_in(self, rows: int, heads: int, device: torch.device) -> Bool[Tensor, "batch head"]:
+        """The maps that may lose anything."""
+        chosen = torch.ones(rows, 1, dtype=torch.bool, device=device)
+        chosen = chosen if self.rows is None else chosen & self.rows.to(device)[:, None]
+        return chosen & _head_flags(self.heads, heads, device)
+
     def entries(
         self, visible: Bool[Tensor, "batch #head query key"], own: Int[Tensor, "query"]
     ) -> Bool[Tensor, "batch head query key"]:
@@ -115,7 +127,7 @@ class Hidden:
         if self.spare is not None:
             hidden = hidden & ~self.spare(own, visible.shape[-1])
         if self.keep_self:
-            return hidden & ~itself
+            hidden = hidden & ~itself
         # A row without any key left keeps itself, and one that does not see itself keeps all.
         empty = ~(visible & ~hidden).any(-1, keepdim=True)
         sees_itself = (visible & itself).any(-1, keepdim=True)
@@ -154,13 +166,15 @@ def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | Non
             "all of them; decode without a cache (use_cache=False)"
         )
     before = hook.site == "scores"
-    floor = torch.finfo(tensor.dtype).min
-    visible = tensor > floor / 2 if before else _visible_in(tensor, context)
-    shape = tensor.shape[0], tensor.shape[-2], tensor.shape[-1]
-    queries = counted_queries(*shape, context, tensor.device, visible)
+    known: AttentionPass | None = getattr(context, "attention_pass", None)
+    rows: Int[Tensor, "row"] | None = getattr(context, "rows", None)
+    after = partial(_guessed, tensor, context) if known is None else partial(known.visible, rows)
+    visible = visible_in(tensor) if before else after()
+    seen = visible.any((1, 2)) if known is None else known.seen_by_any(rows)
+    queries = counted_queries(len(tensor), tensor.shape[2], tensor.shape[3], context, tensor.device, seen)
 
     def statistics() -> Columns:
-        pattern = tensor.softmax(-1, dtype=torch.float32) if before else tensor.float()
+        pattern = (known or AttentionPass()).softmax(tensor, rows) if before else tensor.float()
         return columns_of(pattern, visible, queries)
 
     columns = AskedColumns(statistics)
@@ -172,9 +186,17 @@ def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | Non
     count_hidden(hook, hidden, tensor.shape[0], tensor.shape[1], context, columns.found)
     entries = hidden.entries(visible, own_keys(tensor.shape[-2], tensor.shape[-1], tensor.device))
     if before:
-        return tensor.masked_fill(entries, floor)
+        return tensor.masked_fill(entries, torch.finfo(tensor.dtype).min)
+    if known is not None:
+        known.hide(entries, rows)
     edited = tensor.masked_fill(entries, 0.0)
-    return edited / edited.sum(-1, keepdim=True).clamp(min=1e-30) if hidden.renormalise else edited
+    if not hidden.renormalise:
+        return edited
+    whole = edited / edited.sum(-1, keepdim=True).clamp(min=1e-30)
+    # Rows may sum to less than 1 for another reason, such as a spare entry: those of other heads stay so.
+    return torch.where(
+        hidden.acts_in(tensor.shape[0], tensor.shape[1], tensor.device)[..., None, None], whole, edited
+    )
 
 
 def _at_its_point(hook: "ColumnHook", context: "HookContext | None") -> None:
@@ -198,13 +220,12 @@ def columns_of(
     )
 
 
-def _visible_in(
-    pattern: Float[Tensor, "batch head query key"], context: Any
-) -> Bool[Tensor, "batch #head query key"]:
-    """Who sees whom where only probabilities are known: from the run and the pattern's zeros.
+def _guessed(pattern: Float[Tensor, "batch head query key"], context: Any) -> Bool[Tensor, "batch #head query key"]:
+    """Who sees whom where a hook is given a pattern and nothing of the pass that formed it: from its zeros.
 
     A single zero may be an underflow; a column of zeros is hidden (from all but itself, which a hook may have
-    kept), and without a run an empty upper triangle is a causal mask.
+    kept), and without a run an empty upper triangle is a causal mask. What an earlier hook hid of a column only in
+    part (`keep_only`) cannot be told: the hosts of this library hand hooks an `AttentionPass`, which knows.
     """
     rows, _, queries, keys = pattern.shape
     run = getattr(context, "run", None)
@@ -219,13 +240,9 @@ def _visible_in(
         return found & ~later if causal else found
     content = run.for_rows(rows).valid.to(pattern.device)
     layout: SinkLayout = context.sinks
-    visible = (
-        layout.widen(visible_keys(content, causal=context.causal))
-        if layout.count
-        else visible_keys(content, causal=context.causal)
-    )
+    visible = visible_keys(content, causal=context.causal)
     if layout.count:
-        visible = layout.restrict(visible, keys, pattern.device)
+        visible = layout.restrict(layout.widen(visible), keys, pattern.device)
     return visible[..., keys - queries :, :] & found
 
 
@@ -240,19 +257,19 @@ def counted_queries(
     keys: int,
     context: Any,
     device: torch.device,
-    visible: Bool[Tensor, "#batch #head #query key"] | None = None,
+    seen: Bool[Tensor, "#batch key"] | None = None,
 ) -> Bool[Tensor, "batch query"]:
     """Queries that count: content on the canvas, never sink tokens' rows.
 
-    The run knows what is content; without a run it is what somebody sees, so that padding, whose keys are hidden
-    from everybody, does not count as a query either.
+    The run knows what is content; without a run it is what a query sees before any hook (`seen`, None for all), so
+    that padding, whose keys are hidden from every query, does not count as a query either.
     """
     layout: SinkLayout = getattr(context, "sinks", None) or SinkLayout()
     run = getattr(context, "run", None)
     counted = torch.zeros(rows, keys, dtype=torch.bool, device=device)
     canvas = counted[:, layout.canvas(keys)]
     if run is None:
-        canvas[:] = True if visible is None else visible.any((1, 2))[:, layout.canvas(keys)]
+        canvas[:] = True if seen is None else seen[:, layout.canvas(keys)]
     else:
         valid = run.for_rows(rows).valid
         if valid.shape[-1] != canvas.shape[-1]:

@@ -24,7 +24,7 @@ class AttentionInputs:
         dropped: columns that are hidden behind the softmax.
         own_start: the key at which the first query stands; None if the queries are the last positions.
         pattern: the pattern as used, where somebody had it materialised (and may have edited it).
-        z: what the pattern mixed from the values, where it is known.
+        z: what the pattern mixed from the values, as hooks at `hook_z` left it, where it is known.
     """
 
     layer: int

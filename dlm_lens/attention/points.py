@@ -6,7 +6,7 @@ their `forward` is replaced by one that passes each quantity through an identity
 
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -16,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_lens.attention.access import ModelLock, guard_hooks, lock_of
+from dlm_lens.attention.attention_pass import AttentionPass
+from dlm_lens.attention.calls import column_calls, needs_value
 from dlm_lens.attention.functions import HOOKED, hooked_attention
 from dlm_lens.attention.inputs import AttentionInputs
-from dlm_lens.attention.streaming import ColumnCall, Reader, stream_hidden, stream_mix
+from dlm_lens.attention.streaming import Reader, stream_hidden, stream_mix
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 """Hook points of an attention module in the order in which they fire; the child is `hook_<name>`.
@@ -46,10 +48,12 @@ class Watcher(Protocol):
 class HookPoint(nn.Module):
     """The identity; a PyTorch forward hook on it sees, and may replace, what passes through.
 
-    A host that follows modules without hooks (nnsight) adds itself to `watchers`.
+    A host that follows modules without hooks (nnsight) adds itself to `watchers`. While scores and pattern run,
+    `attention_pass` is what attention knows of the pass.
     """
 
     watchers: tuple["Watcher", ...] = ()
+    attention_pass: AttentionPass | None = None
 
     def forward(self, value: Tensor) -> Tensor:
         """Return `value` itself."""
@@ -60,14 +64,22 @@ class HookPoint(nn.Module):
         return {name: value for name, value in super().__getstate__().items() if name != "watchers"}
 
 
+class Mixed(NamedTuple):
+    """What attention mixed, the pattern where it was materialised, and what readers are handed if there are any."""
+
+    z: Float[Tensor, "batch position head d_head"]
+    pattern: Float[Tensor, "batch head query key"] | None = None
+    inputs: AttentionInputs | None = None
+
+
 class HookedAttention(nn.Module):
     """Attention of the Llama and Qwen2 layout whose quantities pass through the hook points.
 
     Mixed in front of the host's class by `add_hook_points`. While nothing listens to `hook_scores` or
     `hook_pattern` the attention function of the config runs (sdpa: no pattern is materialised); as soon as
     somebody does, this module computes its pattern explicitly. Both agree to float error. `readers` are handed
-    the inputs of every forward pass, and column hooks that wait as a `ColumnCall` run in stream: neither needs a
-    pattern.
+    the inputs of every forward pass, after the hooks at `hook_z`, and column hooks that wait as a `ColumnCall` run
+    in stream: neither needs a pattern.
     """
 
     readers: tuple[Reader, ...] = ()
@@ -103,10 +115,13 @@ class HookedAttention(nn.Module):
         kwargs["scaling"] = host.scaling
         kwargs["dropout"] = host.attention_dropout if self.training else 0.0
         kwargs["sliding_window"] = getattr(host, "sliding_window", None)
-        z, pattern = self._attend(q, k, v, attention_mask, **kwargs)
-        if pattern is None:
+        mixed = self._attend(q, k, v, attention_mask, **kwargs)
+        if mixed.pattern is None:
             self._tell_watchers()
-        return self._output(host.hook_z(z), hidden_states), pattern
+        z = host.hook_z(mixed.z)
+        if mixed.inputs is not None:
+            self._read(mixed.inputs, z)
+        return self._output(z, hidden_states), mixed.pattern
 
     def _tell_watchers(self) -> None:
         # Compiled code runs only while nobody traces the model (`listening`).
@@ -131,15 +146,12 @@ class HookedAttention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
         return host.hook_rot_q(q.to(dtype)), host.hook_rot_k(k.to(dtype))
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Mixing of values: z [batch, position, head, d_head], and the pattern where it was materialised."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> "Mixed":
+        """Mixing of values, under the pattern where somebody needs it."""
         if not self._materialises():
-            return self._mix(q, k, v, attention_mask, **kwargs), None
+            return self._mix(q, k, v, attention_mask, **kwargs)
         z, pattern = hooked_attention(cast(nn.Module, self), q, k, v, attention_mask, **kwargs)
-        self._tell_readers(q, k, v, attention_mask, pattern=pattern, z=z, **kwargs)
-        return z, pattern
+        return Mixed(z, pattern, self._inputs_with(pattern, q, k, v, attention_mask, **kwargs))
 
     def _mix(
         self,
@@ -149,7 +161,7 @@ class HookedAttention(nn.Module):
         attention_mask: Tensor | None,
         own_start: int | None = None,
         **kwargs: Any,
-    ) -> Float[Tensor, "batch query head d_head"]:
+    ) -> "Mixed":
         """Mixing without a pattern: the config's attention function, or the fused kernel under what hooks hide."""
         host = cast(Any, self)
         calls = column_calls(host.hook_scores, host.hook_pattern)
@@ -163,30 +175,30 @@ class HookedAttention(nn.Module):
         else:
             function = ALL_ATTENTION_FUNCTIONS.get_interface(host.config._attn_implementation, hooked_attention)
             z, _ = function(self, q, k, v, attention_mask, **kwargs)
-        if self.readers:
-            inputs = inputs or self._inputs(q, k, v, attention_mask, own_start, kwargs["scaling"])
-            self._read(replace(inputs, z=z))
-        return z
+        if self.readers and inputs is None:
+            inputs = self._inputs(q, k, v, attention_mask, own_start, kwargs["scaling"])
+        return Mixed(z, inputs=inputs if self.readers else None)
 
-    def _tell_readers(
+    def _inputs_with(
         self,
+        pattern: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         attention_mask: Tensor | None,
         own_start: int | None = None,
-        *,
-        pattern: Tensor,
-        z: Tensor,
         **kwargs: Any,
-    ) -> None:
-        if self.readers:
-            inputs = self._inputs(q, k, v, attention_mask, own_start, kwargs["scaling"])
-            self._read(replace(inputs, pattern=pattern, z=z))
+    ) -> AttentionInputs | None:
+        """What readers are handed beside a materialised pattern; None if nobody reads."""
+        if not self.readers:
+            return None
+        return replace(self._inputs(q, k, v, attention_mask, own_start, kwargs["scaling"]), pattern=pattern)
 
-    def _read(self, inputs: AttentionInputs) -> None:
+    def _read(self, inputs: AttentionInputs, z: Float[Tensor, "batch position head d_head"]) -> None:
+        # Queries may be the canvas's alone, where z has the sinks' positions too.
+        queries = z if z.shape[1] == inputs.q.shape[2] else z[:, inputs.own]
         for reader in self.readers:
-            reader(inputs)
+            reader(replace(inputs, z=queries))
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, own_start: int | None, scale: float
@@ -221,17 +233,12 @@ def _boolean_if_whole(mask: Any) -> Any:
     return mask.bool() if whole else mask
 
 
-def column_calls(*points: nn.Module) -> list[ColumnCall]:
-    """The column hooks at these points, in order."""
-    return [call for point in points for call in point._forward_hooks.values() if isinstance(call, ColumnCall)]
-
-
 def listened_to(point: nn.Module) -> bool:
     """Whether a hook that needs the value is registered on `point`, or a watcher is about to read it.
 
     A `ColumnCall` does not need it: attention runs it in stream.
     """
-    if len(point._forward_hooks) > len(column_calls(point)) or point._forward_pre_hooks:
+    if any(map(needs_value, point._forward_hooks.values())) or point._forward_pre_hooks:
         return True
     if torch.compiler.is_compiling():
         return False

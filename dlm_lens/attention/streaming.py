@@ -5,9 +5,8 @@ asks it which columns to hide, with what each key receives summed tile by tile.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -15,28 +14,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention.account import count_hidden
+from dlm_lens.attention.calls import ColumnCall
 from dlm_lens.attention.columns import expected_received, viewers
-from dlm_lens.attention.context import PointContext
 from dlm_lens.attention.hiding import AskedColumns, Columns, Hidden, counted_queries
 from dlm_lens.attention.inputs import AttentionInputs
-from dlm_lens.attention.protocols import ColumnHook
 from dlm_lens.attention.received import received_sums
 from dlm_lens.attention.tiles import pattern_rows, pattern_tiles
 
 TILE = 128
 """Queries whose pattern is in memory at a time."""
-
-
-@dataclass(frozen=True)
-class ColumnCall:
-    """A column hook at its point: a forward hook that attention can also run in stream."""
-
-    hook: ColumnHook
-    context: Callable[[], PointContext]
-
-    def __call__(self, module: nn.Module, inputs: Any, value: Tensor) -> Tensor:
-        """The edited scores or pattern."""
-        return self.hook(value, self.context())
 
 
 Reader = Callable[[AttentionInputs], None]
@@ -49,11 +35,11 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
     What is hidden before the softmax leaves `visible`, what is hidden behind it is `dropped`. At most one hook may
     drop, and it comes last (as `hook_pattern` comes behind `hook_scores`).
     """
+    seen = None if inputs.visible is None else inputs.visible.any((1, 2))
     for call in calls:
         context = call.context()
         keys = inputs.k.shape[2]
-        shape = len(inputs.q), keys, keys
-        counted = counted_queries(*shape, context, inputs.q.device, inputs.visible)[:, inputs.own]
+        counted = counted_queries(len(inputs.q), keys, keys, context, inputs.q.device, seen)[:, inputs.own]
         columns = AskedColumns(partial(stream_columns, inputs, counted))
         with torch.no_grad():
             hidden = call.hook.hidden(keys, columns, context)
@@ -164,15 +150,16 @@ def _keeping_rows(inputs: AttentionInputs, dropped: Hidden) -> Int[Tensor, "row"
     queries = inputs.q.shape[2]
     if dropped.spare is not None:
         return torch.arange(queries, device=inputs.q.device)
-    if dropped.keep_self:
-        return dropped.columns[..., inputs.own].flatten(0, 1).any(0).nonzero().squeeze(-1)
     seen = inputs.seen()
     if seen is None or seen.shape[-2] == 1:
         left = ~dropped.columns if seen is None else ~dropped.columns & seen.squeeze(-2)
-        empty = not bool(left.any(-1).all())
-        return torch.arange(queries if empty else 0, device=inputs.q.device)
-    kept = [
-        (inputs_seen & ~dropped.columns[:, :, None]).any(-1).logical_not().flatten(0, 1).any(0)
-        for inputs_seen in seen.split(TILE, -2)
-    ]
-    return torch.cat(kept).nonzero().squeeze(-1)
+        kept = torch.full((queries,), not bool(left.any(-1).all()), device=inputs.q.device)
+    else:
+        parts = [
+            (inputs_seen & ~dropped.columns[:, :, None]).any(-1).logical_not().flatten(0, 1).any(0)
+            for inputs_seen in seen.split(TILE, -2)
+        ]
+        kept = torch.cat(parts)
+    if dropped.keep_self:
+        kept = kept | dropped.columns[..., inputs.own].flatten(0, 1).any(0)
+    return kept.nonzero().squeeze(-1)

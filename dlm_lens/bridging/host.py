@@ -1,7 +1,7 @@
 """What follows a run inside a bridge: the step it is in, for the hooks that ask."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     hidden_mass,
     hidden_per_map,
     listening,
+    visible_in,
 )
 from dlm_lens.sampling import StepPlan
 from dlm_lens.sampling.hooking import check_hooks
@@ -66,7 +67,6 @@ class BridgeRun(Follower):
     ) -> None:
         super().__init__(bridge.original_model)
         self.bridge, self.hooks, self.on_start = bridge, hooks, on_start
-        self.silent = False
         self._stack = ExitStack()
 
     def __enter__(self) -> "BridgeRun":
@@ -111,9 +111,17 @@ class BridgeRun(Follower):
         functions: list[Any] = [function for _, function in self.hooks]
         check_hooks(functions, now)
         if self.on_start is not None:
-            self.silent = True
-            self.on_start(rows, positions, now.total)
-            self.silent = False
+            with self._silence():
+                self.on_start(rows, positions, now.total)
+
+    @contextmanager
+    def _silence(self) -> Iterator[None]:
+        """Keep passes that are no steps from the run's hooks and from who observes the bridge."""
+        self.bridge.silent = True
+        try:
+            yield
+        finally:
+            self.bridge.silent = False
 
     def at(self, point: Any, rows: int) -> Any:
         """The point as a hook shall see it, with the run's rows as those of an activation of so many."""
@@ -124,7 +132,7 @@ class BridgeRun(Follower):
 
     def _told(self, function: HookFunction) -> Callable[..., Any]:
         def hook_function(tensor: Any, hook: Any) -> Any:
-            if self.silent:
+            if self.bridge.silent:
                 return None
             rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0
             return function(tensor, hook=self.at(hook, rows))  # type: ignore[call-arg]
@@ -133,21 +141,17 @@ class BridgeRun(Follower):
 
     def _pass_clean(self, model: Any, inputs: Any, kwargs: Any) -> None:
         """What every layer's keys receive without hooks: one more pass over the same input, in front of it."""
-        if self.silent or self.now is None or self.now.clean is not None:
+        if self.bridge.silent or self.now is None or self.now.clean is not None:
             return
         columns: dict[int, Columns] = {}
 
         def read(scores: Float[Tensor, "batch head query key"], hook: Any) -> None:
             rows, _, length, keys = scores.shape
             queries = counted_queries(rows, length, keys, self.at(hook, rows), scores.device)
-            visible = scores > torch.finfo(scores.dtype).min / 2
-            columns[hook.layer()] = columns_of(scores.softmax(-1, dtype=torch.float32), visible, queries)
+            pattern = hook.attention_pass.softmax(scores)
+            columns[hook.layer()] = columns_of(pattern, visible_in(scores), queries)
 
         points = [(f"blocks.{layer}.attn.hook_attn_scores", read) for layer in range(len(self.bridge.blocks))]
-        self.silent = True
-        try:
-            with torch.no_grad(), self.bridge.hooks(fwd_hooks=points):
-                model(*inputs, **kwargs)
-        finally:
-            self.silent = False
+        with self._silence(), torch.no_grad(), self.bridge.hooks(fwd_hooks=points):
+            model(*inputs, **kwargs)
         self.now = replace(self.now, clean=lambda: columns)

@@ -34,8 +34,11 @@ class DiffusionBridge(TransformerBridge):
     Build it with `dlm_lens.bridge`. All of TransformerLens works on single forward passes (`run_with_cache`,
     `run_with_hooks`, `enable_compatibility_mode`, its patching helpers); `denoise` and `denoise_with_cache` run the
     family's own sampler, the loop of `dlm_lens.denoise`. `sinks` says where learned sink tokens stand inside:
-    activations have S + k positions, logits S.
+    activations have S + k positions, logits S. While `silent`, in passes that are no steps of a run, the run's
+    hooks do not act and recorders see nothing.
     """
+
+    silent = False
 
     @classmethod
     def adopt(cls, bridge: TransformerBridge) -> None:

@@ -60,12 +60,15 @@ class BridgeTap:
 
     def _keeping(self, layer: int, name: str) -> Callable[..., None]:
         def keep(value: Tensor, hook: Any) -> None:
-            self._seen[layer, name] = value
+            if not self.bridge.silent:
+                self._seen[layer, name] = value
 
         return keep
 
     def _end(self, layer: int) -> Callable[..., None]:
         def show(added: Tensor, hook: Any) -> None:
+            if self.bridge.silent:
+                return
             resid, q, k, v, pattern, z = (
                 self._seen.pop((layer, name)) for name in ("resid", "rot_q", "rot_k", "v", "pattern", "z")
             )

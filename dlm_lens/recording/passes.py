@@ -1,14 +1,14 @@
 """One layer of one step: its inputs in the canvas's order, one pass over the pattern, all reducers on it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import AttentionInputs, SinkLayout, pattern_tiles, received_by_class
+from dlm_lens.attention import AttentionInputs, Hidden, SinkLayout, pattern_tiles, received_by_class
 from dlm_lens.recording.classes import QueryClass
 from dlm_lens.recording.protocols import AnyReducer, LayerStep, PatternReducer
 
@@ -45,7 +45,7 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
 
     dropped = inputs.dropped
     if dropped is not None:
-        dropped = replace(dropped, columns=ordered(dropped.columns, -1))
+        dropped = replace(dropped, columns=ordered(dropped.columns, -1), spare=_spare_on_canvas(dropped, layout))
     return replace(
         inputs,
         q=inputs.q[:rows],
@@ -57,6 +57,20 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
         dropped=dropped,
         own_start=0 if layout.count else inputs.own_start,
     )
+
+
+def _spare_on_canvas(
+    dropped: Hidden, layout: SinkLayout
+) -> Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None:
+    """What each query keeps, from its position on the canvas, with the keys in the order canvas, learned sinks."""
+    spare = dropped.spare
+    if spare is None or not layout.count:
+        return spare
+
+    def ordered(own: Int[Tensor, "query"], keys: int) -> Bool[Tensor, "query key"]:
+        return sinks_last(spare(own + layout.canvas(keys).start, keys), 1, layout)
+
+    return ordered
 
 
 def sinks_last(tensor: Tensor, axis: int, layout: SinkLayout) -> Tensor:

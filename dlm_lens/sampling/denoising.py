@@ -15,7 +15,7 @@ from dlm_lens.sampling.checks import numbers
 from dlm_lens.sampling.dream import DreamSampler, DreamSettings
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.hooking import HookRunner
-from dlm_lens.sampling.host import Host
+from dlm_lens.sampling.host import Host, UsesNetwork
 from dlm_lens.sampling.llada import LLaDASampler, LLaDASettings
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
@@ -137,6 +137,8 @@ def denoise(
     with ExitStack() as stack:
         for each in hosts:
             stack.callback(getattr(each, "close", lambda: None))
+            if isinstance(each, UsesNetwork):
+                each.use_network(forward)
         if hooks:
             hosts += (stack.enter_context(HookRunner(model, hooks, forward, run["history"].settings)),)
         return (decode if sampler == "causal" else run_sampler)(**run, **options, hosts=hosts)

@@ -56,11 +56,12 @@ class HookRunner(Follower):
         super().__init__(model)
         self.hooks, self.forward = tuple(hooks), forward
         self.record = {} if record is None else record
-        self._checked = False
+        self._checked = self._off = False
         self._attached = ExitStack()
 
     def __enter__(self) -> "HookRunner":
-        self._attach()
+        now = attached(self.model, *self.hooks, run=lambda: self.now, off=lambda: self._off)
+        self._attached.enter_context(now)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -78,11 +79,14 @@ class HookRunner(Follower):
             check_hooks(self.hooks, self.now)
             self._checked = True
         if any(getattr(hook, "needs_clean", False) for hook in self.hooks):
-            self._attached.close()
-            with collecting_columns(self.model, self.now) as columns:
-                self.forward(seen.tokens)
+            # Switched off where they are: taken off and put on again, they would stand behind who observes the run.
+            self._off = True
+            try:
+                with collecting_columns(self.model, self.now) as columns:
+                    self.forward(seen.tokens)
+            finally:
+                self._off = False
             self.now = replace(self.now, clean=lambda: columns)
-            self._attach()
         return canvas
 
     def stop(self) -> None:
@@ -91,9 +95,6 @@ class HookRunner(Follower):
             self.record["columns_hidden"] = tuple(hidden_per_map(self._memory, hook) for hook in self.hooks)
             self.record["mass_hidden"] = tuple(hidden_mass(self._memory, hook) for hook in self.hooks)
         super().stop()
-
-    def _attach(self) -> None:
-        self._attached.enter_context(attached(self.model, *self.hooks, run=lambda: self.now))
 
 
 def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:

@@ -1,6 +1,7 @@
 """Who follows a run from inside the process, step by step."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -45,6 +46,15 @@ class Host(Protocol):
 
     def stop(self) -> None:
         """The run is over."""
+        ...
+
+
+@runtime_checkable
+class UsesNetwork(Protocol):
+    """A host that runs the run's network itself, for a pass that is no step."""
+
+    def use_network(self, forward: Callable[[Int[Tensor, "batch position"]], Any]) -> None:
+        """Take the network without its head, as the run calls it: guidance and padding included."""
         ...
 
 

@@ -89,7 +89,11 @@ class AttentionEnvoy(Envoy):
         layer = self._module.layer_idx
         name = f"blocks.{layer}.{NAMES[site]}"
         run = None if step is None else root.told(step).for_rows(rows)
-        return PointContext(name, layer, SinkLayout.of(root), causal, run)
+        known = rows_of_pass = None
+        if site in ("scores", "pattern"):
+            known = self._module.get_submodule(f"hook_{site}").attention_pass
+            rows_of_pass = root.own_rows()
+        return PointContext(name, layer, SinkLayout.of(root), causal, run, None, known, rows_of_pass)
 
 
 class SamplerEnvoy(Envoy):

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from nnsight.intervention.envoy import traceable
 from nnsight.intervention.eproperty import eproperty
+from nnsight.intervention.interleaver import Mediator
 from nnsight.modeling.huggingface import HuggingFaceModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -18,7 +19,7 @@ from dlm_lens.adapters import family_of, load
 from dlm_lens.attention import Columns, HookedAttention, RunStep
 from dlm_lens.attention.access import without_wrappers
 from dlm_lens.placement import input_device
-from dlm_lens.sampling import CanvasLogits, Denoised, Host, Sampler, collecting_columns
+from dlm_lens.sampling import Denoised, Host, Sampler
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.batching import RowBatcher
 from dlm_lens.tracing.checking import check_model
@@ -76,6 +77,7 @@ class DiffusionLM(HuggingFaceModel):
             raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then wrap it")
         model = without_wrappers(model)
         self.causal = family_of(model.config.model_type).causal
+        self._traced: TracedRun | None = None
         super().__init__(
             model, rename=NAMES, envoys={HookedAttention: AttentionEnvoy}, interleaver=RunInterleaver()
         )
@@ -136,7 +138,9 @@ class DiffusionLM(HuggingFaceModel):
             RuntimeError: inside the body of another trace, or while another thread traces.
         """
         self.interleaver.check_free()
-        run = TracedRun(self.interleaver, f"{self.path}.canvas", grad=grad, on_start=self._use_sampler)
+        place = f"{self.path}.canvas"
+        run = TracedRun(self._module, self.interleaver, place, grad=grad, on_start=self._use_sampler)
+        self._traced = run
         hosts = (run, *(host if isinstance(host, Sequence) else (host,)))
         return Run.of(run_or_scan(self._module, prompt, attention_mask, host=hosts, **settings))
 
@@ -158,30 +162,23 @@ class DiffusionLM(HuggingFaceModel):
         """What a hook is told of a step, with a pass without hooks for those that want one."""
 
         def clean() -> Mapping[int, Columns]:
-            held = step.run.memory
-            if held.get("clean", (None,))[0] != int(step):
-                held["clean"] = (int(step), self._clean_pass(run))
-            columns: Mapping[int, Columns] = held["clean"][1]
-            return columns
+            if self._traced is None or self._traced.now is None:
+                raise ValueError(f"{step}: the run is over, and a pass without hooks is over its present canvas")
+            rows = self.own_rows()
+            found = self._traced.clean()
+            return found if rows is None else {layer: columns.of_rows(rows) for layer, columns in found.items()}
 
         # An AR network sees what is written so far.
         run = step.run.until(step.span.start + int(step)) if self.causal else step.run
-        run = replace(run, config=self.config, tokenizer=self.tokenizer, clean=clean)
-        return run
+        return replace(run, config=self.config, tokenizer=self.tokenizer, clean=clean)
 
-    @torch.no_grad()
-    def _clean_pass(self, run: RunStep) -> Mapping[int, Columns]:
-        """What every layer's keys receive on the step's canvas, while no trace looks on."""
-        sampler = getattr(self.sampler._module, "cfg_scale", 0.0)
-        mask_id = getattr(self.config, "mask_token_id", None)
-        network = CanvasLogits(self._module, run.valid, cfg_scale=sampler, fixed=~run.answer, mask_token_id=mask_id)
-        self.interleaver.interleaving = False
-        try:
-            with collecting_columns(self._module, run) as columns:
-                network.forward(run.tokens)
-        finally:
-            self.interleaver.interleaving = True
-        return columns
+    def own_rows(self) -> Int[Tensor, "row"] | None:
+        """Rows of the network's batch that belong to the invoke that asks; None for all."""
+        batcher, group = self.interleaver.batcher, Mediator.current("own_rows").batch_group
+        if batcher is None or not batcher.batching or group is None:
+            return None
+        rows: Int[Tensor, "row"] = batcher.narrow(torch.arange(batcher.total * (2 if batcher.guided else 1)), group)
+        return rows
 
     def _use_sampler(self, sampler: Sampler | None) -> None:
         if sampler is not None:

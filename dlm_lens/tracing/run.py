@@ -1,6 +1,6 @@
 """The loop's steps as nnsight locations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -9,7 +9,8 @@ from jaxtyping import Bool, Int
 from nnsight.intervention.interleaver import Interleaver
 from torch import Tensor
 
-from dlm_lens.sampling import Denoised, Proposal, Sampler, StepPlan
+from dlm_lens.attention import Columns, RunStep
+from dlm_lens.sampling import Denoised, Proposal, Sampler, StepPlan, collecting_columns
 from dlm_lens.tracing.steps import STEP
 
 
@@ -35,6 +36,7 @@ class TracedRun:
     """Hands every step of a run, and its canvas, to the workers of a trace (the Host protocol of `sampling`).
 
     Args:
+        model: the traced network.
         interleaver: of the traced model.
         canvas: the location of the canvas.
         grad: whether the network's forward passes keep their graphs.
@@ -42,10 +44,20 @@ class TracedRun:
     """
 
     def __init__(
-        self, interleaver: Interleaver, canvas: str, *, grad: bool, on_start: Callable[[Sampler | None], None]
+        self,
+        model: Any,
+        interleaver: Interleaver,
+        canvas: str,
+        *,
+        grad: bool,
+        on_start: Callable[[Sampler | None], None],
     ) -> None:
-        self.interleaver, self.location, self.grad, self.on_start = interleaver, canvas, grad, on_start
+        self.model, self.interleaver, self.location = model, interleaver, canvas
+        self.grad, self.on_start = grad, on_start
         self.everywhere = True
+        self.now: RunStep | None = None
+        self._forward: Callable[[Tensor], Any] | None = None
+        self._clean: Mapping[int, Columns] | None = None
         self.state: dict[str, Tensor] = {}
         self.editable = False
 
@@ -55,6 +67,10 @@ class TracedRun:
         self.editable = sampler is not None
         self.state = {"valid": content}
 
+    def use_network(self, forward: Callable[[Int[Tensor, "batch position"]], Any]) -> None:
+        """Take the run's network, for passes without hooks."""
+        self._forward = forward
+
     def step(
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
@@ -63,16 +79,40 @@ class TracedRun:
             self.state["answer"] = masked
         state = {"tokens": canvas, "masked": masked, **self.state}
         self._handle(STEP, (plan, state))
-        if not self.editable:
-            return canvas
-        edited: Any = self._handle(self.location, canvas)
-        return torch.as_tensor(edited, device=canvas.device)
+        if self.editable:
+            edited: Any = self._handle(self.location, canvas)
+            canvas = torch.as_tensor(edited, device=canvas.device)
+        given = (canvas, masked, self.state["valid"], self.state["answer"])
+        now = RunStep(plan.index, plan.total, plan.block, plan.span, *given)
+        # An AR network sees what is written so far.
+        self.now = now if self.editable else now.until(plan.span[0] + plan.index)
+        self._clean = None
+        return canvas
+
+    @torch.no_grad()
+    def clean(self) -> Mapping[int, Columns]:
+        """What every layer's keys receive on the step's canvas without hooks, in all rows of the network.
+
+        One more pass, once a step, which no trace sees.
+        """
+        if self._clean is None:
+            assert self.now is not None
+            assert self._forward is not None
+            tracing, self.interleaver.interleaving = self.interleaver.interleaving, False
+            try:
+                with collecting_columns(self.model, self.now) as columns:
+                    self._forward(self.now.tokens)
+            finally:
+                self.interleaver.interleaving = tracing
+            self._clean = columns
+        return self._clean
 
     def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, selected: Tensor) -> None:
         """A step is over; the trace has seen it in the sampler."""
 
     def stop(self) -> None:
         """The run is over: whoever waits for another step goes on behind its loop."""
+        self.now = self._clean = None
         self._handle(STEP, None)
 
     def _handle(self, location: str, value: Any) -> Any:
