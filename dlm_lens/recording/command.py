@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dlm_lens.arguments import shown
 from dlm_lens.printable import echo
 
 
@@ -116,16 +117,23 @@ def layers_of(text: str | None, option: str) -> list[int] | None:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The prompts of a file: texts and chats.
+    r"""The prompts of a file: texts and chats.
+
+    A line ends with \n alone (jsonlines.org): U+2028 and its like, at which `str.splitlines` cuts, are characters
+    of a text.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line that is no prompt, or no line at all.
+        ValueError: a file that is no UTF-8, a line that is no prompt, or no line at all.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; --prompts takes a file of JSON lines")
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 (byte {error.start}); JSON lines are") from None
     found = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    for number, text in enumerate(lines, 1):
         if text.strip():
             found.append(_prompt(text, f"{path} line {number}"))
     if not found:
@@ -136,13 +144,15 @@ def read_lines(path: Path) -> list[Any]:
 def _prompt(text: str, where: str) -> Any:
     try:
         line = json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be a prompt") from None
+    except ValueError as error:
         raise ValueError(f"{where} is no JSON ({error})") from None
     if isinstance(line, dict) and isinstance(line.get("prompt"), str):
         return line["prompt"]
     if isinstance(line, dict) and isinstance(line.get("messages"), list) and line["messages"]:
         return line["messages"]
-    raise ValueError(f'{where} is {text:.80}; a line is {{"prompt": "..."}} or {{"messages": [...]}}')
+    raise ValueError(f'{where} is {shown(text)}; a line is {{"prompt": "..."}} or {{"messages": [...]}}')
 
 
 def _ids(model: Any, lines: list[Any], path: Path) -> tuple[tuple[int, ...], ...]:

@@ -1,26 +1,37 @@
 """Checks that the settings of several samplers share, with one wording."""
 
-import math
-from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Sequence
 from typing import Any
 
-WHOLE = ("steps", "gen_length", "block_length", "top_k", "eot_token", "samples", "strata", "batch_size")
-REAL = ("temperature", "cfg_scale", "eps", "top_p", "alg_temp")
+from dlm_lens.arguments import Rule, instance
+from dlm_lens.sampling.resuming import Resumption
+
+FOLLOWS = ("start", "step", "finish", "stop", "grad", "everywhere")
+"""What the loop asks of a host."""
 
 
-def numbers(values: Mapping[str, Any]) -> None:
-    """Raise unless the settings that are numbers are finite ones, and whole where they count something.
+def _follows(host: Any) -> bool:
+    hosts = host if isinstance(host, Sequence) else (host,)
+    return all(hasattr(each, name) for each in hosts for name in FOLLOWS) and not any(
+        isinstance(each, type) for each in hosts
+    )
+
+
+HOST = Rule(
+    f"what follows a run, such as dlm_lens.Recorder(model, ...), or a list of such, each with {', '.join(FOLLOWS)}",
+    _follows,
+)
+RESUME = instance(Resumption, "a Resumption of an unfinished run")
+
+
+def check_model(model: Any) -> None:
+    """Raise unless this is a model that `dlm_lens.load` or `dlm_lens.testing.tiny` made.
 
     Raises:
-        ValueError: naming the setting and its value.
+        ValueError: naming its class.
     """
-    for name, value in values.items():
-        if name in WHOLE and value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise ValueError(f"{name} is {value!r}; it must be a whole number")
-        known = isinstance(value, Real) and not isinstance(value, bool)
-        if name in REAL and value is not None and not (known and math.isfinite(value)):
-            raise ValueError(f"{name} is {value!r}; it must be a finite number")
+    if not hasattr(model, "sampler_defaults") or not hasattr(getattr(model, "config", None), "model_type"):
+        raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
 
 
 def at_least_one(settings: Any, *names: str) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.arguments import check_values, checked_arguments, one_of, plain_number
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.attaching import checked
 from dlm_lens.sampling.causal import CausalSettings, decode
-from dlm_lens.sampling.checks import numbers
+from dlm_lens.sampling.checks import HOST, RESUME, check_model
 from dlm_lens.sampling.dream import DreamSampler, DreamSettings
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.hooking import HookRunner
@@ -35,6 +36,7 @@ ALGORITHMS: dict[str, tuple[type[Any], type[Any], Any]] = {
 """Sampling algorithms: settings, sampler, and how the settings follow from defaults and arguments."""
 
 
+@checked_arguments(logits=one_of("needed", "all"), host=HOST, resume=RESUME)
 @torch.no_grad()
 @exclusive
 def denoise(
@@ -111,12 +113,9 @@ def denoise(
         "remasking": remasking,
         **settings,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if logits not in ("needed", "all"):
-        raise ValueError(f"logits is {logits!r}; it must be 'needed' or 'all'")
-    if not hasattr(model, "sampler_defaults"):
-        raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
-    numbers({**model.sampler_defaults, **given})
+    given = {name: plain_number(value) for name, value in given.items() if value is not None}
+    check_model(model)
+    check_values(model.sampler_defaults)
     hooks = checked(hooks)
     prompts = read_prompts(model, prompt, attention_mask)
     seeds = row_seeds(seed, len(prompts.ids))
@@ -160,10 +159,9 @@ def _prepare(
     settings = only_known(settings_class, values, algorithm)
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
-    rows = len(prompts.ids)
-    answer = prompts.ids.new_full((rows, settings.gen_length), mask_id)
+    warn_beyond_context(model, prompts.ids.shape[1] + settings.gen_length)
+    answer = prompts.ids.new_full((len(prompts.ids), settings.gen_length), mask_id)
     canvas = torch.cat([prompts.ids, answer], 1)
-    warn_beyond_context(model, canvas.shape[1])
     content = torch.cat([prompts.attention_mask, torch.ones_like(answer, dtype=torch.bool)], 1)
     ids = SpecialIds(mask_id, _first(model.config.eos_token_id), getattr(model.config, "eot_token_id", None))
     noise = SharedNoise(seeds[0]) if reference_quirks else RowNoise(seeds)
@@ -206,9 +204,9 @@ def _prepare_causal(
         values["use_cache"] = False
     settings: CausalSettings = only_known(CausalSettings, values, "causal")
     shape = (len(prompts.ids), settings.gen_length)
+    warn_beyond_context(model, prompts.ids.shape[1] + settings.gen_length)
     answer = torch.ones(shape, dtype=torch.bool, device=prompts.ids.device)
     padding = torch.cat([prompts.attention_mask, answer], 1)
-    warn_beyond_context(model, padding.shape[1])
     record = {"sampler": "causal", **values, "seeds": seeds}
 
     def forward(canvas: Tensor) -> Any:

@@ -77,12 +77,16 @@ class Hosts:
 
 
 def same_shape(name: str, before: Tensor, after: object) -> Tensor:
-    """What somebody returned, if it can stand in for `before`.
+    """What a callback or a host returned, if it can stand in for `before`.
 
     Raises:
-        ValueError: it is no tensor, or of another shape.
+        ValueError: it is no tensor, of another shape, or not of whole numbers where these are.
     """
     if not isinstance(after, torch.Tensor) or after.shape != before.shape:
         kind = f"a tensor of shape {list(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
         raise ValueError(f"{name} returned {kind}; it must return None or a tensor of shape {list(before.shape)}")
-    return after.to(before.device)
+    plain = not after.is_complex() and after.dtype != torch.bool
+    if not plain or after.is_floating_point() != before.is_floating_point():
+        kind = "floating-point numbers" if before.is_floating_point() else "token ids"
+        raise ValueError(f"{name} returned a tensor of {after.dtype}; it must hold {kind}")
+    return after.to(before.device) if before.is_floating_point() else after.to(before.device, before.dtype)

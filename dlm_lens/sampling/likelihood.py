@@ -10,8 +10,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
+from dlm_lens.arguments import checked_arguments, plain_number
 from dlm_lens.attention import exclusive
-from dlm_lens.sampling.checks import numbers
+from dlm_lens.sampling.checks import check_model
 from dlm_lens.sampling.completion import greedy_completions
 from dlm_lens.sampling.corruption import CountCorruption, RateCorruption, chain_masks
 from dlm_lens.sampling.estimate import monte_carlo, strata_of
@@ -31,6 +32,7 @@ CORRUPTIONS: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
 """Sampling algorithm -> how its authors mask texts for a likelihood, and with which settings."""
 
 
+@checked_arguments()
 @torch.no_grad()
 @exclusive
 def log_likelihood(
@@ -83,14 +85,14 @@ def log_likelihood(
         ValueError: items or settings that cannot work, before anything is computed.
         NonFiniteLogitsError: naming the item and the position.
     """
-    if not hasattr(model, "sampler_defaults"):
-        raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
+    check_model(model)
+    settings = {name: plain_number(value) for name, value in settings.items()}
+    samples, cfg_scale = plain_number(samples), plain_number(cfg_scale)
     algorithm = family_of(model.config.model_type).sampler_of(model.config)
     causal = algorithm == "causal"
     method = method or ("chain_rule" if causal else "mc")
     if "mc_num" in settings:
         raise ValueError(f"mc_num={settings['mc_num']!r} is the authors' word; here it is samples=")
-    numbers({"samples": samples, "strata": strata, "batch_size": batch_size, "cfg_scale": cfg_scale, **settings})
     _check(method, algorithm, samples, cfg_scale, batch_size)
     pairs = read_pairs(model, prompt, answer)
     seeds = row_seeds(seed, len(pairs))

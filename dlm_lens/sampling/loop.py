@@ -51,20 +51,21 @@ def run_sampler(
     if resume is not None:
         canvas = _go_on(resume, history, noise, sampler)
         plans = [] if resume.state.over else plans[len(resume.steps) :]
+    rows = int(network.model.get_input_embeddings().weight.shape[0])
     guests.start(sampler, history)
     for plan in tqdm(plans, desc="denoising", unit="step", disable=not progress):
-        canvas = _edited(on_canvas, plan.index, canvas)
+        canvas = _edited(on_canvas, plan.index, canvas, rows)
         canvas = guests.step(plan, canvas, is_masked)
         masked = is_masked(canvas)
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
         if everywhere:
-            rows = _all_logits(network, canvas, on_logits, plan.index, grad=guests.grad)[evaluated]
+            found = _all_logits(network, canvas, on_logits, plan.index, grad=guests.grad)[evaluated]
         else:
-            rows = network.at(canvas, evaluated)
+            found = network.at(canvas, evaluated)
         try:
-            check_finite(rows, evaluated, plan.index)
-            canvas, proposal, selected = sampler(canvas, rows, evaluated, masked, plan)
+            check_finite(found, evaluated, plan.index)
+            canvas, proposal, selected = sampler(canvas, found, evaluated, masked, plan)
         except NonFiniteLogitsError as error:
             error.partial = history.result()
             raise
@@ -74,7 +75,7 @@ def run_sampler(
         if over:
             break
     guests.stop()
-    canvas = _edited(on_canvas, len(history.plans), canvas)
+    canvas = _edited(on_canvas, len(history.plans), canvas, rows)
     history.start(canvas, is_masked(canvas))
     return history.result()
 
@@ -99,9 +100,19 @@ def _go_on(resume: Resumption, history: History, noise: Stateful | None, sampler
     return resume.canvas(history)
 
 
-def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor) -> Tensor:
+def _known_ids(canvas: Tensor, rows: int) -> Tensor:
+    """What the caller put on the canvas, known to have rows in the embedding."""
+    outside = canvas[(canvas < 0) | (canvas >= rows)]
+    if len(outside):
+        raise ValueError(
+            f"on_canvas returned token id {int(outside[0])}, which has no row in the model's embedding of {rows}"
+        )
+    return canvas
+
+
+def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor, rows: int) -> Tensor:
     if on_canvas is None:
         return canvas
     # The callback gets its own copy: what it does to that in place must not rewrite history.
     replaced = on_canvas(step, canvas.clone())
-    return canvas if replaced is None else same_shape("on_canvas", canvas, replaced)
+    return canvas if replaced is None else _known_ids(same_shape("on_canvas", canvas, replaced), rows)

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.prompts import as_list, is_id, read_prompts
+from dlm_lens.arguments import shown
+from dlm_lens.sampling.prompts import as_list, check_id_range, check_text, is_id, read_prompts
 
 _KINDS = "give text, token ids, or a list of them"
 
@@ -68,7 +69,7 @@ def _is_single(value: Any) -> bool:
 def _read_answers(model: Any, answer: Any) -> list[Tensor]:
     answer = as_list(answer)
     if isinstance(answer, bytes) or not isinstance(answer, str | Tensor | Sequence):
-        raise ValueError(f"the answer is of an unknown kind: {answer!r:.80}; {_KINDS}")
+        raise ValueError(f"the answer is of an unknown kind: {shown(answer)}; {_KINDS}")
     if isinstance(answer, Tensor) and answer.ndim == 2:
         return [_ids(model, row) for row in answer]
     several = not isinstance(answer, str | Tensor) and len(answer) and not isinstance(answer[0], int | float)
@@ -81,13 +82,17 @@ def _ids(model: Any, answer: Any) -> Tensor:
     if isinstance(answer, str):
         if model.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it takes token ids only; or set model.tokenizer")
+        check_text(answer, "the answer")
         answer = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
     if not isinstance(answer, Tensor):
         answer = as_list(answer)
         if isinstance(answer, bytes) or not isinstance(answer, Sequence) or not all(map(is_id, answer)):
-            raise ValueError(f"the answer {answer!r:.80} holds no whole-number ids; {_KINDS}")
+            raise ValueError(f"the answer {shown(answer)} holds no whole-number ids; {_KINDS}")
+        check_id_range([[int(i) for i in answer]])
         answer = torch.tensor([int(i) for i in answer], dtype=torch.long)
-    if answer.numel() and (answer.is_floating_point() or answer.dtype == torch.bool or answer.ndim != 1):
+    if answer.numel() and (
+        answer.is_floating_point() or answer.is_complex() or answer.dtype == torch.bool or answer.ndim != 1
+    ):
         raise ValueError(f"answer ids must be integers [position], got {answer.dtype} {list(answer.shape)}")
     return answer.long().cpu().flatten()
 

@@ -4,14 +4,17 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.arguments import is_whole, shown
 from dlm_lens.placement import input_device
+
+MOST_CONTEXTS = 64
+"""A canvas of more times the trained length is refused: time and memory of attention grow with its square."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,16 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
     rows = model.get_input_embeddings().weight.shape[0]
     ids = _to_ids(model, prompt)
     if isinstance(ids, Tensor):
-        mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
+        mask = torch.ones_like(ids) if attention_mask is None else _read_mask(attention_mask)
     else:
         if attention_mask is not None and len({len(row) for row in ids}) > 1:
             raise ValueError("attention_mask beside prompts of unequal length: leave it out, padding is added here")
         width = max(len(row) for row in ids)
         pad = padding_id(model)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
-        ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in ids])
-        mask = mask if attention_mask is None else torch.as_tensor(attention_mask)
+        check_id_range(ids)
+        ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in ids], dtype=torch.long)
+        mask = mask if attention_mask is None else _read_mask(attention_mask)
     mask = mask.reshape(1, -1) if mask.ndim == 1 else mask
     if mask.ndim == 2 and bool(mask[:, ids.shape[1] :].all()):
         mask = mask[:, : ids.shape[1]]
@@ -65,9 +69,65 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
     return Prompts(ids.to(device), mask.bool().to(device))
 
 
+def _read_mask(given: Any) -> Tensor:
+    """A mask of any form as a tensor of zeros and ones.
+
+    Raises:
+        ValueError: something else.
+    """
+    try:
+        mask = torch.as_tensor(given)
+        known = not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
+    except (TypeError, ValueError, RuntimeError):
+        known = False
+    if not known:
+        raise ValueError(
+            f"attention_mask is {shown(given)}; it must hold 1 for content and 0 for padding, row by row"
+        )
+    return mask
+
+
+def check_id_range(rows: Sequence[Sequence[int]]) -> None:
+    """Raise if an id does not fit into 64 bits, where a tensor would overflow.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for row in rows:
+        for token in row:
+            if not -(2**63) <= token < 2**63:
+                raise ValueError(
+                    f"token id {shown(token)} has no row in any embedding; was it meant as a token id?"
+                )
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise unless a tokenizer can read the text.
+
+    Raises:
+        ValueError: half of a surrogate pair, which no encoding of text has.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} holds a lone surrogate, {text[error.start]!a} at character {error.start}, which is no text; "
+            "decode the bytes that it came from with errors='replace'"
+        ) from None
+
+
 def warn_beyond_context(model: Any, positions: int) -> None:
-    """Warn if the canvas is longer than the model was trained for."""
+    """Warn if the canvas is longer than the model was trained for.
+
+    Raises:
+        ValueError: it is so much longer that nothing comes of it, and attention over it may never end.
+    """
     trained = getattr(model.config, "max_position_embeddings", None)
+    if trained is not None and positions > MOST_CONTEXTS * trained:
+        raise ValueError(
+            f"the canvas has {positions} positions, more than {MOST_CONTEXTS} times the {trained} that the model "
+            "was trained on; shorten the prompt or the answer"
+        )
     if trained is not None and positions > trained:
         warnings.warn(
             f"the canvas has {positions} positions, but the model was trained on {trained} at most; "
@@ -86,16 +146,18 @@ def _level_of_caller() -> int:
 
 def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
     if isinstance(prompt, Tensor):
-        if prompt.is_floating_point() or prompt.dtype == torch.bool or prompt.ndim not in (1, 2):
+        whole = not prompt.is_floating_point() and not prompt.is_complex() and prompt.dtype != torch.bool
+        if not whole or prompt.ndim not in (1, 2):
             kind = f"{prompt.dtype} {list(prompt.shape)}"
             raise ValueError(f"prompt ids must be integers [position] or [batch, position], got {kind}")
+        prompt = prompt.detach()
         return prompt.long().unsqueeze(0) if prompt.ndim == 1 else prompt.long()
     if isinstance(prompt, str):
         return _tokenize(model, [prompt])
     prompt = as_list(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or len(prompt) == 0:
         raise ValueError(
-            f"the prompt is empty or of an unknown kind: {prompt!r:.80}; give text, chat messages or ids"
+            f"the prompt is empty or of an unknown kind: {shown(prompt)}; give text, chat messages or ids"
         )
     kinds = {_kind(entry) for entry in prompt}
     if kinds == {"text"}:
@@ -109,7 +171,7 @@ def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
     if kinds == {"ids"}:
         return [[int(i) for i in row] for row in prompt]
     raise ValueError(
-        f"the prompts are of several kinds or of an unknown one: {prompt!r:.80}; give texts, or chats (lists of "
+        f"the prompts are of several kinds or of an unknown one: {shown(prompt)}; give texts, or chats (lists of "
         "messages), or lists of whole-number ids, all of one kind"
     )
 
@@ -123,7 +185,7 @@ def is_id(value: Any) -> bool:
     """Whether this can be a token's id: a whole number, also one in a tensor or array."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_floating_point() and value.dtype != torch.bool
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return is_whole(value)
 
 
 def _kind(entry: Any) -> str | None:
@@ -155,6 +217,7 @@ def _tokenize(model: Any, texts: list[str]) -> list[list[int]]:
     for row, text in enumerate(texts):
         if not text.strip():
             raise ValueError(f"prompt {row} is empty; give at least one token (ids of the BOS token alone will do)")
+        check_text(text, f"prompt {row}")
     return [list(ids) for ids in tokenizer(texts)["input_ids"]]
 
 
@@ -162,9 +225,16 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages given, but the model's tokenizer has no chat template; give plain text")
-    texts = tokenizer.apply_chat_template(
-        [list(chat) for chat in chats], add_generation_prompt=True, tokenize=False
-    )
+    texts = []
+    for row, chat in enumerate(chats):
+        try:
+            texts += tokenizer.apply_chat_template([list(chat)], add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the checkpoint's, which may raise anything
+            raise ValueError(
+                f"prompt {row} is no chat that the model's template takes ({' '.join(str(error).split())}); give "
+                'messages such as {"role": "user", "content": "..."}'
+            ) from error
+        check_text(texts[-1], f"prompt {row}")
     # The template writes its own special tokens.
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 

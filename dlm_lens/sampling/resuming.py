@@ -48,7 +48,16 @@ class Resumption:
     state: RunState
 
     def enter(self, history: History) -> None:
-        """Put the finished steps in front of a run's history."""
+        """Put the finished steps in front of a run's history.
+
+        Raises:
+            ValueError: they are of other prompts or of another length.
+        """
+        held, wanted = tuple(self.state.canvas.shape), tuple(history.attention_mask.shape)
+        if held != wanted:
+            raise ValueError(
+                f"resume holds canvases {list(held)}, this run has {list(wanted)}; it is another run's"
+            )
         for step in self.steps:
             history.start(step.canvas.to(self._device(history)), step.masked.to(self._device(history)))
             proposal = Proposal(*(part.to(self._device(history)) for part in step.proposal))

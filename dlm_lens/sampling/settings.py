@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from numbers import Integral
 from typing import Any
 
 import torch
+
+from dlm_lens.arguments import is_seed, shown
 
 ELSEWHERE = {
     "alg": "remasking",
@@ -80,10 +81,12 @@ def row_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     """
     if seed is None:
         seed = int(torch.randint(2**31, ()))
-    if isinstance(seed, Integral):
+    if is_seed(seed):
         return (int(seed),) * rows
-    if not isinstance(seed, list | tuple) or not all(isinstance(one, Integral) for one in seed):
-        raise ValueError(f"seed is {seed!r}; give a whole number, or a list with one per prompt")
+    if not isinstance(seed, list | tuple) or not all(map(is_seed, seed)):
+        raise ValueError(
+            f"seed is {shown(seed)}; give a whole number, or a list with one per prompt, from -2^63 to 2^64 - 1"
+        )
     if len(seed) != rows:
         raise ValueError(f"{len(seed)} seeds for {rows} prompts; give one number, or one per prompt")
     return tuple(int(one) for one in seed)

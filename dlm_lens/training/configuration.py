@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from dlm_lens.arguments import shown
 from dlm_lens.training.objective import MaskedDiffusion, NextToken
 from dlm_lens.training.settings import TrainingSettings
 
@@ -37,8 +38,16 @@ def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> TrainingSe
         key, sign, value = override.partition("=")
         if not sign or not key:
             raise ValueError(f"the override {override!r} is not key=value, such as optimisation.rate=2e-4")
-        _set(values, key.split("."), yaml.safe_load(value), override)
+        _set(values, key.split("."), _override_value(override, value), override)
     return build_settings(values)
+
+
+def _override_value(override: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or "nested too deeply"
+        raise ValueError(f"the override {shown(override)} is no YAML: {reason}") from error
 
 
 def build_settings(values: Mapping[str, Any]) -> TrainingSettings:
@@ -82,23 +91,37 @@ def _known(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
             _known(value, names[name], f"{prefix}{name}.")
 
 
-def _read(name: str | Path) -> dict[str, Any]:
+def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a file over those of its base; `above` are the files whose base this is."""
     path = Path(name)
     if not path.is_file() and str(name) in shipped_configs():
         path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{name} is neither a file nor a shipped config: {', '.join(shipped_configs())}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {values!r:.40}; it must hold settings, name: value")
+    chain = (*above, path.resolve())
+    if path.resolve() in above:
+        circle = " -> ".join(str(one) for one in chain[chain.index(path.resolve()) :])
+        raise ValueError(f"base: goes in a circle, {circle}; a base must not name a file that is built on it")
+    values = _parsed(path)
     base = values.pop("base", None)
     if base is None:
         return values
-    beside = path.parent / str(base)
-    return _merged(_read(beside if beside.is_file() else str(base)), values)
+    if not isinstance(base, str):
+        raise ValueError(f"base is {shown(base)} in {path}; it must be the name of a file or of a shipped config")
+    beside = path.parent / base
+    return _merged(_read(beside if beside.is_file() else base, chain), values)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to hold settings") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {values!r:.40}; it must hold settings, name: value")
+    return values
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

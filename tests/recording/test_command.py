@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from dlm_lens import cli
 from dlm_lens.recording import ReceivedAttention, Recording, Recordings, ValueNorm, record
+from dlm_lens.recording.command import read_lines
 from dlm_lens.testing import tiny
 
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
@@ -136,3 +137,44 @@ def test_the_program_says_it_in_one_line(files):
         done.stderr.splitlines()[-1]
         == f"dlm-lens: {files / 'none.jsonl'} is not there; --prompts takes a file of JSON lines"
     )
+
+
+SEPARATORS = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c"]
+"""Where `str.splitlines` cuts and JSON lines do not."""
+
+
+def test_a_line_ends_with_a_newline_alone(tmp_path):
+    texts = [f"w1{mark}w2 w3" for mark in SEPARATORS]
+    # Characters below U+0020 are escaped in JSON; the others may stand as they are.
+    lines = [json.dumps({"prompt": text}, ensure_ascii=ord(text[2]) < 0x20) for text in texts]
+    path = tmp_path / "prompts.jsonl"
+    for ending in ("\n", "\r\n"):
+        path.write_bytes(b"\xef\xbb\xbf" + ending.join([*lines, ""]).encode())
+        assert read_lines(path) == texts
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[" * 100_000, "line 1 is nested too deeply to be a prompt"),
+        (b'{"prompt": "w1"}\n{"prompt": ' + b'{"a":' * 50_000, "line 2 is nested too deeply"),
+        (b"9" * 10_000, "line 1 is no JSON"),
+        (b'{"prompt": "w1\xff"}', r"prompts.jsonl is no UTF-8 \(byte 14\)"),
+        (b'{"prompt": 7}', "line 1 is '{\"prompt\": 7}'; a line is"),
+        (b"\n\r\n \n", "holds no prompts"),
+    ],
+)
+def test_files_that_are_no_prompts_are_refused_in_a_sentence(tmp_path, data, message):
+    (tmp_path / "prompts.jsonl").write_bytes(data)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_lines(tmp_path / "prompts.jsonl")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_lone_surrogate_in_a_file_names_the_prompt(files):
+    (files / "prompts.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w1 \\ud800 w2"}\n')
+    result = CliRunner().invoke(cli.app, arguments(files, "out"))
+    assert isinstance(result.exception, ValueError)
+    assert "prompt 1: prompt 0 holds a lone surrogate, '\\ud800' at character 3" in str(result.exception)
+    assert not (files / "out").exists()

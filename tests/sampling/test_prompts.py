@@ -1,3 +1,4 @@
+import time
 from typing import Any
 
 import numpy as np
@@ -118,3 +119,35 @@ def test_attention_masks_that_cannot_work(tiny_llada: PreTrainedModel) -> None:
         first(tiny_llada, ids, torch.tensor([[0, 0, 0]]))
     with pytest.raises(ValueError, match="beside prompts of unequal length"):
         first(tiny_llada, [[1], [2, 3]], torch.ones(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["denoise", "record", "log_likelihood"])
+def test_a_prompt_of_a_megabyte_is_refused_at_once(call: str) -> None:
+    """A word of a megabyte is one token; a text of a megabyte is 4,000 times what toy was trained on."""
+    model = dlm_lens.load("toy")
+    more: tuple[Any, ...] = ("5 .",) if call == "log_likelihood" else ()
+    begun = time.process_time()
+    for text in ("tom has 5 apples . " * 55_000, "a " * 500_000, [7] * 300_000):
+        with pytest.raises(ValueError, match=r"the canvas has \d+ positions, more than 64 times the 64 that"):
+            getattr(dlm_lens, call)(model, text, *more)
+    # Tokenising a megabyte takes about two seconds; one forward pass over it would take hours.
+    assert time.process_time() - begun < 60
+
+
+def test_a_word_of_a_megabyte_is_one_token() -> None:
+    model = dlm_lens.load("toy")
+    run = dlm_lens.denoise(model, "x" * 1_000_000, gen_length=4, steps=2)
+    assert run.tokens.shape[1] < 8
+
+
+@pytest.mark.parametrize(
+    "prompt", ["w1 \ud800 w2", ["w1", "\udfff"], [[{"role": "user", "content": "w1 \ud83d"}]], "\udc80"]
+)
+def test_a_lone_surrogate_is_no_text(prompt: Any) -> None:
+    model = tiny("llada")
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    with pytest.raises(ValueError, match=r"prompt \d holds a lone surrogate, '\\ud[0-9a-f]{3}' at character \d"):
+        dlm_lens.denoise(model, prompt, gen_length=2)
+    with pytest.raises(ValueError, match="the answer holds a lone surrogate"):
+        dlm_lens.log_likelihood(model, "w1", "w2 \udc80")

@@ -1,0 +1,191 @@
+"""`checked_arguments`: hold the arguments of a public function to their kinds, before it does anything."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+LARGEST_COUNT = 2**20
+"""Of steps and tokens: far beyond what any model does, far below what exhausts the memory before it fails."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an argument must be, in words that follow "it must be", and the test."""
+
+    must_be: str
+    holds: Callable[[Any], bool]
+    most: int | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise unless the value is as it must be.
+
+        Raises:
+            ValueError: naming the argument, its value and what it must be.
+        """
+        try:
+            held = self.holds(value)
+        except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError):
+            held = False
+        if not held:
+            raise ValueError(f"{name} is {shown(value)}; it must be {self.must_be}")
+        if self.most is not None and value > self.most:
+            raise ValueError(f"{name} is {shown(value)}; it must be at most {self.most}")
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence: one line of at most 80 characters, whatever its repr does."""
+    if isinstance(value, str) and len(value) > 80:
+        value = value[:80]
+    if _is_array(value):
+        return f"a {type(value).__name__} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, int) and abs(value) >= 10**80:
+        return "a whole number of more than 80 digits"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr of the caller's own may do anything
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_array(value: Any) -> bool:
+    """Whether this is a tensor or an array, told without importing torch or numpy."""
+    return all(hasattr(value, name) for name in ("dtype", "shape", "tolist")) and not _of_numpy(value)
+
+
+def _of_numpy(value: Any) -> bool:
+    """Whether this is a single number or truth value of numpy's."""
+    return type(value).__module__ == "numpy" and hasattr(value, "item") and type(value).__name__ != "ndarray"
+
+
+def is_whole(value: Any) -> bool:
+    """Whether this is a whole number, numpy's included; True and False are none."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def is_real(value: Any) -> bool:
+    """Whether this is a finite number, numpy's included; True and False are none."""
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def whole(least: int | None = None, most: int = 2**63 - 1) -> Rule:
+    """A whole number within bounds."""
+    low = -(2**63) if least is None else least
+    must_be = "a whole number" if least is None else f"a whole number of at least {least}"
+    return Rule(must_be, lambda value: is_whole(value) and low <= value, most)
+
+
+def real() -> Rule:
+    """A finite number."""
+    return Rule("a finite number", is_real)
+
+
+def flag() -> Rule:
+    """True or False."""
+    return Rule(
+        "True or False", lambda value: isinstance(value, bool) or (_of_numpy(value) and value.dtype.kind == "b")
+    )
+
+
+def one_of(*choices: str) -> Rule:
+    """One of some words."""
+    words = " or ".join(map(repr, choices)) if len(choices) < 3 else f"one of {', '.join(map(repr, choices))}"
+    return Rule(words, lambda value: isinstance(value, str) and value in choices)
+
+
+def instance(kind: type | tuple[type, ...], must_be: str) -> Rule:
+    """An object of a class."""
+    return Rule(must_be, lambda value: isinstance(value, kind))
+
+
+def function() -> Rule:
+    """Something that can be called."""
+    return Rule("a function, or None", callable)
+
+
+def _indices(value: Any) -> bool:
+    if isinstance(value, str | bytes | Mapping) or _is_array(value):
+        return False
+    return all(is_whole(one) and abs(one) < 2**63 for one in value)
+
+
+INDICES = Rule("a list of whole numbers, or None for all", _indices)
+
+
+def is_seed(value: Any) -> bool:
+    """Whether a generator of torch takes this as its seed."""
+    return is_whole(value) and -(2**63) <= value < 2**64
+
+
+SEED = Rule("a whole number from -2^63 to 2^64 - 1", is_seed)
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("steps", "gen_length", "block_length"), whole(most=LARGEST_COUNT)),
+    **dict.fromkeys(("top_k", "eot_token", "strata", "batch_size", "top"), whole()),
+    "samples": whole(most=16 * LARGEST_COUNT),
+    **dict.fromkeys(("rows_per_pass", "min_viewers"), whole(least=1)),
+    **dict.fromkeys(("temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis"), real()),
+    **dict.fromkeys(
+        (
+            "progress", "reference_quirks", "logits_eos_inf", "confidence_eos_eot_inf", "float64_confidence",
+            "unpadded_guidance", "use_cache", "protect_ends", "attention", "controls", "relative", "causal",
+        ),
+        flag(),
+    ),
+    **dict.fromkeys(("remasking", "scope", "rounding", "order", "method"), instance(str, "a name, as a text")),
+    **dict.fromkeys(("on_logits", "on_canvas"), function()),
+    "layers": INDICES,
+}  # fmt: skip
+"""Argument -> what it must be, in every function that does not say otherwise; a name means one thing everywhere."""
+
+
+def check_values(values: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> None:
+    """Raise unless the values that a rule knows by name hold to it; None stands for nothing given.
+
+    Raises:
+        ValueError: naming the argument, its value and what it must be.
+    """
+    for name, value in values.items():
+        if value is not None and name in rules:
+            rules[name].check(name, value)
+
+
+def checked_arguments(
+    **own: Rule | None,
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """A decorator: the arguments of a function, and further settings that it takes, hold to `RULES`.
+
+    None is accepted where it is an argument's default.
+
+    Args:
+        **own: rules of this function's own, in place of those; None for an argument that it checks itself.
+    """
+
+    def decorate(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        signature = inspect.signature(call)
+        rules = {name: rule for name, rule in {**RULES, **own}.items() if rule is not None}
+
+        @wraps(call)
+        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                parameter = signature.parameters[name]
+                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                    check_values(value, rules)
+                elif name in rules and not (value is None and parameter.default is None):
+                    rules[name].check(name, value)
+            return call(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy as Python's own, so that records hold plain values; anything else as it is."""
+    return value.item() if _of_numpy(value) and value.dtype.kind in "biuf" else value
