@@ -3,12 +3,15 @@
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
 from packaging.requirements import Requirement
 
 import dlm_lens
+from dlm_lens.attention.kernel_selection import SWITCH, turned_on, usable
+from dlm_lens.attention.received import received_sums
 
 PROMPT, STEPS = "tom has 5 apples . tom buys 4 more . how many apples ? :", 4
 
@@ -27,8 +30,10 @@ def findings() -> Iterator[Finding]:
     for requirement in map(Requirement, requires("dlm-lens") or ()):
         if requirement.marker is None:
             yield _package(requirement)
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield Finding("CUDA", ", ".join(devices) or "none: everything runs on the CPU", None)
+    if not torch.cuda.device_count():
+        yield Finding("CUDA", "none: everything runs on the CPU", None)
+    for index in range(torch.cuda.device_count()):
+        yield _checked(f"cuda:{index}", partial(_computes, torch.device("cuda", index)))
     for name, check in (("toy:denoise", _denoises), ("toy:nnsight", _traces), ("toy:bridge", _bridges)):
         yield _checked(name, check)
 
@@ -54,6 +59,38 @@ def _checked(name: str, check: Callable[[], str]) -> Finding:
 def _denoises() -> str:
     run = dlm_lens.denoise(dlm_lens.load("toy"), PROMPT, steps=STEPS, gen_length=STEPS, block_length=STEPS)
     return f"toy wrote {run.answers[0]!r} in {run.steps} steps"
+
+
+@torch.no_grad()
+def _computes(device: torch.device) -> str:
+    """Run the embedded model and the attention kernels on a GPU, and compare both with the CPU.
+
+    Raises:
+        RuntimeError: the numbers differ.
+    """
+    name = torch.cuda.get_device_name(device)
+    plain, model = dlm_lens.load("toy"), dlm_lens.load("toy", device_map=str(device))
+    ids = torch.tensor([model.tokenizer(PROMPT)["input_ids"]])
+    gap = float((model(input_ids=ids.to(device)).logits.cpu() - plain(input_ids=ids).logits).abs().max())
+    # TF32 products, where a user turned them on, have 10 bits.
+    if not gap < 0.1:
+        raise RuntimeError(f"{name}: the logits of toy differ from the CPU's by {gap:.2g}")
+    run = dlm_lens.denoise(model, PROMPT, steps=STEPS, gen_length=STEPS, block_length=STEPS)
+    return f"{name}: toy wrote {run.answers[0]!r}, its logits are the CPU's to {gap:.1g}; {_kernels(device)}"
+
+
+def _kernels(device: torch.device) -> str:
+    """What the attention kernels make of half-precision heads of width 128, as most models have them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 64, 128, generator=generator).half() for _ in range(2))
+    expected = received_sums(q, k, scale=0.1)
+    gap = float((received_sums(q.to(device), k.to(device), scale=0.1).cpu() - expected).abs().max())
+    if not gap < 0.05:
+        raise RuntimeError(f"attention statistics on {device} differ from the CPU's by {gap:.2g}; set {SWITCH}=off")
+    if not turned_on():
+        return f"attention kernels off ({SWITCH}=off)"
+    kernels = usable(q.to(device), k.to(device))
+    return "attention kernels run" if kernels else "attention kernels do not run, tiles take their place"
 
 
 def _traces() -> str:

@@ -1,17 +1,15 @@
 """Received attention of one attention module from its queries and keys, without a pattern.
 
-The statistic of 2510.15731, section 4.1, for several classes of queries in one pass. Which code runs: Triton
-kernels for CUDA tensors where Triton can be imported, tiles of torch everywhere else and under autograd.
+The statistic of 2510.15731, section 4.1, for several classes of queries in one pass. Which code runs
+(`kernel_selection`): Triton kernels for CUDA tensors, tiles of torch everywhere else and under autograd.
 """
-
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention.tiled import needs_grad, tiled_lse, tiled_received_sums
+from dlm_lens.attention.kernel_selection import run_kernels
+from dlm_lens.attention.tiled import tiled_lse, tiled_received_sums
 
 
 def received_sums(
@@ -50,11 +48,16 @@ def received_sums(
     if lse is not None and lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; q of {tuple(q.shape)} needs {tuple(q.shape[:3])}")
     weights = q.new_ones(1, 1, q.shape[2], dtype=torch.float32) if queries is None else queries.float()
-    if _use_triton(q, k, weights):
+
+    def kernels() -> Tensor:
         from dlm_lens.attention.kernels import triton_received_sums
 
         return triton_received_sums(q, k, scale, visible, weights, causal, lse)
-    return tiled_received_sums(q, k, scale, visible, weights, causal, lse)
+
+    def tiles() -> Tensor:
+        return tiled_received_sums(q, k, scale, visible, weights, causal, lse)
+
+    return run_kernels(kernels, tiles, q, k, weights)
 
 
 def attention_lse(
@@ -73,23 +76,13 @@ def attention_lse(
         ValueError: shapes or dtypes do not fit.
     """
     _check(q, k, visible)
-    if _use_triton(q, k):
+
+    def kernels() -> Tensor:
         from dlm_lens.attention.kernels import triton_lse
 
         return triton_lse(q, k, scale, visible, causal)
-    return tiled_lse(q, k, scale, visible, causal)
 
-
-@cache
-def _triton_found() -> bool:
-    return find_spec("triton") is not None
-
-
-def _use_triton(*tensors: Tensor) -> bool:
-    """Whether the kernels can run: CUDA tensors of a width they hold, and no gradient wanted through them."""
-    q = tensors[0]
-    fits = q.is_cuda and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return fits and q.dtype == tensors[1].dtype and not needs_grad(*tensors) and _triton_found()
+    return run_kernels(kernels, lambda: tiled_lse(q, k, scale, visible, causal), q, k)
 
 
 def _check(q: Tensor, k: Tensor, visible: Tensor | None) -> None:

@@ -251,7 +251,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 
 namespace at {
 using at::CUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(PretendedHooks)
+REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
 
 // ---- What Python calls (`cuda.py`) -------------------------------------------------------------------------------

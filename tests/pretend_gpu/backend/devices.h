@@ -194,8 +194,9 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
 
 namespace at {
 
-struct PretendedHooks final : CUDAHooksInterface {
-  explicit PretendedHooks(CUDAHooksArgs) {}
+// torch looks for the hooks by this name.
+struct CUDAHooks final : CUDAHooksInterface {
+  explicit CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }

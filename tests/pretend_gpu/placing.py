@@ -1,0 +1,36 @@
+"""Models on the pretended GPUs: on one, split over two, or with weights offloaded."""
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from accelerate import dispatch_model
+
+Placement = Literal["one", "split", "cpu", "disk"]
+"""All on cuda:0; or half of the layers, the norm and the head on cuda:1, or offloaded to the CPU or to the disk."""
+
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+
+
+def placed(model: Any, where: Placement, folder: Path) -> Any:
+    """The model, moved; `folder` takes what is offloaded to the disk."""
+    if where == "one":
+        return model.to("cuda:0")
+    other = {"split": 1, "cpu": "cpu", "disk": "disk"}[where]
+    return dispatch_model(model, device_map(model, other), main_device=0, offload_dir=str(folder))
+
+
+def device_map(model: Any, other: int | str) -> dict[str, int | str]:
+    """The second half of the layers, the norm and the head on `other`, the rest on cuda:0."""
+    half = len(model.get_decoder().layers) / 2
+    found: dict[str, int | str] = {}
+    for name, _ in model.named_parameters():
+        stem, _, rest = name.partition(".layers.")
+        if rest:
+            number = rest.split(".")[0]
+            found[f"{stem}.layers.{number}"] = other if int(number) >= half else 0
+        else:
+            module = name.rpartition(".")[0]
+            # A parameter of the network itself, such as learned sink tokens, has no module of its own.
+            own = name if module in ("", "model") else module
+            found[own] = other if module in ("lm_head", "model.norm") else 0
+    return found
