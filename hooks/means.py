@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_lens.attention import Hook, HookContext, RunStep, Site, attention_blocks, exclusive, run_of
+from dlm_lens.files.atomic_writes import remove_stale
+from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.places import ActivationSite, activation_site, layout_of, run_rows
 from dlm_lens.sampling import denoise
 
@@ -89,27 +89,27 @@ class MeanActivations:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
-        tensors = {"means": self.means.contiguous().cpu(), "counts": self.counts.contiguous().cpu()}
-        save_file(tensors, str(path), metadata={"kind": "MeanActivations", "site": self.site})
+        remove_stale(Path(path).parent)
+        metadata = {"kind": "MeanActivations", "site": self.site}
+        write_tensors(Path(path), {"means": self.means, "counts": self.counts}, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> "MeanActivations":
         """Read what `save` wrote.
 
         Raises:
-            ValueError: no such file, or another kind of file.
+            ValueError: no such file, another kind of file, or a damaged one.
         """
         if not Path(path).is_file():
             raise ValueError(f"{path} is no file; write one with mean_activations(...).save(path)")
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("kind") != "MeanActivations":
-                    raise ValueError(f"{path} holds no MeanActivations; write one with mean_activations(...).save")
-                site: Any = metadata.get("site")
-                return cls(site, file.get_tensor("means"), file.get_tensor("counts"))
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from None
+        remedy = "write one with mean_activations(...).save(path)"
+        if metadata_of(Path(path), remedy).get("kind") != "MeanActivations":
+            raise ValueError(f"{path} holds no MeanActivations; {remedy}")
+        tensors, metadata = read_with_metadata(Path(path), remedy)
+        if set(tensors) != {"means", "counts"}:
+            raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
+        site: Any = metadata.get("site")
+        return cls(site, tensors["means"], tensors["counts"])
 
 
 def classes_of(run: RunStep, tensor: Tensor, hook: Any) -> Int[Tensor, "row position"]:

@@ -7,6 +7,7 @@ from typing import Any
 from dlm_lens.experiments.results import Results, read_results
 from dlm_lens.experiments.running import list_items
 from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering
+from dlm_lens.files.atomic_writes import write_file
 
 
 def render_experiment(experiment: Experiment, out: str | Path) -> Path:
@@ -24,8 +25,7 @@ def render_experiment(experiment: Experiment, out: str | Path) -> Path:
     page = directory / f"{experiment.name}.md"
     pictures = [f"![{experiment.name}, {name}]({experiment.name}-{name}.png)" for name in rendering.figures]
     text = [f"# {experiment.shows}: {experiment.title}", *describe(experiment, results, rendering), *pictures]
-    page.write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    return page
+    return write_file(page, "\n\n".join(text) + "\n")
 
 
 def load_results(experiment: Experiment, directory: Path) -> Results:

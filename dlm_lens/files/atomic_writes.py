@@ -41,7 +41,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(temporary, path)
+                temporary.replace(path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()

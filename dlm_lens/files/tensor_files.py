@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -62,20 +62,27 @@ def read_tensors(path: Path, remedy: str, digest: str | None = None) -> dict[str
         raise DamagedFileError(f"{path} is damaged ({error}); {remedy}") from None
 
 
+def metadata_of(path: Path, remedy: str, what: str = "safetensors file") -> dict[str, str]:
+    """The metadata of a safetensors file, unchecked; `what` it should be.
+
+    Raises:
+        DamagedFileError: it is no such file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{path} is no {what}, or damaged ({error!s:.200}); {remedy}") from None
+
+
 def read_with_metadata(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file that was written with metadata, and these; both are what was written.
 
     Raises:
         DamagedFileError: they are not.
     """
-    content = file_bytes(path, remedy)
-    try:
-        length = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + length])["__metadata__"] if length < len(content) else None
-        tensors = load(content)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is damaged, or no such file ({error!s:.200}); {remedy}") from None
-    if not isinstance(metadata, dict) or metadata.pop(CHECKSUM, None) != _checksum(tensors, metadata):
+    metadata, tensors = metadata_of(path, remedy), read_tensors(path, remedy)
+    if metadata.pop(CHECKSUM, None) != _checksum(tensors, metadata):
         raise DamagedFileError(f"{path} is damaged (its checksum is another, or missing); {remedy}")
     return tensors, metadata
 

@@ -6,15 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_lens.attention import attention_blocks
+from dlm_lens.files.atomic_writes import remove_stale
+from dlm_lens.files.sealed_json import Document, fitted, parsed
+from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.recording.names import name_of
 from dlm_lens.recording.requests import weights_digest
 
-FORMAT = "dlm-lens tuned lens 1"
+FORMAT = "dlm-lens tuned lens 2"
+
+
+class LensFacts(Document):
+    """What the metadata of a lens say of it."""
+
+    model: str
+    digest: str
+    layers: list[int]
+    training: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +83,17 @@ class TunedLens:
             )
 
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file, with the model's digest among its metadata."""
+        """Write a safetensors file, with the model's digest and a checksum among its metadata.
+
+        Raises:
+            OSError: the disk is full, or takes no files; a file that was there stays as it is.
+        """
         path = Path(path)
         about = {"model": self.model, "digest": self.digest, "layers": list(self.layers), "training": self.training}
-        tensors = {"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}
-        save_file(tensors, path, metadata={"format": FORMAT, "lens": json.dumps(about)})
+        remove_stale(path.parent)
+        write_tensors(
+            path, {"weight": self.weight, "bias": self.bias}, {"format": FORMAT, "lens": json.dumps(about)}
+        )
         return path
 
     @classmethod
@@ -86,20 +102,20 @@ class TunedLens:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no tuned lens, or another model's.
+            ValueError: it is no tuned lens, damaged, or another model's.
         """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not there; TunedLens.save writes one")
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"{path} is no tuned lens (its format is {metadata.get('format')!r})")
-                about = json.loads(metadata["lens"])
-                tensors = {name: file.get_tensor(name) for name in ("weight", "bias")}
-        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is no tuned lens, or damaged ({error})") from None
-        lens = cls(**tensors, **{**about, "layers": tuple(about["layers"])})
+        remedy = "train one with train_tuned_lens"
+        told = metadata_of(path, remedy, "tuned lens").get("format")
+        if told != FORMAT:
+            raise ValueError(f"{path} is no tuned lens of this version (its format is {told!r:.80}); {remedy}")
+        tensors, metadata = read_with_metadata(path, remedy)
+        about = fitted(LensFacts, parsed(metadata.get("lens", ""), path, remedy), path, remedy)
+        if set(tensors) != {"weight", "bias"}:
+            raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
+        layers = tuple(about.layers)
+        lens = cls(tensors["weight"], tensors["bias"], layers, about.model, about.digest, about.training)
         lens.check(model)
         return lens

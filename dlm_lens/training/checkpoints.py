@@ -1,17 +1,30 @@
 """Checkpoints that are whole or not there: written aside, flushed to the disk, then renamed."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import stat
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
+
+from dlm_lens.files.atomic_writes import remove_stale, sync_directory, write_file
+from dlm_lens.files.sealed_json import CHECKSUM, Document, file_bytes, fitted, parsed, sealed, unsealed
+from dlm_lens.files.tensor_files import check_digest
 
 RUN_FILE = "run.json"
 """Written last into a checkpoint: what it was trained with, and how far the data had been read."""
 
 MOMENTS_FILE = "optimizer.safetensors"
-PARTIAL = ".partial"
+PARTIAL, BEFORE = ".partial", "before"
+THREADS = 8
+"""That compute checksums beside each other."""
+
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -43,23 +56,72 @@ def step_of(path: Path) -> int:
     return int(path.name.rsplit("-", 1)[1])
 
 
+class RunRecord(Document):
+    """run.json of a checkpoint; `files` are the digests of its other files."""
+
+    step: int
+    total_steps: int | None = None
+    cursor: Any = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    seconds: float = 0.0
+    versions: dict[str, str] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)
+
+
 def read_run(path: str | Path) -> dict[str, Any]:
     """The record of a checkpoint.
 
     Raises:
         FileNotFoundError: the directory holds none.
+        ValueError: it is damaged.
     """
     file = Path(path) / RUN_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{path} holds no {RUN_FILE}: it is no checkpoint of dlm_lens.training")
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return values
+    remedy = _remedy(path)
+    values = parsed(file_bytes(file, remedy), file, remedy)
+    plain = {name: value for name, value in values.items() if name != CHECKSUM}
+    record = fitted(RunRecord, plain, file, remedy)
+    unsealed(values, file, remedy, required=bool(record.files))  # records of earlier versions have no checksum
+    return record.model_dump()
+
+
+def check_files(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Raise unless the files of a checkpoint are those that were written: all of them are read.
+
+    Raises:
+        ValueError: naming the file that is missing or another.
+    """
+    base = Path(path)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(
+            lambda one: check_digest(base / one[0], one[1], _remedy(path)), dict(record["files"]).items()
+        ):
+            pass
+
+
+def _remedy(path: str | Path) -> str:
+    return f"delete {path} to go on from the checkpoint before it"
+
+
+def tidy(output: str | Path) -> None:
+    """Remove what a killed process left, and put a checkpoint back that it was about to replace.
+
+    Only for the process that holds the directory.
+    """
+    partial = Path(output) / PARTIAL
+    for before in sorted((partial / BEFORE).glob("checkpoint-*")):
+        if (before / RUN_FILE).is_file() and not (Path(output) / before.name).exists():
+            os.replace(before, Path(output) / before.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    if Path(output).is_dir():
+        remove_stale(Path(output))
 
 
 def aside(output: str | Path) -> Path:
     """An empty directory for the next checkpoint, on the same disk."""
+    tidy(output)
     partial = Path(output) / PARTIAL
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
@@ -67,19 +129,33 @@ def aside(output: str | Path) -> Path:
 def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
     """Finish the one checkpoint in `partial`: record, flush, rename, and forget the oldest beyond `keep`."""
     (written,) = partial.glob("checkpoint-*")
-    (written / RUN_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for path in sorted(written.rglob("*")):
-        if path.is_file():
-            _flush(path)
+    files = sorted(path for path in written.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = dict(
+            zip((str(path.relative_to(written)) for path in files), pool.map(_digest, files), strict=True)
+        )
+    write_file(written / RUN_FILE, json.dumps(sealed({**record, "files": digests}), indent=1) + "\n")
+    mode = stat.S_IMODE((written / RUN_FILE).stat().st_mode)
+    for path in files:
+        path.chmod(mode)  # safetensors makes files that nobody else may read
+        _flush(path)
+    sync_directory(written)
     target = partial.parent / written.name
     if target.exists():
-        os.replace(target, partial / "before")
+        (partial / BEFORE).mkdir()
+        os.replace(target, partial / BEFORE / target.name)
     os.replace(written, target)
-    _flush(partial.parent)
-    shutil.rmtree(partial, ignore_errors=True)
+    sync_directory(partial.parent)
+    # Out of sight before it is taken apart: a killed process leaves no half of a checkpoint.
     for old in checkpoints(partial.parent)[:-keep]:
-        shutil.rmtree(old)
+        os.replace(old, partial / old.name)
+    shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -1,7 +1,6 @@
 """The part of the trainer that writes and reads checkpoints: whole ones, and nothing pickled."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from dlm_lens.training.checkpoints import (
     last_checkpoint,
     publish,
     step_of,
+    tidy,
 )
 from dlm_lens.training.monitoring import Stopwatch
 from dlm_lens.training.optimization import learning_rate, optimizer_tensors, restore_optimizer
@@ -68,7 +68,7 @@ class WholeCheckpoints(Trainer):
             if self.args.should_save:
                 publish(self._partial, self._record(), self.settings.keep)
         except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(output / PARTIAL, ignore_errors=True)
+            tidy(output)
             kept = last_checkpoint(output)
             left = f"the one before, {kept}, is whole" if kept else "there is none before it"
             raise CheckpointError(

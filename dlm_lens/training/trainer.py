@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.attention import in_use
+from dlm_lens.files.locks import held
 from dlm_lens.training.arguments import training_arguments
 from dlm_lens.training.batches import Batching, BatchStream
 from dlm_lens.training.checkpoints import (
     NonFiniteLossError,
+    check_files,
     last_checkpoint,
     read_run,
     step_of,
+    tidy,
 )
 from dlm_lens.training.data import build_source
 from dlm_lens.training.forward import loss_forward
@@ -202,11 +206,18 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
         Raises:
             KeyboardInterrupt: Ctrl-C.
             TrainingStoppedError: SIGTERM.
-            ValueError: the checkpoint belongs to a run with other settings, or a new run would begin in a directory
-                that holds one.
+            ValueError: the checkpoint is damaged or belongs to a run with other settings, a new run would begin in
+                a directory that holds one, or another process trains there.
             NonFiniteLossError: the loss is not a number any more.
             CheckpointError: a checkpoint could not be written.
         """
+        # One process holds the directory for all of a run.
+        with held(self.settings.output) if self.args.process_index == 0 else nullcontext():
+            if self.args.process_index == 0:
+                tidy(self.settings.output)
+            return self._train(resume_from_checkpoint, **kwargs)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             found = last_checkpoint(self.settings.output)
         else:
@@ -228,6 +239,8 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
 
     def _resumed(self, found: Path) -> tuple[int, Cursor]:
         record = read_run(found)
+        if self.args.process_index == 0:
+            check_files(found, record)
         changed = differences(record["settings"], plain(self.settings.identity()))
         if changed:
             raise ValueError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.sampling.token_text import TokenTexts, shown
 
 Component = Literal["AttentionHeads", "AttentionPattern", "ColoredTokens"]
@@ -96,8 +97,7 @@ class View:
             f"<title>{html.escape(self.title)}</title><style>{STYLE}</style></head>"
             f'<body>{body}<script type="module">{script}</script></body></html>\n'
         )
-        path.write_text(page, encoding="utf-8")
-        return path
+        return write_file(path, page)
 
 
 def _props(piece: Piece) -> str:

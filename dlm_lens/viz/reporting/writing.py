@@ -4,11 +4,11 @@ import base64
 import hashlib
 import html
 import json
-import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.viz.reporting.data import BUDGET, Source, Subject, content_of, rule_of
 
@@ -62,7 +62,7 @@ def report(
             {"label": label, **content_of(subject, BUDGET)} for subject, label in zip(subjects, named, strict=False)
         ],
     }
-    return _write(Path(path), page_of(data))
+    return write_file(path, page_of(data))  # all or nothing: who opens it meanwhile sees the old one
 
 
 def page_of(data: dict[str, Any]) -> str:
@@ -105,14 +105,3 @@ def _check_place(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a directory; give the name of a file, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} is not there; make the directory first")
-
-
-def _write(path: Path, text: str) -> Path:
-    """All or nothing: who opens the file while it is written sees the old one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="ascii", newline="\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path

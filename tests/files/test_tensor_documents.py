@@ -1,0 +1,71 @@
+"""Tuned lenses and mean activations: damaged files are told, whole ones come back."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlm_lens.hooks import MeanActivations
+from dlm_lens.probes import TunedLens
+from dlm_lens.recording.requests import weights_digest
+from dlm_lens.testing import tiny
+from tests.files.damage import damage
+
+MODEL = tiny("llada")
+
+
+def lens() -> TunedLens:
+    weight = torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(0))
+    return TunedLens(weight, weight[:, 0], (0,), "tiny", weights_digest(MODEL), {"steps": 3, "last_loss": 0.5})
+
+
+def means() -> MeanActivations:
+    counts = torch.tensor([[3, 4], [5, 0], [1, 1]])
+    return MeanActivations("z", torch.arange(2 * 3 * 2 * 3.0).reshape(2, 3, 2, 3), counts)
+
+
+KINDS = {
+    "lens": (lens, lambda path: TunedLens.load(path, MODEL), ("weight", "bias", "layers", "model", "training")),
+    "means": (means, MeanActivations.load, ("means", "counts", "site")),
+}
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
+
+
+@pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_told_or_without_effect(kind: str, cases: int, tmp_path: Path) -> None:
+    make, load, names = KINDS[kind]
+    path, draw, told = tmp_path / "it" / "file.safetensors", random.Random(5), 0
+    path.parent.mkdir()
+    for _ in range(cases):
+        if path.is_dir():
+            path.rmdir()
+        make().save(path)
+        how = damage(path.parent, draw)
+        try:
+            found = load(path)
+            right = all(same(getattr(found, name), getattr(make(), name)) for name in names)
+        except (ValueError, FileNotFoundError) as error:
+            told, how = told + 1, f"{how}: {error}"
+            right = str(path) in str(error) and "\n" not in str(error)
+        assert right, how
+    assert told > 0.9 * cases
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_program_changed_is_refused(kind: str, tmp_path: Path) -> None:
+    make, load, _ = KINDS[kind]
+    path = tmp_path / "file.safetensors"
+    make().save(path)
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path)
+    with pytest.raises(ValueError, match=r"is no tuned lens of this version|holds no MeanActivations"):
+        load(path)
+    make().save(path)
+    assert path.stat().st_mode & 0o077  # not the 0600 of safetensors' own files, for the usual umask
+    assert [one.name for one in tmp_path.iterdir()] == ["file.safetensors"]

@@ -1,0 +1,136 @@
+"""Checkpoints under force: whole or not there, one trainer per directory, damage told."""
+
+import os
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import dlm_lens
+from dlm_lens.files.locks import DirectoryHeldError
+from dlm_lens.training import checkpoints as module
+from dlm_lens.training.checkpoints import BEFORE, PARTIAL, check_files, checkpoints, read_run, tidy
+from tests.files.damage import damage
+from tests.training.job import STEPS, job, losses
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("trained") / "run"
+    before = os.umask(0o027)
+    try:
+        job(output, save_steps=4).train()
+    finally:
+        os.umask(before)
+    return output
+
+
+def test_files_have_the_mode_of_the_umask(trained: Path) -> None:
+    files = [path for path in trained.rglob("checkpoint-*/*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "optimizer.safetensors", "run.json"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+
+
+def test_one_trainer_per_directory(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Second(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                thread = threading.Thread(target=self.other)
+                thread.start()
+                thread.join()
+
+        def other(self) -> None:
+            try:
+                job(tmp_path).train(resume_from_checkpoint=True)
+            except DirectoryHeldError as error:
+                told.append(str(error))
+
+    trainer = job(tmp_path, callbacks=(Second(),))
+    trainer.train()
+    assert len(told) == 1
+    assert told[0].startswith(f"another process or thread writes {tmp_path}")
+    assert len(losses(trainer)) == STEPS
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    before = tmp_path / "run" / PARTIAL / BEFORE
+    before.mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-8").rename(before / "checkpoint-8")
+    trainer = job(tmp_path / "run", save_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == STEPS
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-8"]
+    assert not (tmp_path / "run" / PARTIAL).exists()
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_kill_while_old_checkpoints_go_leaves_no_half(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        pass
+
+    calls, real = [0], os.unlink
+
+    def unlink(*args: Any, **kwargs: Any) -> None:
+        calls[0] += 1
+        if calls[0] > place:
+            raise KilledError
+        real(*args, **kwargs)
+
+    usual = module.shutil.rmtree
+
+    def rmtree(*args: Any, **kwargs: Any) -> None:
+        with monkeypatch.context() as patch:
+            if any(path.name != BEFORE for path in Path(args[0]).glob("checkpoint-*")):
+                patch.setattr(os, "unlink", unlink)
+            usual(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", rmtree)
+        with pytest.raises(KilledError):
+            job(tmp_path, save_steps=2, keep=1).train()
+    (left,) = checkpoints(tmp_path)
+    check_files(left, read_run(left))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [left.name]
+    again = job(tmp_path, save_steps=2, keep=1)
+    again.train(resume_from_checkpoint=True)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {f"checkpoint-{STEPS}"}
+
+
+@pytest.mark.parametrize("cases", [25, pytest.param(400, marks=pytest.mark.long)])
+def test_a_damaged_checkpoint_is_told_or_whole(cases: int, trained: Path, tmp_path: Path) -> None:
+    wanted = dlm_lens.load(trained / "checkpoint-4").state_dict()
+    draw, told = random.Random(3), 0
+    trainer = job(tmp_path / "other", save_steps=4)
+    for case in range(cases):
+        path = tmp_path / f"case{case}" / "checkpoint-4"
+        shutil.copytree(trained / "checkpoint-4", path)
+        how = damage(path, draw)
+        try:
+            trainer._resumed(path)
+            found = dlm_lens.load(path).state_dict()
+            right = all(torch.equal(found[name], value) for name, value in wanted.items())
+        except (ValueError, FileNotFoundError) as error:
+            told, how = told + 1, f"{how}: {error}"
+            right = str(path) in str(error) and "\n" not in str(error)
+        assert right, how
+        shutil.rmtree(path.parent)
+    assert told >= 0.9 * cases
+
+
+def test_stale_files_go_when_training_begins(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / PARTIAL / "checkpoint-12").mkdir(parents=True)
+    (tmp_path / "run" / PARTIAL / "checkpoint-12" / ".tmpAbCdEf").write_bytes(b"half")
+    (tmp_path / "run" / f".dlm-lens-{'0' * 16}.part").write_bytes(b"half")
+    tidy(tmp_path / "run")
+    assert [path.name for path in sorted((tmp_path / "run").iterdir()) if path.name.startswith(".")] == []
