@@ -4,6 +4,7 @@ import ast
 import difflib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -12,8 +13,12 @@ from dlm_lens.sinks.parameters import DETECTORS
 
 LONGEST = 2000
 """Characters of an expression."""
+LONGEST_ERROR = 800
+"""Characters of what a hook says against its arguments, which may be as long as the expression."""
+DEEPEST = 20
+"""Levels of calls, lists and minus signs inside each other."""
 MOST = 100_000
-"""Numbers in a range."""
+"""Numbers in the ranges of an expression."""
 NO_HOOKS = ("attached", "capture", "mean_activations", "parse_hooks")
 """Functions of the hooks room that make no hook."""
 
@@ -26,17 +31,18 @@ def parse_hooks(text: str) -> tuple[Any, ...]:
     operators but a minus sign in front of a number, no other names.
 
     Raises:
-        ValueError: anything else, an unknown name, arguments that the function does not take, or no hook.
+        ValueError: anything else, an unknown name, arguments that the function does not take, or no hook; with the
+            character at which it is.
     """
     tree = check_expression(text)
-    try:
-        values = tuple(_value(item) for item in tree)
-    except RecursionError:
-        raise ValueError(f"{text!r:.80}... is nested too deeply") from None
-    for value in values:
+    values = []
+    for node in tree:
+        value = _value(node)
         if not (hasattr(value, "site") and callable(value)):
-            raise ValueError(f"{text!r} holds {value!r}, which is no hook; hooks are {_listed(hook_names())}")
-    return values
+            said = f"{text!r:.200} holds {value!r:.200}, which is no hook; hooks are {_listed(hook_names())}"
+            raise _placed(ValueError(said), node)
+        values.append(value)
+    return tuple(values)
 
 
 def check_expression(text: str) -> list[ast.expr]:
@@ -45,21 +51,79 @@ def check_expression(text: str) -> list[ast.expr]:
     Raises:
         ValueError: as `parse_hooks`, but for arguments that a function does not take.
     """
-    if not text.strip():
-        raise ValueError(f"the hook expression is empty; hooks are {_listed(hook_names())}")
+    if not isinstance(text, str) or not text.strip():
+        kind = "empty" if isinstance(text, str) else f"{text!r:.60}, which is no text"
+        raise ValueError(f"the hook expression is {kind}; hooks are {_listed(hook_names())}")
     if len(text) > LONGEST:
         raise ValueError(f"the hook expression has {len(text)} characters; {LONGEST} is the most")
+    source = text.strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python remarks upon "\\d" and "1is"; both are read or refused here
+            tree = ast.parse(source, mode="eval").body
+    except SyntaxError as error:
+        place = _character(source, error.lineno or 1, (error.offset or 1) - 1)
+        raise ValueError(f"{text!r:.200} is no hook expression: {error.msg}, at character {place}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r:.200} is no hook expression: {error}") from None
+    _check_depth(tree, text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.expr):
+            before = _lines(source)[node.lineno - 1].encode()[: node.col_offset]
+            setattr(node, _PLACE, _character(source, node.lineno, len(before.decode())))
     items = tree.elts if isinstance(tree, ast.Tuple | ast.List) else [tree]
-    try:
-        for item in items:
-            _check(item)
-    except RecursionError:
-        raise ValueError(f"{text!r:.80}... is nested too deeply") from None
+    if not items:
+        raise ValueError(f"{text!r:.80} holds no hook; hooks are {_listed(hook_names())}")
+    for item in items:
+        _check(item)
+    _check_ranges(tree)
     return items
+
+
+class _PlacedError(ValueError):
+    """A refusal that says where in the expression it is."""
+
+
+_PLACE = "character"
+
+
+def _placed(error: ValueError, node: ast.expr) -> ValueError:
+    """The refusal with its place, unless it has one."""
+    if isinstance(error, _PlacedError):
+        return error
+    said = str(error)
+    said = said if len(said) <= LONGEST_ERROR else f"{said[: LONGEST_ERROR - 3]}..."
+    return _PlacedError(f"{said} (at character {getattr(node, _PLACE)} of the hook expression)")
+
+
+def _character(source: str, line: int, column: int) -> int:
+    """A place of the parser's as a character of the whole text, from 1."""
+    return sum(len(before) + 1 for before in _lines(source)[: line - 1]) + max(column, 0) + 1
+
+
+def _lines(source: str) -> list[str]:
+    """Lines as the parser counts them, which knows fewer ends of a line than `splitlines`."""
+    return re.split("\r\n|\r|\n", source)
+
+
+def _check_depth(tree: ast.expr, text: str) -> None:
+    level: list[ast.AST] = [tree]
+    for _ in range(DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise ValueError(f"{text!r:.80}... is nested too deeply; {DEEPEST} levels are the most")
+
+
+def _check_ranges(tree: ast.expr) -> None:
+    """Raise where the ranges of an expression hold too many numbers together."""
+    total = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+            total += len(_value(node))
+            if total > MOST:
+                said = f"the ranges of the expression have more than {MOST} numbers together"
+                raise _placed(ValueError(said), node)
 
 
 def hook_names() -> tuple[str, ...]:
@@ -81,6 +145,13 @@ def _snake(name: str) -> str:
 
 def _check(node: ast.expr) -> None:
     """Raise unless an expression is of the allowed form, with names that there are."""
+    try:
+        _check_form(node)
+    except ValueError as error:
+        raise _placed(error, node) from None
+
+
+def _check_form(node: ast.expr) -> None:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
         return
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and _is_number(node.operand):
@@ -125,6 +196,13 @@ def _check_call(node: ast.Call) -> None:
 
 def _value(node: ast.expr) -> Any:
     """The value of a checked expression."""
+    try:
+        return _made(node)
+    except ValueError as error:
+        raise _placed(error, node) from None
+
+
+def _made(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp):
@@ -142,7 +220,7 @@ def _value(node: ast.expr) -> Any:
     try:
         inspect.signature(function).bind(*arguments, **named)
         return function(*arguments, **named)
-    except TypeError as error:
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{written!r}: {error}; it is {name}{_signature(function)}") from None
 
 
@@ -170,9 +248,11 @@ def _range(start: int, stop: int | None = None, step: int = 1) -> range:
     for number in (start, stop, step):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
             raise ValueError(f"range takes whole numbers, not {number!r}")
+    if not step:
+        raise ValueError(f"range({start}, {stop}, 0) never ends; its step must not be 0")
     found = range(start) if stop is None else range(start, stop, step)
     # Counted without len(), which overflows.
-    if abs((found.stop - found.start) // found.step) > MOST:
+    if -((found.start - found.stop) // found.step) > MOST:
         raise ValueError(f"{found} has more than {MOST} numbers")
     return found
 

@@ -178,9 +178,11 @@ def when(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "ro
     checked([hook])
     if callable(progress):
         return _limited(hook, Progress(chosen=progress))
-    low, high = progress
-    if not 0 <= low < high <= 1:
-        raise ValueError(f"progress is ({low}, {high}); it must be an interval (low, high) within 0 and 1")
+    pair = tuple(progress) if isinstance(progress, tuple | list) else ()
+    plain = all(isinstance(end, int | float) and not isinstance(end, bool) for end in pair)
+    if len(pair) != 2 or not plain or not 0 <= pair[0] < pair[1] <= 1:
+        raise ValueError(f"progress is {progress!r}; it must be an interval (low, high) within 0 and 1")
+    low, high = pair
     return _limited(hook, Progress(low, high))
 
 

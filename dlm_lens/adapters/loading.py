@@ -122,7 +122,8 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     """Fill in the special ids and check them.
 
     Raises:
-        ValueError: an unknown sampler, a masked DLM without a mask token id, or with one that has no embedding row.
+        ValueError: an unknown sampler, a masked DLM without a mask token id, with one that has no embedding row, or
+            with one that ends the text.
     """
     family.sampler_of(config)
     if family.causal:
@@ -143,6 +144,12 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
         raise ValueError(
             f"mask_token_id {config.mask_token_id} has no row in an embedding of {rows}; "
             "pass the right mask_token_id= to dlm_lens.load"
+        )
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if config.mask_token_id in ends:
+        raise ValueError(
+            f"mask_token_id and eos_token_id are both {config.mask_token_id}, so that a masked position could not "
+            "be told from the end of the text; pass the right mask_token_id= or eos_token_id= to dlm_lens.load"
         )
     if known is not None and known != config.mask_token_id:
         logger.warning(
