@@ -109,7 +109,8 @@ def emerging_text(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = 
 def _steps(steps: Sequence[int] | None, count: int, ran: int) -> list[int]:
     """The given steps of `count`, or some spread over those that the row ran."""
     if steps is None:
-        return sorted({round(i * (ran - 1) / max(1, LINES - 1)) for i in range(min(LINES, ran))})
+        lines = min(LINES, ran)
+        return sorted({round(i * (ran - 1) / max(1, lines - 1)) for i in range(lines)})
     chosen = [int(step) for step in steps]
     for step in chosen:
         if not 0 <= step < count:

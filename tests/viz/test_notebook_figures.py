@@ -1,0 +1,86 @@
+"""Figures in a notebook: shown where they are a cell's value, once, with and without `%matplotlib inline`."""
+
+import base64
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dlm_lens.sinks import Received
+from dlm_lens.viz import incoming_attention
+
+CELL = """
+import torch
+from dlm_lens.sinks import Received
+from dlm_lens.viz import incoming_attention
+received = Received(torch.rand(3, 1, 1, 1, 5), torch.ones(3, 1, 1, 1, 5), torch.full((3, 1), 5), layers=(0,))
+"""
+VALUE = "incoming_attention(received, layer=0, head=0)"
+SIGNATURE = b"\\x89PNG".decode("unicode_escape").encode("latin-1")
+
+SHELL = f"""
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+class Shell(InteractiveShell):
+    def enable_gui(self, gui=None):
+        pass
+shell = Shell.instance()
+setup, value, magic = {CELL!r}, {VALUE!r}, sys.argv[1]
+assert shell.run_cell(setup).success
+if magic:
+    shell.run_line_magic("matplotlib", magic)
+elif "matplotlib.pyplot" in sys.modules:
+    print("pyplot")
+with capture_output() as captured:
+    # A kernel publishes a cell's value as `display` does.
+    assert shell.run_cell(f"from IPython.display import display\\ndisplay({{value}})").success
+    # What the inline backend does at the end of a cell.
+    if magic:
+        from matplotlib_inline.backend_inline import flush_figures
+        flush_figures()
+shown = [output.data for output in captured.outputs]
+print(len(shown), [sorted(data) for data in shown], [data.get("image/png") is not None for data in shown])
+"""
+
+
+def figure():
+    received = Received(torch.rand(3, 1, 1, 1, 5), torch.ones(3, 1, 1, 1, 5), torch.full((3, 1), 5), layers=(0,))
+    return incoming_attention(received, layer=0, head=0)
+
+
+def test_a_figure_is_its_png():
+    data = figure()._repr_png_()
+    assert data.startswith(SIGNATURE)
+    assert len(data) > 5000
+
+
+@pytest.fixture(scope="module")
+def ipython():
+    return pytest.importorskip("IPython", reason="IPython is not installed; pip install -e '.[dev]'")
+
+
+def test_a_shell_shows_a_figure_once(ipython):
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    shell = InteractiveShell.instance()
+    data, _ = shell.display_formatter.format(figure())
+    shown = data["image/png"]
+    assert (shown if isinstance(shown, bytes) else base64.b64decode(shown)).startswith(SIGNATURE)
+    assert set(data) == {"image/png", "text/plain"}
+    with capture_output() as captured:
+        shell.run_cell(CELL)
+        shell.run_cell(f"from IPython.display import display\n{VALUE}\ndisplay({VALUE})")
+    pictures = [output for output in captured.outputs if "image/png" in output.data]
+    assert len(pictures) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("magic", ["", "inline"])
+def test_a_fresh_shell_with_and_without_the_magic(ipython, magic):
+    made = subprocess.run([sys.executable, "-c", SHELL, magic], capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.splitlines()[-1] == "1 [['image/png', 'text/plain']] [True]"
+    assert "pyplot" not in made.stdout
