@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dlm_lens.attention import Columns, Hidden, HookContext, RunStep, SinkToken, Stage, run_of
+from dlm_lens.attention import Columns, Hidden, HookContext, Place, RunStep, SinkToken, Stage, run_of
 from dlm_lens.hooks.limiting import Limited, at_steps
 from dlm_lens.hooks.masking import HidesColumns
 from dlm_lens.hooks.positions import mask_positions
@@ -63,7 +63,7 @@ class FreezeSinks(HidesColumns):
         if run.step < step:
             return None
         assert hook is not None
-        held: dict[int, torch.Tensor | None] = run.memory.get(("frozen", self), {})
+        held: dict[int, torch.Tensor | None] = run.memory.get(self._key(hook), {})
         if hook.layer() not in held:
             raise ValueError(f"{self} has not seen step {step} in layer {hook.layer()}: apply it there too")
         found = held[hook.layer()]
@@ -76,9 +76,13 @@ class FreezeSinks(HidesColumns):
         run, step = self._at(hook)
         if run.step == step:
             assert hook is not None
-            run.memory.setdefault(("frozen", self), {})[hook.layer()] = self.sinks.found(keys, columns, hook)
+            run.memory.setdefault(self._key(hook), {})[hook.layer()] = self.sinks.found(keys, columns, hook)
         else:
             self.sinks.observe(keys, columns, hook)
+
+    def _key(self, hook: HookContext | None) -> tuple[str, Place | None, "FreezeSinks"]:
+        """Where the sinks of this hook are kept; an equal one at another place of the run has its own."""
+        return "frozen", getattr(hook, "place", None), self
 
     def _at(self, hook: HookContext | None) -> tuple[RunStep, int]:
         run = run_of(hook, self)

@@ -123,7 +123,9 @@ class MaskSinks(HidesColumns):
         """Keep this step's statistics of the layer; returns those of the step before, by layer."""
         run = run_of(hook, self)
         assert hook is not None
-        held: dict[int, dict[int, Columns]] = run.memory.setdefault(("received", self), {})
+        # Equal hooks of a run see different things: each stands where the ones before it have hidden something.
+        place = getattr(hook, "place", None)
+        held: dict[int, dict[int, Columns]] = run.memory.setdefault(("received", place, self), {})
         for step in [step for step in held if step not in (run.step - 1, run.step)]:
             del held[step]
         held.setdefault(run.step, {})[hook.layer()] = columns

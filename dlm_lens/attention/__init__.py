@@ -1,7 +1,7 @@
 """Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
 
 from dlm_lens.attention.access import exclusive, in_use, listening
-from dlm_lens.attention.account import hidden_mass, hidden_per_map
+from dlm_lens.attention.account import Place, hidden_mass, hidden_per_map, places_of
 from dlm_lens.attention.attaching import NAMES, attached, attention_blocks
 from dlm_lens.attention.attention_pass import AttentionPass, visible_in
 from dlm_lens.attention.calls import ColumnCall
@@ -47,6 +47,7 @@ __all__ = [
     "HookContext",
     "HookPoint",
     "HookedAttention",
+    "Place",
     "Placement",
     "PointContext",
     "Reader",
@@ -71,6 +72,7 @@ __all__ = [
     "in_use",
     "listening",
     "pattern_tiles",
+    "places_of",
     "received_attention",
     "received_by_class",
     "received_sums",

@@ -1,6 +1,6 @@
 """What hooks have hidden so far in a run: columns, and the attention that went to them, in the run's memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from dlm_lens.attention.hiding import Columns, Hidden
 
 COLUMNS, MASS = "columns hidden", "attention hidden"
+
+Place = tuple[Any, int]
+"""What tells a hook of a run from the others: itself, and how many equal ones stand before it."""
 
 Memory = Mapping[Any, Any]
 """`RunStep.memory`, of one run."""
@@ -33,28 +36,39 @@ def count_hidden(
     content[:, layout.canvas(keys)] = run.for_rows(rows).valid.to(device)
     columns = (hidden.columns & content[:, None]).expand(rows, heads, keys)
     maps = hidden.maps(rows, heads)
-    _add(run.memory, (COLUMNS, _key(hook)), columns.sum(), maps)
+    place = getattr(context, "place", None)
+    _add(run.memory, (COLUMNS, _key(hook), place), columns.sum(), maps)
     if given is not None:
         received = (given.sums.to(device) * columns).sum((1, 2)) / given.counted.to(device).clamp(min=1)
-        _add(run.memory, (MASS, _key(hook)), received.sum(), maps)
+        _add(run.memory, (MASS, _key(hook), place), received.sum(), maps)
 
 
-def hidden_per_map(memory: Memory | Sequence[Memory], hook: Any) -> float | None:
+def places_of(hooks: Iterable[Any]) -> list[Place]:
+    """The place of every hook: what tells it, and the hooks inside it, from equal ones of the same list."""
+    found: list[Place] = []
+    for hook in hooks:
+        key = _key(hook)
+        found.append((key, sum(key == other for other, _ in found)))
+    return found
+
+
+def hidden_per_map(memory: Memory | Sequence[Memory], hook: Any, place: Place | None = None) -> float | None:
     """Columns that `hook` hid so far in the runs of these memories, on average over the maps that it looked at.
 
     A map is one pattern: of one head in one layer, row and step (with guidance both halves' rows). Steps, layers,
-    heads and rows in which a wrapper kept the hook from acting do not count. None if it looked at none.
+    heads and rows in which a wrapper kept the hook from acting do not count. None if it looked at none. Equal hooks
+    of one run count together, unless `place` names one of them (`places_of`).
     """
-    return _per_map(memory, (COLUMNS, _key(hook)))
+    return _per_map(memory, COLUMNS, _key(hook), place)
 
 
-def hidden_mass(memory: Memory | Sequence[Memory], hook: Any) -> float | None:
+def hidden_mass(memory: Memory | Sequence[Memory], hook: Any, place: Place | None = None) -> float | None:
     """Share of the attention that went to what `hook` hid so far in these runs, in front of the hook.
 
     sum_j r_j / n over the hidden columns j, r_j what the n counted queries give to j; the mean over the maps of
-    `hidden_per_map` at which the hook asked what columns receive. None if it never asked.
+    `hidden_per_map` at which the hook asked what columns receive. None if it never asked. `place` as there.
     """
-    return _per_map(memory, (MASS, _key(hook)))
+    return _per_map(memory, MASS, _key(hook), place)
 
 
 def _add(memory: Any, key: Any, total: Tensor, maps: int | Tensor) -> None:
@@ -64,9 +78,14 @@ def _add(memory: Any, key: Any, total: Tensor, maps: int | Tensor) -> None:
     held[0], held[1] = held[0] + total.to(device), held[1] + (maps.to(device) if isinstance(maps, Tensor) else maps)
 
 
-def _per_map(memory: Memory | Sequence[Memory], key: Any) -> float | None:
+def _per_map(memory: Memory | Sequence[Memory], what: str, hook: Any, place: Place | None) -> float | None:
     memories = [memory] if isinstance(memory, Mapping) else memory
-    held = [one[key] for one in memories if key in one]
+    held = [
+        value
+        for one in memories
+        for key, value in one.items()
+        if isinstance(key, tuple) and key[:2] == (what, hook) and place in (None, key[-1])
+    ]
     maps = sum(float(count) for _, count in held)
     return sum(float(total) for total, _ in held) / maps if maps else None
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dlm_lens.attention.access import listening, unwrapped
+from dlm_lens.attention.account import Place, places_of
 from dlm_lens.attention.calls import ColumnCall, HookCall
 from dlm_lens.attention.context import PointContext, RunStep
 from dlm_lens.attention.layout import SinkLayout
@@ -54,13 +55,15 @@ def attached(
     sinks = SinkLayout.of(model)
     with ExitStack() as handles:
         handles.enter_context(listening(model))
-        for hook in hooks:
+        for hook, place in zip(hooks, places_of(hooks), strict=True):
             for layer in sorted(wanted & _layers(getattr(hook, "layers", None), len(blocks))):
                 name, module = f"blocks.{layer}.{NAMES[hook.site]}", _module(hook, blocks[layer])
 
-                def context(name: str = name, layer: int = layer, module: nn.Module = module) -> PointContext:
+                def context(
+                    name: str = name, layer: int = layer, module: nn.Module = module, place: Place = place
+                ) -> PointContext:
                     known = getattr(module, "attention_pass", None)
-                    return PointContext(name, layer, sinks, causal, run(), len(blocks), known)
+                    return PointContext(name, layer, sinks, causal, run(), len(blocks), known, place=place)
 
                 if isinstance(hook, ColumnHook):
                     call: HookCall = ColumnCall(hook, context, off)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention.account import Place
 from dlm_lens.attention.attention_pass import AttentionPass
 from dlm_lens.attention.hiding import Columns
 from dlm_lens.attention.layout import SinkLayout
@@ -88,7 +89,8 @@ class PointContext:
     Its name, its layer, where the sinks stand, whether attention is causal, the run's step, None outside a run
     (then `step`, `tokens`, `masked` and `valid`, which stand for the run's, raise a ValueError), and `depth`, how
     many layers the model has, where that is known. At scores and pattern `attention_pass` knows who sees whom;
-    `rows` are the rows of its batch that the activation has, None for all.
+    `rows` are the rows of its batch that the activation has, None for all. `place` tells the hook from equal ones
+    of the run.
     """
 
     name: str
@@ -99,6 +101,7 @@ class PointContext:
     depth: int | None = None
     attention_pass: AttentionPass | None = field(default=None, repr=False)
     rows: Int[Tensor, "row"] | None = field(default=None, repr=False)
+    place: Place | None = field(default=None, repr=False)
 
     def layer(self) -> int:
         """Index of the layer."""

@@ -13,16 +13,16 @@ from dlm_lens.attention import (
     ColumnHook,
     Columns,
     Hook,
+    Place,
     RunStep,
     columns_of,
     counted_queries,
-    hidden_mass,
-    hidden_per_map,
     listening,
+    places_of,
     visible_in,
 )
 from dlm_lens.sampling import StepPlan
-from dlm_lens.sampling.hooking import check_hooks
+from dlm_lens.sampling.hooking import check_hooks, hidden_in
 from dlm_lens.sampling.host import Follower
 
 HookFunction = Callable[[Any, Any], Any]
@@ -39,11 +39,11 @@ class StepPoint:
     `total`, `tokens`, `masked`, `valid`, `progress`, ...); `run` is the RunStep itself.
     """
 
-    def __init__(self, point: Any, run: RunStep) -> None:
-        self.point, self.run = point, run
+    def __init__(self, point: Any, run: RunStep, place: Place | None = None) -> None:
+        self.point, self.run, self.place = point, run, place
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("point", "run"):  # a copy that was never initialised
+        if name in ("point", "run", "place"):  # a copy that was never initialised
             raise AttributeError(name)
         return getattr(self.run if name in _STATE else self.point, name)
 
@@ -73,7 +73,9 @@ class BridgeRun(Follower):
         with ExitStack() as stack:
             stack.enter_context(listening(self.model))
             stack.enter_context(
-                self.bridge.hooks(fwd_hooks=[(name, self._told(hook)) for name, hook in self.hooks])
+                self.bridge.hooks(
+                    fwd_hooks=[(name, self._told(hook, place)) for name, hook, place in self._placed()]
+                )
             )
             if any(getattr(hook, "needs_clean", False) for _, hook in self.hooks):
                 stack.callback(self.model.register_forward_pre_hook(self._pass_clean, with_kwargs=True).remove)
@@ -102,8 +104,7 @@ class BridgeRun(Follower):
             return {}
         found: dict[str, Any] = {"hooks": tuple(map(repr, hooks))}
         if any(isinstance(hook, ColumnHook) for hook in hooks):
-            found["columns_hidden"] = tuple(hidden_per_map(self._memory, hook) for hook in hooks)
-            found["mass_hidden"] = tuple(hidden_mass(self._memory, hook) for hook in hooks)
+            found |= hidden_in(self._memory, hooks)
         return found
 
     def _begin(self, rows: int, positions: int, now: RunStep) -> None:
@@ -123,19 +124,25 @@ class BridgeRun(Follower):
         finally:
             self.bridge.silent = False
 
-    def at(self, point: Any, rows: int) -> Any:
-        """The point as a hook shall see it, with the run's rows as those of an activation of so many."""
+    def at(self, point: Any, rows: int, place: Place | None = None) -> Any:
+        """The point as the hook at `place` shall see it, with the run's rows as in an activation of so many."""
         if self.now is None:
             return point
         fits = rows > 0 and rows % len(self.now.tokens) == 0
-        return StepPoint(point, self.now.for_rows(rows) if fits else self.now)
+        return StepPoint(point, self.now.for_rows(rows) if fits else self.now, place)
 
-    def _told(self, function: HookFunction) -> Callable[..., Any]:
+    def _placed(self) -> Iterator[tuple[str | Callable[[str], bool], HookFunction, Place]]:
+        """Every hook at every point, with its place among the hooks of that point."""
+        for index, (name, hook) in enumerate(self.hooks):
+            here = [other for where, other in self.hooks[: index + 1] if where == name]
+            yield name, hook, places_of(here)[-1]
+
+    def _told(self, function: HookFunction, place: Place) -> Callable[..., Any]:
         def hook_function(tensor: Any, hook: Any) -> Any:
             if self.bridge.silent:
                 return None
             rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0
-            return function(tensor, hook=self.at(hook, rows))  # type: ignore[call-arg]
+            return function(tensor, hook=self.at(hook, rows, place))  # type: ignore[call-arg]
 
         return hook_function
 

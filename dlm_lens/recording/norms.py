@@ -160,7 +160,8 @@ class UpdateNorm:
 
     `mixed_norm` ||o_i^m|| of what a head mixes (2601.19657, Eq. 20, whose bound is sum_j A_ij ||v_j||),
     `update_norm` ||z_i|| of what all heads together add (Eq. 21), `updated_norm` ||h_i + z_i|| of the stream behind
-    attention (Eq. 22). With gated attention o_i is what is mixed, before the gate.
+    attention (Eq. 22). With gated attention o_i is what is mixed, before the gate. Hooks have acted: o_i is what
+    those at "z" left, z_i what those at "attn_out" left.
     """
 
     @property

@@ -78,7 +78,8 @@ class WeightedValue:
     """How much each key writes: r_j ||W_O v_j||, the attention it receives times what it puts into the stream.
 
     The norm-based weight of 2004.10102 (section 3), summed over queries: sum_i A_ij ||W_O^h v_j^h||, in the units
-    of the residual stream. With gated attention it is what the key would write with an open gate.
+    of the residual stream. With gated attention it is what the key would write with an open gate. NaN at padding; 0
+    where no query of the class sees the key, which is a sum over none.
 
     Args:
         queries: which queries count.
@@ -107,7 +108,7 @@ class WeightedValue:
         return (f"received:{self.queries}",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
-        """The sum, NaN at padding."""
+        """The sum, NaN at padding, 0 where no query of the class sees the key."""
         if "written" not in layer.memory:
             layer.memory["written"] = _triangle(layer)
         values = layer.inputs.v.float()
@@ -115,7 +116,7 @@ class WeightedValue:
         values = values.repeat_interleave(heads // values.shape[1], 1)
         # ||W v|| = ||R v|| for W = Q R: a [d_head, d_head] product per key, and no [key, d_model].
         written = (values @ layer.memory["written"].mT).norm(dim=-1)
-        return layer.received(self.queries, relative=False) * written
+        return layer.only_keys(layer.sums[self.queries] * written)
 
 
 def _triangle(layer: LayerStep) -> Float[Tensor, "head d_head d_head"]:

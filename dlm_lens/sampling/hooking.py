@@ -22,6 +22,7 @@ from dlm_lens.attention import (
     hidden_mass,
     hidden_per_map,
     listening,
+    places_of,
     stream_columns,
 )
 from dlm_lens.sampling.host import Follower
@@ -92,9 +93,17 @@ class HookRunner(Follower):
     def stop(self) -> None:
         """The run is over: note what was hidden."""
         if any(isinstance(hook, ColumnHook) for hook in self.hooks):
-            self.record["columns_hidden"] = tuple(hidden_per_map(self._memory, hook) for hook in self.hooks)
-            self.record["mass_hidden"] = tuple(hidden_mass(self._memory, hook) for hook in self.hooks)
+            self.record.update(hidden_in(self._memory, self.hooks))
         super().stop()
+
+
+def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[Hook]) -> dict[str, tuple[float | None, ...]]:
+    """What the settings of a finished run say of the hooks that hide columns: how many, and their attention."""
+    placed = list(zip(hooks, places_of(hooks), strict=True))
+    return {
+        "columns_hidden": tuple(hidden_per_map(memory, hook, place) for hook, place in placed),
+        "mass_hidden": tuple(hidden_mass(memory, hook, place) for hook, place in placed),
+    }
 
 
 def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:

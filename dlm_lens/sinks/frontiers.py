@@ -30,7 +30,8 @@ def frontier_alignment(
     the same for a random key with a score at the step; `ratio` = distance / chance (1: unrelated, below 1: closer)
     with its 95% interval `low`, `high` (bootstrap over sequences; NaN for one); `within_1`, part of the steps at
     most one position away, and `chance_within_1`; `correlation` of sink position and reference over steps (Pearson,
-    mean over the patterns where both vary; references that are one position only), and `n` steps of patterns.
+    mean over the patterns where both vary; references that are one position only), and `n` steps of patterns. The
+    steps after a row's last written position, as behind MMaDA's `eot_token`, do not count.
 
     Args:
         paths: from `trajectories`, with masks.
@@ -46,16 +47,22 @@ def frontier_alignment(
         raise ValueError(f"by={by!r}; it must be 'all', 'layer' or 'head'")
     masked = paths.masked.numpy()[..., : paths.canvas]
     scored = paths.scored.numpy()[..., : paths.canvas]
+    decided = _decided(paths, masked)
     if spans is not None and len(spans) != len(masked):
         raise ValueError(f"{len(spans)} spans for {len(masked)} steps; give one (start, stop) per step, run.spans")
     groups = [name for name in GROUPS[by] if name in paths.dims]
-    references = _references(masked, scored, spans)
-    tables = [_against(paths, scored, name, reference, groups) for name, reference in references.items()]
+    # A row that ended early (`eot_token`) keeps masks that nothing decides any more: its run is over.
+    going = np.flip(np.logical_or.accumulate(np.flip(decided.any(-1), 0), 0), 0)[..., None]
+    references = _references(masked, scored, decided, spans)
+    tables = [_against(paths, scored, name, where & going, groups) for name, where in references.items()]
     return pd.concat(tables, ignore_index=True)
 
 
 def _references(
-    masked: NDArray[np.bool_], scored: NDArray[np.bool_], spans: Sequence[tuple[int, int]] | None
+    masked: NDArray[np.bool_],
+    scored: NDArray[np.bool_],
+    decided: NDArray[np.bool_],
+    spans: Sequence[tuple[int, int]] | None,
 ) -> dict[str, NDArray[np.bool_]]:
     """Which positions are the reference, [step, batch, key]."""
     position = np.arange(masked.shape[-1])
@@ -68,16 +75,24 @@ def _references(
     meet = (masked[..., 1:] != masked[..., :-1]) & content[..., 1:] & content[..., :-1]
     meets[..., 1:] |= meet
     meets[..., :-1] |= meet
-    written = np.zeros_like(masked)
-    written[:-1] = masked[:-1] & ~masked[1:]
-    written[-1] = masked[-1]
-    found = {"leftmost mask": left, "rightmost mask": right, "frontier": meets, "written now": written}
+    found = {"leftmost mask": left, "rightmost mask": right, "frontier": meets, "written now": decided}
     if spans is not None:
         start, stop = np.asarray(spans).T[:, :, None, None]
         first = np.broadcast_to(position == start, masked.shape)
         last = np.broadcast_to(position == stop - 1, masked.shape)
         found |= {"block start": first, "block end": last, "block border": first | last}
     return found
+
+
+def _decided(paths: Trajectories, masked: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Positions written at each step; at the last one all masks, but those that stay in the finished text."""
+    written = np.zeros_like(masked)
+    written[:-1] = masked[:-1] & ~masked[1:]
+    written[-1] = masked[-1]
+    if paths.tokens is not None and paths.final_tokens is not None:
+        left = (paths.tokens[-1] == paths.final_tokens).numpy()[..., : paths.canvas]
+        written[-1] &= ~left
+    return written
 
 
 def _against(

@@ -114,7 +114,7 @@ class Received:
     @property
     def column_sums(self) -> Float[Tensor, "step batch layer head key"]:
         """r_j in queries: the paper's A-bar_j times the number of counted queries."""
-        return self.values * self.expected if self.scale == RELATIVE else self.values
+        return _wide(self.values) * _wide(self.expected) if self.scale == RELATIVE else _wide(self.values)
 
     @property
     def shares(self) -> Float[Tensor, "step batch layer head key"]:
@@ -141,13 +141,13 @@ class Received:
         return self.counted[..., None, None, None].expand(self.expected.shape).to(self.expected.dtype)
 
     def read(self, quantity: Quantity) -> tuple[Float[Tensor, "step batch layer head key"], Scale]:
-        """What a detector of this quantity judges, and its unit.
+        """What a detector of this quantity judges, and its unit; values in half precision are widened to float32.
 
         Raises:
             ValueError: a quantity of hidden states, which attention does not tell.
         """
         if quantity == "received":
-            return self.values, self.scale
+            return _wide(self.values), self.scale
         if quantity == "share":
             return self.shares, SHARE
         if quantity == "mean attention":
@@ -198,7 +198,7 @@ class Received:
         """
         if scale == self.scale:
             return self
-        values = self.column_sums if scale == COLUMN_SUM else self.values / self.expected
+        values = self.column_sums if scale == COLUMN_SUM else _wide(self.values) / _wide(self.expected)
         return replace(self, values=values, scale=scale)
 
     def at_level(self, level: Level) -> "Received":
@@ -225,7 +225,7 @@ class Received:
             )
         axes = [AXES.index(name) for name in merged]
         sums = self.column_sums.mean(axes, keepdim=True)
-        expected = self.expected.mean(axes, keepdim=True)
+        expected = _wide(self.expected).mean(axes, keepdim=True)
         viewers = None if self.viewers is None else self.viewers.float().mean(axes, keepdim=True)
         return replace(
             self,
@@ -236,3 +236,8 @@ class Received:
             layers=self.layers if "layer" not in merged else (),
             dims=tuple(name for name in self.dims if name not in merged),
         )
+
+
+def _wide(values: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Values of at least float32: a threshold rounded to half precision would decide otherwise."""
+    return values.float() if values.dtype.itemsize < 4 else values

@@ -9,7 +9,7 @@ from nnsight.intervention.eproperty import eproperty
 from nnsight.intervention.interleaver import Mediator
 from torch import Tensor
 
-from dlm_lens.attention import HOOK_POINTS, NAMES, SITES, Hook, PointContext, SinkLayout
+from dlm_lens.attention import HOOK_POINTS, NAMES, SITES, Hook, Place, PointContext, SinkLayout, places_of
 from dlm_lens.tracing.steps import Step
 
 
@@ -74,17 +74,17 @@ class AttentionEnvoy(Envoy):
             raise ValueError(f"{hook} belongs at {hook.site!r}, which is none of {', '.join(SITES)}")
         if hook.site in HOOK_POINTS:
             value = getattr(self, hook.site)
-            setattr(self, hook.site, hook(value, self._context(hook.site, step, rows=len(value))))
+            setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))
             return
         layer = self.root.layers[self._module.layer_idx]
         place = {"attn_out": self, "mlp_out": layer.mlp, "resid": layer}[hook.site]
         value = place.output
         first = value[0] if isinstance(value, tuple) else value
-        edited = hook(first, self._context(hook.site, step, rows=len(first)))
+        edited = hook(first, self._context(hook, step, rows=len(first)))
         place.output = (edited, *value[1:]) if isinstance(value, tuple) else edited
 
-    def _context(self, site: str, step: Step | None, rows: int) -> PointContext:
-        root = self.root
+    def _context(self, hook: Hook, step: Step | None, rows: int) -> PointContext:
+        root, site = self.root, hook.site
         causal = bool(getattr(root.config, "is_causal", True))
         layer = self._module.layer_idx
         name = f"blocks.{layer}.{NAMES[site]}"
@@ -93,7 +93,19 @@ class AttentionEnvoy(Envoy):
         if site in ("scores", "pattern"):
             known = self._module.get_submodule(f"hook_{site}").attention_pass
             rows_of_pass = root.own_rows()
-        return PointContext(name, layer, SinkLayout.of(root), causal, run, None, known, rows_of_pass)
+        depth = int(root.config.num_hidden_layers)
+        place = self._place(hook, step)
+        return PointContext(name, layer, SinkLayout.of(root), causal, run, depth, known, rows_of_pass, place)
+
+    def _place(self, hook: Hook, step: Step | None) -> Place | None:
+        """What tells the hook from equal ones that were applied to this layer at this step."""
+        if step is None:
+            return None
+        key = ("applied", self._module.layer_idx, hook.site)
+        at, applied = step.run.memory.get(key, (-1, ()))
+        applied = (*(applied if at == int(step) else ()), hook)
+        step.run.memory[key] = (int(step), applied)
+        return places_of(applied)[-1]
 
 
 class SamplerEnvoy(Envoy):

@@ -337,3 +337,27 @@ def test_the_same_sinks_in_every_sequence_are_consistent():
     one, _ = planted(16, 24, batch=1)
     with pytest.raises(ValueError, match="at least two"):
         consistency(trajectories(one, RULE))
+
+
+def test_masks_that_an_ended_row_keeps_are_no_frontier():
+    # Row 1 ends after step 1 (`eot_token`): its last two masks stay, and its steps 2 and 3 decide nothing.
+    masked = torch.zeros(4, 2, 8, dtype=torch.bool)
+    open_at = [((4, 5, 6, 7), (4, 5, 6, 7)), ((5, 6, 7), (5, 6, 7)), ((6, 7), (6, 7)), ((7,), (6, 7))]
+    for step, (whole, ended) in enumerate(open_at):
+        masked[step, 0, list(whole)] = True
+        masked[step, 1, list(ended)] = True
+    tokens = torch.where(masked, 63, torch.arange(8))
+    final = torch.arange(8).repeat(2, 1)
+    final[1, 6:] = 63
+    values = torch.full((4, 2, 1, 1, 8), 0.5)
+    values[..., 4] = 6.0
+    received = Received(
+        values, torch.ones(4, 2, 1, 1, 8), torch.full((4, 2), 8), tokens, masked, final_tokens=final
+    )
+    table = frontier_alignment(trajectories(received, RULE)).set_index("reference")
+    # Row 0 counts at its four steps, row 1 at the two that write something.
+    assert table["n"].to_dict() == {"leftmost mask": 6, "rightmost mask": 6, "frontier": 6, "written now": 6}
+    # The sink stays at 4; written: 4, 5, 6, 7 in row 0 and 4, 5 in row 1.
+    assert table.loc["written now", "distance"] == pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)
+    assert table.loc["leftmost mask", "distance"] == pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)
+    assert table.loc["rightmost mask", "distance"] == 3

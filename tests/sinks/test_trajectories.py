@@ -426,3 +426,25 @@ def test_a_rule_without_holds_asks_for_no_hysteresis():
     with pytest.raises(TypeError, match=r"hysteresis=1\.0"):
         trajectories(received, Above())
     assert spells(trajectories(received, Above(), hysteresis=1.0)) == sorted(chosen[0].spells)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("detector", [AboveMean(0.25), AboveStd(1.0), Share(0.125)])
+@pytest.mark.parametrize("level", ["head", "layer"])
+def test_half_precision_is_judged_alike_everywhere(dtype, detector, level):
+    # Scores near the threshold, where one rounded to half precision would decide otherwise.
+    generator = torch.Generator().manual_seed(0)
+    values = (1 + torch.rand(20, 2, 2, 2, 12, generator=generator)).to(dtype)
+    expected = torch.ones(20, 2, 1, 1, 12, dtype=dtype)
+    received = Received(values, expected, torch.full((20, 2), 12), layers=(0, 1))
+    wide = Received(values.float(), expected.float(), torch.full((20, 2), 12), layers=(0, 1))
+    found, exact = (find_sinks(each, detector, level=level) for each in (received, wide))
+    assert found.is_sink.equal(exact.is_sink)
+    assert found.scores.equal(exact.scores)
+    assert found.is_sink.any()
+    direct, through = (
+        trajectories(received, detector, level=level, hysteresis=1.0),
+        trajectories(exact, hysteresis=1.0),
+    )
+    assert direct.counts.equal(through.counts)
+    assert direct.main.equal(through.main)
