@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -183,6 +184,33 @@ def test_a_checkpoint_loads_and_holds_nothing_pickled(unbroken: MaskedDiffusionT
     assert model.tokenizer.mask_token_id == model.config.mask_token_id
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
     assert (read_run(path)["step"], read_run(path)["total_steps"]) == (STEPS, STEPS)
+
+
+def test_a_resumed_run_opens_no_pickle_beside_its_checkpoint(
+    tmp_path: Path, unbroken: MaskedDiffusionTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the names that transformers' own Trainer reads: of optimizer, generators, scaler, arguments, weights."""
+    job(tmp_path, save_steps=2).train()
+    for path in checkpoints(tmp_path)[1:]:
+        (path / "run.json").unlink()
+    marker = tmp_path / "marker"
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return open, (str(marker), "w")
+
+    (first,) = checkpoints(tmp_path)
+    for name in (
+        "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_0.pth",
+        "training_args.bin", "pytorch_model.bin", "adapter_model.bin", "pytorch_model_fsdp.bin",
+    ):  # fmt: skip
+        (first / name).write_bytes(pickle.dumps(Bomb()))
+    for reader in ("torch.load", "pickle.load", "pickle.loads"):
+        monkeypatch.setattr(reader, lambda *a, reader=reader, **k: pytest.fail(f"{reader} was called"))
+    trainer = job(tmp_path, save_steps=2)
+    trainer.train(resume_from_checkpoint=True)
+    assert losses(trainer) == losses(unbroken)
+    assert not marker.exists()
 
 
 def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:
