@@ -142,6 +142,9 @@ class WholeCheckpoints(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing to load."""
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing to load: bfloat16 and float32 scale no gradients, and a scaler.pt would be a pickle."""
+
 
 def plain(values: Any) -> Any:
     """Values as JSON gives them back, so that stored and present settings compare."""

@@ -189,7 +189,7 @@ def test_a_checkpoint_loads_and_holds_nothing_pickled(unbroken: MaskedDiffusionT
 def test_a_resumed_run_opens_no_pickle_beside_its_checkpoint(
     tmp_path: Path, unbroken: MaskedDiffusionTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the names that transformers' own Trainer reads: of optimizer, generators, scaler, arguments, weights."""
+    """Planted under the names that transformers' own Trainer reads."""
     job(tmp_path, save_steps=2).train()
     for path in checkpoints(tmp_path)[1:]:
         (path / "run.json").unlink()
