@@ -65,12 +65,12 @@ def level_label(level: Level, layer: int | None, head: int | None) -> str:
     }[level]
 
 
-def note(axes: Axes, text: str) -> None:
-    """Say in an axes that there is nothing, or next to nothing, to see in it."""
+def note(axes: Axes, text: str, height: float = 0.5) -> None:
+    """Say in an axes, at a part of its height, that there is nothing, or next to nothing, to see in it."""
     box = {"facecolor": "white", "edgecolor": "0.8", "alpha": 0.85, "pad": 3.0}
     axes.text(
-        0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=7.5, color="0.35", gid="note",
-        bbox=box, zorder=6, **PLAIN,
+        0.5, height, text, transform=axes.transAxes, ha="center", va="center", fontsize=7.5, color="0.35",
+        gid="note", bbox=box, zorder=6, **PLAIN,
     )  # fmt: skip
 
 

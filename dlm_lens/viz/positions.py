@@ -86,7 +86,7 @@ def draw_track(axes: Axes, track: Track, height: float, blocks: Sequence[tuple[i
     _draw_marks(axes, track)
     _name_axes(axes, track, height)
     if not any(track.passes):
-        note(axes, "no sink by the rule at any step")
+        note(axes, "no sink by the rule at any step", 0.93)
 
 
 def _shade_masked(axes: Axes, track: Track) -> None:

@@ -147,7 +147,7 @@ def _say_if_empty(axes: Axes, mass: Float[Tensor, "step batch query_region"], re
     known = mass[mass.isfinite()]
     if not len(known):
         note(axes, "no queries")
-    elif float(known.max()) == 0:
+    elif float(known.max()) < 1e-6:
         note(axes, f"nothing on {region}")
     elif float(known.max()) < NEXT_TO_NOTHING:
         note(axes, f"at most {float(known.max()):.1g} of the attention")
