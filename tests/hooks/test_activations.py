@@ -14,6 +14,7 @@ from dlm_lens.attention import Hook
 from dlm_lens.hooks import (
     MeanActivations,
     ablate,
+    at_heads,
     capture,
     patch_from,
     scale_attention,
@@ -103,6 +104,7 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 EVERY = list(range(13))
 MEANS = MeanActivations("z", random(2, 3, 2, 4, 8), torch.tensor([[3, 4], [2, 0], [1, 1]]))
 DIRECTION, HEADS = random(32, seed=1), random(4, 8, seed=2)
+ONE_HEAD = torch.tensor([0.0, 0.0, 1.0, 0.0])[:, None]
 MATRIX = random(32, 32, seed=3, scale=0.2)
 
 
@@ -135,8 +137,9 @@ CASES: dict[str, tuple[Hook, Any]] = {
     ),
     "zero value": (zero_value(sink(0), -1), at([0, 12], lambda x, *_: 0 * x)),
     "zero value of a class": (zero_value("visible"), at(lambda now: now.of("visible"), lambda x, *_: 0 * x)),
-    "ablate all of z": (ablate("z"), at(EVERY, lambda x, *_: 0 * x)),
-    "ablate attn_out": (ablate("attn_out", "masked"), at(lambda now: now.of("masked"), lambda x, *_: 0 * x)),
+    # One head stays: without attention all masks are alike, and rounding decides which is written.
+    "ablate z": (at_heads(ablate("z"), [0, 1, 3]), at(EVERY, lambda x, *_: x * ONE_HEAD)),
+    "ablate attn_out": (ablate("attn_out", "visible"), at(lambda now: now.of("visible"), lambda x, *_: 0 * x)),
     "ablate mlp_out": (ablate("mlp_out", [2, sink(0)]), at([3, 0], lambda x, *_: 0 * x)),
     "ablate to a tensor": (ablate("resid", (1, 5), DIRECTION), at([2, 6], lambda *_: DIRECTION.double())),
     "ablate dimensions": (
