@@ -39,16 +39,31 @@ def execution_device(module: nn.Module) -> torch.device:
 def resident(module: nn.Module, name: str = "weight") -> Tensor:
     """A parameter of a module with its numbers, on the module's device; an offloaded one is read, and not kept.
 
+    One that torchao or quanto quantised is in floating point.
+
     Raises:
         ValueError: it has no numbers anywhere.
     """
     weight = module.get_parameter(name)
     if weight.device.type != "meta":
-        return weight
+        return dequantised(weight)
     value = _offloaded(module, name)
     if value is None:
         raise ValueError(_no_numbers(f"{type(module).__name__}.{name}"))
     return value.to(execution_device(module), weight.dtype)
+
+
+def dequantised(weight: Tensor) -> Tensor:
+    """The numbers that a quantised weight of torchao or quanto stands for; any other weight itself.
+
+    Their tensors claim to be floating, but know only some of a tensor's operations.
+    """
+    return weight.dequantize() if type(weight.data).dequantize is not Tensor.dequantize else weight
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight's entries cannot be read as floating-point numbers as they lie."""
+    return dequantised(weight) is not weight or not weight.is_floating_point()
 
 
 def named_weights(model: nn.Module, *, by_name: bool = False) -> Iterator[tuple[str, Tensor]]:

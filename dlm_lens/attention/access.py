@@ -37,6 +37,11 @@ class ModelLock:
         self.depth = self.listeners = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.listeners:
+            raise RuntimeError(
+                "a model with hooks, a recording or a trace on it cannot be copied: the copy would keep them; copy "
+                "it before or after"
+            )
         return ModelLock, ()
 
     def acquire(self) -> None:

@@ -16,6 +16,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach, prepare_config
 from dlm_lens.attention import SinkLayout
 from dlm_lens.bridging.attention import DiffusionAttentionBridge, ZeroSinkValue
+from dlm_lens.bridging.block import StreamBlock
 from dlm_lens.bridging.norm import LazyNorm
 
 
@@ -59,6 +60,7 @@ class FamilyArchitecture(ArchitectureAdapter):
         self._fit_attention(config, causal=family.causal)
 
     def _fit_attention(self, config: Any, *, causal: bool) -> None:
+        self.components["blocks"].__class__ = StreamBlock
         parts = self.components["blocks"].submodules
         attention, layout = parts["attn"], SinkLayout.of(_Has(config))
         attention.is_causal = causal

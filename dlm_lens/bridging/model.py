@@ -21,10 +21,11 @@ from dlm_lens.attention.access import without_wrappers
 from dlm_lens.bridging.architectures import ARCHITECTURES, architecture_of
 from dlm_lens.bridging.host import BridgeRun, Placed
 from dlm_lens.bridging.keeping import Keeper, NamesFilter, Steps, bytes_per_step, chosen_points
+from dlm_lens.bridging.patching import on_canvas
 from dlm_lens.bridging.sites import placed
 from dlm_lens.bridging.step_cache import StepCache
 from dlm_lens.bridging.twin import twin_of
-from dlm_lens.placement import input_device
+from dlm_lens.placement import input_device, is_quantised
 from dlm_lens.sampling import Denoised, denoise
 
 
@@ -66,10 +67,14 @@ class DiffusionBridge(TransformerBridge):
         with listening(self.original_model), super().hooks(*args, **options):
             yield self
 
-    def run_with_hooks(self, *args: Any, **options: Any) -> Any:
-        """One forward pass under hooks; see TransformerLens's `TransformerBridge.run_with_hooks`."""
+    def run_with_hooks(self, input: Any, fwd_hooks: Sequence[Any] = (), *args: Any, **options: Any) -> Any:
+        """One forward pass under hooks; see TransformerLens's `TransformerBridge.run_with_hooks`.
+
+        The hooks of its patching helpers, which count the tokens' positions, act on the same positions of
+        activations that also have the sinks'.
+        """
         with listening(self.original_model):
-            return super().run_with_hooks(*args, **options)
+            return super().run_with_hooks(input, on_canvas(fwd_hooks, self.sinks), *args, **options)
 
     def run_with_cache(self, *args: Any, **options: Any) -> Any:
         """One forward pass and its activations; see TransformerLens's `TransformerBridge.run_with_cache`."""
@@ -172,10 +177,34 @@ class DiffusionBridge(TransformerBridge):
         """TransformerLens's weight processing; value biases stay where a gate or a zero value scales them.
 
         A bias of the values may move behind the output projection only if every z gets all of it.
+
+        Raises:
+            ValueError: the weights are quantised.
         """
+        self._check_processable()
         config: Any = self.original_model.config
         scaled = getattr(config, "gated_attention", False) or getattr(config, "zero_sink_value", False)
         super().process_weights(*args, fold_value_biases=fold_value_biases and not scaled, **options)
+
+    def enable_compatibility_mode(
+        self, disable_warnings: bool = False, no_processing: bool = False, **options: Any
+    ) -> None:
+        """TransformerLens's compatibility mode; see `TransformerBridge.enable_compatibility_mode`.
+
+        Raises:
+            ValueError: the weights are quantised, and processing is not switched off.
+        """
+        if not no_processing:
+            self._check_processable()
+        super().enable_compatibility_mode(disable_warnings, no_processing, **options)
+
+    def _check_processable(self) -> None:
+        for name, weight in self.original_model.named_parameters():
+            if is_quantised(weight):
+                raise ValueError(
+                    f"compatibility mode folds and centres weights, and {name.replace('._original_component', '')} "
+                    "is quantised; load the model without quantization_config, or pass no_processing=True"
+                )
 
     def _denoise(
         self, run: BridgeRun, hooks: Sequence[Hook], prompt: Any, attention_mask: Any, settings: dict[str, Any]

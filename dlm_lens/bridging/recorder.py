@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dlm_lens.attention import AttentionInputs, SinkLayout
+from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.recording.tapping import Shown, chosen_layers
@@ -55,7 +56,11 @@ class BridgeTap:
 
     def weight(self, layer: int) -> Tensor:
         """W_O of every head, [head, d_head, d_model]."""
-        found: Tensor = self.bridge.blocks[layer].attn.W_O
+        attention = self.bridge.blocks[layer].attn
+        linear = attention.o.original_component
+        if is_quantised(linear.weight):
+            return resident(linear).T.unflatten(0, (-1, attention.original_component.head_dim))
+        found: Tensor = attention.W_O
         return found
 
     def _keeping(self, layer: int, name: str) -> Callable[..., None]:

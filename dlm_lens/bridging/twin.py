@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from dlm_lens.attention.access import ModelLock, lock_of
+
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # transformers' own hooks behind output_attentions; without the flag it installs them anew where they are needed.
 _CAPTURING = "_output_capturing_hooks_installed"
@@ -18,7 +20,12 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     hang on `model` stay there and do not act in the twin.
     """
     shared: list[Any] = [*model.parameters(), *model.buffers(), getattr(model, "tokenizer", None)]
-    twin = copy.deepcopy(model, {id(value): value for value in shared if value is not None})
+    memo: dict[int, Any] = {id(value): value for value in shared if value is not None}
+    lock = lock_of(model)
+    if lock is not None:
+        # Hooks on `model` do not hinder: they are forgotten below.
+        memo[id(lock)] = ModelLock()
+    twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         _forget_hooks(module)
     return twin

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_lens.placement import named_weights
+from dlm_lens.placement import dequantised, named_weights
 from dlm_lens.recording.arrays import as_plain
 from dlm_lens.recording.names import name_of
 from dlm_lens.recording.recorder import Recorder
@@ -60,7 +60,7 @@ def _sample(weight: Tensor) -> bytes:
 
 def entries_at(weight: Tensor, places: Sequence[int]) -> Tensor:
     """The entries of a weight at places of its flat form, which is not made: it may be a copy of gigabytes."""
-    plain = weight.detach()
+    plain = dequantised(weight.detach())
     if plain.ndim < 2 or not plain.numel():
         return plain.reshape(-1)[list(places)]
     return plain[torch.unravel_index(torch.tensor(places, device=plain.device), plain.shape)]

@@ -148,3 +148,52 @@ def test_a_quantised_head_of_torchao_is_refused(tmp_path: Path) -> None:
     config = TorchAoConfig(torchao.Int8WeightOnlyConfig(), include_input_output_embeddings=True)
     with pytest.raises(ValueError, match=r"reaches the (embedding|head)"):
         dlm_lens.load(saved(tmp_path), quantization_config=config)
+
+
+def eight_bits(path: Path) -> tuple[Any, Any]:
+    """The tiny LLaDA, plain and quantised by torchao."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    return dlm_lens.load(saved(path)), dlm_lens.load(path, quantization_config=config)
+
+
+def test_statistics_that_read_eight_bit_weights(tmp_path: Path) -> None:
+    plain, model = eight_bits(tmp_path / "plain")
+    run = dlm_lens.denoise(model, "w3 w4", gen_length=8)
+    over = {"gen_length": 8, "on_canvas": lambda step, canvas: run.canvases[step]}
+    found, exact = (
+        dlm_lens.record(each, "w3 w4", [dlm_lens.WeightedValue()], **over).arrays["weighted_value"]
+        for each in (model, plain)
+    )
+    # 8 bits: entries of every matrix move by up to 1/254 of its row's largest.
+    torch.testing.assert_close(found, exact, atol=0.05 * float(exact.nan_to_num().max()), rtol=0, equal_nan=True)
+    sinks = dlm_lens.find_sinks(dlm_lens.received_over_steps(model, run), dlm_lens.TopK(1))
+    writes = dlm_lens.probes.sink_writes(model, run, sinks)
+    assert writes.entropy.isfinite().all()
+    kept = dlm_lens.record(model, "w3 w4", gen_length=8, to=tmp_path / "recording")
+    assert kept.run.tokens.equal(run.tokens)
+    bridge = dlm_lens.bridge(model)
+    recorder = dlm_lens.BridgeRecorder(bridge, [dlm_lens.WeightedValue()])
+    again = recorder.recording(bridge.denoise("w3 w4", host=recorder, **over)).arrays["weighted_value"]
+    # The same weights in the same order; attention is summed explicitly there.
+    torch.testing.assert_close(again, found, atol=1e-4, rtol=1e-4, equal_nan=True)
+    with pytest.raises(ValueError, match=r"q_proj\.weight is quantised; load the model without"):
+        bridge.enable_compatibility_mode()
+
+
+def test_compatibility_mode_of_quantised_weights_is_refused_before_anything_changes() -> None:
+    model = tiny("llada")
+    bridge = dlm_lens.bridge(model)
+    down = bridge.original_model.model.layers[1].mlp.original_component.down_proj.original_component
+    held = down.weight
+    down.weight = torch.nn.Parameter(held.to(torch.int8), requires_grad=False)
+    for call in (bridge.enable_compatibility_mode, bridge.process_weights):
+        with pytest.raises(
+            ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is quantised; load the model without"
+        ):
+            call()
+    assert not bridge.compatibility_mode
+    down.weight = held
+    bridge.enable_compatibility_mode(disable_warnings=True)

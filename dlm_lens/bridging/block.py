@@ -1,0 +1,53 @@
+"""A decoder layer inside a bridge whose `hook_resid_mid` is the residual stream."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+from transformer_lens.model_bridge.generalized_components import BlockBridge
+
+from dlm_lens.bridging.norm import LazyNorm, has_hooks
+
+
+class StreamBlock(BlockBridge):
+    """TransformerLens's block, in which an edit of `hook_resid_mid` reaches `hook_resid_post` too.
+
+    TransformerLens takes `hook_resid_mid` at the input of the second norm, so that an edit there reaches the MLP
+    only. Here the layer's output is the edited stream plus what the MLP adds to it. While nothing edits the point
+    the output is the native layer's own.
+    """
+
+    _kept: Mapping[str, Any] = MappingProxyType({})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output."""
+        norm = self._modules.get("ln2")
+        point = getattr(norm, "hook_in", None)
+        if not isinstance(norm, LazyNorm) or point is None or not has_hooks(point):
+            return super().forward(*args, **kwargs)
+        kept: dict[str, Any] = {}
+
+        def added(module: Any, inputs: Any, output: Tensor) -> None:
+            kept["mlp"] = output
+
+        handle = self._modules["mlp"].register_forward_hook(added)
+        norm.passed = lambda given, hooked: kept.update(given=given, hooked=hooked)
+        self._kept = kept
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            handle.remove()
+            norm.passed = None
+            del self._kept
+
+    def _apply_output_hook(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = self._kept
+        if kept and kept["hooked"] is not kept["given"]:
+            if self._read_use_hook_mlp_in():
+                # hook_mlp_in comes before, and its edit is the MLP's alone.
+                first = (output[0] if isinstance(output, tuple) else output) + (kept["hooked"] - kept["given"])
+            else:
+                first = kept["hooked"] + kept["mlp"]
+            output = (first, *output[1:]) if isinstance(output, tuple) else first
+        return super()._apply_output_hook(output, *args, **kwargs)
