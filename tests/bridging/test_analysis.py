@@ -94,21 +94,20 @@ def test_patching_restores_the_clean_answer(folded: Any) -> None:
 
     found = patching.get_act_patch_resid_pre(folded, other, cache, difference)
     length = clean.shape[1] + folded.sinks.count
-    assert found.shape[0] == folded.cfg.n_layers
+    assert found.shape == (folded.cfg.n_layers, clean.shape[1])
     corrupted, repaired = difference(folded(other)), difference(logits)
     # Before layer 0 only the positions that differ matter; one of them alone is measured by hand.
-    position = folded.sinks.locate(int((clean != other).nonzero()[0, 1]), length)
-    if found.shape[1] > position:
+    token = int((clean != other).nonzero()[0, 1])
+    position = folded.sinks.locate(token, length)
 
-        def patch(resid: Tensor, hook: Any) -> Tensor:
-            resid = resid.clone()
-            resid[:, position] = cache["blocks.0.hook_resid_pre"][:, position]
-            return resid
+    def patch(resid: Tensor, hook: Any) -> Tensor:
+        resid = resid.clone()
+        resid[:, position] = cache["blocks.0.hook_resid_pre"][:, position]
+        return resid
 
-        by_hand = difference(folded.run_with_hooks(other, fwd_hooks=[("blocks.0.hook_resid_pre", patch)]))
-        torch.testing.assert_close(found[0, position], by_hand)
-    same = folded.sinks.locate(1, length)
-    torch.testing.assert_close(found[0, same], corrupted, atol=1e-4, rtol=1e-4)
+    by_hand = difference(folded.run_with_hooks(other, fwd_hooks=[("blocks.0.hook_resid_pre", patch)]))
+    torch.testing.assert_close(found[0, token], by_hand)
+    torch.testing.assert_close(found[0, 1], corrupted, atol=1e-4, rtol=1e-4)
     assert repaired > 0 > corrupted
 
 
