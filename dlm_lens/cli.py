@@ -2,9 +2,11 @@
 
 import errno
 import logging
+import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +15,7 @@ from dlm_lens.evaluation.command import eval_command
 from dlm_lens.experiments.command import experiment_command
 from dlm_lens.printable import echo, printable
 from dlm_lens.probes.command import lens_command, norms_command, sinks_command
+from dlm_lens.probes.paths_command import paths_command
 from dlm_lens.recording.command import record_prompts
 from dlm_lens.training.command import train
 from dlm_lens.viz.command import plot
@@ -41,12 +44,29 @@ def demo(
     prompt: Annotated[str | None, typer.Option(help="What to continue; a word problem by default.")] = None,
     model: Annotated[str, typer.Option(help="Embedded model (toy, toy-ar), directory or hub name.")] = "toy",
     out: Annotated[Path, typer.Option(help="Directory for the figures and the numbers.")] = Path("dlm-lens-demo"),
+    steps: Annotated[
+        int | None, typer.Option(help="Denoising steps; one per token of the answer by default.")
+    ] = None,
+    gen_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the answer; the model's own, 64 at most, by default."),
+    ] = None,
 ) -> None:
     """Denoise a prompt, find its attention sinks at every step, and draw them."""
-    from dlm_lens.demo import PROMPT, run_demo
+    from dlm_lens.adapters.names import check_model_name, embedded_models
+    from dlm_lens.command_options import check_directory, check_least
 
-    _quiet_transformers()
-    run_demo(PROMPT if prompt is None else prompt, model, out)
+    check_model_name(model)
+    check_directory(out)
+    check_least(1, steps=steps, gen_length=gen_length)
+    if prompt is not None and not prompt.strip():
+        raise ValueError("prompt 0 is empty: give --prompt a text")
+
+    from dlm_lens.demo import run_demo
+
+    if model in embedded_models():
+        _quiet_transformers()
+    run_demo(prompt, model, out, steps=steps, gen_length=gen_length)
 
 
 @app.command()
@@ -93,6 +113,9 @@ app.command("record")(record_prompts)
 app.command("sinks")(sinks_command)
 
 
+app.command("paths")(paths_command)
+
+
 app.command("norms")(norms_command)
 
 
@@ -110,29 +133,37 @@ def report(
     recording: Annotated[Path, typer.Argument(help="Directory of a recording (dlm-lens record).")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.")] = Path("report.html"),
     compare: Annotated[Path | None, typer.Option(help="Another recording, to show beside it.")] = None,
-    detector: Annotated[str, typer.Option(help="above-mean, above-std or top-k.")] = "above-mean",
-    eps: Annotated[float, typer.Option(help="Setting of above-mean.")] = 3.0,
+    detector: Annotated[str, typer.Option(help="above-mean[:EPS], above-std[:K] or top-k[:K].")] = "above-mean",
+    eps: Annotated[float | None, typer.Option(help="Setting of above-mean; 3 by default.")] = None,
     k: Annotated[float | None, typer.Option(help="Setting of above-std (3 by default) and top-k (1).")] = None,
-    row: Annotated[int, typer.Option(help="Which sequence of the recording.")] = 0,
+    row: Annotated[int, typer.Option(min=0, help="Which sequence of the recording.")] = 0,
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "",
 ) -> None:
     """Write one HTML file in which a recording's sinks can be followed step by step, in any browser, offline."""
-    from dlm_lens.sinks import AboveMean, AboveStd, Detector, TopK
+    from dlm_lens.command_options import check_file, one_of
+    from dlm_lens.recording.directories import check_recording
+    from dlm_lens.sinks.parameters import read_detector
+
+    name, _, setting = detector.partition(":")
+    one_of("--detector", name, ("above-mean", "above-std", "top-k"))
+    if k is not None:
+        if name == "above-mean" or setting:
+            raise ValueError(f"--k {k:g} is for above-std and top-k, not for --detector {detector}")
+        setting = f"{k:g}"
+    default = {"top-k": "1"}.get(name, "")
+    chosen = read_detector(f"{name}:{setting or default}" if setting or default else name, eps)
+    check_file(out)
+    for path in filter(None, (recording, compare)):
+        check_recording(path)
+
     from dlm_lens.viz import report as write
 
-    rules: dict[str, Detector] = {
-        "above-mean": AboveMean(eps),
-        "above-std": AboveStd(3.0 if k is None else k),
-        "top-k": TopK(1 if k is None else int(k)),
-    }
-    if detector not in rules:
-        raise ValueError(f"the detector {detector!r} is not one of {', '.join(rules)}")
     parts = [dlm_lens.Recording.load(path) for path in [recording, *([] if compare is None else [compare])]]
     write(
         parts[0],
         out,
         compare=None if compare is None else parts[1],
-        detector=rules[detector],
+        detector=chosen.build(),
         row=row,
         title=title,
         labels=None if compare is None else (recording.resolve().name, compare.resolve().name),
@@ -163,6 +194,63 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+
+
+PHRASES = (
+    (r"dlm_lens\.record\(\.\.\., to=\) writes (one|some)", r"dlm-lens record writes \1"),
+    (r"ReceivedAttention\(queries='(\w+)'\)", r"--reducer received:\1"),
+    (r"pass (the right )?(\w+_token_id)= to dlm_lens\.load", r"put \1\2 into its config.json"),
+    (r"take a part, such as recording\.select\(.*\)$", "record fewer steps or shorter answers"),
+    (r"pass revision= one of the cached commits \(", "give the directory of a cached commit ("),
+)
+"""Advice for Python -> advice for a command line."""
+
+ALIASES = {"to": "out", "reducers": "reducer", "overrides": "override"}
+"""Parameters in Python whose options have another name."""
+
+
+def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
+    """An error's sentence in which the arguments of a command are named as its options: seed=3 is --seed 3.
+
+    What stands in the brackets of a call, such as AboveMean(eps=3.0), stays as it is.
+
+    Args:
+        sentence: of the error.
+        options: a parameter's name in Python -> its option.
+    """
+    for pattern, words in PHRASES:
+        sentence = re.sub(pattern, words, sentence)
+    if not options:
+        return sentence
+    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
+    parts = re.split(r"([\w.]+\([^()]*\))", sentence)
+    # Every second part is a call.
+    parts[::2] = [_with_options(text, names, options) for text in parts[::2]]
+    return "".join(parts)
+
+
+def _with_options(text: str, names: str, options: Mapping[str, str]) -> str:
+    def option(found: re.Match[str]) -> str:
+        return options[found[1]]
+
+    # seed=..., and seed= at the end of a clause; then seed=3; then a name that begins the sentence.
+    text = re.sub(rf"(?<![\w.-])({names})=(?:\.\.\.)?(?=[\s,;:.)]|$)", option, text)
+    text = re.sub(rf"(?<![\w.-])({names})=", lambda found: f"{options[found[1]]} ", text)
+    text = re.sub(rf"^({names})(?= (?:is|must|has)\b)", option, text)
+    # No word of a sentence has an underscore.
+    return re.sub(rf"(?<![\w./-])({names})(?![\w./-])", lambda m: options[m[1]] if "_" in m[1] else m[1], text)
+
+
+def _options(arguments: Sequence[str]) -> dict[str, str]:
+    """The options of the command that was given, by the names of their parameters."""
+    if not isinstance(app, typer.Typer):
+        return {}
+    group: Any = typer.main.get_command(app)
+    name = next((one for one in arguments if one in group.commands), None)
+    if name is None:
+        return {}
+    found = {one.name: max(one.opts, key=len) for one in group.commands[name].params if one.opts[0][0] == "-"}
+    return found | {name: found[own] for name, own in ALIASES.items() if own in found and name not in found}
 
 
 def _sentence(error: Exception) -> str:
@@ -201,7 +289,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        echo(f"dlm-lens: {_sentence(error)}", fg=typer.colors.RED, err=True)
+        sentence = as_command_line(_sentence(error), _options(sys.argv[1:]))
+        echo(f"dlm-lens: {sentence}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except SystemExit as end:
         # Typer turns Ctrl-C into this exit without a word.

@@ -14,15 +14,22 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 import dlm_lens
-from dlm_lens.adapters import load
+from dlm_lens.adapters import embedded_models, load
 from dlm_lens.printable import printable
-from dlm_lens.sampling import Denoised, denoise
-from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_over_steps, trajectories
+from dlm_lens.recording import record
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_of, trajectories
 from dlm_lens.viz import emerging_lines, incoming_attention, sink_positions
 from dlm_lens.viz.choice import most_moving, strongest
 
-PROMPT = "tom has 5 apples . tom buys 4 more . how many apples ? :"
-"""A sentence of the embedded models' language."""
+PROMPT = "leo has 26 stones . leo breaks 6 . leo loses 9 . he picks 12 stones . how many stones now ? :"
+"""A word problem of the embedded models' language (`python -m experiments.toy.examples` says how it was chosen)."""
+
+EXAMPLE = {"gen_length": 21, "block_length": 7}
+"""As many tokens as its answer has, a line of the calculation per block: no step writes an end of text."""
+
+LONGEST = 64
+"""Tokens of an answer where nobody says how many: real models' own numbers go up to 512 steps, hours on a CPU."""
 
 SHOWN_STEPS = 24
 SHOWN_SINKS = 10
@@ -40,16 +47,28 @@ class Demo:
 
 
 def run_demo(
-    prompt: str = PROMPT,
+    prompt: str | None = None,
     model: str = "toy",
     out: Path = Path("dlm-lens-demo"),
     *,
+    steps: int | None = None,
+    gen_length: int | None = None,
     console: Console | None = None,
 ) -> Demo:
     """Denoise `prompt`, find its attention sinks at every step, show them, and write it all to `out`.
 
     The rule is Eq. 3 of 2510.15731 with eps = 3 on received attention relative to uniform, per head. The figures
     show the head whose strongest key scores highest on average over steps, and the one whose sinks move most often.
+    A progress bar of the run is written to stderr.
+
+    Args:
+        prompt: what to continue; None for `PROMPT`.
+        model: a name that `dlm_lens.load` takes.
+        out: directory for the figures and the numbers.
+        steps: denoising steps; None for one per token.
+        gen_length: tokens of the answer; None for those of `PROMPT`'s answer in an embedded model, otherwise the
+            model's own number, at most `LONGEST`.
+        console: where the text goes.
 
     Raises:
         ValueError: a prompt or a model that cannot work, before anything is written.
@@ -59,12 +78,20 @@ def run_demo(
     started = time.perf_counter()
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file; give a directory")
+    embedded = model in embedded_models()
+    if not embedded:
+        console.print(Text(f"Loading {printable(model)} ..."), soft_wrap=True)
     loaded = load(model)
+    settings, said = demo_settings(loaded, example=embedded and prompt is None, steps=steps, gen_length=gen_length)
+    prompt = PROMPT if prompt is None else prompt
     console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - started:.1f} s", soft_wrap=True)
     _warn_of_unknown_words(console, loaded, prompt)
-    run = denoise(loaded, prompt, progress=console.is_terminal)
+    if said:
+        console.print(said, soft_wrap=True)
+    # One pass per step: the statistics are recorded while the text is written.
+    recording = record(loaded, prompt, progress=True, **settings)
+    run, received = recording.run, received_of(recording)
     _print_text(console, run)
-    received = received_over_steps(loaded, run, progress=console.is_terminal)
     sinks = find_sinks(received, AboveMean(eps=3.0))
     _print_sinks(console, sinks)
     heads = {"strongest": strongest(received), "moving": _most_moving(sinks, received)}
@@ -83,6 +110,37 @@ def run_demo(
 def _most_moving(sinks: Sinks, received: Received) -> tuple[int | None, int | None]:
     """The head whose sinks move most; without any sink, the strongest head."""
     return most_moving(trajectories(sinks)) if bool(sinks.is_sink.any()) else strongest(received)
+
+
+def demo_settings(
+    model: Any, *, example: bool, steps: int | None, gen_length: int | None
+) -> tuple[dict[str, Any], str]:
+    """The settings of `denoise` that differ from the model's own, and a sentence that says so, or nothing.
+
+    Args:
+        model: from `dlm_lens.load`.
+        example: whether it is an embedded model that continues `PROMPT`.
+        steps: as given.
+        gen_length: as given.
+    """
+    own: dict[str, Any] = model.sampler_defaults
+    settings: dict[str, Any] = {}
+    if gen_length is not None:
+        settings["gen_length"] = gen_length
+    elif example:
+        settings = {name: value for name, value in EXAMPLE.items() if name in own}
+    elif own.get("gen_length", 0) > LONGEST:
+        settings["gen_length"] = LONGEST
+    length = settings.get("gen_length", own.get("gen_length", 0))
+    if steps is not None:
+        settings["steps"] = steps
+    elif own.get("steps", 0) > length:
+        settings["steps"] = length
+    if example or not settings or (gen_length is not None and steps is not None):
+        return settings, ""
+    shown = f"{length} tokens" + (f" in {settings['steps']} steps" if "steps" in settings else "")
+    theirs = f"{own.get('gen_length')} tokens" + (f" in {own['steps']} steps" if "steps" in own else "")
+    return settings, f"Writing {shown}; the model's own settings: {theirs} (--gen-length, --steps)."
 
 
 def _described(model: PreTrainedModel, name: str) -> str:

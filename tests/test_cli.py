@@ -188,3 +188,210 @@ def test_the_doctor_finds_the_models_well_in_every_host() -> None:
     checks = {finding.subject: finding for finding in doctor.findings()}
     assert all(checks[name].good for name in ("toy:denoise", "toy:nnsight", "toy:bridge", "torch"))
     assert "5 + 4 =" in checks["toy:denoise"].found
+
+
+def without_models(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run lines that use `run(*arguments)`, which ends the process if a command imports a model library."""
+    begin = """
+import json, sys
+from typer.testing import CliRunner
+from dlm_lens.cli import app
+
+def run(*arguments):
+    result = CliRunner().invoke(app, arguments)
+    heavy = [name for name in ("torch", "transformers", "pandas", "matplotlib") if name in sys.modules]
+    if heavy:
+        sys.exit(f"{arguments} imports {heavy}")
+    return result
+"""
+    return subprocess.run([sys.executable, "-c", begin + script], capture_output=True, text=True, cwd=tmp_path)
+
+
+def test_help_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    script = """
+from typer.main import get_command
+for name in ("", *get_command(app).commands):
+    result = run(*filter(None, [name]), "--help")
+    assert result.exit_code == 0 and "Usage" in result.output, name
+    print(name)
+for listing in (["plot", "list"], ["experiment", "list"], ["eval", "--presets"], ["--version"]):
+    assert run(*listing).exit_code == 0, listing
+"""
+    done = without_models(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    commands = {
+        "demo",
+        "record",
+        "sinks",
+        "paths",
+        "norms",
+        "lens",
+        "plot",
+        "report",
+        "train",
+        "eval",
+        "experiment",
+    }
+    assert commands <= set(done.stdout.split())
+
+
+WRONG = [
+    (["sinks", "nowhere"], "nowhere holds no recording"),
+    (["sinks", "nowhere", "--detector", "bogus"], "--detector 'bogus': there are above-mean"),
+    (
+        ["sinks", "nowhere", "--eps", "-1"],
+        "--eps -1.0: AboveMean(eps=-1.0): eps must be a finite number of at least 0",
+    ),
+    (["sinks", "nowhere", "--detector", "share:2"], "x must lie between 0 and 1"),
+    (["sinks", "nowhere", "--detector", "top-k:1.5"], "k must be a whole number"),
+    (["sinks", "nowhere", "--level", "heads"], "--level is 'heads'; did you mean head?"),
+    (["sinks", "nowhere", "--queries", "mask"], "--queries is 'mask'; did you mean masked?"),
+    (["sinks", "nowhere", "--level", "layer", "--head", "1"], "at --level layer there are no heads"),
+    (["paths", "nowhere"], "nowhere holds no recording"),
+    (["paths", "nowhere", "--by", "heads"], "--by is 'heads'; did you mean head?"),
+    (["paths", "nowhere", "--csv", "x"], "--csv is 'x'"),
+    (["norms", "nowhere", "--alike", "x"], "--alike is 'x'"),
+    (["lens", "nowhere", "--steps", "a"], "--steps takes whole numbers"),
+    (["lens", "nowhere", "--hooks", "bogus(1)"], "'bogus' is no hook"),
+    (["plot", "nothing", "nowhere"], "there is no picture 'nothing'"),
+    (["plot", "sink-positions", "nowhere"], "nowhere holds no recording"),
+    (["plot", "sink-positions", "nowhere", "--layer", "x"], "--layer is 'x'; give an index, or mean"),
+    (["plot", "sink-positions", "nowhere", "--eps", "-3"], "eps must be a finite number of at least 0"),
+    (["plot", "sink-positions", "nowhere", "--position", "3"], "sink-positions takes no --position"),
+    (["plot", "sink-positions", "nowhere", "-o", "x.gif"], "x.gif ends in .gif"),
+    (["plot", "sink-positions", "nowhere", "-o", "none/x.png"], "none is not there"),
+    (["report", "nowhere"], "nowhere holds no recording"),
+    (["report", "nowhere", "--detector", "share"], "--detector is 'share'; it is one of above-mean"),
+    (["report", "nowhere", "--k", "2"], "--k 2 is for above-std and top-k"),
+    (["report", "nowhere", "--eps", "-1"], "eps must be a finite number of at least 0"),
+    (["report", "nowhere", "--compare", "there", "-o", "none/x.html"], "none is not there"),
+    (["record", "toy", "--prompts", "none.jsonl", "--out", "o"], "none.jsonl is not there"),
+    (["record", "./none", "--prompts", "p.jsonl", "--out", "o"], "none is no directory"),
+    (["record", "toy", "--prompts", "p.jsonl", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
+    (
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducer", "x"],
+        "--reducer 'x': there are received",
+    ),
+    (
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducer", "received:x"],
+        "the classes of queries are all, masked",
+    ),
+    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--layers", "a"], "--layers takes whole numbers"),
+    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--dtype", "int8"], "--dtype is 'int8'"),
+    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--storage", "x"], "--storage is 'x'"),
+    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--device", "my gpu"], "--device is 'my gpu'"),
+    (
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--hooks", "mask_sinks(above_mean(3)"],
+        "no hook expr",
+    ),
+    (["demo", "--model", "./none"], "none is no directory"),
+    (["demo", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
+    (["demo", "--prompt", " "], "prompt 0 is empty"),
+    (["demo", "--steps", "0"], "steps is 0; it must be at least 1"),
+    (["demo", "--gen-length", "-1"], "gen_length is -1"),
+    (["train", "none.yaml"], "none.yaml is neither a file nor a shipped config"),
+    (["train", "laptop", "--override", "x"], "is not key=value"),
+    (["train", "laptop", "--dry-run", "--device", "q"], "--device is 'q'"),
+    (["train", "laptop", "--dry-run", "--utilisation", "0"], "--utilisation is 0.0"),
+    (["eval"], "no task given; pass --tasks"),
+    (["eval", "--preset", "none"], "no preset is named 'none'"),
+    (["eval", "--tasks", "toy_problems", "--model", "./none"], "none is no directory"),
+    (["eval", "--tasks", "toy_problems", "--hooks", "mask_sink(1)"], "perhaps mask_sinks"),
+    (["eval", "--tasks", "toy_problems", "--record", "x", "--record-to", "o"], "--record 'x': there are received"),
+    (["eval", "--tasks", "toy_problems", "--batch-size", "many"], "--batch-size is 'many'"),
+    (["experiment", "none"], "no experiment is named 'none'"),
+    (["experiment", "fig7-paths", "--model", "./none"], "none is no directory"),
+    (["experiment", "fig7-paths", "--set", "prompts"], "'prompts' is no setting"),
+]
+USAGE = [
+    ["report", "x", "--row", "-1"], ["paths", "x", "--hysteresis", "2"], ["train", "laptop",
+    "--dry-run", "--devices", "0"], ["doctor", "--x"], ["nothing"],
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    script = f"""
+for arguments in {[arguments for arguments, _ in WRONG]!r}:
+    print(json.dumps([1, str(run(*arguments).exception)]))
+for arguments in {USAGE!r}:
+    print(json.dumps([run(*arguments).exit_code, ""]))
+"""
+    done = without_models(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for (arguments, sentence), (_, shown) in zip(WRONG, lines, strict=False):
+        assert sentence in shown, (arguments, shown)
+    assert [code for code, _ in lines[len(WRONG) :]] == [2] * len(USAGE)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "shown"),
+    [
+        ("pass seed=... to repeat it", "pass --seed to repeat it"),
+        ("no seed; pass seed=3", "no seed; pass --seed 3"),
+        ("use scope='answer' or cfg_scale=0", "use scope='answer' or cfg_scale=0"),
+        ("gen_length is 3; block_length=3 divides it", "--gen-length is 3; --block-length 3 divides it"),
+        ("steps is 0; it must be at least 1", "--steps is 0; it must be at least 1"),
+        ("3 steps; AboveMean(seed=1, steps=2) stays", "3 steps; AboveMean(seed=1, steps=2) stays"),
+        ("give layers=, or none", "give --layers, or none"),
+        ("the run has batch_size 3 (batch_size=4)", "the run has --batch-size 3 (--batch-size 4)"),
+        ("no recording; dlm_lens.record(..., to=) writes one", "no recording; dlm-lens record writes one"),
+        ("record with ReceivedAttention(queries='masked')", "record with --reducer received:masked"),
+        ("pass mask_token_id= to dlm_lens.load", "put mask_token_id into its config.json"),
+        ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
+        ("give another directory, to=x", "give another directory, --out x"),
+    ],
+)  # fmt: skip
+def test_advice_names_the_options_of_the_command(sentence: str, shown: str) -> None:
+    assert cli.as_command_line(sentence, cli._options(["record", "toy"])) == shown
+
+
+def test_no_error_of_a_command_gives_advice_for_python(tmp_path: Path) -> None:
+    """End to end, with settings that only the sampler can judge."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "tom has 5 apples"}\n')
+    command = ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--gen-length", "8", "--block-length", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dlm_lens.cli", *command], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "--gen-length" in done.stderr
+    assert "gen_length" not in done.stderr
+    assert not list((tmp_path / "o").rglob("*.safetensors"))
+
+
+def test_the_demo_takes_steps_and_a_length_and_shows_progress(checkpoint: Path, tmp_path: Path) -> None:
+    command = ["demo", "--model", str(checkpoint), "--prompt", "w1 w2", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.app, [*command, "--steps", "2", "--gen-length", "4"], catch_exceptions=False)
+    assert result.exit_code == 0
+    numbers = json.loads((tmp_path / "out" / "sinks.json").read_text())
+    assert (numbers["settings"]["steps"], numbers["settings"]["gen_length"]) == (2, 4)
+    assert [len(numbers["tokens"]), len(numbers["tokens"][0])] == [3, 6]
+    assert "denoising: 100%" in result.stderr
+    assert "2/2" in result.stderr
+    assert "denoising" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "settings", "said"),
+    [
+        ({"steps": 512, "gen_length": 512}, {}, {"gen_length": 64, "steps": 64}, "Writing 64 tokens in 64 steps"),
+        ({"steps": 512, "gen_length": 512}, {"steps": 8}, {"gen_length": 64, "steps": 8}, "64 tokens in 8 steps"),
+        ({"steps": 512, "gen_length": 512}, {"gen_length": 128}, {"gen_length": 128, "steps": 128}, "128 tokens"),
+        ({"steps": 512, "gen_length": 512}, {"gen_length": 9, "steps": 3}, {"gen_length": 9, "steps": 3}, ""),
+        ({"steps": 32, "gen_length": 32}, {}, {}, ""),
+        ({"steps": 128, "gen_length": 32}, {}, {"steps": 32}, "32 tokens in 32 steps"),
+        ({"gen_length": 512}, {}, {"gen_length": 64}, "Writing 64 tokens; the model"),
+    ],
+)  # fmt: skip
+def test_the_demo_of_a_real_model_ends_within_64_steps(own: dict, given: dict, settings: dict, said: str) -> None:
+    from types import SimpleNamespace
+
+    from dlm_lens.demo import demo_settings
+
+    asked = {"steps": None, "gen_length": None} | given
+    found, sentence = demo_settings(SimpleNamespace(sampler_defaults=own), example=False, **asked)
+    assert found == settings
+    assert said in sentence
+    assert bool(said) == bool(sentence)

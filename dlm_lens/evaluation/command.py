@@ -56,11 +56,23 @@ def eval_command(
     ] = False,
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness, and on those shipped here."""
-    from dlm_lens.evaluation import evaluate, find_preset
+    from dlm_lens.adapters.names import check_model_name
+    from dlm_lens.command_options import check_device, check_directory, check_dtype
+    from dlm_lens.evaluation import find_preset
+    from dlm_lens.hooks.expressions import check_expression
 
     if presets:
         _print_presets()
         return
+    check_model_name(model)
+    check_dtype(dtype)
+    check_device(device)
+    if hooks:
+        check_expression(hooks)
+    if not batch_size.isdigit() and not batch_size.startswith("auto"):
+        raise ValueError(f"--batch-size is {batch_size!r}; give a whole number, or auto")
+    for directory in filter(None, (out, record_to)):
+        check_directory(directory)
     settings: dict[str, Any] = {} if preset is None else find_preset(preset).settings()
     settings |= {"tasks": tasks.split(",")} if tasks else {}
     if "tasks" not in settings:
@@ -73,6 +85,8 @@ def eval_command(
         settings |= {name: _with(settings.get(name), read_pairs(text))} if text else {}
     if record or record_to is not None or record_layers is not None:
         settings |= _recorded(record or ["received"], record_to, record_layers, record_storage)
+    from dlm_lens.evaluation import evaluate
+
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         settings["responses"] = out / "responses.jsonl"
@@ -115,12 +129,16 @@ def read_pairs(text: str) -> dict[str, Any]:
 
 def _recorded(names: list[str], to: Path | None, layers: str | None, storage: str) -> dict[str, Any]:
     """What to record, as `HarnessLM` takes it."""
-    from dlm_lens.recording.command import layers_of, reducer_of
+    from dlm_lens.command_options import check_storage, whole_numbers
+    from dlm_lens.recording.command import check_reducer, reducer_of
 
     if to is None:
         raise ValueError("--record and --record-layers need --record-to, the directory of the recordings")
-    reducers = [reducer_of(name, "--record") for name in names]
-    record = {"reducers": reducers, "layers": layers_of(layers, "--record-layers"), "dtype": storage}
+    for name in names:
+        check_reducer(name, "--record")
+    check_storage("--record-storage", storage)
+    chosen = whole_numbers("--record-layers", layers)
+    record = {"reducers": [reducer_of(name, "--record") for name in names], "layers": chosen, "dtype": storage}
     return {"record": record, "record_to": to}
 
 

@@ -36,20 +36,31 @@ def experiment_command(
     if name == "list":
         list_command()
         return
+    from dlm_lens.adapters.names import check_model_name
+    from dlm_lens.command_options import check_device, check_directory, check_dtype
+    from dlm_lens.experiments.catalogue import check_experiment
+    from dlm_lens.experiments.spec import read_setting
+
+    check_experiment(name)
+    for one in model or ():
+        check_model_name(one)
+    check_device(device)
+    check_dtype(dtype)
+    directory = out or Path("runs") / (f"{name}-small" if small else name)
+    check_directory(directory)
+    settings = dict(read_setting(text) for text in given or ())
+
     from transformers.utils import logging as transformers_logging
 
     from dlm_lens.experiments import find_experiment, plan_experiment, render_experiment, run_experiment
-    from dlm_lens.experiments.spec import read_setting
 
     # Loading a model of a megabyte needs no bar beside that of the items.
     transformers_logging.disable_progress_bar()
     experiment = find_experiment(name)
-    settings = dict(read_setting(text) for text in given or ())
     chosen: dict[str, Any] = {"small": small, "models": model or (), "settings": settings}
     if plan:
         echo(plan_experiment(experiment, device=device or "cpu", **chosen))
         return
-    directory = out or Path("runs") / (f"{name}-small" if small else name)
     if not render:
         results = run_experiment(experiment, directory, loading=_loading(device, dtype), **chosen)
         if results.missing:
@@ -72,10 +83,10 @@ def list_command() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dlm_lens.experiments import list_experiments
+    from dlm_lens.experiments.catalogue import declared_experiments
 
     table = Table("name", "shows", "what it measures", box=None, pad_edge=False)
-    for experiment in list_experiments():
+    for experiment in declared_experiments():
         table.add_row(experiment.name, experiment.shows, experiment.title)
     Console().print(table)
 

@@ -9,6 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from dlm_lens.arguments import shown
+from dlm_lens.command_options import (
+    CLASSES,
+    check_device,
+    check_directory,
+    check_dtype,
+    check_least,
+    check_storage,
+    whole_numbers,
+)
 from dlm_lens.printable import echo
 
 
@@ -26,6 +35,12 @@ def record_prompts(
             "region-mass, update-norm, top-keys[:K]; repeatable. CLASS is all, masked, unmasked, prompt or block."
         ),
     ] = None,
+    hooks: Annotated[
+        str,
+        typer.Option(
+            help='Interventions during the run, such as "mask_sinks(above_mean(3), top=5)"; parsed, never executed.'
+        ),
+    ] = "",
     batch_size: Annotated[int, typer.Option(help="Prompts in one run, and in one directory.")] = 8,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     gen_length: Annotated[int | None, typer.Option(help="Tokens of the answer.")] = None,
@@ -46,6 +61,23 @@ def record_prompts(
 
     Under torchrun each process takes its share of the batches. A killed run goes on where it was.
     """
+    from dlm_lens.adapters.names import check_model_name
+    from dlm_lens.hooks.expressions import check_expression, parse_hooks
+
+    check_model_name(model)
+    check_directory(out)
+    check_dtype(dtype)
+    check_device(device)
+    check_storage("--storage", storage)
+    check_least(1, batch_size=batch_size, steps=steps, gen_length=gen_length, block_length=block_length)
+    check_least(0, temperature=temperature)
+    chosen = whole_numbers("--layers", layers)
+    for text in reducer or ():
+        check_reducer(text)
+    if hooks:
+        check_expression(hooks)
+    lines = read_lines(prompts)
+
     from dlm_lens.adapters import load
     from dlm_lens.recording.running import Batches, record_batches
 
@@ -58,14 +90,14 @@ def record_prompts(
         "remasking": remasking,
     }
     reducers = [reducer_of(text) for text in reducer or ["received"]]
-    lines = read_lines(prompts)
-    chosen = layers_of(layers, "--layers")
+    interventions = parse_hooks(hooks) if hooks else ()
     network = load(model, dtype=dtype, device_map=_device(device))
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
     made = record_batches(
         network,
         batches,
         reducers,
+        hooks=interventions,
         to=out,
         layers=chosen,
         dtype=storage,  # type: ignore[arg-type]
@@ -79,12 +111,51 @@ def record_prompts(
     echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
 
 
+HEADS = ("each", "mean", "both")
+REDUCERS: Mapping[str, tuple[str, ...]] = {
+    "received": CLASSES,
+    "value-norm": HEADS,
+    "key-norm": HEADS,
+    "weighted-value": CLASSES,
+    "top-keys": ("K",),
+    "residual-norm": (),
+    "massive": (),
+    "entropy": (),
+    "region-mass": (),
+    "update-norm": (),
+}
+"""Reducers by their names here, and what may follow a colon."""
+
+
+def check_reducer(text: str, option: str = "--reducer") -> None:
+    """Raise unless an option names a reducer, with an argument that it takes.
+
+    Raises:
+        ValueError: no such reducer, or an argument that it does not take.
+    """
+    name, colon, given = text.partition(":")
+    if name not in REDUCERS:
+        raise ValueError(f"{option} {text!r}: there are {', '.join(REDUCERS)}")
+    taken = REDUCERS[name]
+    if colon and not taken:
+        raise ValueError(f"{option} {text!r}: {name} takes nothing behind a colon")
+    if name == "top-keys":
+        if given and _integer(given, f"{option} top-keys") < 1:
+            raise ValueError(f"{option} {text!r}: K is at least 1")
+        return
+    for word in given.split(",") if given and name == "received" else [given] if given else []:
+        if word not in taken:
+            what = "the classes of queries are" if taken == CLASSES else "it is one of"
+            raise ValueError(f"{option} {text!r}: {what} {', '.join(taken)}")
+
+
 def reducer_of(text: str, option: str = "--reducer") -> Any:
     """The reducer that an option names.
 
     Raises:
         ValueError: no such reducer, or an argument that it does not take.
     """
+    check_reducer(text, option)
     from dlm_lens import recording as r
 
     known: Mapping[str, Callable[[str], Any]] = {
@@ -92,7 +163,7 @@ def reducer_of(text: str, option: str = "--reducer") -> Any:
         "value-norm": lambda given: r.ValueNorm(given or "each"),  # type: ignore[arg-type]
         "key-norm": lambda given: r.KeyNorm(given or "each"),  # type: ignore[arg-type]
         "weighted-value": lambda given: r.WeightedValue(given or "all"),  # type: ignore[arg-type]
-        "top-keys": lambda given: r.TopKeys(_integer(given, "top-keys") if given else 5),
+        "top-keys": lambda given: r.TopKeys(int(given) if given else 5),
         "residual-norm": lambda given: r.ResidualNorm(),
         "massive": lambda given: r.MassiveActivations(),
         "entropy": lambda given: r.AttentionEntropy(),
@@ -100,20 +171,7 @@ def reducer_of(text: str, option: str = "--reducer") -> Any:
         "update-norm": lambda given: r.UpdateNorm(),
     }
     name, _, given = text.partition(":")
-    if name not in known:
-        raise ValueError(f"{option} {text!r}: there are {', '.join(known)}")
-    if given and name not in ("received", "value-norm", "key-norm", "weighted-value", "top-keys"):
-        raise ValueError(f"{option} {text!r}: {name} takes nothing behind a colon")
     return known[name](given)
-
-
-def layers_of(text: str | None, option: str) -> list[int] | None:
-    """The indices of layers that an option names; None for all.
-
-    Raises:
-        ValueError: something that is no whole number.
-    """
-    return None if text is None else [_integer(part, option) for part in text.split(",")]
 
 
 def read_lines(path: Path) -> list[Any]:

@@ -12,10 +12,11 @@ from torch import Tensor
 from dlm_lens.files.locks import held
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, from_plain
+from dlm_lens.recording.directories import check_recording
 from dlm_lens.recording.joining import joined
 from dlm_lens.recording.result import Recording
 from dlm_lens.recording.schema import RunFacts
-from dlm_lens.recording.shards import HEADER, RUN, TENSORS, ShardDirectory
+from dlm_lens.recording.shards import RUN, TENSORS, ShardDirectory
 from dlm_lens.sampling import Denoised, FinishedStep, Proposal, StepPlan
 from dlm_lens.sampling.token_text import StoredTokenizer
 
@@ -116,9 +117,7 @@ def load_recording(path: Path, *, verify: bool = True) -> Recording:
         FileNotFoundError: there is no recording.
         ValueError: it is not finished (a batch or a step is missing), or damaged.
     """
-    parts = parts_of(path)
-    if not parts:
-        raise FileNotFoundError(f"{path} holds no recording; dlm_lens.record(..., to=) writes one")
+    parts = check_recording(path)
     loaded = [load_part(part, verify=verify) for part in parts]
     missing = missing_parts(path, parts)
     if missing:
@@ -129,13 +128,6 @@ def load_recording(path: Path, *, verify: bool = True) -> Recording:
             "not there); record with the same arguments to go on, or read what is there with dlm_lens.Recordings"
         )
     return joined(loaded)
-
-
-def parts_of(path: Path) -> list[Path]:
-    """The directories of a recording: itself, or its batches in the order of their rows."""
-    if (path / HEADER).exists():
-        return [path]
-    return sorted(part.parent for part in path.glob(f"*/{HEADER}"))
 
 
 def part_name(rows: Sequence[int]) -> str:

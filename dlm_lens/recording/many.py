@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.recording.loading import load_part, missing_parts, parts_of
+from dlm_lens.recording.directories import parts_of
+from dlm_lens.recording.loading import load_part, missing_parts
 from dlm_lens.recording.result import Recording
 from dlm_lens.recording.shards import ShardDirectory
 

@@ -11,8 +11,9 @@ from tqdm.auto import tqdm
 
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.files.locks import held
+from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.joining import joined
-from dlm_lens.recording.loading import load_part, part_name, parts_of
+from dlm_lens.recording.loading import load_part, part_name
 from dlm_lens.recording.received import ReceivedAttention
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.requests import request_of

@@ -31,10 +31,11 @@ from dlm_lens.files.sealed_json import (
     unsealed,
 )
 from dlm_lens.files.tensor_files import WrittenFile, check_digest, read_tensors, write_tensors
+from dlm_lens.recording.directories import HEADER
 from dlm_lens.recording.schema import FORMAT, Header, ManifestLine, RunFacts, SavedHeader
 from dlm_lens.sampling import FinishedStep, Proposal, Resumption, RunState, StepPlan
 
-HEADER, MANIFEST, RUN, TENSORS = "header.json", "manifest.jsonl", "run.json", "run.safetensors"
+MANIFEST, RUN, TENSORS = "manifest.jsonl", "run.json", "run.safetensors"
 _OWN = re.compile(r"(header\.json|manifest\.jsonl|run\.json|run\.safetensors|step-\d{5,}\.safetensors)")
 _LEFT = re.compile(r"\.(header|manifest|run|step-\d+)\..*")
 """Temporary names of earlier versions."""

@@ -158,6 +158,36 @@ class Trajectories:
         table = from_prompt(table, self.padding, self.canvas, ("position", "came_from"), rows="row")
         return table.drop(columns="row")
 
+    def switches(self) -> pd.DataFrame:
+        """One line per switch: the largest sink became another one, while both were sinks before and are now.
+
+        Columns: batch, layer, head (those that there are); `step`, the first at which the new one is the largest;
+        `from_position` and `to_position`, counted from the prompt's first token (NA for a learned sink token), with
+        `canvas_from_position` and `canvas_to_position` on the canvas; `moved_by`, the distance (right above 0);
+        `from_token` and `to_token` at that step, where known.
+        """
+        step, pattern = (index.numpy() for index in self.switched.flatten(1).nonzero(as_tuple=True))
+        order = np.lexsort((step, pattern))
+        step, pattern = step[order], pattern[order]
+        row = np.unravel_index(pattern, self.static_share.shape)[0]
+        main = self.main.flatten(1).numpy()
+        columns: dict[str, Any] = {**self.place(pattern), "step": step}
+        keys = {"from": main[step - 1, pattern], "to": main[step, pattern]}
+        for name, key in keys.items():
+            position = pd.Series(key, dtype="Int64")
+            columns[f"{name}_position"] = position
+        on_canvas = {
+            name: column.mask(column >= self.canvas) for name, column in columns.items() if "position" in name
+        }
+        columns["moved_by"] = on_canvas["to_position"] - on_canvas["from_position"]
+        if self.tokens is not None:
+            text, ids = TokenTexts(self.tokenizer), self.tokens.numpy()
+            for name, key in keys.items():
+                columns[f"{name}_token"] = [text(int(i)) for i in ids[step, row, key]]
+        table = pd.DataFrame({**columns, "row": row})
+        table = from_prompt(table, self.padding, self.canvas, ("from_position", "to_position"), rows="row")
+        return table.drop(columns="row")
+
     def summary(self, by: By = "head") -> pd.DataFrame:
         """What the sinks do, per pattern, per (layer, head), per layer, or overall: means over the patterns in it.
 

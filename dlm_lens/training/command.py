@@ -27,10 +27,16 @@ def train(
     utilisation: Annotated[float, typer.Option(help="For --dry-run: share of the peak that is reached.")] = 0.4,
 ) -> None:
     """Train a masked DLM, or go on with an interrupted run; the same command does both."""
-    from dlm_lens.training.checkpoints import TrainingStoppedError
+    from dlm_lens.command_options import one_of
     from dlm_lens.training.configuration import read_settings
+    from dlm_lens.training.devices import DEVICES
 
+    one_of("--device", device, DEVICES)
+    if not 0 < utilisation <= 1:
+        raise ValueError(f"--utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1")
     settings = read_settings(config, override or ())
+    from dlm_lens.training.checkpoints import TrainingStoppedError
+
     if dry_run:
         _show_plan(settings, device, devices, utilisation)
         return

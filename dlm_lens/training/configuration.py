@@ -4,18 +4,17 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlm_lens.arguments import shown
-from dlm_lens.training.objective import MaskedDiffusion, NextToken
-from dlm_lens.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from dlm_lens.training.settings import TrainingSettings
 
 CONFIGS = Path(__file__).parent / "configs"
-
-OBJECTIVES = {"masked_diffusion": MaskedDiffusion, "next_token": NextToken}
 
 
 def shipped_configs() -> tuple[str, ...]:
@@ -23,7 +22,7 @@ def shipped_configs() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("accelerate-")))
 
 
-def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> TrainingSettings:
+def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingSettings":
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
     A file may name another in `base`, whose values it changes. The objective's `kind` is masked_diffusion or
@@ -50,20 +49,24 @@ def _override_value(override: str, value: str) -> Any:
         raise ValueError(f"the override {shown(override)} is no YAML: {reason}") from error
 
 
-def build_settings(values: Mapping[str, Any]) -> TrainingSettings:
+def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     """Settings of plain values, checked.
 
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
     """
+    from dlm_lens.training.objective import MaskedDiffusion, NextToken
+    from dlm_lens.training.settings import TrainingSettings
+
+    objectives = {"masked_diffusion": MaskedDiffusion, "next_token": NextToken}
     given = dict(values)
     objective = dict(given.pop("objective", None) or {})
     kind = objective.pop("kind", "masked_diffusion")
-    if kind not in OBJECTIVES:
-        raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, OBJECTIVES))}")
-    _known(objective, OBJECTIVES[kind], "objective.")
+    if kind not in objectives:
+        raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, objectives))}")
+    _known(objective, objectives[kind], "objective.")
     _known(given, TrainingSettings, "")
-    given["objective"] = _validated(OBJECTIVES[kind], objective, "objective.")
+    given["objective"] = _validated(objectives[kind], objective, "objective.")
     settings: TrainingSettings = _validated(TrainingSettings, given, "")
     return settings
 

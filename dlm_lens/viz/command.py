@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from dlm_lens.command_options import index_or_mean, one_of
 from dlm_lens.printable import echo
 
 
@@ -25,7 +26,7 @@ def plot(
         str | None,
         typer.Option(help="Which head without --layer and --head: the strongest, or the one that is moving most."),
     ] = None,
-    row: Annotated[int | None, typer.Option(help="Which sequence of the recording; 0 by default.")] = None,
+    row: Annotated[int | None, typer.Option(min=0, help="Which sequence of the recording; 0 by default.")] = None,
     step: Annotated[list[int] | None, typer.Option(help="A step; repeatable.")] = None,
     position: Annotated[
         int | None, typer.Option(help="A position from the prompt's first token, for lens-table.")
@@ -43,16 +44,18 @@ def plot(
     if kind == "list":
         _list_kinds()
         return
-    from dlm_lens.recording import Recording
-    from dlm_lens.viz.asked import Asked
-    from dlm_lens.viz.kinds import KINDS, draw
+    from dlm_lens.adapters.names import check_model_name
+    from dlm_lens.recording.directories import check_recording
+    from dlm_lens.sinks.parameters import read_detector
+    from dlm_lens.viz.kinds import KINDS, check_options
 
     if kind not in KINDS:
         raise ValueError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
     if not recording:
         raise ValueError(f"plot {kind} needs the directory of a recording; dlm-lens record makes one")
     settings = {
-        "layer": _index("--layer", layer), "head": _index("--head", head), "row": row, "position": position,
+        "layer": index_or_mean("--layer", layer), "head": index_or_mean("--head", head),
+        "row": row, "position": position,
         "steps": tuple(step) if step else None, "eps": eps,
         "pick": pick, "model": model,
     }  # fmt: skip
@@ -60,18 +63,28 @@ def plot(
     given = frozenset("step" if name == "steps" else name for name in chosen) | (
         frozenset({"recordings"}) if len(recording) > 1 else frozenset()
     )
+    if pick is not None:
+        one_of("--pick", pick, ("strongest", "moving"))
+    if eps is not None:
+        read_detector("above-mean", eps)
+    if model is not None:
+        check_model_name(model)
+    file = out or Path(kind + KINDS[kind].suffixes[0])
+    check_options(kind, given, file)
+    for path in recording:
+        check_recording(path)
+
+    from dlm_lens.recording import Recording
+    from dlm_lens.viz.asked import Asked
+    from dlm_lens.viz.kinds import draw
+
     loaded: dict[str, Recording] = {}
     for path in recording:
         part = Recording.load(path)
         name = Path(part.model).name or path.name
         loaded[name if name not in loaded else f"{name} ({path.name})"] = part
-    file = draw(
-        kind,
-        Asked(recordings=loaded, title=title, **chosen),  # type: ignore[arg-type]
-        out or Path(kind + KINDS[kind].suffixes[0]),
-        given,
-    )
-    echo(str(file))
+    asked = Asked(recordings=loaded, title=title, **chosen)  # type: ignore[arg-type]
+    echo(str(draw(kind, asked, file, given)))
 
 
 def _list_kinds() -> None:
@@ -84,12 +97,3 @@ def _list_kinds() -> None:
     for name, kind in KINDS.items():
         table.add_row(name, kind.about, kind.needs and f"needs {kind.needs}", " ".join(kind.suffixes))
     Console(width=None if Console().is_terminal else 160).print(table)
-
-
-def _index(option: str, text: str | None) -> int | str | None:
-    if text is None or text == "mean":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}; give an index, or mean") from None

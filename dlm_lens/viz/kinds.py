@@ -3,27 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
+from dlm_lens import viz
+from dlm_lens.command_options import check_file
 
-from dlm_lens.sinks import find_sinks
-from dlm_lens.viz import (
-    by_model,
-    distribution,
-    heads,
-    incoming,
-    lens_tables,
-    maps,
-    norms,
-    positions,
-    regions,
-    strength,
-    sweep,
-    token_views,
-)
-from dlm_lens.viz.asked import Asked
-from dlm_lens.viz.choice import as_received
-from dlm_lens.viz.view import View
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from dlm_lens.viz import View
+    from dlm_lens.viz.asked import Asked
 
 FIGURES = (".png", ".pdf", ".svg")
 PAGES = (".html",)
@@ -42,16 +31,16 @@ class Kind:
     """
 
     about: str
-    make: Callable[[Asked], Figure | View]
+    make: "Callable[[Asked], Figure | View]"
     options: str
     needs: str = "received"
     suffixes: tuple[str, ...] = FIGURES
 
 
-def _positions(asked: Asked) -> Figure:
+def _positions(asked: "Asked") -> "Figure":
     if len(asked.recordings) == 1:
         layer, head = asked.place()
-        return positions.sink_positions(
+        return viz.sink_positions(
             asked.received,
             asked.rule,
             layer=layer,
@@ -60,8 +49,10 @@ def _positions(asked: Asked) -> Figure:
             blocks=asked.run.spans,
             title=asked.name,
         )
+    from dlm_lens.viz.choice import as_received
+
     given = {name: as_received(recording) for name, recording in asked.recordings.items()}
-    return by_model.sink_positions_by_model(
+    return viz.sink_positions_by_model(
         given,
         asked.rule,
         heads={name: asked.place(received) for name, received in given.items()},
@@ -71,91 +62,89 @@ def _positions(asked: Asked) -> Figure:
     )
 
 
-def _incoming(asked: Asked) -> Figure:
+def _incoming(asked: "Asked") -> "Figure":
     layer, head = asked.place()
-    return incoming.incoming_attention(
+    return viz.incoming_attention(
         asked.received, layer=layer, head=head, row=asked.row, steps=asked.steps or None, title=asked.name
     )
 
 
-def _distribution(asked: Asked) -> Figure:
+def _distribution(asked: "Asked") -> "Figure":
     layer, head = asked.wide
-    return distribution.score_distribution(
-        asked.received, layer=layer, head=head, detector=asked.rule, title=asked.name
-    )
+    return viz.score_distribution(asked.received, layer=layer, head=head, detector=asked.rule, title=asked.name)
 
 
-def _strength(asked: Asked) -> Figure:
-    return strength.sink_strength(asked.received, asked.rule, title=asked.name)
+def _strength(asked: "Asked") -> "Figure":
+    return viz.sink_strength(asked.received, asked.rule, title=asked.name)
 
 
-def _sweep(asked: Asked) -> Figure:
-    return sweep.sinks_over_eps(asked.received, marked=asked.eps, title=asked.name)
+def _sweep(asked: "Asked") -> "Figure":
+    return viz.sinks_over_eps(asked.received, marked=asked.eps, title=asked.name)
 
 
-def _regions(asked: Asked) -> Figure:
+def _regions(asked: "Asked") -> "Figure":
     layer, head = asked.wide
-    return regions.region_mass(asked.recording, layer=layer, head=head, title=asked.name)
+    return viz.region_mass(asked.recording, layer=layer, head=head, title=asked.name)
 
 
-def _norms(draw: Callable[..., Figure]) -> Callable[[Asked], Figure]:
-    def make(asked: Asked) -> Figure:
+def _norms(name: str) -> "Callable[[Asked], Figure]":
+    def make(asked: "Asked") -> "Figure":
         from dlm_lens.probes import value_norms
+        from dlm_lens.sinks import find_sinks
 
-        return draw(value_norms(asked.recording, find_sinks(asked.received, asked.rule)), title=asked.name)
+        found = value_norms(asked.recording, find_sinks(asked.received, asked.rule))
+        return getattr(viz, name)(found, title=asked.name)
 
     return make
 
 
-def _maps(asked: Asked) -> Figure:
+def _maps(asked: "Asked") -> "Figure":
     layer, head = asked.place()
     if layer is None:
         raise ValueError("this picture is of one layer; give --layer")
     last = asked.row_steps - 1
     steps = asked.steps or tuple(dict.fromkeys((last // 4, 3 * last // 4)))
-    return maps.attention_maps(
+    return viz.attention_maps(
         asked.network, asked.run, steps=steps, layer=layer, head=head, row=asked.row, detector=asked.rule,
         title=asked.name,
     )  # fmt: skip
 
 
-def _lens(asked: Asked) -> Figure:
+def _lens(asked: "Asked") -> "Figure":
     from dlm_lens.probes import logit_lens
 
     model = asked.network
     run = asked.run
     if (position := asked.canvas_position()) is not None:
         lens = logit_lens(model, run, [position], steps=asked.steps or None)
-        return lens_tables.lens_table(lens, position=position, row=asked.row, title=asked.name)
+        return viz.lens_table(lens, position=position, row=asked.row, title=asked.name)
     start, stop = run.spans[asked.step()]
     lens = logit_lens(model, run, list(range(start, stop)), steps=[asked.step()])
-    return lens_tables.lens_table(lens, step=asked.step(), row=asked.row, title=asked.name)
+    return viz.lens_table(lens, step=asked.step(), row=asked.row, title=asked.name)
 
 
-def _heads(asked: Asked) -> View:
+def _heads(asked: "Asked") -> "View":
     layer, _ = asked.place()
     if layer is None:
         raise ValueError("this view is of one layer; give --layer")
-    return heads.attention_heads(asked.run, asked.network, step=asked.step(), layer=layer, row=asked.row)
+    return viz.attention_heads(asked.run, asked.network, step=asked.step(), layer=layer, row=asked.row)
 
 
-def _one_head(draw: Callable[..., View]) -> Callable[[Asked], View]:
-    def make(asked: Asked) -> View:
+def _one_head(name: str) -> "Callable[[Asked], View]":
+    def make(asked: "Asked") -> "View":
         place, step = asked.one_head(), asked.step()  # before the model is loaded
-        return draw(asked.run, asked.network, step=step, row=asked.row, **place)
+        return getattr(viz, name)(asked.run, asked.network, step=step, row=asked.row, **place)
 
     return make
 
 
-def _tokens(asked: Asked) -> View:
+def _tokens(asked: "Asked") -> "View":
     layer, head = asked.place()
-    return token_views.received_tokens(
-        asked.received, layer=layer, head=head, row=asked.row, steps=asked.steps or None
-    )
+    return viz.received_tokens(asked.received, layer=layer, head=head, row=asked.row, steps=asked.steps or None)
 
 
-def _text(asked: Asked) -> View:
-    return token_views.emerging_text(asked.run, row=asked.row, steps=asked.steps or None)
+def _text(asked: "Asked") -> "View":
+    return viz.emerging_text(asked.run, row=asked.row, steps=asked.steps or None)
 
 
 KINDS: dict[str, Kind] = {
@@ -173,13 +162,13 @@ KINDS: dict[str, Kind] = {
     "region-mass": Kind("attention by region of keys over the steps", _regions, "layer head", "region_mass"),
     "value-norms": Kind(
         "value norms of sinks beside matched others (2601.19657, Figure 1)",
-        _norms(norms.value_norm_scatter),
+        _norms("value_norm_scatter"),
         "eps",
         "value_norm",
     ),
     "value-norm-layers": Kind(
         "value norms and received attention per layer (2601.19657, Figure 3)",
-        _norms(norms.value_norm_layers),
+        _norms("value_norm_layers"),
         "eps",
         "value_norm",
     ),
@@ -204,14 +193,14 @@ KINDS: dict[str, Kind] = {
     ),
     "attention-pattern": Kind(
         "circuitsvis: one head with its values; runs the model",
-        _one_head(heads.attention_pattern),
+        _one_head("attention_pattern"),
         "layer head row step pick model",
         "",
         PAGES,
     ),
     "value-weighted-pattern": Kind(
         "circuitsvis: one head weighted by value norms; runs the model",
-        _one_head(heads.value_weighted_pattern),
+        _one_head("value_weighted_pattern"),
         "layer head row step pick model",
         "",
         PAGES,
@@ -228,7 +217,30 @@ def _flag(option: str) -> str:
     return "several recordings" if option == "recordings" else f"--{option}"
 
 
-def draw(kind: str, asked: Asked, out: Path, given: frozenset[str]) -> Path:
+def check_options(kind: str, given: frozenset[str], out: Path) -> None:
+    """Raise where a kind takes no such option or cannot be written to such a file; needs no torch.
+
+    Args:
+        kind: a name of `KINDS`.
+        given: the options that the user gave.
+        out: the file.
+
+    Raises:
+        ValueError: an option that means nothing to this kind, or another format.
+        FileNotFoundError: the file's directory is not there.
+    """
+    entry = KINDS[kind]
+    if foreign := sorted(given - set(entry.options.split())):
+        names, known = (" ".join(map(_flag, chosen)) for chosen in (foreign, entry.options.split()))
+        raise ValueError(f"{kind} takes no {names}; it takes {known}")
+    if out.suffix.lower() not in entry.suffixes:
+        raise ValueError(
+            f"{out} ends in {out.suffix or 'nothing'}; {kind} is written as {', '.join(entry.suffixes)}"
+        )
+    check_file(out)
+
+
+def draw(kind: str, asked: "Asked", out: Path, given: frozenset[str]) -> Path:
     """Make a picture and write it.
 
     Args:
@@ -241,21 +253,15 @@ def draw(kind: str, asked: Asked, out: Path, given: frozenset[str]) -> Path:
         ValueError: an option that means nothing to this kind, another format, or a statistic that was not recorded.
         FileNotFoundError: the file's directory is not there.
     """
+    check_options(kind, given, out)
     entry = KINDS[kind]
-    if foreign := sorted(given - set(entry.options.split())):
-        names, known = (" ".join(map(_flag, chosen)) for chosen in (foreign, entry.options.split()))
-        raise ValueError(f"{kind} takes no {names}; it takes {known}")
     for name, recording in asked.recordings.items():
         if entry.needs and entry.needs not in recording.specs:
             raise ValueError(
                 f"{name} has no {entry.needs}, which {kind} needs; it has {', '.join(recording.specs)}"
             )
-    if out.suffix.lower() not in entry.suffixes:
-        raise ValueError(
-            f"{out} ends in {out.suffix or 'nothing'}; {kind} is written as {', '.join(entry.suffixes)}"
-        )
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"{out.parent} is not there; make the directory first")
+    from dlm_lens.viz.view import View
+
     made = entry.make(asked)
     if isinstance(made, View):
         return made.save(out)
