@@ -241,11 +241,9 @@ def _with_options(text: str, names: str, options: Mapping[str, str]) -> str:
     return re.sub(rf"(?<![\w./-])({names})(?![\w./-])", lambda m: options[m[1]] if "_" in m[1] else m[1], text)
 
 
-def _options(arguments: Sequence[str]) -> dict[str, str]:
+def _options(arguments: Sequence[str], commands: typer.Typer = app) -> dict[str, str]:
     """The options of the command that was given, by the names of their parameters."""
-    if not isinstance(app, typer.Typer):
-        return {}
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(commands)
     name = next((one for one in arguments if one in group.commands), None)
     if name is None:
         return {}

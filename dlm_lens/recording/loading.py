@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.files.locks import held
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, from_plain
-from dlm_lens.recording.directories import check_recording
+from dlm_lens.recording.directories import HEADER, check_recording
 from dlm_lens.recording.joining import joined
 from dlm_lens.recording.result import Recording
 from dlm_lens.recording.schema import RunFacts

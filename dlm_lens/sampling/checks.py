@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dlm_lens.arguments import Rule, instance
-from dlm_lens.sampling.resuming import Resumption
+from dlm_lens.arguments import Rule
 
 FOLLOWS = ("start", "step", "finish", "stop", "grad", "everywhere")
 """What the loop asks of a host."""
@@ -21,7 +20,15 @@ HOST = Rule(
     f"what follows a run, such as dlm_lens.Recorder(model, ...), or a list of such, each with {', '.join(FOLLOWS)}",
     _follows,
 )
-RESUME = instance(Resumption, "a Resumption of an unfinished run")
+
+
+def _resumes(value: Any) -> bool:
+    from dlm_lens.sampling.resuming import Resumption  # needs torch, which the other checks do not
+
+    return isinstance(value, Resumption)
+
+
+RESUME = Rule("a Resumption of an unfinished run", _resumes)
 
 
 def check_model(model: Any) -> None:
