@@ -16,7 +16,7 @@ from dlm_lens.experiments.command import experiment_command
 from dlm_lens.printable import echo, printable
 from dlm_lens.probes.command import lens_command, norms_command, sinks_command
 from dlm_lens.probes.paths_command import paths_command
-from dlm_lens.recording.command import record_prompts
+from dlm_lens.probes.record_command import record_prompts
 from dlm_lens.training.command import train
 from dlm_lens.viz.command import plot
 
@@ -136,7 +136,9 @@ def report(
     detector: Annotated[str, typer.Option(help="above-mean[:EPS], above-std[:K] or top-k[:K].")] = "above-mean",
     eps: Annotated[float | None, typer.Option(help="Setting of above-mean; 3 by default.")] = None,
     k: Annotated[float | None, typer.Option(help="Setting of above-std (3 by default) and top-k (1).")] = None,
-    row: Annotated[int, typer.Option(min=0, help="Which sequence of the recording.")] = 0,
+    row: Annotated[
+        int | None, typer.Option(min=0, help="Only this sequence; all, at most 16, with a menu by default.")
+    ] = None,
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "",
 ) -> None:
     """Write one HTML file in which a recording's sinks can be followed step by step, in any browser, offline."""

@@ -14,7 +14,7 @@ from dlm_lens.printable import printable
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import Denoised
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, TopK, received_of
+from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, TopK, received_of, trajectories
 from dlm_lens.viz.reporting.exact import LADDER, Rung, Scores
 from dlm_lens.viz.reporting.packing import narrow, packed
 
@@ -25,6 +25,15 @@ Source = Recording | tuple[Received, Denoised]
 
 BUDGET = 4_900_000
 """Characters of one recording's data, so that a report stays under 5 MB."""
+
+START = AboveMean(3.0)
+"""The rule with which a page begins."""
+
+MOST_PROMPTS = 16
+"""Rows that one file holds; they share the budget."""
+
+LONGEST_LABEL = 90
+"""Characters of a prompt in the menu."""
 
 MOST = 2**28
 """Scores of one row that a browser can be asked to hold."""
@@ -127,8 +136,8 @@ def rule_of(detector: Detector) -> dict[str, Any]:
     raise ValueError(f"a report cannot apply {detector!r}; it has AboveMean(eps), AboveStd(k) and TopK(k)")
 
 
-def content_of(subject: Subject, budget: int = BUDGET) -> dict[str, Any]:
-    """Everything that the page shows of a recording, ready for JSON."""
+def content_of(subject: Subject, budget: int = BUDGET, *, rule: Detector = START) -> dict[str, Any]:
+    """Everything that the page shows of a recording, ready for JSON; `rule` says which patterns move."""
     valid = subject.run.attention_mask[subject.row]
     shown = torch.cat([valid.nonzero().flatten(), len(valid) + torch.arange(subject.received.sinks)])
     levels, values = _patterns(subject.received, shown)
@@ -136,6 +145,8 @@ def content_of(subject: Subject, budget: int = BUDGET) -> dict[str, Any]:
         **_facts(subject),
         **_canvas(subject, shown),
         "levels": levels,
+        "kinds": _kinds(subject.received, [level["name"] for level in levels], rule),
+        "moved_by": repr(rule),
         **_fitting(Scores(values), budget),
     }
 
@@ -147,6 +158,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "model": subject.model,
         "row": subject.row,
         "rows": subject.rows,
+        "prompt_text": _prompt_text(subject),
         "steps": list(subject.steps),
         "layers": list(received.layers),
         "heads": list(subject.heads),
@@ -161,6 +173,20 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "text": printable(run.texts[subject.row]) if run.tokenizer is not None else None,
         "causal": run.settings.get("sampler") == "causal",  # which calls what is not yet written masked
     }
+
+
+def _prompt_text(subject: Subject) -> str:
+    """The beginning of the prompt, for a menu."""
+    run, row = subject.run, subject.row
+    ids = run.tokens[row, : run.prompt_length][run.attention_mask[row, : run.prompt_length]].tolist()
+    text = " ".join(subject.text_of(token) for token in ids)
+    return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\u2026"
+
+
+def _kinds(received: Received, levels: list[Level], rule: Detector) -> str:
+    """A letter per pattern, in the order of `_patterns`: n(one), s(tatic), m(oving) or u(nsettled)."""
+    found = (trajectories(received, rule, level=level).kinds for level in levels)
+    return "".join(kind[0] for kinds in found for kind in kinds.flatten().tolist())
 
 
 def _shown(value: Any, row: int) -> str:

@@ -4,13 +4,19 @@ import base64
 import hashlib
 import html
 import json
+import logging
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dlm_lens.files.atomic_writes import write_file
-from dlm_lens.sinks import AboveMean, Detector
-from dlm_lens.viz.reporting.data import BUDGET, Source, Subject, content_of, rule_of
+from dlm_lens.recording import Recording
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import Detector
+from dlm_lens.viz.reporting.data import BUDGET, MOST_PROMPTS, START, Source, Subject, content_of, rule_of
+
+logger = logging.getLogger(__name__)
 
 SCRIPTS = ("unpack", "rules", "colour", "words", "cells", "grid", "head", "tables", "facts", "pane", "app")
 """The scripts in the order in which they become one module."""
@@ -22,7 +28,7 @@ def report(
     *,
     compare: Source | None = None,
     detector: Detector | None = None,
-    row: int = 0,
+    row: int | None = None,
     title: str = "",
     labels: tuple[str, str] | None = None,
 ) -> Path:
@@ -38,7 +44,8 @@ def report(
         compare: another one to show beside it, step by step.
         detector: the rule that the page starts with, `AboveMean(eps)`, `AboveStd(k)` or `TopK(k)`; `AboveMean(3.0)`
             by default.
-        row: which sequence of the batch.
+        row: which sequence of the batch; None for all, with a menu in the page, at most the first 16. They share
+            the room of one, so that the file does not grow: of each fewer scores may be exact.
         title: heading of the page.
         labels: names of the two that are compared; those of the models by default.
 
@@ -52,17 +59,42 @@ def report(
         FileNotFoundError: its directory is not there.
     """
     _check_place(Path(path))
-    rule = rule_of(AboveMean(3.0) if detector is None else detector)
-    subjects = [Subject.of(given, row) for given in ([source] if compare is None else [source, compare])]
+    rule = rule_of(START if detector is None else detector)
+    judged = START if detector is None else detector
+    sources = [source] if compare is None else [source, compare]
+    rows = range(shown_rows(sources)) if row is None else [row]
+    prompts = [[Subject.of(given, one) for given in sources] for one in rows]
+    subjects = prompts[0]
     named = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
     data = {
         "title": title or " and ".join(dict.fromkeys(named if compare is not None else [subjects[0].model])),
         "rule": rule,
-        "recordings": [
-            {"label": label, **content_of(subject, BUDGET)} for subject, label in zip(subjects, named, strict=False)
-        ],
     }
+    contents = [
+        [
+            {"label": label, **content_of(subject, BUDGET // len(prompts), rule=judged)}
+            for subject, label in zip(pair, named, strict=False)
+        ]
+        for pair in prompts
+    ]
+    data |= {"recordings": contents[0], "others": contents[1:]}
     return write_file(path, page_of(data))  # all or nothing: who opens it meanwhile sees the old one
+
+
+def shown_rows(sources: Sequence[Any]) -> int:
+    """How many prompts the menu of a page has: those that all sources have, at most `MOST_PROMPTS`."""
+    runs = [source.run if isinstance(source, Recording) else source[-1] for source in sources if _is_source(source)]
+    count = min((len(run.tokens) for run in runs), default=1)
+    if count > MOST_PROMPTS:
+        logger.warning("the report shows the first %d of %d prompts; give row= for another", MOST_PROMPTS, count)
+    return min(count, MOST_PROMPTS)
+
+
+def _is_source(source: Any) -> bool:
+    """Whether it has a run; what else is wrong with it, `Subject.of` says."""
+    return isinstance(source, Recording) or (
+        isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Denoised)
+    )
 
 
 def page_of(data: dict[str, Any]) -> str:

@@ -158,15 +158,40 @@ function strongestPattern(recorded) {
   return best.slice(1);
 }
 
+// A prompt of the recording, or of both: its panes in place of those of the one before.
+async function show(data, index) {
+  const recordings = await Promise.all(data.prompts[index].map((given) => Recorded.from(given)));
+  highest = Math.max(4, ...recordings.map((recorded) => recorded.about.highest));
+  panes = recordings.map((recorded, i) => new Pane(recorded, data.prompts[index][i].label, { ...actions, alone: recordings.length < 2 }));
+  control("panes").replaceChildren(...panes.map((pane) => pane.root));
+  control("panes").classList.toggle("compared", panes.length > 1);
+  control("prompted").textContent = `prompt ${index + 1} of ${data.prompts.length}` +
+    (recordings[0].about.rows > data.prompts.length ? ` (the recording has ${recordings[0].about.rows})` : "");
+  control("step").max = recordings[0].steps - 1;
+  state.step = Math.min(state.step, recordings[0].steps - 1);
+  // For the console, and for tests: what the page knows.
+  window.dlmLens = { state, panes, sinksAt };
+  return recordings;
+}
+
+function listPrompts(data) {
+  control("prompts").hidden = data.prompts.length < 2;
+  control("prompt").append(...data.prompts.map(([first], i) => new Option(`row ${first.row}: ${visible(first.prompt_text)}`, i)));
+  control("prompt").addEventListener("change", async (event) => {
+    play(false);
+    await show(data, Number(event.target.value));
+    paint();
+    document.documentElement.dataset.prompt = event.target.value;
+  });
+}
+
 async function start() {
   const data = JSON.parse(control("data").textContent);
-  const recordings = await Promise.all(data.recordings.map((given) => Recorded.from(given)));
-  highest = Math.max(4, ...recordings.map((recorded) => recorded.about.highest));
+  data.prompts = [data.recordings, ...(data.others ?? [])];
   takeTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   control("title").append(make("bdi", "", data.title || "Attention sinks"));
-  panes = recordings.map((recorded, i) => new Pane(recorded, data.recordings[i].label, { ...actions, alone: recordings.length < 2 }));
-  control("panes").append(...panes.map((pane) => pane.root));
-  control("panes").classList.toggle("compared", panes.length > 1);
+  const recordings = await show(data, 0);
+  listPrompts(data);
   const names = recordings.map((recorded) => recorded.about.levels.map((level) => level.name));
   const shared = names[0].filter((name) => names.every((others) => others.includes(name)));
   if (!shared.length) throw new Error("the two recordings have no level in common");
@@ -176,11 +201,8 @@ async function start() {
   state.link = new Set(recordings.map((recorded) => recorded.steps)).size > 1 ? "progress" : "step";
   control("link").value = state.link;
   control("linking").hidden = panes.length < 2;
-  control("step").max = recordings[0].steps - 1;
   listen();
   takeRule(data.rule.name, data.rule.value);
-  // For the console, and for tests: what the page knows.
-  window.dlmLens = { state, panes, sinksAt };
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 }
 

@@ -25,6 +25,7 @@ function paintGrid(pane, state) {
       pen.fillStyle = css("--blank");
       if (main) pen.fillStyle = pane.gridColour.value === "score" ? colours(main.score).ground : POSITIONS[main.key % POSITIONS.length];
       pen.fillRect(x + 0.5, y + 0.5, shape.width - 1, shape.height - 1);
+      if (isMoving(recorded, recorded.pattern(state.level, layer, head))) paintMover(pen, x, y, shape);
       if (!main || shape.width < 20 || shape.height < 11) continue;
       pen.fillStyle = pane.gridColour.value === "score" ? colours(main.score).ink : "#000";
       pen.textAlign = "center";
@@ -40,7 +41,37 @@ function paintGrid(pane, state) {
   pen.strokeStyle = css("--mark");
   pen.strokeRect(x, y, shape.width, shape.height);
   pane.root.querySelector(".chosen").replaceChildren(...chosenWords(pane, state));
+  pane.root.querySelector(".movers").textContent = moverWords(pane);
   grid.setAttribute("aria-label", pane.root.querySelector(".chosen").textContent);
+}
+
+// Whether dl.trajectories calls the pattern moving, by the rule that the report was written with.
+function isMoving(recorded, pattern) {
+  return recorded.about.kinds[pattern] === "m";
+}
+
+// A triangle in the upper right corner of a cell.
+function paintMover(pen, x, y, { width, height }) {
+  const side = Math.max(4, Math.min(10, width / 2, height / 2));
+  pen.beginPath();
+  pen.moveTo(x + width - 0.5 - side, y + 0.5);
+  pen.lineTo(x + width - 0.5, y + 0.5);
+  pen.lineTo(x + width - 0.5, y + 0.5 + side);
+  pen.closePath();
+  pen.fillStyle = css("--mark");
+  pen.fill();
+  pen.lineWidth = 1;
+  pen.strokeStyle = css("--rim");
+  pen.stroke();
+}
+
+function moverWords(pane) {
+  const { about } = pane.recorded;
+  const { first, layers, heads } = pane.size;
+  const kinds = about.kinds.slice(first, first + layers * heads);
+  const count = [...kinds].filter((kind) => kind === "m").length;
+  const what = pane.level === "head" ? "heads" : pane.level === "layer" ? "layers" : "means";
+  return `Corner: the sink moves over the run (${count} of ${layers * heads} ${what}; trajectories, ${about.moved_by}).`;
 }
 
 function shortPlace(recorded, key) {
@@ -75,9 +106,10 @@ function chosenWords(pane, state) {
   const { recorded, step } = pane;
   const [main] = sinksOf(recorded, pane.pattern, step, state.rule);
   const where = `${patternWords(pane)}: `;
-  if (!main) return [`${where}no sink`];
+  const moving = isMoving(recorded, pane.pattern) ? "; its sink moves over the run" : "";
+  if (!main) return [`${where}no sink${moving}`];
   const masked = recorded.isMasked(step, main.key);
-  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, ...(masked ? ["masked"] : ['"', token(recorded.word(step, main.key), 24), '"']), `), score ${main.score.toFixed(3)}`];
+  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, ...(masked ? ["masked"] : ['"', token(recorded.word(step, main.key), 24), '"']), `), score ${main.score.toFixed(3)}${moving}`];
 }
 
 // What a key or a click in the grid chooses: [layer, head], or null.
