@@ -319,6 +319,9 @@ def show(as_json: bool, about: Mapping[str, Any], tables: Mapping[str, "pd.DataF
         echo(f"{name}: {value}")
     for name, table in tables.items():
         echo(f"\n{name}")
+        if table.empty:
+            echo("(none)")
+            continue
         echo(_unmeasured(table).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
 
 

@@ -358,3 +358,67 @@ def test_tokens_that_differ_are_marked(recordings, opened, tmp_path):
     )
     assert marked == [2, 2]
     assert torch.equal(base.received.nan_to_num(), other.received.nan_to_num())
+
+
+def test_a_menu_shows_every_prompt_of_a_recording(recordings, tmp_path, opened):
+    rec = recordings["toy"]
+    page = opened(dl.viz.report(rec, tmp_path / "all.html"))
+    options = page.eval_on_selector_all("#prompt option", "all => all.map(one => one.textContent)")
+    assert [option.split(":")[0] for option in options] == ["row 0", "row 1"]
+    assert page.text("#prompted") == "prompt 1 of 2"
+    for row in (1, 0):
+        page.page.select_option("#prompt", str(row))
+        page.page.wait_for_selector(f"html[data-prompt='{row}']")
+        assert page.text("#prompted") == f"prompt {row + 1} of 2"
+        assert f"row {row} of 2" in page.text(".about")
+        rule = dl.AboveMean(3.0)
+        wanted, found = of_python(rec, rule, "head", row=row), of_page(page, rule, "head")
+        assert set(found) == set(wanted)
+    one = opened(dl.viz.report(rec, tmp_path / "one.html", row=1))
+    assert not one.is_visible("#prompts")
+    assert "row 1 of 2" in one.text(".about")
+
+
+def test_the_grid_marks_the_heads_whose_sinks_move(tmp_path, opened):
+    rec = dl.record(dl.load("toy"), MOVING, gen_length=21, block_length=7)
+    page = opened(dl.viz.report(rec, tmp_path / "moving.html"))
+    kinds = dl.trajectories(rec, dl.AboveMean(3.0)).kinds[0]
+    moving = {(layer, head) for layer in range(4) for head in range(4) if kinds[layer, head] == "moving"}
+    assert moving == {(2, 3)}
+    marked = page.evaluate("""() => {
+        const { recorded } = window.dlmLens.panes[0];
+        const found = [];
+        for (let layer = 0; layer < 4; layer += 1) for (let head = 0; head < 4; head += 1) {
+            if (recorded.about.kinds[recorded.pattern("head", layer, head)] === "m") found.push([layer, head]);
+        }
+        return found;
+    }""")
+    assert {tuple(place) for place in marked} == moving
+    assert "moves over the run (1 of 16 heads; trajectories, AboveMean(eps=3.0))" in page.text(".movers")
+    assert "its sink moves over the run" in page.text(".chosen")
+    # Drawn where it is said to be: the corner of the cell has the mark's colour, that of its neighbour has not.
+    corner = """([layer, head]) => {
+        const canvas = document.querySelector("canvas.grid");
+        const scale = canvas.width / canvas.clientWidth;
+        const width = (canvas.clientWidth - 32) / 4, height = (canvas.clientHeight - 20) / 4;
+        const [x, y] = [30 + (head + 1) * width - 4, 18 + layer * height + 3];
+        return [...canvas.getContext("2d").getImageData(x * scale, y * scale, 1, 1).data].slice(0, 3);
+    }"""
+    page.evaluate("() => window.dlmLens.panes[0].choose(0, 0)")
+    assert page.evaluate(corner, [2, 3]) == [0, 80, 208]
+    assert page.evaluate(corner, [2, 1]) != [0, 80, 208]
+
+
+MOVING = "leo has 26 stones . leo breaks 6 . leo loses 9 . he picks 12 stones . how many stones now ? :"
+
+
+def test_the_controls_stay_on_a_phone(files, opened):
+    page = opened(files["toy"], width=390, height=844)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for down in (0, 400, 1200):
+        page.evaluate(f"window.scrollTo(0, {down})")
+        for control in ("#play", "#step", "#rule", "#level"):
+            box = page.page.locator(control).bounding_box()
+            assert 0 <= box["y"] <= 844 / 2, (down, control)
+            assert box["x"] >= 0 and box["x"] + box["width"] <= 390, (down, control)
+    assert page.evaluate("document.getElementById('controls').getBoundingClientRect().height") <= 844 / 2

@@ -1,0 +1,29 @@
+"""How long the command line takes to answer what needs no model: `python -m benchmarks.command_line`.
+
+Every command is a fresh process; the median of five.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+
+COMMANDS = ("--help", "paths --help", "plot list", "experiment list", "sinks nowhere", "record toy --prompts no --out o",
+            "demo --model ./nowhere", "report nowhere", "train nowhere.yaml", "experiment nothing")  # fmt: skip
+
+
+def main() -> None:
+    """Print the seconds of each command."""
+    for command in COMMANDS:
+        seconds = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            subprocess.run(
+                [sys.executable, "-m", "dlm_lens.cli", *command.split()], capture_output=True, check=False
+            )
+            seconds.append(time.perf_counter() - begun)
+        print(f"{statistics.median(seconds):6.2f} s  dlm-lens {command}")
+
+
+if __name__ == "__main__":
+    main()
