@@ -1,7 +1,7 @@
 """The example of the README and of `dlm-lens demo`, and the rule by which it was chosen.
 
-`python -m experiments.toy.examples` prints it. Test prompts of task A with three lines of calculation (answers of 21
-tokens), written by `toy` on a canvas of exactly 21 positions, a line per block, so that no step writes an end of
+`python -m experiments.toy.examples` prints it. Test prompts of task A with three lines of calculation (21 tokens),
+written by `toy` on a canvas of exactly 21 positions, a line per block, so that no step writes an end of
 text. The head: the one whose sinks move in most prompts (`summary(by="pattern")`). The prompt: the first one. Its
 steps: the middle of each block. Then the head's sinks are hidden, and as a control random columns of the same mass.
 """

@@ -420,5 +420,6 @@ def test_the_controls_stay_on_a_phone(files, opened):
         for control in ("#play", "#step", "#rule", "#level"):
             box = page.page.locator(control).bounding_box()
             assert 0 <= box["y"] <= 844 / 2, (down, control)
-            assert box["x"] >= 0 and box["x"] + box["width"] <= 390, (down, control)
+            assert box["x"] >= 0, (down, control)
+            assert box["x"] + box["width"] <= 390, (down, control)
     assert page.evaluate("document.getElementById('controls').getBoundingClientRect().height") <= 844 / 2

@@ -23,7 +23,7 @@ def test_the_head_and_the_prompt_are_those_of_the_rule(shown: examples.Shown) ->
     assert not torch.isin(answers, torch.tensor(shown.run.eos_token_ids)).any()
 
 
-def test_the_library_calls_the_picture_moving_and_the_sink_stands_on_the_running_total(
+def test_the_library_calls_it_moving_and_the_sink_stands_on_the_running_total(
     shown: examples.Shown,
 ) -> None:
     summary = shown.paths.summary(by="pattern")

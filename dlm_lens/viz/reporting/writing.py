@@ -66,7 +66,7 @@ def report(
     prompts = [[Subject.of(given, one) for given in sources] for one in rows]
     subjects = prompts[0]
     named = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
-    data = {
+    data: dict[str, Any] = {
         "title": title or " and ".join(dict.fromkeys(named if compare is not None else [subjects[0].model])),
         "rule": rule,
     }
