@@ -8,8 +8,18 @@ import subprocess
 import sys
 import time
 
-COMMANDS = ("--help", "paths --help", "plot list", "experiment list", "sinks nowhere",
-            "record toy --prompts no --out o", "demo --model ./nowhere", "report nowhere", "train nowhere.yaml", "experiment nothing")  # fmt: skip
+COMMANDS = (
+    "--help",
+    "paths --help",
+    "plot list",
+    "experiment list",
+    "sinks nowhere",
+    "record toy --prompts no --out o",
+    "demo --model ./nowhere",
+    "report nowhere",
+    "train nowhere.yaml",
+    "experiment nothing",
+)
 
 
 def main() -> None:

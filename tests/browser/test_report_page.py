@@ -86,7 +86,7 @@ def until(page, condition, seconds=20):
     pytest.fail(f"{condition} did not come true in {seconds} s")
 
 
-RULES = [*map(dl.AboveMean, (-0.5, 0.1, 1.0, 2.0, 2.7182818, 3.0, 4.5, 8.0)), *map(dl.AboveStd, (0.3, 2.0, 3.3))]
+RULES = [*map(dl.AboveMean, (0.0, 0.1, 1.0, 2.0, 2.7182818, 3.0, 4.5, 8.0)), *map(dl.AboveStd, (0.3, 2.0, 3.3))]
 RULES += [dl.TopK(1), dl.TopK(5)]
 
 
