@@ -172,12 +172,14 @@ def read_setting(text: str) -> tuple[str, Any]:
     """A setting written as name=value; the value is a Python literal or plain text.
 
     Raises:
-        ValueError: there is no "=".
+        ValueError: there is no "=", or the value is nested too deeply.
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise ValueError(f"{text!r} is no setting; write name=value, such as prompts=64")
     try:
         return name.strip(), ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):  # TypeError: a dictionary as a key
         return name.strip(), value
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{text[:60]!r}... is nested too deeply for a setting; write a plain value") from None

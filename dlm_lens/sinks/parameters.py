@@ -1,6 +1,6 @@
 """The detectors' names and the ranges of their numbers: what can be checked before torch is imported."""
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,8 @@ def check_count(rule: str, name: str, value: Any) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    # Compared instead of math.isfinite, which raises for whole numbers beyond the largest float.
+    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_any_expression_is_read_or_refused(audited: None, text: str) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(expressions(), st.text(max_size=LONGEST), st.binary(max_size=200).map(lambda b: b.decode("latin-1")))
 )

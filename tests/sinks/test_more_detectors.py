@@ -296,3 +296,16 @@ def test_a_statistic_and_a_rule_of_another_quantity_are_refused():
         find_sinks(softmax_pattern(2, 9, 9), LowKeyNorm())
     with pytest.raises(TypeError, match="head level"):
         find_sinks(statistic, LowKeyNorm(), level="model")
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), float("nan"), float("inf"), True, "3"], ids=lambda v: str(v)[:5]
+)
+def test_settings_beyond_every_float_are_refused_in_a_sentence(value: object) -> None:
+    import dlm_lens.sinks as room
+    from dlm_lens.sinks.parameters import DETECTORS
+
+    for entry in DETECTORS.values():
+        if entry.kind != "TopK" or not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            with pytest.raises(ValueError, match="must "):
+                getattr(room, entry.kind)(**{entry.parameter: value})
