@@ -372,3 +372,77 @@ def test_a_long_wait_is_told(model: Any, monkeypatch: pytest.MonkeyPatch, caplog
     assert [record.getMessage() for record in caplog.records] == [
         "second waits for MainThread, which uses the same model"
     ]
+
+
+# Errors
+
+
+class Failing:
+    """A hook that raises after so many calls."""
+
+    site = "mlp_out"
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        self.calls -= 1
+        if self.calls < 0:
+            raise ZeroDivisionError
+        return tensor
+
+
+def failing_trace(model: Any) -> None:
+    lm = dl.DiffusionLM(model, check=False)
+    with lm.generate(IDS, **RUN) as tracer:
+        for _ in tracer.steps:
+            lm.layers[1].attn.pattern.sum().item() / 0
+
+
+def failing_forward(model: Any) -> None:
+    with dl.record_forward(model, [dl.ReceivedAttention()]), attached(model, Failing(1)):
+        model(torch.tensor([IDS]))
+
+
+def failing_bridge(model: Any) -> None:
+    bridge = dl.bridge(model)
+    try:
+        bridge.denoise(IDS, hooks=[mask_top_sinks(1, source="clean"), Failing(2)], **RUN)
+    finally:
+        is_clean(bridge.original_model, points=bridge.hook_points())
+
+
+ERRORS: dict[str, Callable[[Any], Any]] = {
+    "denoise": lambda m: dl.denoise(m, IDS, hooks=[mask_top_sinks(1, source="clean"), Failing(3)], **RUN),
+    "record": lambda m: dl.record(m, [IDS], [dl.UpdateNorm()], hooks=[Failing(3)], **RUN),
+    "compare": lambda m: dl.compare(m, [IDS], [Failing(3)], **RUN),
+    "replay": lambda m: dl.replay(m, dl.denoise(m, IDS, **RUN), hooks=[Failing(1)]),
+    "a forward": failing_forward,
+    "a trace": failing_trace,
+    "a bridge": failing_bridge,
+}
+
+
+def is_clean(model: Any, points: Any = ()) -> None:
+    """No hook, no reader, no lock and no stance of the compiler is left."""
+    from torch._dynamo import eval_frame
+
+    lock = lock_of(model)
+    assert (lock.owner, lock.depth, lock.listeners) == (None, 0, 0)
+    assert eval_frame._stance.stance == "default"
+    assert not any(getattr(module, "readers", ()) for module in model.modules())
+    assert not any(point.fwd_hooks or point.bwd_hooks for point in points)
+    if not points:
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_leaves_nothing_on_a_model(name: str) -> None:
+    model = tiny("llada")
+    before = dl.denoise(model, IDS, **RUN)
+    with pytest.raises(ZeroDivisionError):
+        ERRORS[name](model)
+    is_clean(model)
+    assert torch.equal(dl.denoise(model, IDS, **RUN).confidence, before.confidence)
+    # Another thread does not wait either.
+    same(in_threads(lambda: dl.denoise(model, IDS, **RUN))[0], before)
