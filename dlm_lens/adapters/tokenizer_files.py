@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from dlm_lens.adapters.hub import optional_file
@@ -77,7 +77,10 @@ def load_tokenizer(source: str, options: dict[str, Any], config: Any = None) -> 
                 # For some model types (qwen2) AutoTokenizer takes its own class whatever the checkpoint names.
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(place)
             else:
-                tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, config=config)
+                known = (
+                    PreTrainedConfig() if config is None else config
+                )  # there is no config.json beside the copies
+                tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, config=known)
             len(tokenizer)
         except Exception as error:  # the tokenizers library raises plain Exception
             if held[WHOLE] is None:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import dlm_lens
 from dlm_lens.adapters.headers import read_header
+from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.testing import tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -336,3 +338,30 @@ def test_a_chat_template_cannot_reach_python(plain: Path, tmp_path: Path) -> Non
     tokenizer = dlm_lens.load(path).tokenizer
     with pytest.raises(Exception, match="unsafe"):
         tokenizer.apply_chat_template([{"role": "user", "content": "w1"}], tokenize=False)
+
+
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", None])
+def test_a_tokenizer_is_read_without_a_model(named: str | None, plain: Path, tmp_path: Path) -> None:
+    """As for a new SMDM, whose settings name a directory with a tokenizer alone."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(plain / name, tmp_path / name)
+    rewrite(tmp_path / "tokenizer_config.json", tokenizer_class=named)
+    tokenizer = load_tokenizer(str(tmp_path), {})
+    assert tokenizer is not None
+    assert tokenizer.name_or_path == str(tmp_path)
+    if named != "LlamaTokenizer":  # which has a model of its own kind
+        assert tokenizer("w3 w4")["input_ids"] == [3, 4]
+
+
+def test_a_tokenizer_of_vocabulary_and_merges_is_transformers_own(tmp_path: Path) -> None:
+    """Without a tokenizer.json, as Dream and the Qwen2 models came: the class that is named builds it."""
+    vocabulary = {chr(33 + i): i for i in range(94)} | {"\u0120": 94, "ab": 95, "\u0120ab": 96}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n\u0120 ab\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    read, own = load_tokenizer(str(tmp_path), {}), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(read) is type(own)
+    for text in ("ab ab", "x ab1b2 ab", "(ab)"):
+        assert read(text)["input_ids"] == own(text)["input_ids"]
+    assert read("ab ab")["input_ids"] == [95, 96]
