@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import dlm_lens
 from dlm_lens.adapters import embedded_models, load
+from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.printable import printable
 from dlm_lens.recording import record
 from dlm_lens.sampling import Denoised
@@ -217,7 +218,7 @@ def _write(
             figure.savefig(out / file, dpi=150, bbox_inches="tight")
             paths.append(out / file)
     numbers = out / "sinks.json"
-    numbers.write_text(json.dumps(_numbers(model, run, received, sinks, heads), indent=1, allow_nan=False))
+    write_file(numbers, json.dumps(_numbers(model, run, received, sinks, heads), indent=1, allow_nan=False))
     return (*paths, numbers)
 
 

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm as tqdm_auto
+from tqdm.std import tqdm
+
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -67,6 +70,9 @@ def run_forked(work: Callable[[], Any], setup: Callable[[], Any] = lambda: None)
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
+            # Progress bars share a lock with forked children, which one that is killed would keep.
+            tqdm.set_lock(threading.RLock())
+            tqdm_auto.set_lock(threading.RLock())
             setup()
             told = work()
             status = 0
