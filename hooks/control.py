@@ -117,7 +117,7 @@ class MaskRandom(HidesColumns):
             assert self.k is not None
             numbers = _numbers(self.seed, content, _heads(columns, hook), hook)
             chosen = top_columns(numbers.masked_fill(~content[:, None], torch.nan), self.k)
-            return Hidden(chosen, self.stage, self.keep_self, self.renormalise)
+            return Hidden(chosen, self.stage, self.keep_self, self.renormalise, most=self.k)
         real: Hidden | None = self.like.hidden(keys, columns, hook)
         if real is None:
             return None
@@ -132,7 +132,8 @@ class MaskRandom(HidesColumns):
         else:
             mass = _received(self.like, keys, columns, hook, wanted.shape[1]).to(order.device)
             ranked = _nearest(mass.expand(order.shape).gather(-1, order), free.gather(-1, order), mass, gone)
-        return replace(real, columns=torch.zeros_like(free).scatter(-1, order, ranked) & free)
+        chosen = torch.zeros_like(free).scatter(-1, order, ranked) & free
+        return replace(real, columns=chosen, most=real.most if self.match == "columns" else None, leaves_one=False)
 
 
 def mask_random(
@@ -242,7 +243,7 @@ def _numbers(
     if run is not None:
         where = torch.arange(run.tokens.shape[1], device=device) - run.valid.int().argmax(-1, keepdim=True)
         row = (_mixed(_mixed(where) + run.tokens) * run.prompt).sum(-1)
-    key = torch.tensor(seed, device=device)
+    key = torch.full((), seed, device=device)
     for number in (getattr(run, "step", 0), hook.layer() if hook is not None else 0):
         key = _mixed(key + number)
     head = _mixed(key + torch.arange(heads, device=device))

@@ -69,7 +69,8 @@ class FreezeSinks(HidesColumns):
         found = held[hook.layer()]
         if found is None:
             return None
-        return Hidden(grown(found, keys), self.stage, self.sinks.keep_self, self.sinks.renormalise)
+        most = self.sinks.bounds["most"]
+        return Hidden(grown(found, keys), self.stage, self.sinks.keep_self, self.sinks.renormalise, most=most)
 
     def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
         """Look for the sinks at the step, also where a wrapper keeps the hook from acting."""

@@ -67,7 +67,9 @@ class KeepOnly(HidesColumns):
         """All columns but the sinks, of which every query spares its window."""
         layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
         found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)
-        gone = torch.ones(1, 1, keys, dtype=torch.bool) if found is None else ~found.columns
+        run = getattr(hook, "run", None)
+        device = None if run is None else run.tokens.device
+        gone = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if found is None else ~found.columns
         spare = partial(in_window, window=self.window, ahead=self.ahead, layout=layout)
         return Hidden(gone, self.stage, renormalise=self.renormalise, spare=spare)
 

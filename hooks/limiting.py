@@ -75,7 +75,7 @@ class Limited:
     def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
         """The edited activation; where the hook does not act, the activation as it was."""
         active = self.limit.active(hook, self)
-        if not _any(active):
+        if not self._any(active, hook):
             return tensor
         edited: Tensor = self.hook(tensor, hook)
         if isinstance(active, Tensor):
@@ -84,13 +84,21 @@ class Limited:
             edited = torch.where(self._heads(tensor), edited, tensor)
         return edited
 
+    def _any(self, active: Active, hook: Any) -> bool:
+        """Whether the hook acts in any row: asked of the device once a step, not in every layer."""
+        if isinstance(active, bool):
+            return active
+        run = getattr(hook, "run", None)
+        return bool(active.any()) if run is None else bool(run.once(("acts", id(self)), lambda: bool(active.any())))
+
     def _heads(self, tensor: Tensor) -> Tensor:
         axis = HEAD_AXIS[self.site]
         wanted = torch.zeros(tensor.shape[axis], dtype=torch.bool, device=tensor.device)
         for head in self.limit.heads:
             if not -len(wanted) <= head < len(wanted):
                 raise ValueError(f"{self}: head {head} of {len(wanted)}")
-            wanted[head] = True
+            place = head % len(wanted)
+            wanted[place : place + 1] = True
         return wanted.view(-1, *[1] * (tensor.ndim - axis - 1))
 
 
@@ -107,7 +115,7 @@ class LimitedColumns(Limited):
     def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
         """What the hook hides, in the heads and rows in which it acts."""
         active = self.limit.active(hook, self)
-        if not _any(active):
+        if not self._any(active, hook):
             self.observe(keys, columns, hook)
             return None
         hidden: Hidden | None = self.hook.hidden(keys, columns, hook)
@@ -195,10 +203,6 @@ def _indices(given: Sequence[int], what: str) -> tuple[int, ...]:
     if not found or any(isinstance(index, bool) or not isinstance(index, int) for index in found):
         raise ValueError(f"{given!r}: give at least one {what} as a whole number")
     return found
-
-
-def _any(active: Active) -> bool:
-    return active if isinstance(active, bool) else bool(active.any())
 
 
 def _rows(active: Tensor, tensor: Tensor) -> Tensor:

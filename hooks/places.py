@@ -100,7 +100,8 @@ def where(positions: Positions, tensor: Tensor, hook: Any, who: Any) -> Bool[Ten
                 f"{who}: where a sink stands depends on the model; run it with dlm_lens.hooks.attached(model, ...)"
             )
         for position in positions:
-            chosen[:, layout.locate(position, length)] = True
+            place = layout.locate(position, length)
+            chosen[:, place : place + 1] = True
     if run is not None:
         chosen[:, canvas] &= run.valid.to(chosen.device)
     return chosen

@@ -57,10 +57,12 @@ class MaskPositions(HidesColumns):
             raise ValueError(
                 f"{self}: where a sink stands depends on the model; run it with dlm_lens.hooks.attached(model, ...)"
             )
-        hidden = torch.zeros(1, 1, keys, dtype=torch.bool)
+        run = getattr(hook, "run", None)
+        hidden = torch.zeros(1, 1, keys, dtype=torch.bool, device=None if run is None else run.tokens.device)
         for position in self.positions:
-            hidden[..., (layout or SinkLayout()).locate(position, keys)] = True
-        return Hidden(hidden, self.stage, self.keep_self, self.renormalise)
+            place = (layout or SinkLayout()).locate(position, keys)
+            hidden[..., place : place + 1] = True
+        return Hidden(hidden, self.stage, self.keep_self, self.renormalise, most=len(self.positions))
 
 
 def mask_positions(

@@ -13,7 +13,7 @@ from dlm_lens.hooks.known import KnownSource, known_columns
 from dlm_lens.hooks.masking import HidesColumns, check_stage, written
 from dlm_lens.hooks.statistics import QUANTITIES, grown, received_by, scores_of
 from dlm_lens.recording import Recording
-from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
+from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, Sinks, TopK, received_of
 from dlm_lens.sinks.received import MERGED
 
 When = Literal["current", "previous", "clean"]
@@ -72,7 +72,17 @@ class MaskSinks(HidesColumns):
     def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
         """The columns of the sinks."""
         found = self.found(keys, columns, hook)
-        return None if found is None else Hidden(found, self.stage, self.keep_self, self.renormalise)
+        return None if found is None else Hidden(found, self.stage, self.keep_self, self.renormalise, **self.bounds)
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """What is known of the number of columns before any is looked for: `Hidden.most` and `leaves_one`."""
+        most = self.detector.k if isinstance(self.detector, TopK) else None
+        if self.top is not None:
+            most = self.top if most is None else min(self.top, most)
+        # Not all keys of a map are above its mean.
+        above = isinstance(self.detector, AboveMean | AboveStd) and self.source == "current" and self.per == "head"
+        return {"most": most, "leaves_one": above}
 
     def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
         """See a step at which a wrapper keeps the hook from acting: the next one may ask for its statistics."""

@@ -59,7 +59,17 @@ class Steer:
         if given[-1] != features[-1] or (len(given) > 1 and given != features):
             raise ValueError(f"{self}: {self.site} has {list(features)} features a position")
         chosen = spread(where(self.positions, tensor, hook, self), tensor)
-        return torch.where(chosen, tensor + self.scale * self.direction.to(tensor), tensor)
+        return torch.where(chosen, tensor + self.scale * self._direction_on(tensor, hook), tensor)
+
+    def _direction_on(self, tensor: Tensor, hook: HookContext | None) -> Tensor:
+        """The direction in the activation's dtype and place, brought there once a step."""
+        run = getattr(hook, "run", None)
+        if run is None or self.direction.device == tensor.device:
+            return self.direction.to(tensor)
+        moved: Tensor = run.once(
+            ("direction", id(self), tensor.device, tensor.dtype), lambda: self.direction.to(tensor)
+        )
+        return moved
 
 
 def steer(
@@ -127,9 +137,10 @@ class Splice:
             ValueError: a position that is not there; a class or a schedule over progress outside a run; a module
                 whose result has another shape.
         """
-        weights = self._weights(tensor, hook)
-        if not bool(weights.any()):
+        shares = self._shares(tensor, hook)
+        if not any(shares):
             return tensor
+        weights = self._weights(shares, tensor, hook)
         found: Any = self.module(tensor)
         if not isinstance(found, Tensor) or found.shape != tensor.shape:
             kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -137,18 +148,31 @@ class Splice:
         mixed = (1 - weights) * tensor + weights * found.to(tensor)
         return torch.where(spread(where(self.positions, tensor, hook, self), tensor), mixed, tensor)
 
-    def _weights(self, tensor: Tensor, hook: HookContext | None) -> Tensor:
-        """W of every row, with as many axes as the activation."""
+    def _shares(self, tensor: Tensor, hook: HookContext | None) -> tuple[float, ...]:
+        """W of every row; one number where it is the same for all."""
         schedule = 1.0 if self.schedule is None else self.schedule
         if isinstance(schedule, int | float):
-            return tensor.new_full([1] * tensor.ndim, float(schedule))
-        progress = run_of(hook, self).for_rows(len(tensor)).progress.tolist()
+            return (float(schedule),)
+        run = run_of(hook, self).for_rows(len(tensor))
+        progress: list[float] = run.once("progress", lambda: run.progress.tolist())
         if isinstance(schedule, tuple):
             lo, hi = schedule
-            found = [lo + (hi - lo) * share for share in progress]
-        else:
-            found = [float(schedule(share)) for share in progress]
-        return tensor.new_tensor(found).reshape(-1, *[1] * (tensor.ndim - 1))
+            return tuple(lo + (hi - lo) * share for share in progress)
+        return tuple(float(schedule(share)) for share in progress)
+
+    def _weights(self, shares: tuple[float, ...], tensor: Tensor, hook: HookContext | None) -> Tensor:
+        """W with as many axes as the activation."""
+        run = getattr(hook, "run", None)
+        if len(set(shares)) == 1:
+            return tensor.new_full([1] * tensor.ndim, shares[0])
+
+        def made() -> Tensor:
+            return tensor.new_tensor(shares).reshape(-1, *[1] * (tensor.ndim - 1))
+
+        if run is None:
+            return made()
+        weights: Tensor = run.once(("shares", shares, tensor.device, tensor.dtype, tensor.ndim), made)
+        return weights
 
 
 def splice(

@@ -55,8 +55,10 @@ class MaskTokens(HidesColumns):
         run = run_of(hook, self)
         layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
         hidden = torch.zeros(len(run.tokens), 1, keys, dtype=torch.bool, device=run.tokens.device)
-        hidden[:, 0, layout.canvas(keys)] = self._chosen(run)
-        return Hidden(hidden, self.stage, self.keep_self, self.renormalise)
+        chosen = run.once(("chosen", self), lambda: self._chosen(run))
+        hidden[:, 0, layout.canvas(keys)] = chosen
+        most = run.once(("most", self), lambda: int(chosen.sum(-1).max()))
+        return Hidden(hidden, self.stage, self.keep_self, self.renormalise, most=most)
 
     def _chosen(self, run: RunStep) -> Bool[Tensor, "row position"]:
         chosen = torch.zeros_like(run.masked)
@@ -66,18 +68,19 @@ class MaskTokens(HidesColumns):
             elif one == "prompt":
                 chosen = chosen | run.prompt
             else:
-                chosen = chosen | (torch.isin(run.tokens, self._ids(one, run)) & ~run.masked)
+                of_class = torch.zeros_like(run.masked)
+                for token in self._ids(one, run):
+                    of_class = of_class | (run.tokens == token)
+                chosen = chosen | (of_class & ~run.masked)
         return chosen & run.valid
 
-    def _ids(self, one: str | int, run: RunStep) -> Tensor:
+    def _ids(self, one: str | int, run: RunStep) -> list[int]:
         """The ids of a class among those on the canvas."""
         if isinstance(one, int):
-            ids = [one]
-        elif one == "eos":
-            ids = sorted(_end_ids(run.config))
-        else:
-            ids = [token for token in run.tokens.unique().tolist() if self._class_of(token, run) == one]
-        return torch.tensor(ids, dtype=torch.long, device=run.tokens.device)
+            return [one]
+        if one == "eos":
+            return sorted(_end_ids(run.config))
+        return [token for token in run.tokens.unique().tolist() if self._class_of(token, run) == one]
 
     def _class_of(self, token: int, run: RunStep) -> str:
         if run.tokenizer is None:

@@ -35,6 +35,7 @@ class RunStep:
         config: the model's, with its special token ids.
         tokenizer: decodes ids; None if there is none.
         memory: what hooks remember from step to step of this run.
+        known: what was computed for this step and is the same in every layer (`once`).
         clean: what every layer's keys receive in a pass over the same canvas without any hook, by layer; runs that
             pass when first asked.
     """
@@ -50,6 +51,7 @@ class RunStep:
     config: Any = field(default=None, repr=False)
     tokenizer: Any = field(default=None, repr=False)
     memory: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
+    known: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
     clean: Callable[[], Mapping[int, Columns]] | None = field(default=None, repr=False)
 
     @property
@@ -60,9 +62,20 @@ class RunStep:
     @property
     def progress(self) -> Float[Tensor, "row"]:
         """Share of the answer that is written, per row; in an AR run, step / total."""
-        if not bool(self.masked.any()):
-            return torch.full((len(self.tokens),), self.step / self.total, device=self.tokens.device)
-        return 1 - self.masked.sum(-1) / self.answer.sum(-1).clamp(min=1)
+        written = 1 - self.masked.sum(-1) / self.answer.sum(-1).clamp(min=1)
+        return torch.where(self.masked.any(), written, self.step / self.total)
+
+    @property
+    def fewest_content(self) -> int:
+        """Content positions of the row that has fewest."""
+        return int(self.once("content", lambda: int(self.valid.sum(-1).min())))
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns, computed once for all layers of the step: what waits for a GPU waits once."""
+        key = (key, tuple(self.tokens.shape))
+        if key not in self.known:
+            self.known[key] = compute()
+        return self.known[key]
 
     def until(self, stop: int) -> "RunStep":
         """The same step of a canvas that ends at `stop`."""

@@ -76,6 +76,9 @@ class Hidden:
         heads: sets of heads, negative from the end; only heads that are in all of them lose anything.
         rows: only these rows of the batch lose anything; None for all.
         spare: what each query keeps of the columns, from the queries' own positions among `keys` keys.
+        most: so many columns go in a map at most; None if that is not known without asking the device.
+        leaves_one: of the keys that the queries of a map see, one at least stays.
+        edge: only the first so many queries may end empty; None if that is not known without asking the device.
     """
 
     columns: Bool[Tensor, "#batch #head key"]
@@ -85,6 +88,9 @@ class Hidden:
     heads: tuple[tuple[int, ...], ...] = ()
     rows: Bool[Tensor, "batch"] | None = None
     spare: Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None = None
+    most: int | None = None
+    leaves_one: bool = False
+    edge: int | None = None
 
     def only_heads(self, heads: tuple[int, ...]) -> "Hidden":
         """The same in some heads, nothing in the others."""
@@ -149,7 +155,7 @@ def _head_flags(sets: tuple[tuple[int, ...], ...], count: int, device: torch.dev
     """True at the heads that are in all sets; made on the device, where a copy would wait for it."""
     flags = torch.zeros(count, dtype=torch.bool, device=device)
     for head in _heads_in_all(sets, count):
-        flags[head] = True
+        flags[head : head + 1] = True  # a slice is filled, an index would copy from the host
     return flags
 
 

@@ -5,7 +5,7 @@ asks it which columns to hide, with what each key receives summed tile by tile.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dlm_lens.attention.account import count_hidden
 from dlm_lens.attention.calls import ColumnCall
 from dlm_lens.attention.columns import expected_received, viewers
+from dlm_lens.attention.context import PointContext
 from dlm_lens.attention.hiding import AskedColumns, Columns, Hidden, counted_queries
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.received import received_sums
@@ -36,6 +37,7 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
     drop, and it comes last (as `hook_pattern` comes behind `hook_scores`).
     """
     seen = None if inputs.visible is None else inputs.visible.any((1, 2))
+    least = _Least()
     for call in calls:
         context = call.context()
         keys = inputs.k.shape[2]
@@ -45,13 +47,45 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
             hidden = call.hook.hidden(keys, columns, context)
         if hidden is None:
             continue
-        hidden = hidden.settled(inputs.q.shape[1], inputs.q.device)
+        hidden = replace(
+            hidden.settled(inputs.q.shape[1], inputs.q.device), edge=least.edge(hidden, inputs, context)
+        )
         count_hidden(call.hook, hidden, inputs.q.shape[0], inputs.q.shape[1], context, columns.found)
         if hidden.stage == "after" and not hidden.renormalise:
             return replace(inputs, dropped=hidden)
         # Behind the softmax with rows that sum to 1 again is the same as before it.
         inputs = replace(inputs, visible=_left_visible(inputs, hidden))
     return inputs
+
+
+@dataclass
+class _Least:
+    """How many keys every query is known to see; to ask the device would wait for a GPU in every layer.
+
+    Args:
+        hidden: columns that the hooks so far may have hidden; None if that is not known.
+    """
+
+    hidden: int | None = 0
+
+    def edge(self, hidden: Hidden, inputs: AttentionInputs, context: PointContext) -> int | None:
+        """`Hidden.edge` of the next hook."""
+        before = self.hidden
+        counts = hidden.most is not None and not hidden.keep_self and hidden.spare is None
+        self.hidden = before + (hidden.most or 0) if counts and before is not None else None
+        if before is None or hidden.keep_self or hidden.spare is not None:
+            return None
+        if hidden.leaves_one and before == 0 and not context.causal:
+            return 0
+        if hidden.most is None or (context.run is None and inputs.visible is not None):
+            return None
+        keys = inputs.k.shape[2]
+        content = keys if context.run is None else context.run.fewest_content
+        gone = before + hidden.most
+        if context.causal:
+            # Query i sees i + 1 keys, padding among them.
+            return min(keys, keys - content + gone)
+        return 0 if gone < content else None
 
 
 def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> Columns:
@@ -123,7 +157,7 @@ def _left_visible(inputs: AttentionInputs, hidden: Hidden) -> Bool[Tensor, "batc
     if not hidden.keep_self and hidden.spare is None and (seen is None or seen.shape[-2] == 1):
         left = ~hidden.columns[:, :, None, :]
         left = left if seen is None else left & seen
-        if bool(left.any(-1).all()):
+        if hidden.edge == 0 or bool(left.any(-1).all()):
             return left
     if seen is None:
         seen = torch.ones(1, 1, 1, inputs.k.shape[2], dtype=torch.bool, device=inputs.q.device)
@@ -150,6 +184,8 @@ def _keeping_rows(inputs: AttentionInputs, dropped: Hidden) -> Int[Tensor, "row"
     queries = inputs.q.shape[2]
     if dropped.spare is not None:
         return torch.arange(queries, device=inputs.q.device)
+    if dropped.edge is not None and not dropped.keep_self:
+        return torch.arange(min(queries, dropped.edge), device=inputs.q.device)
     seen = inputs.seen()
     if seen is None or seen.shape[-2] == 1:
         left = ~dropped.columns if seen is None else ~dropped.columns & seen.squeeze(-2)

@@ -149,9 +149,10 @@ class _MedianActivation:
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch"]:
         present = layer.facts.present
-        canvas = _stream(layer)[:, : present.shape[1]]
-        rows = [row[keep].abs().flatten().float().median() for row, keep in zip(canvas, present, strict=True)]
-        return torch.stack(rows)
+        size = _stream(layer)[:, : present.shape[1]].abs().float()
+        # Without a boolean index, whose result has a size that a GPU would be waited for.
+        median = size.masked_fill(~present[..., None], torch.nan).flatten(1).nanmedian(-1).values
+        return median.masked_fill((size.isnan() & present[..., None]).flatten(1).any(-1), torch.nan)
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,12 @@ inline void check(const Call& call) {
 inline bool waits(const Call& call) {
   if (kWaiting.count(call.name)) return true;
   if (!kIndexing.count(call.name) && !kIndexedAssignment.count(call.name)) return false;
-  // A boolean index becomes positions (nonzero); an index on the CPU is copied to the device.
+  // A boolean index becomes positions, for which index.Tensor_out has called nonzero already; an index on the CPU is
+  // copied to the device.
+  const bool masks_count = call.name != "index.Tensor_out";
   const size_t end = call.tensors.size() - (kIndexedAssignment.count(call.name) ? 1 : 0);
   for (size_t i = 1; i < end; ++i)
-    if (!call.tensors[i].written && (is_index_mask(call.tensors[i].tensor) || call.tensors[i].tensor.is_cpu())) return true;
+    if (!call.tensors[i].written && ((masks_count && is_index_mask(call.tensors[i].tensor)) || call.tensors[i].tensor.is_cpu())) return true;
   return false;
 }
 

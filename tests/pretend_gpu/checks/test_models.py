@@ -1,0 +1,106 @@
+"""Loading over several devices, training, evaluation, the kernels and the doctor on the pretended GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens import doctor
+from dlm_lens.attention import kernel_selection
+from dlm_lens.attention.received import attention_lse, received_sums
+from dlm_lens.attention.tiled import tiled_lse, tiled_received_sums
+from dlm_lens.hooks import mask_top_sinks
+from dlm_lens.placement import devices, input_device
+from dlm_lens.testing import tiny
+from dlm_lens.training import masked_loss
+from tests.pretend_gpu.scenes import PROMPTS
+
+
+def test_loading_over_two_devices() -> None:
+    plain, model = dl.load("toy"), dl.load("toy", device_map="balanced")
+    text = "tom has 5 apples . tom buys 4 more . how many apples ? :"
+    runs = [dl.denoise(m, text, steps=4, gen_length=8, hooks=[mask_top_sinks(2)]) for m in (plain, model)]
+    assert len(devices(model)) == 2
+    assert input_device(model).type == "cuda"
+    assert runs[0].tokens.equal(runs[1].tokens.cpu())
+
+
+@pytest.mark.parametrize("family", ["llada", "sink_llama", "causal"])
+def test_a_training_step_equals_the_cpus(family: str) -> None:
+    losses, gradients = [], []
+    for device in ("cpu", "cuda:0"):
+        model: Any = tiny(family).to(device)
+        ids = torch.tensor([PROMPTS[1]], device=device)
+        outputs = torch.tensor([1, 3], device=device)
+        targets, weights = ids[0, outputs], torch.tensor([0.5, 2.0], device=device)
+        loss = masked_loss(model, ids, outputs, targets, weights)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(model.get_input_embeddings().weight.grad.cpu())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)  # float32, another kernel
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_dispatcher_runs_the_kernels_in_the_interpreter(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlm_lens.attention import kernels
+
+    monkeypatch.setenv("DLM_LENS_KERNELS", "on")
+    called = []
+    launch = kernels._launch
+    monkeypatch.setattr(kernels, "_launch", lambda *a, **o: called.append(1) or launch(*a, **o))
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 40, width, generator=generator) for _ in range(2))
+    weights = torch.ones(1, 1, 40)
+    found = received_sums(q.cuda(), k.cuda(), scale=0.1)
+    torch.testing.assert_close(
+        found.cpu(), tiled_received_sums(q, k, 0.1, None, weights, False), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        attention_lse(q.cuda(), k.cuda(), scale=0.1).cpu(), tiled_lse(q, k, 0.1, None, False)
+    )
+    assert len(called) == 3
+
+
+def test_a_kernel_that_cannot_be_launched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from dlm_lens.attention import kernels
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OutOfResources(98304, 65536, "shared memory")
+
+    monkeypatch.setattr(kernels, "_launch", refuse)
+    monkeypatch.setattr(kernel_selection, "_failed", set())
+    monkeypatch.setenv("DLM_LENS_KERNELS", "on")
+    model = tiny("llada").to("cuda")
+    recording = dl.record(model, PROMPTS, gen_length=4)
+    assert [record.name for record in caplog.records].count("dlm_lens.attention.kernel_selection") == 1
+    expected = dl.record(tiny("llada"), PROMPTS, gen_length=4)
+    torch.testing.assert_close(recording.received, expected.received, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_the_doctor_computes_on_every_device() -> None:
+    found = {finding.subject: finding for finding in doctor.findings()}
+    for index in range(2):
+        assert found[f"cuda:{index}"].good, found[f"cuda:{index}"]
+        assert "Pretended GPU: toy wrote" in found[f"cuda:{index}"].found
+        assert "attention kernels off (DLM_LENS_KERNELS=off)" in found[f"cuda:{index}"].found
+
+
+def test_a_tuned_lens_of_an_offloaded_model(tmp_path: Path) -> None:
+    from tests.pretend_gpu.placing import placed
+
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w4 w5 w6")
+    settings = {"steps": 2, "batch_size": 1, "length": 6}
+    lenses = [
+        dl.probes.train_tuned_lens(model, text, **settings)
+        for model in (tiny("llada"), placed(tiny("llada"), "disk", tmp_path / "weights"))
+    ]
+    assert lenses[0].digest == lenses[1].digest
+    torch.testing.assert_close(lenses[0].bias, lenses[1].bias, rtol=1e-4, atol=1e-5)  # float32, another kernel
