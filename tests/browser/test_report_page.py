@@ -397,16 +397,20 @@ def test_the_grid_marks_the_heads_whose_sinks_move(tmp_path, opened):
     assert "moves over the run (1 of 16 heads; trajectories, AboveMean(eps=3.0))" in page.text(".movers")
     assert "its sink moves over the run" in page.text(".chosen")
     # Drawn where it is said to be: the corner of the cell has the mark's colour, that of its neighbour has not.
-    corner = """([layer, head]) => {
+    corners = """(places) => {
         const canvas = document.querySelector("canvas.grid");
         const scale = canvas.width / canvas.clientWidth;
         const width = (canvas.clientWidth - 32) / 4, height = (canvas.clientHeight - 20) / 4;
-        const [x, y] = [30 + (head + 1) * width - 4, 18 + layer * height + 3];
-        return [...canvas.getContext("2d").getImageData(x * scale, y * scale, 1, 1).data].slice(0, 3);
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        return places.map(([layer, head]) => {
+            const [x, y] = [30 + (head + 1) * width - 4, 18 + layer * height + 3].map((at) => Math.round(at * scale));
+            return [...pixels.slice(4 * (y * canvas.width + x), 4 * (y * canvas.width + x) + 3)];
+        });
     }"""
     page.evaluate("() => window.dlmLens.panes[0].choose(0, 0)")
-    assert page.evaluate(corner, [2, 3]) == [0, 80, 208]
-    assert page.evaluate(corner, [2, 1]) != [0, 80, 208]
+    marked_cell, other = page.evaluate(corners, [[2, 3], [2, 1]])
+    assert marked_cell == [0, 80, 208]
+    assert other != marked_cell
 
 
 MOVING = "leo has 26 stones . leo breaks 6 . leo loses 9 . he picks 12 stones . how many stones now ? :"

@@ -75,11 +75,11 @@ function takeRule(name, value) {
   const whole = name === "top-k";
   const most = whole ? Math.max(...panes.map((pane) => pane.recorded.keys)) : Infinity;
   const safe = Number.isFinite(value) ? value : RULES[name].start;
-  state.rule = { name, value: whole ? Math.min(Math.max(Math.round(safe), 1), most) : safe };
+  state.rule = { name, value: whole ? Math.min(Math.max(Math.round(safe), 1), most) : Math.max(safe, 0) };
   const range = { "above-mean": [0, 20], "above-std": [0, 10], "top-k": [1, Math.min(most, 32)] }[name];
   for (const id of ["value", "fine"]) {
     control(id).step = whole ? 1 : id === "value" ? "any" : 0.05;
-    control(id).min = id === "fine" ? range[0] : whole ? 1 : "";
+    control(id).min = id === "fine" ? range[0] : whole ? 1 : 0;
   }
   control("fine").max = Math.max(range[1], state.rule.value);
   control("rule").value = name;
