@@ -403,7 +403,8 @@ def test_the_grid_marks_the_heads_whose_sinks_move(tmp_path, opened):
         const width = (canvas.clientWidth - 32) / 4, height = (canvas.clientHeight - 20) / 4;
         const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
         return places.map(([layer, head]) => {
-            const [x, y] = [30 + (head + 1) * width - 4, 18 + layer * height + 3].map((at) => Math.round(at * scale));
+            const at = [30 + (head + 1) * width - 4, 18 + layer * height + 3];
+            const [x, y] = at.map((one) => Math.round(one * scale));
             return [...pixels.slice(4 * (y * canvas.width + x), 4 * (y * canvas.width + x) + 3)];
         });
     }"""

@@ -70,14 +70,10 @@ def report(
         "title": title or " and ".join(dict.fromkeys(named if compare is not None else [subjects[0].model])),
         "rule": rule,
     }
-    contents = [
-        [
-            {"label": label, **content_of(subject, BUDGET // len(prompts), rule=judged)}
-            for subject, label in zip(pair, named, strict=False)
-        ]
-        for pair in prompts
-    ]
-    data |= {"recordings": contents[0], "others": contents[1:]}
+    room = BUDGET // len(prompts)
+    contents = [[content_of(subject, room, rule=judged) for subject in pair] for pair in prompts]
+    first = [{"label": label, **content} for label, content in zip(named, contents[0], strict=False)]
+    data |= {"recordings": first, "others": contents[1:]}
     return write_file(path, page_of(data))  # all or nothing: who opens it meanwhile sees the old one
 
 

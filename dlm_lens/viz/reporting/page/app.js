@@ -162,7 +162,7 @@ function strongestPattern(recorded) {
 async function show(data, index) {
   const recordings = await Promise.all(data.prompts[index].map((given) => Recorded.from(given)));
   highest = Math.max(4, ...recordings.map((recorded) => recorded.about.highest));
-  panes = recordings.map((recorded, i) => new Pane(recorded, data.prompts[index][i].label, { ...actions, alone: recordings.length < 2 }));
+  panes = recordings.map((recorded, i) => new Pane(recorded, data.recordings[i].label, { ...actions, alone: recordings.length < 2 }));
   control("panes").replaceChildren(...panes.map((pane) => pane.root));
   control("panes").classList.toggle("compared", panes.length > 1);
   control("prompted").textContent = `prompt ${index + 1} of ${data.prompts.length}` +
