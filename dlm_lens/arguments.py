@@ -1,7 +1,6 @@
 """`checked_arguments`: hold the arguments of a public function to their kinds, before it does anything."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -43,7 +42,7 @@ def shown(value: Any) -> str:
     """A value in a sentence: one line of at most 80 characters, whatever its repr does."""
     if isinstance(value, str) and len(value) > 80:
         value = value[:80]
-    if _is_array(value):
+    if is_array(value):
         return f"a {type(value).__name__} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, int) and abs(value) >= 10**80:
         return "a whole number of more than 80 digits"
@@ -54,7 +53,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether this is a tensor or an array, told without importing torch or numpy."""
     return all(hasattr(value, name) for name in ("dtype", "shape", "tolist")) and not _of_numpy(value)
 
@@ -71,7 +70,7 @@ def is_whole(value: Any) -> bool:
 
 def is_real(value: Any) -> bool:
     """Whether this is a finite number, numpy's included; True and False are none."""
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and -(2.0**63) < float(value) < 2.0**63
 
 
 def whole(least: int | None = None, most: int = 2**63 - 1) -> Rule:
@@ -106,11 +105,11 @@ def instance(kind: type | tuple[type, ...], must_be: str) -> Rule:
 
 def function() -> Rule:
     """Something that can be called."""
-    return Rule("a function, or None", callable)
+    return Rule("a function, or None", lambda value: callable(value) and not isinstance(value, type))
 
 
 def _indices(value: Any) -> bool:
-    if isinstance(value, str | bytes | Mapping) or _is_array(value):
+    if isinstance(value, str | bytes | Mapping) or is_array(value) or not hasattr(value, "__len__"):
         return False
     return all(is_whole(one) and abs(one) < 2**63 for one in value)
 
@@ -123,6 +122,8 @@ def is_seed(value: Any) -> bool:
     return is_whole(value) and -(2**63) <= value < 2**64
 
 
+LEVEL = instance(str, "'head', 'layer' or 'model'")
+ONE_SEED = Rule("a whole number from 0 to 2^63 - 1", lambda value: is_whole(value) and 0 <= value < 2**63)
 SEED = Rule("a whole number from -2^63 to 2^64 - 1", is_seed)
 
 RULES: Mapping[str, Rule] = {
@@ -138,7 +139,10 @@ RULES: Mapping[str, Rule] = {
         ),
         flag(),
     ),
-    **dict.fromkeys(("remasking", "scope", "rounding", "order", "method"), instance(str, "a name, as a text")),
+    **dict.fromkeys(
+        ("remasking", "scope", "rounding", "order", "method", "queries", "quantity", "alike"),
+        instance(str, "a name, as a text"),
+    ),
     **dict.fromkeys(("on_logits", "on_canvas"), function()),
     "layers": INDICES,
 }  # fmt: skip
@@ -161,7 +165,7 @@ def checked_arguments(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """A decorator: the arguments of a function, and further settings that it takes, hold to `RULES`.
 
-    None is accepted where it is an argument's default.
+    None is accepted where it is an argument's default; single numbers of numpy's arrive as Python's.
 
     Args:
         **own: rules of this function's own, in place of those; None for an argument that it checks itself.
@@ -173,13 +177,17 @@ def checked_arguments(
 
         @wraps(call)
         def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
+            bound = signature.bind(*args, **kwargs)
+            for name, value in bound.arguments.items():
                 parameter = signature.parameters[name]
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     check_values(value, rules)
-                elif name in rules and not (value is None and parameter.default is None):
+                    bound.arguments[name] = {key: plain_number(one) for key, one in value.items()}
+                    continue
+                if name in rules and not (value is None and parameter.default is None):
                     rules[name].check(name, value)
-            return call(*args, **kwargs)
+                bound.arguments[name] = plain_number(value)
+            return call(*bound.args, **bound.kwargs)
 
         return checked
 

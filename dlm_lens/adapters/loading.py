@@ -24,6 +24,7 @@ from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, 
 from dlm_lens.adapters.registry import Family, family_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_shapes import MISFITS, check_shapes, read_headers
+from dlm_lens.arguments import checked_arguments, instance, whole
 from dlm_lens.attention import add_hook_points
 
 _PLAIN_GENERATION = GenerationConfig()
@@ -32,6 +33,12 @@ _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 logger = logging.getLogger(__name__)
 
 
+@checked_arguments(
+    attn_implementation=instance(str, 'the name of an attention function, such as "sdpa"'),
+    revision=instance(str, "a branch, tag or commit, or None"),
+    size=instance(str, "a size's name, or None"),
+    **dict.fromkeys(("mask_token_id", "eos_token_id", "eot_token_id"), whole(least=0)),
+)
 def load(
     path_or_hub_name: str | Path,
     dtype: str | torch.dtype | None = None,

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.arguments import shown
+
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
 """Where the embedded models live, one directory each."""
 
@@ -21,7 +23,7 @@ def check_model_name(name: Any) -> str | Path:
     """
     if not isinstance(name, str | Path) or not str(name):
         raise ValueError(
-            f"{name!r} names no model; give an embedded one ({', '.join(embedded_models())}), a checkpoint's "
+            f"{shown(name)} names no model; give an embedded one ({', '.join(embedded_models())}), a checkpoint's "
             "directory, or a hub name"
         )
     if str(name) in embedded_models():

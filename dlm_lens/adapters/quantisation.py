@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from dlm_lens.adapters.registry import Family
+from dlm_lens.arguments import shown
 from dlm_lens.attention import HookedAttention
 
 
@@ -86,12 +87,12 @@ def floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     Raises:
         ValueError: no floating dtype of torch.
     """
-    if dtype is None or dtype == "auto":
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise ValueError(
-            f'dtype {dtype!r} is none that weights are computed in; give "float32", "bfloat16", "float16", '
+            f'dtype {shown(dtype)} is none that weights are computed in; give "float32", "bfloat16", "float16", '
             '"float64" or None, and for 8 or 4 bits a quantization_config'
         )
     return found

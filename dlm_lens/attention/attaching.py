@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dlm_lens.arguments import is_array, shown
 from dlm_lens.attention.access import listening, unwrapped
 from dlm_lens.attention.account import Place, places_of
 from dlm_lens.attention.calls import ColumnCall, HookCall
@@ -91,17 +92,17 @@ def checked(hooks: Iterable[Hook] | None) -> tuple[Hook, ...]:
     Raises:
         ValueError: a hook that is in no list, something without a site, or with a site that is none.
     """
-    if isinstance(hooks, Hook | str) or not isinstance(hooks, Iterable | None):
-        raise ValueError(f"hooks is {hooks!r}; give a list of hooks, such as hooks=[mask_top_sinks(5)]")
+    if isinstance(hooks, Hook | str | bytes) or is_array(hooks) or not isinstance(hooks, Iterable | None):
+        raise ValueError(f"hooks is {shown(hooks)}; give a list of hooks, such as hooks=[mask_top_sinks(5)]")
     found = tuple(hooks or ())
     for hook in found:
         if not isinstance(hook, Hook) or isinstance(hook, type):
             raise ValueError(
-                f"{hook!r} is no hook; take one of dlm_lens.hooks, or an object with a site and a call "
+                f"{shown(hook)} is no hook; take one of dlm_lens.hooks, or an object with a site and a call "
                 "(tensor, hook)"
             )
-        if hook.site not in SITES:
-            raise ValueError(f"{hook} belongs at {hook.site!r}, which is none of {', '.join(SITES)}")
+        if not isinstance(hook.site, str) or hook.site not in SITES:
+            raise ValueError(f"{shown(hook)} belongs at {shown(hook.site)}, which is none of {', '.join(SITES)}")
     return found
 
 

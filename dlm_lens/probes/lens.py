@@ -9,6 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, instance, shown
 from dlm_lens.attention import Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.probes.lens_result import LogitLens
 from dlm_lens.probes.places import Places, places_of
@@ -18,6 +19,9 @@ from dlm_lens.sampling import Denoised, HookRunner, StoredRun
 from dlm_lens.sinks import Sinks
 
 
+@checked_arguments(
+    steps=None, layers=None, seed=ONE_SEED, tuned=instance(TunedLens, "a TunedLens of train_tuned_lens, or None")
+)
 @torch.no_grad()
 @exclusive
 def logit_lens(
@@ -66,7 +70,11 @@ def logit_lens(
     """
     for name, value in (("positions", positions), ("steps", steps), ("layers", layers)):
         if isinstance(value, int):
-            raise ValueError(f"{name} is {value!r}; give a list, such as {name}=[{value}], or None for all")
+            raise ValueError(
+                f"{name} is {shown(value)}; give a list, such as {name}=[{shown(value)}], or None for all"
+            )
+        if value is not None and not isinstance(value, Sinks):
+            INDICES.check(name, value)
     stored, head = StoredRun(model, run), Head(model)
     chosen, wanted = _layers(model, layers), _steps(run, steps)
     if not 1 <= top <= head.vocabulary:

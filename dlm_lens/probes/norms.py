@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import ONE_SEED, checked_arguments, shown
 from dlm_lens.probes.intervals import estimate, mean_of
 from dlm_lens.probes.norms_result import Alike, ValueNorms, shorter
 from dlm_lens.recording import Recording
@@ -16,6 +17,7 @@ SAMPLES = 10_000
 ENTRIES_AT_ONCE = 2**22
 
 
+@checked_arguments(seed=ONE_SEED)
 def value_norms(
     recording: Recording,
     sinks: Sinks | Literal["learned"],
@@ -42,6 +44,8 @@ def value_norms(
         ValueError: norms that were not recorded, sinks of another recording or of the model's mean pattern, no sink
             at all.
     """
+    if not isinstance(recording, Recording):
+        raise TypeError(f"the recording is a {type(recording).__name__}; give one of dlm_lens.record")
     if samples < 1 or alike not in ("any", "masked"):
         raise ValueError(
             f"value_norms(samples={samples}, alike={alike!r}): samples is at least 1, alike 'any' or 'masked'"
@@ -98,7 +102,8 @@ def _given(
     recording: Recording, sinks: Sinks | Literal["learned"]
 ) -> tuple[_Norms, Bool[Tensor, "step batch layer *head key"], Bool[Tensor, "step batch layer *head key"]]:
     """Norms, which keys are sinks, and which are undefined."""
-    per_head = sinks == "learned" or (isinstance(sinks, Sinks) and sinks.level == "head" and "head" in sinks.dims)
+    by_token = isinstance(sinks, str) and sinks == "learned"
+    per_head = by_token or (isinstance(sinks, Sinks) and sinks.level == "head" and "head" in sinks.dims)
     heads = recording.heads or tuple(range(recording.query_heads))
     norms = _norms(recording, heads if per_head else None)
     shape = (len(recording.steps), len(recording.rows), len(recording.layers))
@@ -111,8 +116,8 @@ def _given(
                 "'head' or 'layer'"
             )
         return norms, sinks.is_sink, sinks.scores.isnan()
-    if sinks != "learned":
-        raise ValueError(f"sinks is {sinks!r}; give the Sinks of find_sinks, or 'learned'")
+    if not by_token:
+        raise ValueError(f"sinks is {shown(sinks)}; give the Sinks of find_sinks, or 'learned'")
     if not recording.sinks:
         raise ValueError(f"{recording.model} has no learned sink tokens; give the Sinks of find_sinks")
     learned = torch.arange(shape[-1]) >= shape[-1] - recording.sinks

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import MIN_VIEWERS, Columns, Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.attention.attaching import checked
 from dlm_lens.probes.replay_result import PER_POSITION, Replay
@@ -20,6 +21,7 @@ ENTRIES_AT_ONCE = 2**22
 """Logits in float64 at a time, 32 MiB each of a few."""
 
 
+@checked_arguments()
 @torch.no_grad()
 @exclusive
 def replay(

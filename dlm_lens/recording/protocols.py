@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import shown
 from dlm_lens.attention import AttentionInputs, RunStep
 from dlm_lens.recording.classes import CLASSES, CanvasFacts, QueryClass
 
@@ -153,7 +154,7 @@ def checked_reducers(reducers: Any) -> tuple[AnyReducer, ...]:
     """
     found: list[AnyReducer] = []
     if isinstance(reducers, str) or not isinstance(reducers, Iterable):
-        raise ValueError(f"reducers is {reducers!r}; give a list, such as reducers=[ReceivedAttention()]")
+        raise ValueError(f"reducers is {shown(reducers)}; give a list, such as reducers=[ReceivedAttention()]")
     for reducer in reducers:
         parts = None if isinstance(reducer, type) else getattr(reducer, "parts", None)
         found += parts or (reducer,)
@@ -171,8 +172,8 @@ def checked_reducers(reducers: Any) -> tuple[AnyReducer, ...]:
 def _check(reducer: Any) -> None:
     if isinstance(reducer, type) or not isinstance(reducer, AnyReducer):
         raise ValueError(
-            f"{reducer!r} is no reducer; give one with its settings, such as ReceivedAttention(), or an object "
-            "with name, dims, unit, formula, reads and either reduce(layer) or start, tile and finish"
+            f"{shown(reducer)} is no reducer; give one with its settings, such as ReceivedAttention(), or an "
+            "object with name, dims, unit, formula, reads and either reduce(layer) or start, tile and finish"
         )
     if not str(reducer.name).isidentifier():
         raise ValueError(

@@ -9,7 +9,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.attention import Hook, exclusive
+from dlm_lens.attention.attaching import checked
 from dlm_lens.files.locks import held
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.joining import joined
@@ -20,6 +22,7 @@ from dlm_lens.recording.requests import request_of
 from dlm_lens.recording.result import Recording
 from dlm_lens.recording.storing import StoringRecorder
 from dlm_lens.sampling import denoise
+from dlm_lens.sampling.checks import check_model
 from dlm_lens.sampling.prompts import read_prompts
 from dlm_lens.sampling.settings import row_seeds
 
@@ -29,6 +32,7 @@ DEFAULT = (ReceivedAttention(),)
 
 
 @exclusive
+@checked_arguments(dtype=instance(str, "'float32' or 'float16'"))
 def record(
     model: Any,
     prompts: Any,
@@ -68,6 +72,8 @@ def record(
             else, which the sentence names.
         FileExistsError: the directory holds other files.
     """
+    check_model(model)
+    hooks = checked(hooks)
     batches = Batches.of(model, prompts, batch_size, seed)
     made = record_batches(
         model,

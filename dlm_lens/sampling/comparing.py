@@ -11,8 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.attaching import checked
+from dlm_lens.sampling.checks import check_model
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.result import Denoised
@@ -138,6 +140,7 @@ class Comparison:
 
 
 @exclusive
+@checked_arguments()
 def compare(
     model: Any, prompts: Any, hooks: Sequence[Hook], *, seed: int | list[int] | None = 0, **settings: Any
 ) -> Comparison:
@@ -156,6 +159,7 @@ def compare(
     Raises:
         ValueError: no hook, hooks among the settings of both runs, or what `denoise` refuses.
     """
+    check_model(model)
     hooks = checked(hooks)
     if not hooks:
         raise ValueError("compare: hooks is empty; give at least one hook, or run dlm_lens.denoise twice")

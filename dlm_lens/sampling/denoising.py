@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.arguments import check_values, checked_arguments, one_of, plain_number
+from dlm_lens.arguments import check_values, checked_arguments, one_of
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.attaching import checked
 from dlm_lens.sampling.causal import CausalSettings, decode
@@ -113,7 +113,7 @@ def denoise(
         "remasking": remasking,
         **settings,
     }
-    given = {name: plain_number(value) for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
     check_model(model)
     check_values(model.sampler_defaults)
     hooks = checked(hooks)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.adapters import ImageLayout, family_of
-from dlm_lens.arguments import checked_arguments, instance, plain_number
+from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.attention import exclusive
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
@@ -94,7 +94,7 @@ def generate_image_tokens(
         ValueError: a model, a prompt or a setting that cannot work, before anything is computed.
         NonFiniteLogitsError: naming the step; its `partial` holds the steps before.
     """
-    settings = ImageSettings(*map(plain_number, (steps, cfg_scale, temperature)))
+    settings = ImageSettings(steps, cfg_scale, temperature)
     layout = _layout(model, layout)
     prompts = _read(model, prompt, layout)
     ids, mask_id, (start, stop) = prompts.ids, model.config.mask_token_id, layout.image(prompts.ids)

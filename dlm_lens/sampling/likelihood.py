@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
-from dlm_lens.arguments import checked_arguments, plain_number
+from dlm_lens.arguments import checked_arguments, shown
 from dlm_lens.attention import exclusive
 from dlm_lens.sampling.checks import check_model
 from dlm_lens.sampling.completion import greedy_completions
@@ -86,13 +86,11 @@ def log_likelihood(
         NonFiniteLogitsError: naming the item and the position.
     """
     check_model(model)
-    settings = {name: plain_number(value) for name, value in settings.items()}
-    samples, cfg_scale = plain_number(samples), plain_number(cfg_scale)
     algorithm = family_of(model.config.model_type).sampler_of(model.config)
     causal = algorithm == "causal"
     method = method or ("chain_rule" if causal else "mc")
     if "mc_num" in settings:
-        raise ValueError(f"mc_num={settings['mc_num']!r} is the authors' word; here it is samples=")
+        raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
     _check(method, algorithm, samples, cfg_scale, batch_size)
     pairs = read_pairs(model, prompt, answer)
     seeds = row_seeds(seed, len(pairs))

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook
 from dlm_lens.placement import input_device
+from dlm_lens.sampling.checks import check_model
 from dlm_lens.sampling.denoising import ALGORITHMS
 from dlm_lens.sampling.hooking import HookRunner
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
@@ -37,6 +38,7 @@ class StoredRun:
     def __init__(self, model: Any, run: Denoised) -> None:
         if not isinstance(run, Denoised):
             raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+        check_model(model)
         name = str(run.settings.get("sampler"))
         if name not in ("causal", *ALGORITHMS):
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")

@@ -6,6 +6,7 @@ from typing import Any, TypedDict, Unpack
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import LEVEL, Rule, checked_arguments, instance, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sinks.hidden import KeyStatistic
 from dlm_lens.sinks.patterns import received_from_pattern
@@ -30,6 +31,14 @@ class PatternSettings(TypedDict, total=False):
     min_viewers: int
 
 
+@checked_arguments(
+    attention=None,
+    level=LEVEL,
+    dims=Rule("names of axes, or None", lambda dims: all(isinstance(name, str) for name in dims)),
+    **dict.fromkeys(
+        ("visible", "queries", "attention_mask", "tokens", "masked"), instance(Tensor, "a tensor, or None")
+    ),
+)
 def find_sinks(
     attention: Received | Recording | KeyStatistic | Float[Tensor, "*leading query key"],
     detector: Detector,
@@ -62,7 +71,9 @@ def find_sinks(
         ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have.
     """
     if isinstance(detector, type) or not isinstance(detector, Detector):
-        raise TypeError(f"{detector!r} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
+        raise TypeError(
+            f"{shown(detector)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)"
+        )
     if isinstance(attention, Recording):
         attention = judged_of(attention, detector.quantity)
     if isinstance(attention, KeyStatistic):

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import LEVEL, checked_arguments, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sinks.lifetimes import Followed, Lives, follow, switch_on
 from dlm_lens.sinks.linking import link_lives
@@ -26,6 +27,7 @@ ENTRIES_AT_ONCE = 2**20
 """Scores in work at a time, 4 MiB in float32: what is made of them needs no fresh memory for every piece."""
 
 
+@checked_arguments(level=LEVEL)
 def trajectories(
     sinks: Received | Recording | Sinks,
     detector: Detector | None = None,
@@ -139,7 +141,7 @@ def _source(sinks: Any, detector: Detector | None, level: Level) -> _Source:
         sinks = received_of(sinks)
     if isinstance(sinks, Received):
         if isinstance(detector, type) or not isinstance(detector, Detector):
-            raise TypeError(f"a Received needs a detector such as AboveMean(eps=3.0), not {detector!r}")
+            raise TypeError(f"a Received needs a detector such as AboveMean(eps=3.0), not {shown(detector)}")
         received = sinks.at_level(level)
         scale = received.part(slice(0, 0)).read(detector.quantity)[1]
         context = {

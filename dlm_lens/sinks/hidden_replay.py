@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import attention_blocks, exclusive, listening
 from dlm_lens.sampling import Denoised
 from dlm_lens.sampling.token_text import tokenizer_of
@@ -19,6 +20,7 @@ from dlm_lens.sinks.replay import Canvases, points_of
 ROWS_PER_PASS = 32
 
 
+@checked_arguments()
 @torch.no_grad()
 @exclusive
 def key_statistic_over_steps(

@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments, shown
 from dlm_lens.attention import exclusive
 from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.checks import check_model
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 from dlm_lens.sinks.bootstrap import ratio_by_prompt
@@ -82,6 +84,7 @@ class PositionOrToken:
         return pd.DataFrame(lines)
 
 
+@checked_arguments(steps=INDICES, level=LEVEL, seed=ONE_SEED)
 @exclusive
 def position_or_token(
     model: Any,
@@ -116,8 +119,15 @@ def position_or_token(
     Raises:
         ValueError: a step that is not there.
     """
+    check_model(model)
+    if not isinstance(run, Denoised):
+        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
     rule = AboveMean(3.0) if detector is None else detector
+    if isinstance(rule, type) or not isinstance(rule, Detector):
+        raise TypeError(f"{shown(rule)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
     chosen = [0, run.steps // 3, 2 * run.steps // 3, run.steps - 1] if steps is None else list(steps)
+    if not chosen:
+        raise ValueError("steps is empty; give at least one, or None")
     for step in chosen:
         if not -run.steps <= step < run.steps:
             raise ValueError(f"step {step} of {run.steps}; steps go from 0 to {run.steps - 1}")

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import (
     MIN_VIEWERS,
     HookedAttention,
@@ -33,6 +34,7 @@ ENTRIES_PER_PASS = 2**24
 """Entries of one layer's pattern in one forward pass: 64 MiB in float32."""
 
 
+@checked_arguments()
 @torch.no_grad()
 @exclusive
 def received_over_steps(
@@ -202,6 +204,8 @@ class Canvases:
 
 def points_of(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
     """Layer index -> its `hook_pattern`, in increasing order."""
+    if not callable(getattr(model, "modules", None)):
+        raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
     modules = [module for module in model.modules() if isinstance(module, HookedAttention)]
     if not modules:
         raise ValueError(
