@@ -142,12 +142,14 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "",
 ) -> None:
     """Write one HTML file in which a recording's sinks can be followed step by step, in any browser, offline."""
-    from dlm_lens.command_options import check_file, one_of
+    from dlm_lens.command_options import check_file
     from dlm_lens.recording.directories import check_recording
     from dlm_lens.sinks.parameters import read_detector
 
     name, _, setting = detector.partition(":")
-    one_of("--detector", name, ("above-mean", "above-std", "top-k"))
+    known = ("above-mean", "above-std", "top-k")
+    if name not in known:
+        raise ValueError(f"--detector {name!r} is not one of {', '.join(known)}")
     if k is not None:
         if name == "above-mean" or setting:
             raise ValueError(f"--k {k:g} is for above-std and top-k, not for --detector {detector}")

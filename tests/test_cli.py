@@ -261,7 +261,7 @@ WRONG = [
     (["plot", "sink-positions", "nowhere", "-o", "x.gif"], "x.gif ends in .gif"),
     (["plot", "sink-positions", "nowhere", "-o", "none/x.png"], "none is not there"),
     (["report", "nowhere"], "nowhere holds no recording"),
-    (["report", "nowhere", "--detector", "share"], "--detector is 'share'; it is one of above-mean"),
+    (["report", "nowhere", "--detector", "share"], "--detector 'share' is not one of above-mean"),
     (["report", "nowhere", "--k", "2"], "--k 2 is for above-std and top-k"),
     (["report", "nowhere", "--eps", "-1"], "eps must be a finite number of at least 0"),
     (["report", "nowhere", "--compare", "there", "-o", "none/x.html"], "none is not there"),
