@@ -6,7 +6,7 @@ from typing import Any, TypedDict, Unpack
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, Rule, checked_arguments, instance, shown
+from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sinks.hidden import KeyStatistic
 from dlm_lens.sinks.patterns import received_from_pattern
@@ -74,6 +74,8 @@ def find_sinks(
         raise TypeError(
             f"{shown(detector)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)"
         )
+    if "min_viewers" in pattern_settings:
+        RULES["min_viewers"].check("min_viewers", pattern_settings["min_viewers"])
     if isinstance(attention, Recording):
         attention = judged_of(attention, detector.quantity)
     if isinstance(attention, KeyStatistic):
