@@ -36,7 +36,8 @@ class AttentionPass:
             pattern = torch.cat([scores, spare], -1).softmax(-1, dtype=torch.float32)[..., :-1]
         if self.mask is None:
             return pattern
-        return pattern * _of_rows(self.mask, rows).any(-1, keepdim=True)
+        # Filled, not multiplied: float64's minimum is -inf in float32, and a row of those has no softmax.
+        return pattern.masked_fill(~_of_rows(self.mask, rows).any(-1, keepdim=True), 0.0)
 
     def visible(self, rows: Int[Tensor, "row"] | None = None) -> Bool[Tensor, "row head query key"]:
         """Who sees whom after the softmax: what the scores left, without what hooks have hidden since.

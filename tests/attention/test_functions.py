@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from dlm_lens.attention import HOOK_POINTS, add_hook_points, hooked_attention
+from dlm_lens.attention.functions import HOOKED
+from dlm_lens.sampling import denoise
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -182,3 +184,12 @@ def test_a_mask_of_whole_numbers_says_who_sees_whom(family: str, watched: bool, 
     square = (mask[:, :, None] & mask[:, None, :])[:, None].to(dtype)
     got = model(input_ids=ids, attention_mask=square).logits.double()
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_padded_rows_of_a_float64_model_have_numbers() -> None:
+    """What the float64 minimum hides from every query is minus infinity in the float32 of the softmax."""
+    prompts = [[5, 9], [3, 8, 1, 4]]
+    model = tiny("causal").double()
+    fused = denoise(model, prompts, gen_length=3)
+    model.config._attn_implementation = HOOKED
+    assert denoise(model, prompts, gen_length=3).tokens.equal(fused.tokens)
