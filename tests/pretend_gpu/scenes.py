@@ -175,7 +175,7 @@ def bridged(model: Any, family: str) -> Any:
 
 
 def captured(model: Any, family: str) -> Any:
-    kept = capture(model, PROMPTS, ("resid", "z"), gen_length=2)
+    kept = capture(model, PROMPTS, ("resid", "z"), gen_length=LENGTH)
     patched = run(model, family, hooks=[patch_from(kept, 0, positions=[2])])
     means = mean_activations(model, PROMPTS, "z", gen_length=2)
     return [told(patched), told(run(model, family, hooks=[ablate("z", value=means)]))]

@@ -38,8 +38,8 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         assert len(found) == len(expected), where
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
             assert_same(one, other, f"{where}[{number}]")
-    elif expected is None:
-        assert found is None, where
+    elif expected is None or isinstance(expected, str):
+        assert found == expected, where
     else:
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True), where
 
