@@ -194,9 +194,9 @@ SCENES: dict[str, Scene] = {
     "detectors and trajectories": detected,
     "key norms over steps": lambda m, f: dl.key_statistic_over_steps(m, run(m, f), "key norm").values,
     "compare": lambda m, f: told(dl.compare(m, PROMPTS, hooks=[mask_top_sinks(1)], gen_length=LENGTH).hooked),
-    "likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4]], method="chain_rule").value,
+    "likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4, 6]], method="chain_rule").value,
     "greedy completion": lambda m, f: (
-        dl.log_likelihood(m, PROMPTS, [[7, 8], [4]], method="greedy_completion").value
+        dl.log_likelihood(m, PROMPTS, [[7, 8], [4, 6]], method="greedy_completion").value
     ),
     "logit lens": lens,
     "replay": lambda m, f: dl.replay(m, run(m, f), hooks=[mask_top_sinks(1)]).kl,
@@ -209,7 +209,7 @@ MASKED_ONLY: dict[str, Scene] = {
     "guidance": lambda model, family: told(run(model, family, cfg_scale=1.5)),
     "reference quirks": lambda m, f: told(run(m, f, temperature=0.5, reference_quirks=True)),
     "canvas edited": lambda m, f: told(run(m, f, on_canvas=lambda step, canvas: canvas)),
-    "Monte Carlo likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4]], samples=4).value,
+    "Monte Carlo likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4, 6]], samples=4).value,
     "position or token": lambda m, f: dl.position_or_token(m, run(m, f), seed=0).trials.iloc[:, -1].tolist(),
     "received from masks": lambda m, f: dl.received_over_steps(m, run(m, f), queries="masked").values,
     "sink mechanism": lambda m, f: probes.sink_mechanism(m, PROMPTS, dl.TopK(1), gen_length=4).dependence,
@@ -226,4 +226,7 @@ def reducers_of(family: str) -> dict[str, Callable[[], Any]]:
 
 def scenes_of(family: str) -> dict[str, Scene]:
     records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
-    return {**SCENES, **records, **({} if family == "causal" else MASKED_ONLY)}
+    masked = {} if family == "causal" else dict(MASKED_ONLY)
+    if family == "dream":
+        del masked["guidance"]  # its sampler has none
+    return {**SCENES, **records, **masked}
