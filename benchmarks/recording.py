@@ -26,7 +26,7 @@ import dlm_lens
 from benchmarks.sampling import VOCABULARY, restated
 from benchmarks.timing import machine
 from dlm_lens import hooks
-from dlm_lens.attention import HookedAttention
+from dlm_lens.attention import hooked_attentions
 from dlm_lens.testing import tiny
 
 ANSWER, BLOCK = 64, 32
@@ -89,7 +89,7 @@ def candidates(model: Any, length: int, steps: int) -> dict[str, Callable[[], An
 def _reduced_in_hooks(model: Any, prompt: Tensor, settings: dict[str, Any]) -> list[Tensor]:
     """Patterns are formed, one layer's at a time, and summed in a PyTorch hook."""
     kept: list[Tensor] = []
-    points = [m.get_submodule("hook_pattern") for m in model.modules() if isinstance(m, HookedAttention)]
+    points = [attention.hook_pattern for attention in hooked_attentions(model)]
     handles = [p.register_forward_hook(lambda m, i, pattern: kept.append(pattern.sum(-2).cpu())) for p in points]
     try:
         dlm_lens.denoise(model, prompt, **settings)

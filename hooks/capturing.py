@@ -8,7 +8,18 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dlm_lens.attention import SITES, Hook, HookContext, SinkLayout, Site, attention_blocks, exclusive, run_of
+from dlm_lens.attention import (
+    SITES,
+    Hook,
+    HookContext,
+    SinkLayout,
+    Site,
+    attention_blocks,
+    attention_of,
+    exclusive,
+    head_width,
+    run_of,
+)
 from dlm_lens.sampling import Denoised, Follower, Sampler, StepPlan, denoise
 from dlm_lens.sampling.stored import StoredRun
 
@@ -250,11 +261,12 @@ def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[Hook]) -> None:
 def _bytes(model: Any, site: Site, rows: int, positions: int) -> int:
     """Bytes of one activation."""
     block: Any = attention_blocks(model)[0]
-    attention, heads = block.self_attn, model.config.num_attention_heads
+    attention, heads = attention_of(block), model.config.num_attention_heads
+    key_heads = getattr(model.config, "num_key_value_heads", heads)
     length = positions + SinkLayout.of(model).count
     width = {
-        **dict.fromkeys(("q", "rot_q", "z"), heads * attention.head_dim),
-        **dict.fromkeys(("k", "v", "rot_k"), model.config.num_key_value_heads * attention.head_dim),
+        **dict.fromkeys(("q", "rot_q", "z"), heads * head_width(attention)),
+        **dict.fromkeys(("k", "v", "rot_k"), key_heads * head_width(attention)),
         **dict.fromkeys(("scores", "pattern"), heads * length),
     }.get(site, model.config.hidden_size)
     return int(rows * length * width * model.dtype.itemsize)

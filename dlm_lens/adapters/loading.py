@@ -16,6 +16,7 @@ from transformers.utils import is_peft_available
 
 from dlm_lens.adapters.bare import bare_config, bare_file
 from dlm_lens.adapters.config_fields import built_config
+from dlm_lens.adapters.head import check_head
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.json_files import one_line, printable, read_object
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
@@ -25,7 +26,7 @@ from dlm_lens.adapters.registry import Family, family_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_shapes import MISFITS, check_shapes, read_headers
 from dlm_lens.arguments import checked_arguments, instance, whole
-from dlm_lens.attention import add_hook_points
+from dlm_lens.attention import add_hook_points, check_hook_points
 
 _PLAIN_GENERATION = GenerationConfig()
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
@@ -51,8 +52,9 @@ def load(
     mask_token_id: int | None = None,
     eos_token_id: int | None = None,
     eot_token_id: int | None = None,
+    check: bool = True,
 ) -> PreTrainedModel:
-    """Load a masked DLM or an AR baseline, ready to denoise, in eval mode.
+    """Load a masked DLM or an AR baseline (any causal LM of transformers), ready to denoise, in eval mode.
 
     The result is an ordinary transformers model with hook points in its attention, `model.tokenizer` (None
     where the files hold none) and `model.sampler_defaults`. Native code only: the checkpoint's own Python is
@@ -73,13 +75,15 @@ def load(
         mask_token_id: id of [MASK], where config.json is silent or wrong.
         eos_token_id: likewise for the end of the text.
         eot_token_id: likewise for the end of a turn.
+        check: run a few tokens and check that hook points change nothing and show what attention does
+            (`dlm_lens.attention.check_hook_points`), and that the logits are what sampling takes them for.
 
     Raises:
         FileNotFoundError: nothing loadable under that name, or the hub cannot be reached.
         ImportError: the package of a quantisation is not installed.
         MemoryError: the weights are larger than the free memory.
-        ValueError: unknown family, weights that do not fit or are damaged, pickled weights, a dtype or a
-            quantisation that cannot be, or no valid mask token id.
+        ValueError: unknown family, attention that cannot be hooked exactly, weights that do not fit or are damaged,
+            pickled weights, a dtype or a quantisation that cannot be, or no valid mask token id.
     """
     options = {"revision": revision} if revision else {}
     kept = floating_dtype(dtype)
@@ -105,14 +109,34 @@ def load(
         config=config,
         dtype="auto" if kept is None else kept,
         device_map=device_map,
-        attn_implementation=attn_implementation,
+        attn_implementation=_supported(attn_implementation, model_class),
         **quantised,
         **options,
     )
     attach(model, family, tokenizer)
     if quantised or own:
         check_quantised(model, source)
+    if check:
+        check_model(model)
     return model
+
+
+def check_model(model: Any) -> None:
+    """Raise unless a few tokens show that hook points, head and causality are what the library takes them for.
+
+    Raises:
+        ValueError: they are not.
+    """
+    native = type(model).__module__.startswith("transformers.")
+    check_hook_points(model, plain=native)
+    if native:
+        check_head(model)
+
+
+def _supported(attn_implementation: str, model_class: Any) -> str:
+    """The requested implementation, or "eager" for a class that the fused kernel does not fit (a soft cap)."""
+    fused = bool(getattr(model_class, "_supports_sdpa", True))
+    return "eager" if attn_implementation == "sdpa" and not fused else attn_implementation
 
 
 def attach(model: PreTrainedModel, family: Family, tokenizer: Any = None) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
-from dlm_lens.attention import HookedAttention, SinkLayout, add_hook_points
+from dlm_lens.attention import SinkLayout, add_hook_points
 
 LLADA_SAMPLER = {
     "steps": 128,
@@ -59,11 +59,10 @@ class MaskedDiffusion(nn.Module):
     """Mixin in front of a transformers causal LM: the same layers, seeing the whole canvas.
 
     The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on
-    each layer covers calls of a bare layer. A family whose attention or decoder does something of its own names
-    its classes.
+    each layer covers calls of a bare layer. A family whose decoder does something of its own names its
+    class.
     """
 
-    attention_class: ClassVar[type[HookedAttention]] = HookedAttention
     decoder_class: ClassVar[type[Any] | None] = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +75,7 @@ class MaskedDiffusion(nn.Module):
             layer.self_attn.is_causal = False
         if getattr(config, "float32_rotation", False):
             model.model.rotary_emb = Float32RotaryEmbedding(config)
-        add_hook_points(model, self.attention_class)
+        add_hook_points(model)
         model.loss_type = "ForMaskedLM"
 
     @can_return_tuple

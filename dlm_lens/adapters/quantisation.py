@@ -10,7 +10,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from dlm_lens.adapters.registry import Family
 from dlm_lens.arguments import shown
-from dlm_lens.attention import HookedAttention
+from dlm_lens.attention import hooked_attentions
 
 
 def check_quantisation(source: str, family: Family, own: Any, asked: Any, device_map: Any) -> float | None:
@@ -66,7 +66,7 @@ def check_quantised(model: PreTrainedModel, source: str) -> None:
                 f"quantisation of {source} reaches the {name}, whose rows dlm_lens reads as vectors: leave it out "
                 "(modules_to_not_convert, llm_int8_skip_modules or the like of your quantization_config)"
             )
-    hooked = sum(isinstance(module, HookedAttention) for module in model.modules())
+    hooked = len(hooked_attentions(model))
     layers = int(model.config.num_hidden_layers)
     if hooked != layers:
         raise ValueError(

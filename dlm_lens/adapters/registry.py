@@ -3,13 +3,21 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names of a checkpoint's tensors -> their shapes."""
@@ -94,6 +102,17 @@ class Family:
                 register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
 
 
+def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | None:
+    """Config and model class of a causal LM that transformers ships; None if it ships none of that type."""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+        return None
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    except (KeyError, ImportError):  # a class that needs a package which is not installed
+        return None
+
+
 @cache
 def families() -> tuple[Family, ...]:
     """Every family, registered with transformers, in alphabetical order of the files."""
@@ -108,7 +127,7 @@ def families() -> tuple[Family, ...]:
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a checkpoint's `model_type`.
+    """The family of a checkpoint's `model_type`; the causal one for every causal LM that transformers ships.
 
     Raises:
         ValueError: no family claims it.
@@ -116,6 +135,10 @@ def family_of(model_type: str) -> Family:
     for family in families():
         if model_type in family.layouts:
             return family
+    layout = _autoregressive_layout(model_type)
+    if layout is not None:
+        causal = next(family for family in families() if family.causal)
+        return replace(causal, layouts={model_type: layout}, hub_names=())
     known = sorted(name for family in families() for name in family.layouts)
     raise ValueError(
         f"no family loads model_type {model_type!r}; known model types: {', '.join(known)} (a checkpoint of one of "

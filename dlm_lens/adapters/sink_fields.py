@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.spare_softmax import Softmax, check_softmax
 from dlm_lens.attention import Placement, SinkLayout
+from dlm_lens.attention.softmax_variants import Softmax, check_softmax
 
 
 @dataclass(kw_only=True)

@@ -8,10 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
-from dlm_lens.adapters.spare_softmax import spare_logits, with_spare_key
-from dlm_lens.attention import HookedAttention, SinkLayout, hooked_attention
-from dlm_lens.attention.calls import column_calls
-from dlm_lens.attention.points import Mixed
+from dlm_lens.attention import SinkLayout
 
 
 class SinkEmbedding(nn.Embedding):
@@ -29,72 +26,10 @@ class SinkEmbedding(nn.Embedding):
         return self.layout.surround(super().forward(input), sinks.to(self.weight.dtype))
 
 
-class SinkAttention(HookedAttention):
-    """Attention in which a sink sees only itself (Eq. 6) and everyone sees all sinks.
-
-    A sink's z is its own value, so the fused kernel runs on the canvas's queries alone: with the row of the
-    sink in it, it would need a mask, which costs more than the sink (benchmarks/README.md).
-    """
-
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        host = cast(Any, self)
-        if host.config.num_sinks and host.config.zero_sink_value:
-            heads = (*hidden_states.shape[:-1], -1, host.head_dim)
-            layout = SinkLayout.of(self)
-            flags = layout.is_sink(heads[1], hidden_states.device)
-            values = host.v_proj(hidden_states).view(heads).masked_fill(flags[:, None, None], 0.0)
-            q = host.hook_q(host.q_proj(hidden_states).view(heads))
-            return q, host.hook_k(host.k_proj(hidden_states).view(heads)), host.hook_v(values)
-        return super()._project(hidden_states)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Bool[Tensor, "..."] | None, **kwargs: Any
-    ) -> Mixed:
-        layout, length = SinkLayout.of(self), q.shape[2]
-        if not layout.count:
-            logits = spare_logits(self)
-            spare = {} if logits is None else {"spare_logits": logits}
-            return super()._attend(q, k, v, attention_mask, **kwargs, **spare)
-        canvas = layout.canvas(length)
-        rows = attention_mask if attention_mask is None else attention_mask[:, :, canvas]
-        part = (q[:, :, canvas], k, v, rows)
-        if self._materialises():
-            whole = layout.restrict(attention_mask, length, q.device)
-            z, pattern = hooked_attention(self, q, k, v, whole, **kwargs)
-            return Mixed(z, pattern, self._inputs_with(pattern[:, :, canvas], *part, canvas.start, **kwargs))
-        mixed = self._mix(*part, own_start=canvas.start, **kwargs)
-        own = v[:, :, layout.sinks(length)].transpose(1, 2)
-        return mixed._replace(z=layout.surround(mixed.z, own.repeat_interleave(q.shape[1] // v.shape[1], 2)))
-
-    def _mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None,
-        own_start: int | None = None,
-        *,
-        spare_logits: Float[Tensor, "head"] | None = None,
-        **kwargs: Any,
-    ) -> Mixed:
-        if spare_logits is None:
-            return super()._mix(q, k, v, attention_mask, own_start, **kwargs)
-        learned = cast(Any, self).config.softmax == "sink_logits"
-        wide = with_spare_key(q, k, v, attention_mask, spare_logits if learned else None, kwargs["scaling"])
-        mixed = super()._mix(*wide, own_start, **kwargs)
-        return mixed._replace(z=mixed.z[..., : v.shape[-1]])
-
-    def _materialises(self) -> bool:
-        # Streams take rows to sum to 1; with a spare entry they do not.
-        host = cast(Any, self)
-        streamed = self.readers or column_calls(host.hook_scores, host.hook_pattern)
-        return super()._materialises() or (bool(streamed) and spare_logits(host) is not None)
-
-    def _output(self, z: Tensor, hidden_states: Tensor) -> Tensor:
-        host = cast(Any, self)
-        if host.config.gated_attention:
-            z = z * host.gate_proj(hidden_states).sigmoid().view(z.shape)
-        return super()._output(z, hidden_states)
+def hand_over_gate(attention: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A forward pre-hook of gated attention: the gate before its sigmoid travels to the attention function."""
+    hidden_states = inputs[0] if inputs else options["hidden_states"]
+    return inputs, {**options, "gate": attention.gate_proj(hidden_states)}
 
 
 class SinkDecoder(nn.Module):
@@ -115,6 +50,7 @@ class SinkDecoder(nn.Module):
             for layer in model.layers:
                 width = config.num_attention_heads * layer.self_attn.head_dim
                 layer.self_attn.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+                layer.self_attn.register_forward_pre_hook(hand_over_gate, with_kwargs=True)
         if getattr(config, "softmax", "standard") == "sink_logits":
             for layer in model.layers:
                 layer.self_attn.sink_logits = nn.Parameter(torch.zeros(config.num_attention_heads))
@@ -165,5 +101,3 @@ class SinkDecoder(nn.Module):
 
 class SinkMaskedDiffusion(MaskedDiffusion):
     """Mixin in front of a causal LM: inside are S + num_sinks positions, the logits are the canvas's."""
-
-    attention_class = SinkAttention

@@ -2,7 +2,7 @@
 
 from dlm_lens.attention.access import exclusive, in_use, listening
 from dlm_lens.attention.account import Place, hidden_mass, hidden_per_map, places_of
-from dlm_lens.attention.attaching import NAMES, attached, attention_blocks
+from dlm_lens.attention.attaching import NAMES, attached
 from dlm_lens.attention.attention_pass import AttentionPass, visible_in
 from dlm_lens.attention.calls import ColumnCall
 from dlm_lens.attention.columns import (
@@ -14,7 +14,7 @@ from dlm_lens.attention.columns import (
     viewers,
 )
 from dlm_lens.attention.context import PointContext, RunStep, run_of
-from dlm_lens.attention.functions import hooked_attention, register_attention_functions
+from dlm_lens.attention.functions import hooked_attention
 from dlm_lens.attention.hiding import (
     Columns,
     Hidden,
@@ -24,11 +24,29 @@ from dlm_lens.attention.hiding import (
     hide_columns,
 )
 from dlm_lens.attention.inputs import AttentionInputs
+from dlm_lens.attention.interface import attend
+from dlm_lens.attention.layers import (
+    adding_module,
+    attention_blocks,
+    attention_of,
+    head_width,
+    output_weight,
+)
 from dlm_lens.attention.layout import Placement, SinkLayout, SinkToken, sink
-from dlm_lens.attention.points import HOOK_POINTS, HookedAttention, HookPoint, add_hook_points
+from dlm_lens.attention.points import (
+    HOOK_POINTS,
+    HookPoint,
+    Reader,
+    add_hook_points,
+    has_hook_points,
+    hook_point,
+    hooked_attentions,
+    is_hooked_attention,
+)
 from dlm_lens.attention.protocols import SITES, ColumnHook, Hook, HookContext, Site
 from dlm_lens.attention.received import attention_lse, received_sums
-from dlm_lens.attention.streaming import Reader, received_by_class, stream_columns
+from dlm_lens.attention.self_check import check_hook_points, check_ids
+from dlm_lens.attention.streaming import received_by_class, stream_columns
 from dlm_lens.attention.tiles import pattern_tiles
 from dlm_lens.attention.visibility import visible_keys
 
@@ -46,7 +64,6 @@ __all__ = [
     "Hook",
     "HookContext",
     "HookPoint",
-    "HookedAttention",
     "Place",
     "Placement",
     "PointContext",
@@ -57,26 +74,36 @@ __all__ = [
     "Site",
     "Stage",
     "add_hook_points",
+    "adding_module",
     "attached",
+    "attend",
     "attention_blocks",
     "attention_lse",
+    "attention_of",
+    "check_hook_points",
+    "check_ids",
     "column_sums",
     "columns_of",
     "counted_queries",
     "exclusive",
     "expected_received",
+    "has_hook_points",
+    "head_width",
     "hidden_mass",
     "hidden_per_map",
     "hide_columns",
+    "hook_point",
     "hooked_attention",
+    "hooked_attentions",
     "in_use",
+    "is_hooked_attention",
     "listening",
+    "output_weight",
     "pattern_tiles",
     "places_of",
     "received_attention",
     "received_by_class",
     "received_sums",
-    "register_attention_functions",
     "run_of",
     "sink",
     "stream_columns",

@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 
 from dlm_lens.arguments import is_array, shown
-from dlm_lens.attention.access import listening, unwrapped
+from dlm_lens.attention.access import listening
 from dlm_lens.attention.account import Place, places_of
 from dlm_lens.attention.calls import ColumnCall, HookCall
 from dlm_lens.attention.context import PointContext, RunStep
+from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
 from dlm_lens.attention.layout import SinkLayout
-from dlm_lens.attention.points import HOOK_POINTS, HookedAttention
+from dlm_lens.attention.points import HOOK_POINTS, hook_point
 from dlm_lens.attention.protocols import SITES, ColumnHook, Hook
 
 NAMES = {
@@ -74,18 +75,6 @@ def attached(
         yield
 
 
-def attention_blocks(model: Any) -> list[nn.Module]:
-    """The decoder layers, in order, whose `self_attn` has hook points.
-
-    Raises:
-        ValueError: there are none.
-    """
-    blocks = [m for m in model.modules() if isinstance(unwrapped(m._modules.get("self_attn")), HookedAttention)]
-    if not blocks:
-        raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
-    return blocks
-
-
 def checked(hooks: Iterable[Hook] | None) -> tuple[Hook, ...]:
     """The hooks, if each is one; None for no hooks.
 
@@ -118,6 +107,5 @@ def _layers(layers: Sequence[int] | None, count: int) -> set[int]:
 def _module(hook: Hook, block: Any) -> nn.Module:
     """The module of a decoder layer whose output the hook edits."""
     if hook.site in HOOK_POINTS:
-        point: nn.Module = block.self_attn.get_submodule(f"hook_{hook.site}")
-        return point
-    return {"attn_out": block.self_attn, "mlp_out": block.mlp, "resid": block}[hook.site]
+        return hook_point(attention_of(block), hook.site)
+    return adding_module(block, hook.site)

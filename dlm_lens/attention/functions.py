@@ -1,8 +1,4 @@
-"""The attention functions beside transformers' own: `hooked`, which materialises scores and pattern.
-
-Plain runs use transformers' `sdpa`. A custom function needs an entry in both registries: without the one for
-masks, transformers hands it no padding mask and says nothing.
-"""
+"""Attention with explicit scores and pattern, which pass through hook points."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,14 +25,18 @@ def hooked_attention(
     attention_mask: Bool[Tensor, "batch #head query key"] | Float[Tensor, "batch #head query key"] | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
     spare_logits: Float[Tensor, "head"] | None = None,
+    position_bias: Float[Tensor, "#batch #head query key"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch head query key"]]:
     """Attention with explicit scores and pattern, both passed through the hook points of `module`.
 
     scores = q k^T scale (masked entries: the dtype's minimum), pattern = softmax over keys in float32,
-    z = pattern v. A query that sees no key gets a pattern of zeros, as in torch's fused kernel. `spare_logits` b
-    give every row a spare entry, pattern = exp(scores) / (exp(b) + sum exp(scores)), which is left out.
+    z = pattern v. A query that sees no key gets a pattern of zeros, as in torch's fused kernel. With `softcap` c
+    scores are c tanh(scores / c) (Gemma 2, 2408.00118, section 2). `spare_logits` b give every row a spare entry,
+    pattern = exp(scores) / (exp(b) + sum exp(scores)), which is left out. `position_bias` is added to the scores.
     Works for every mask of transformers' `sdpa` and `eager`: none, boolean (True = visible) or additive.
 
     Raises:
@@ -47,7 +47,11 @@ def hooked_attention(
     # Query head j reads key/value head j // groups; a broadcast axis avoids copying keys and values.
     grouped = rearrange(query, "b (g n) q d -> b g n q d", n=groups)
     scores = rearrange(grouped @ key.unsqueeze(2).mT, "b g n q k -> b (g n) q k") * scale
-    scores, visible = _masked(scores, attention_mask, causal=getattr(module, "is_causal", False))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    scores, visible = _masked(scores, attention_mask, causal=causal_without_mask(module, is_causal))
     known = AttentionPass(visible, spare_logits)
     with _known_at(module, known):
         scores = known.scores = module.get_submodule("hook_scores")(scores)
@@ -95,10 +99,11 @@ def _masked(
     return scores + mask, mask > floor
 
 
-def register_attention_functions() -> None:
-    """Make `attn_implementation="hooked"` known to transformers; safe to call again."""
-    AttentionInterface.register(HOOKED, hooked_attention)
-    AttentionMaskInterface.register(HOOKED, sdpa_mask)
+def causal_without_mask(module: Any, is_causal: bool | None) -> bool:
+    """Whether attention is causal where transformers hands it no mask, as its `sdpa` function decides."""
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-register_attention_functions()
+AttentionInterface.register(HOOKED, hooked_attention)
+# Without an entry for masks too, transformers hands a custom function no padding mask and says nothing.
+AttentionMaskInterface.register(HOOKED, sdpa_mask)

@@ -9,9 +9,9 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import LinearBridge, PositionEmbeddingsAttentionBridge
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from dlm_lens.adapters.spare_softmax import spare_logits
 from dlm_lens.attention import SinkLayout, hooked_attention
 from dlm_lens.attention.access import ModelLock
+from dlm_lens.attention.softmax_variants import spare_logits
 
 
 class ZeroSinkValue(LinearBridge):

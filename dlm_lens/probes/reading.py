@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from dlm_lens.adapters.head import final_norm, head_logits
 from dlm_lens.attention import HookContext, SinkLayout, Site, attached
 from dlm_lens.placement import execution_device
 
@@ -26,14 +27,12 @@ class Head:
         model: from `dlm_lens.load`.
 
     Raises:
-        ValueError: a model without a final norm by the name of `norm`.
+        ValueError: a model without a final norm of a known name.
     """
 
     def __init__(self, model: Any) -> None:
-        norm = getattr(model.get_decoder(), "norm", None)
-        if not isinstance(norm, nn.Module):
-            raise ValueError(f"{type(model).__name__} has no final norm that a lens could apply")
-        self.norm, self.unembed = norm, model.get_output_embeddings()
+        norm = final_norm(model)
+        self.model, self.norm, self.unembed = model, norm, model.get_output_embeddings()
         self.vocabulary: int = self.unembed.weight.shape[0]
         self.mask_id: int | None = getattr(model.config, "mask_token_id", None)
         self.device = execution_device(self.unembed)
@@ -48,8 +47,7 @@ class Head:
     def logits(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
         """Logits, in the model's dtype."""
         states = self.norm(stream.to(self.norm_device, self.dtype))
-        logits: Tensor = self.unembed(states.to(self.device))
-        return logits.to(self.device)
+        return head_logits(self.model, states.to(self.device)).to(self.device)
 
     def log_probabilities(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
         """Log-probabilities ln p, in float64."""

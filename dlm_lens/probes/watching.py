@@ -13,10 +13,10 @@ from dlm_lens.attention import (
     AttentionInputs,
     Columns,
     HookContext,
-    HookedAttention,
     SinkLayout,
     Site,
     attached,
+    hooked_attentions,
     listening,
     stream_columns,
 )
@@ -68,17 +68,17 @@ class Watcher:
 @contextmanager
 def watching(model: Any, watcher: Watcher, attention: bool) -> Iterator[None]:
     """Let a watcher see the forward passes of the block, behind every hook attached so far."""
-    modules = [module for module in model.modules() if isinstance(module, HookedAttention)] if attention else []
+    modules = hooked_attentions(model) if attention else []
     with listening(model):
-        before = [module.readers for module in modules]
+        before = [module.hook_z.readers for module in modules]
         for module in modules:
-            module.readers = (*module.readers, watcher.read)
+            module.hook_z.readers = (*module.hook_z.readers, watcher.read)
         try:
             with attached(model, watcher, layers=watcher.layers):
                 yield
         finally:
             for module, readers in zip(modules, before, strict=True):
-                module.readers = readers
+                module.hook_z.readers = readers
 
 
 def on_canvas(

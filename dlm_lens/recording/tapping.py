@@ -7,8 +7,15 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dlm_lens.attention import AttentionInputs, attention_blocks, listening
-from dlm_lens.placement import resident
+from dlm_lens.attention import (
+    AttentionInputs,
+    adding_module,
+    attention_blocks,
+    attention_of,
+    head_width,
+    listening,
+    output_weight,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +89,12 @@ class Tap:
         self.close()
         self._open.enter_context(listening(self.model))
         for layer, block in self.blocks.items():
-            attention = block.self_attn
-            attention.readers = (*attention.readers, self._read)
+            attention = attention_of(block)
+            attention.hook_z.readers = (*attention.hook_z.readers, self._read)
             self._open.callback(self._remove_reader, attention)
             if self.stream:
                 self._open.callback(block.register_forward_pre_hook(self._enter(layer), with_kwargs=True).remove)
-                self._open.callback(attention.register_forward_hook(self._add(layer)).remove)
+                self._open.callback(adding_module(block, "attn_out").register_forward_hook(self._add(layer)).remove)
                 self._open.callback(block.register_forward_hook(self._leave(layer)).remove)
 
     def close(self) -> None:
@@ -102,23 +109,23 @@ class Tap:
         Raises:
             ValueError: the weight is quantised.
         """
-        attention = self.blocks[layer].self_attn
-        weight: Tensor = resident(attention.o_proj)
+        attention = attention_of(self.blocks[layer])
+        weight = output_weight(attention)
         if not weight.is_floating_point() or weight.ndim != 2:
             raise ValueError("the output projection is quantised; load the model unquantised for this reducer")
-        return weight.T.unflatten(0, (-1, attention.head_dim))
+        return weight.unflatten(0, (-1, head_width(attention)))
 
     @property
     def scale(self) -> float:
         """The factor of the scores."""
-        return float(next(iter(self.blocks.values())).self_attn.scaling)
+        return float(attention_of(next(iter(self.blocks.values()))).scaling)
 
     def _remove_reader(self, attention: Any) -> None:
-        attention.readers = tuple(reader for reader in attention.readers if reader != self._read)
+        attention.hook_z.readers = tuple(reader for reader in attention.hook_z.readers if reader != self._read)
 
     def _listens(self, layer: int) -> bool:
         # A pass over the same canvas that somebody else makes in between is not the run's.
-        return self._read in self.blocks[layer].self_attn.readers
+        return self._read in attention_of(self.blocks[layer]).hook_z.readers
 
     def _read(self, inputs: AttentionInputs) -> None:
         if self.stream:
@@ -136,7 +143,7 @@ class Tap:
     def _add(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._listens(layer):
-                self._added[layer] = output[0]
+                self._added[layer] = output if isinstance(output, Tensor) else output[0]
 
         return hook
 

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from dlm_lens.adapters.head import head_logits
 from dlm_lens.sampling.checks import not_negative
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.host import Host
@@ -135,7 +136,7 @@ class _Prefix:
             return last
         states = self.model.get_decoder()(**inputs)
         self._keep(states.past_key_values, stop)
-        logits: Tensor = self.model.get_output_embeddings()(states.last_hidden_state[:, -1])
+        logits: Tensor = head_logits(self.model, states.last_hidden_state[:, -1])
         return logits.to(canvas.device)
 
     def _keep(self, cache: Any, stop: int) -> None:

@@ -13,7 +13,6 @@ from dlm_lens.attention import (
     ColumnHook,
     Columns,
     Hook,
-    HookedAttention,
     PointContext,
     RunStep,
     SinkLayout,
@@ -21,6 +20,7 @@ from dlm_lens.attention import (
     counted_queries,
     hidden_mass,
     hidden_per_map,
+    hooked_attentions,
     listening,
     places_of,
     stream_columns,
@@ -130,14 +130,14 @@ def collecting_columns(model: Any, run: RunStep) -> Iterator[Mapping[int, Column
         queries = counted_queries(len(inputs.q), keys, keys, context, inputs.q.device)[:, inputs.own]
         columns[inputs.layer] = stream_columns(inputs, queries)
 
-    modules = [module for module in model.modules() if isinstance(module, HookedAttention)]
+    modules = hooked_attentions(model)
     with listening(model):
-        before = [module.readers for module in modules]
+        before = [module.hook_z.readers for module in modules]
         for module in modules:
             # Whoever records the run is not told of this pass.
-            module.readers = (read,)
+            module.hook_z.readers = (read,)
         try:
             yield columns
         finally:
             for module, readers in zip(modules, before, strict=True):
-                module.readers = readers
+                module.hook_z.readers = readers

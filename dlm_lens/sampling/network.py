@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.head import head_logits
 from dlm_lens.adapters.masked_diffusion import predicting_position
 from dlm_lens.attention import SinkLayout
 
@@ -75,7 +76,7 @@ class CanvasLogits:
 
     def head(self, states: Float[Tensor, "half needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
         """Logits of (some of) these states."""
-        logits = self.model.get_output_embeddings()(states.flatten(0, 1)).to(states.device)
+        logits = head_logits(self.model, states.flatten(0, 1)).to(states.device)
         return self._guided(logits)
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:

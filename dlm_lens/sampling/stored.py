@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import Hook
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.checks import check_model
@@ -93,7 +94,7 @@ class StoredRun:
         """Logits of (some of) the states, guided as in the run."""
         if self._network is not None:
             return self._network.head(states)
-        logits: Tensor = self.model.get_output_embeddings()(states[0])
+        logits: Tensor = head_logits(self.model, states[0])
         return logits.to(self.device)
 
     def runner(self, hooks: Sequence[Hook]) -> HookRunner:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.attention import attention_blocks, exclusive, listening
+from dlm_lens.attention import attention_blocks, attention_of, exclusive, hook_point, listening
 from dlm_lens.sampling import Denoised
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.sinks.hidden import HiddenQuantity, KeyStatistic
@@ -108,7 +108,7 @@ def _watch(
                 hook: Callable[..., None] = partial(before, layer)
                 handle = blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)
             else:
-                point = blocks[layer].get_submodule("self_attn.hook_k")
+                point = hook_point(attention_of(blocks[layer]), "k")
                 handle = point.register_forward_hook(partial(behind, layer))
             stack.callback(handle.remove)
         model.get_decoder()(**canvases.view(start, stop).inputs)

@@ -14,10 +14,10 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import (
     MIN_VIEWERS,
-    HookedAttention,
     SinkLayout,
     exclusive,
     expected_received,
+    hooked_attentions,
     listening,
     received_attention,
     viewers,
@@ -206,7 +206,7 @@ def points_of(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
     """Layer index -> its `hook_pattern`, in increasing order."""
     if not callable(getattr(model, "modules", None)):
         raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
-    modules = [module for module in model.modules() if isinstance(module, HookedAttention)]
+    modules = hooked_attentions(model)
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no hook points; load it with dlm_lens.load, or pass it to "

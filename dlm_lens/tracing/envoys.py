@@ -10,6 +10,7 @@ from nnsight.intervention.interleaver import Mediator
 from torch import Tensor
 
 from dlm_lens.attention import HOOK_POINTS, NAMES, SITES, Hook, Place, PointContext, SinkLayout, places_of
+from dlm_lens.tracing.names import site_path
 from dlm_lens.tracing.steps import Step
 
 
@@ -76,8 +77,8 @@ class AttentionEnvoy(Envoy):
             value = getattr(self, hook.site)
             setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))
             return
-        layer = self.root.layers[self._module.layer_idx]
-        place = {"attn_out": self, "mlp_out": layer.mlp, "resid": layer}[hook.site]
+        layer = self.root.layers[self._module.hook_layer]
+        place = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
         value = place.output
         first = value[0] if isinstance(value, tuple) else value
         edited = hook(first, self._context(hook, step, rows=len(first)))
@@ -86,7 +87,7 @@ class AttentionEnvoy(Envoy):
     def _context(self, hook: Hook, step: Step | None, rows: int) -> PointContext:
         root, site = self.root, hook.site
         causal = bool(getattr(root.config, "is_causal", True))
-        layer = self._module.layer_idx
+        layer = self._module.hook_layer
         name = f"blocks.{layer}.{NAMES[site]}"
         run = None if step is None else root.told(step).for_rows(rows)
         known = rows_of_pass = None

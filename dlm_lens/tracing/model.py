@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.adapters import family_of, load
-from dlm_lens.attention import Columns, HookedAttention, RunStep
+from dlm_lens.attention import Columns, RunStep, hooked_attentions
 from dlm_lens.attention.access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import Denoised, Host, Sampler
@@ -24,18 +24,11 @@ from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.batching import RowBatcher
 from dlm_lens.tracing.checking import check_model
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy
+from dlm_lens.tracing.names import module_names
 from dlm_lens.tracing.run import Run, TracedRun
 from dlm_lens.tracing.scanning import run_or_scan
 from dlm_lens.tracing.steps import Step
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
-
-NAMES = {
-    "model.layers": "layers",
-    "model.embed_tokens": "embed",
-    "model.norm": "ln_final",
-    "self_attn": "attn",
-}
-"""Modules -> what a trace calls them."""
 
 
 class _NoRun(Sampler):
@@ -79,7 +72,10 @@ class DiffusionLM(HuggingFaceModel):
         self.causal = family_of(model.config.model_type).causal
         self._traced: TracedRun | None = None
         super().__init__(
-            model, rename=NAMES, envoys={HookedAttention: AttentionEnvoy}, interleaver=RunInterleaver()
+            model,
+            rename=module_names(model),
+            envoys={type(attention): AttentionEnvoy for attention in hooked_attentions(model)},
+            interleaver=RunInterleaver(),
         )
         # A child outside the module's tree, as nnsight's own `generator` is; a run puts its sampler there.
         self.sampler = SamplerEnvoy(

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dlm_lens.adapters import load
 from dlm_lens.adapters.loading import attach, prepare_config
 from dlm_lens.adapters.registry import family_of
-from dlm_lens.adapters.spare_softmax import Softmax
 from dlm_lens.attention import Placement
+from dlm_lens.attention.softmax_variants import Softmax
 
 logger = logging.getLogger(__name__)
 

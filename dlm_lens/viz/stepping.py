@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from dlm_lens.attention import HookedAttention, exclusive, listening
+from dlm_lens.attention import exclusive, hooked_attentions, listening
 from dlm_lens.sampling import Denoised
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
@@ -93,7 +93,7 @@ def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) 
     if step >= (ended := int(run.row_steps[row])):
         raise ValueError(f"step {step}: row {row} ended after {ended} steps; its steps go from 0 to {ended - 1}")
     (place, point), *_ = points_of(model, [layer]).items()
-    host = [module for module in model.modules() if isinstance(module, HookedAttention)][place]
+    host = hooked_attentions(model)[place]
     canvases = Canvases(model, run, "all")
     index = step * len(run.tokens) + row
     seen = _watched(model, canvases.view(index, index + 1).inputs, point, host.get_submodule("hook_v"))

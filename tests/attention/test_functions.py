@@ -165,7 +165,7 @@ def test_hook_points_are_added_once_and_only_where_they_fit() -> None:
     model = tiny("llada")
     before = dict(model.named_modules())
     assert dict(add_hook_points(model).named_modules()) == before
-    with pytest.raises(ValueError, match="Linear has no attention module with q_proj"):
+    with pytest.raises(ValueError, match="Linear has no attention module that calls"):
         add_hook_points(torch.nn.Linear(2, 2))  # type: ignore[type-var]
 
 

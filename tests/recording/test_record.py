@@ -9,7 +9,10 @@ import torch
 
 import dlm_lens
 from dlm_lens import hooks
-from dlm_lens.attention import HookedAttention
+from dlm_lens.adapters.sink_tokens import hand_over_gate
+from dlm_lens.attention import hooked_attentions
+from dlm_lens.attention.before_rotation import ProjectionHook
+from dlm_lens.attention.points import before_attention
 from dlm_lens.recording import (
     AttentionEntropy,
     KeyNorm,
@@ -71,9 +74,11 @@ def close(found, wanted, **tolerance):
 
 
 def untouched(model):
-    blocks = [module for module in model.modules() if isinstance(module, HookedAttention)]
-    return all(not b.readers for b in blocks) and not any(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    """No reader, and no hook but those that hook points stand on."""
+    return all(not attention.hook_z.readers for attention in hooked_attentions(model)) and all(
+        isinstance(hook, ProjectionHook) or hook in (before_attention, hand_over_gate)
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.attention import HookedAttention
+from dlm_lens.attention import is_hooked_attention
 from dlm_lens.hooks import attached, mask_positions, sink
 from dlm_lens.testing import tiny
 from dlm_lens.tracing import SelfCheckError
@@ -147,7 +147,7 @@ def test_wrapping_changes_nothing_outside_of_traces() -> None:
     assert patterns[0].equal(patterns[1])
     point: Any = model.model.layers[0].self_attn.hook_pattern
     assert len(point.watchers) == 2
-    assert isinstance(model.model.layers[0].self_attn, HookedAttention)
+    assert is_hooked_attention(model.model.layers[0].self_attn)
 
 
 @pytest.mark.parametrize("stage", ["before_softmax", "after"])

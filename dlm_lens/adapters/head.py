@@ -1,0 +1,79 @@
+"""From the decoder's states to logits: the output embedding, and what some families do to its output."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dlm_lens.attention import check_ids
+
+
+def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_vocab"]:
+    """Logits of states that have passed the final norm: u = W_U h, then what the family does to u.
+
+    c tanh(u / c) with the config's `final_logit_softcapping` c (Gemma 2, 2408.00118, section 2), u times
+    `logit_scale` (Cohere), u divided by `logits_scaling` (Granite), u times `lm_head_multiplier` (Falcon-H1).
+    `check_head` tells whether that is all.
+    """
+    config = model.config.get_text_config()
+    logits: Tensor = model.get_output_embeddings()(states)
+    scale = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    multiplier = getattr(config, "lm_head_multiplier", None)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if scale is not None:
+        logits = logits * scale
+    if divisor is not None:
+        logits = logits / divisor
+    if multiplier is not None:
+        logits = logits * multiplier
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "embedding_norm")
+"""Names of the norm after the last layer."""
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The norm after the last layer.
+
+    Raises:
+        ValueError: the decoder has none of a known name.
+    """
+    decoder = model.get_decoder()
+    for name in FINAL_NORMS:
+        found = getattr(decoder, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise ValueError(f"{type(model).__name__} has no final norm ({', '.join(FINAL_NORMS)}) that a lens could apply")
+
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Raise unless `head_logits` of a causal model's states are its logits, and it is causal.
+
+    Raises:
+        ValueError: they are not, the model has no decoder or no output embedding, or a token changes the logits
+            before it.
+    """
+    decoder, head = getattr(model, "get_decoder", lambda: None)(), model.get_output_embeddings()
+    if decoder is None or head is None:
+        raise ValueError(f"{type(model).__name__} has no decoder with an output embedding: it does not write text")
+    ids = check_ids(model)
+    states = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    got, expected = head_logits(model, states).float(), model(input_ids=ids, use_cache=False).logits.float()
+    got = got[:, -expected.shape[1] :]  # sink tokens leave
+    tolerance = (1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05) * float(expected.abs().max())
+    if got.shape != expected.shape or not float((got - expected).abs().max()) <= tolerance:
+        raise ValueError(
+            f"the logits of {type(model).__name__} are not its output embedding applied to its decoder's states: "
+            "sampling and lenses cannot read it"
+        )
+    ids[:, -1] = 0
+    other = model(input_ids=ids, use_cache=False).logits.float()
+    if not float((other - expected)[:, :-1].abs().max()) <= tolerance:
+        raise ValueError(
+            f"the last token changes the logits before it in {type(model).__name__}: it is no autoregressive model "
+            "(for an encoder, use dlm_lens.add_hook_points)"
+        )

@@ -1,0 +1,96 @@
+"""What a decoder layer is made of, whatever its family calls it: attention, MLP, output projection."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from dlm_lens.attention.access import unwrapped
+from dlm_lens.attention.points import is_hooked_attention
+from dlm_lens.placement import resident
+
+MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_mlp")
+"""Names of a layer's MLP."""
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo", "out_lin")
+"""Names of the projection that attention ends with."""
+
+AFTER_ATTENTION = ("post_self_attn_layernorm", "post_attention_layernorm")
+"""Norms between attention and the residual stream, in layers that also have one of `AFTER_MLP`."""
+
+AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm")
+"""Norms between the MLP and the residual stream."""
+
+
+def attention_blocks(model: Any) -> list[nn.Module]:
+    """The decoder layers, in order, whose attention has hook points.
+
+    Raises:
+        ValueError: there are none.
+    """
+    layers = (module for module in model.modules() if unwrapped(module) is module)
+    blocks = [layer for layer in layers if any(is_hooked_attention(unwrapped(child)) for child in layer.children())]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
+    return blocks
+
+
+def attention_of(block: nn.Module) -> Any:
+    """The attention module, with hook points, of a decoder layer."""
+    return next(found for child in block.children() if is_hooked_attention(found := unwrapped(child)))
+
+
+def adding_module(block: nn.Module, site: str) -> nn.Module:
+    """The module whose output a layer adds to the residual stream: "attn_out" or "mlp_out"; "resid": the layer.
+
+    Where a norm follows attention and MLP (Gemma 2, OLMo 2), it is the norm.
+
+    Raises:
+        ValueError: the layer has no such module, or scales what it adds.
+    """
+    if site == "resid":
+        return block
+    if getattr(attention_of(block), "adds_up", True) is False:
+        raise ValueError(
+            f"{type(block).__name__} does not add the output of one module for attention and one for the MLP to "
+            f"the residual stream, so that {site} is no hook point of it; take resid, or the module itself"
+        )
+    children = block._modules
+    normed = any(name in children for name in AFTER_MLP)
+    norms = () if not normed else AFTER_ATTENTION if site == "attn_out" else AFTER_MLP
+    for name in norms:
+        if name in children:
+            return block.get_submodule(name)
+    if site == "attn_out":
+        return attention_of(block)
+    for name in MLPS:
+        if name in children:
+            return block.get_submodule(name)
+    raise ValueError(
+        f"{type(block).__name__} has no module called {', '.join(MLPS)}, so that mlp_out is no hook point of it"
+    )
+
+
+def output_projection(attention: Any) -> nn.Module:
+    """The module that maps z to what attention adds.
+
+    Raises:
+        ValueError: none of the known names.
+    """
+    for name in OUTPUTS:
+        if isinstance(attention._modules.get(name), nn.Module):
+            return attention.get_submodule(name)
+    raise ValueError(
+        f"{type(attention).__name__} has no output projection called {', '.join(OUTPUTS)}; W_O is not known"
+    )
+
+
+def head_width(attention: Any) -> int:
+    """d_head of an attention module."""
+    return int(getattr(attention, "head_dim", None) or attention.head_size)
+
+
+def output_weight(attention: Any) -> Tensor:
+    """W_O as [head x d_head, d_model]."""
+    projection = output_projection(attention)
+    weight = resident(projection)
+    return weight if type(projection).__name__ == "Conv1D" else weight.mT
