@@ -209,7 +209,6 @@ def _strings(code: Any) -> set[str]:
 
 def _attends_by_itself(module: nn.Module) -> bool:
     """Whether this looks like an attention module: by its class's name, with projections as direct children."""
-    name = type(module).__name__
-    if not name.endswith(("Attention", "SelfAttention")) or name.startswith("Linear"):
+    if not any(parent.__name__.endswith("Attention") for parent in type(module).__mro__):
         return False
     return any(child.endswith(PROJECTIONS) for child in module._modules)
