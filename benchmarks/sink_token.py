@@ -1,26 +1,36 @@
 """What a sink token costs: a forward pass with and without it, at the same canvas length.
 
 `python -m benchmarks.sink_token [--hidden 512 --layers 4 --length 512]`, on the CPU or on a GPU if there is one.
-"masked row" is the alternative that `SinkAttention` avoids: one fused call with a mask for the sink's row.
+"masked row" is the alternative that attention avoids: one fused call with a mask for the sink's row.
 """
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import typer
-from torch import Tensor
 
 from benchmarks.timing import machine, print_table, side_by_side
-from dlm_lens.adapters.sink_tokens import SinkAttention
-from dlm_lens.attention import HookedAttention, SinkLayout
+from dlm_lens.attention import SinkLayout, interface
 from dlm_lens.testing import tiny
 
 
-def masked_row(self: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    """Attention with the sink's row in the same call."""
-    visible = SinkLayout.of(self).restrict(attention_mask, q.shape[2], q.device)
-    return HookedAttention._attend(self, q, k, v, visible, **kwargs)
+class MaskedRow:
+    """Makes a model's attention take the sink's row in the same call as the canvas's."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        """A forward pass."""
+        with patch.object(interface._Call, "_run_around_sinks", _with_masked_row):
+            return self.model(**inputs)
+
+
+def _with_masked_row(self: Any, layout: SinkLayout) -> Any:
+    mask = layout.restrict(self.mask, self.q.shape[2], self.q.device)
+    return interface._Mixed(self._plain(self.q, mask))
 
 
 def main(hidden: int = 512, layers: int = 4, heads: int = 8, length: int = 512, threads: int = 1) -> None:
@@ -38,12 +48,9 @@ def main(hidden: int = 512, layers: int = 4, heads: int = 8, length: int = 512, 
         "1 sink, masked row": tiny("sink_qwen", num_sinks=1, **fields),
         "gated attention": tiny("sink_qwen", gated_attention=True, **fields),
     }
-    alternative = type("MaskedRow", (SinkAttention,), {"_attend": masked_row})
-    for layer in models["1 sink, masked row"].model.layers:
-        host = type(layer.self_attn)
-        layer.self_attn.__class__ = type(host.__name__, (alternative, host), {})
     ids = torch.randint(0, 60, (1, length), device=device)
     runs = {name: partial(model.to(device, dtype), input_ids=ids) for name, model in models.items()}
+    runs["1 sink, masked row"] = partial(MaskedRow(models["1 sink, masked row"]), input_ids=ids)
     with torch.no_grad():
         seconds = side_by_side(runs)
     title = f"forward, {layers} layers of width {hidden}, {length} positions, {dtype}; {machine()}"

@@ -13,6 +13,7 @@ from . import training as training
 from . import viz as viz
 from .adapters import families as families
 from .adapters import load as load
+from .attention import add_hook_points as add_hook_points
 from .bridging import BridgeRecorder as BridgeRecorder
 from .bridging import StepCache as StepCache
 from .bridging import bridge as bridge
