@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.attention import HookedAttention, HookPoint, attached
+from dlm_lens.attention import HookPoint, attached, is_hooked_attention
 from dlm_lens.hooks import ablate
 from dlm_lens.testing import tiny
 
@@ -87,8 +87,8 @@ def test_a_copy_of_a_model_with_a_host(way: Callable[[Any], Any]) -> None:
     copied = way(model)
     assert not any(module._forward_hooks for module in copied.modules() if isinstance(module, HookPoint))
     for module in copied.modules():
-        if isinstance(module, HookedAttention):
-            assert module.readers == ()
+        if is_hooked_attention(module):
+            assert module.hook_z.readers == ()
             assert (module.lock.owner, module.lock.depth, module.lock.listeners) == (None, 0, 0)
         assert not getattr(module, "watchers", ())
         assert getattr(module, "_compiled_call_impl", None) is None
