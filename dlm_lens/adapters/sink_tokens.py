@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
 from dlm_lens.attention import SinkLayout
@@ -26,10 +28,27 @@ class SinkEmbedding(nn.Embedding):
         return self.layout.surround(super().forward(input), sinks.to(self.weight.dtype))
 
 
-def hand_over_gate(attention: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A forward pre-hook of gated attention: the gate before its sigmoid travels to the attention function."""
-    hidden_states = inputs[0] if inputs else options["hidden_states"]
-    return inputs, {**options, "gate": attention.gate_proj(hidden_states)}
+class _GatedAttention(nn.Module):
+    """Mixin in front of a host's attention: the gate before its sigmoid travels to the attention function."""
+
+    def forward(self, hidden_states: Float[Tensor, "batch position d_model"], *inputs: Any, **options: Any) -> Any:
+        """As the host's."""
+        gate = cast(Any, self).gate_proj(hidden_states)
+        return super().forward(hidden_states, *inputs, **options, gate=gate)
+
+
+class GatedLlamaAttention(_GatedAttention, LlamaAttention):
+    """Llama's attention with a gate."""
+
+
+class GatedQwen2Attention(_GatedAttention, Qwen2Attention):
+    """Qwen2's attention with a gate."""
+
+
+GATED: dict[type[nn.Module], type[nn.Module]] = {
+    LlamaAttention: GatedLlamaAttention,
+    Qwen2Attention: GatedQwen2Attention,
+}
 
 
 class SinkDecoder(nn.Module):
@@ -50,7 +69,7 @@ class SinkDecoder(nn.Module):
             for layer in model.layers:
                 width = config.num_attention_heads * layer.self_attn.head_dim
                 layer.self_attn.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
-                layer.self_attn.register_forward_pre_hook(hand_over_gate, with_kwargs=True)
+                layer.self_attn.__class__ = GATED[type(layer.self_attn)]
         if getattr(config, "softmax", "standard") == "sink_logits":
             for layer in model.layers:
                 layer.self_attn.sink_logits = nn.Parameter(torch.zeros(config.num_attention_heads))

@@ -23,6 +23,7 @@ from dlm_lens.attention.hiding import (
     counted_queries,
     hide_columns,
 )
+from dlm_lens.attention.hook_point import HookPoint, Reader
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.interface import attend
 from dlm_lens.attention.layers import (
@@ -35,8 +36,6 @@ from dlm_lens.attention.layers import (
 from dlm_lens.attention.layout import Placement, SinkLayout, SinkToken, sink
 from dlm_lens.attention.points import (
     HOOK_POINTS,
-    HookPoint,
-    Reader,
     add_hook_points,
     has_hook_points,
     hook_point,

@@ -138,7 +138,9 @@ def listening(model: Any) -> Iterator[None]:
         RuntimeError: as `ModelLock.acquire`, or inside code that torch.compile runs.
     """
     lock = lock_of(model)
-    with in_use(model), _eagerly():
+    from dlm_lens.attention.before_rotation import following
+
+    with in_use(model), _eagerly(), following(model):
         if lock is not None:
             lock.listeners += 1
         try:

@@ -4,22 +4,20 @@ It is handed queries, keys and values after projections, norms, rotation and cac
 pattern, the function that the model's config names (sdpa: no pattern is formed) does the work.
 """
 
-import sys
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_lens.attention.calls import column_calls, needs_value
 from dlm_lens.attention.functions import HOOKED, causal_without_mask, hooked_attention
+from dlm_lens.attention.hook_point import HookPoint
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.layout import SinkLayout
-from dlm_lens.attention.points import DISPATCH, HookPoint, is_hooked_attention
+from dlm_lens.attention.points import DISPATCH, is_hooked_attention
 from dlm_lens.attention.softmax_variants import spare_logits, with_spare_key
 from dlm_lens.attention.streaming import stream_hidden, stream_mix
 
@@ -43,7 +41,9 @@ def attend(
     logits of a spare softmax entry) and `position_bias` are those of transformers' attention functions.
 
     Raises:
-        ValueError: the module has no hook points, or a mask of a kind that scores cannot be formed with.
+        RuntimeError: another thread's hooks, readers or trace are on the model.
+        ValueError: the module has no hook points, or a mask of a kind that scores cannot be formed with, or its
+            projections were replaced under a hook.
     """
     if not is_hooked_attention(module):
         raise ValueError(
@@ -51,6 +51,11 @@ def attend(
             'dlm_lens.add_hook_points(model), or model.set_attn_implementation("sdpa")'
         )
     points = module._modules
+    if not torch.compiler.is_compiling():
+        module.lock.check_thread()
+        for name in ("hook_q", "hook_k"):
+            if name in points:
+                points[name].check_source()
     value = _zero_sink_values(module, value)
     query, key = query.to(value.dtype), key.to(value.dtype)
     value = _through(points["hook_v"], value)
@@ -165,7 +170,7 @@ class _Call:
     def _plain(self, q: Tensor, mask: Any) -> Tensor:
         """The attention function that the model's config names."""
         name = self.module.config.wrapped._attn_implementation
-        function = _interface(self.module.__class__).get_interface(name, hooked_attention)
+        function = self.module.config.functions.get_interface(name, hooked_attention)
         options = {"scaling": self.scale, "dropout": self.dropout, **self.options}
         if self.spare is None:
             z, _ = function(self.module, q, self.k, self.v, mask, **options)
@@ -256,13 +261,3 @@ def _boolean_if_whole(mask: Any) -> Any:
     """A mask [batch, heads, query, key] of whole numbers, 0 and 1, as boolean; added to scores it hid nothing."""
     whole = isinstance(mask, Tensor) and mask.ndim == 4 and not mask.is_floating_point()
     return mask.bool() if whole else mask
-
-
-@cache
-def _interface(kind: Any) -> AttentionInterface:
-    """The attention functions that a module's own file uses; some override one of transformers' locally."""
-    for parent in kind.__mro__:
-        found = getattr(sys.modules.get(parent.__module__), "ALL_ATTENTION_FUNCTIONS", None)
-        if isinstance(found, AttentionInterface):
-            return found
-    return ALL_ATTENTION_FUNCTIONS

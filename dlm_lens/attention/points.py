@@ -6,16 +6,17 @@ identity modules as children, through which that function passes each quantity.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, cast
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_lens.attention.access import ModelLock, guard_hooks
-from dlm_lens.attention.attention_pass import AttentionPass
-from dlm_lens.attention.before_rotation import follow_projections, keep_following
-from dlm_lens.attention.inputs import AttentionInputs
+from dlm_lens.attention.before_rotation import add_projection_points
+from dlm_lens.attention.hook_point import HookPoint
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 """Hook points of an attention module in the order in which they fire; the child is `hook_<name>`.
@@ -34,61 +35,24 @@ PROJECTIONS = ("q_proj", "query", "query_key_value", "qkv", "qkv_proj")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-Reader = Callable[[AttentionInputs], None]
-"""Called with what an attention module computes with, at every forward pass."""
-
-
-class Watcher(Protocol):
-    """A host that may read a hook point."""
-
-    def __call__(self) -> bool:
-        """Whether it is about to read the point."""
-        ...
-
-    def passed(self) -> None:
-        """The forward pass went by the point, whose value was not computed."""
-        ...
-
-
-class HookPoint(nn.Module):
-    """The identity; a PyTorch forward hook on it sees, and may replace, what passes through.
-
-    A host that watches modules without hooks (nnsight) adds to `watchers` a function that says whether it is
-    about to read this point. `readers` of `hook_z` are called with the inputs of attention. A copy has neither.
-    While scores and pattern run, `attention_pass` is what attention knows of the pass.
-    """
-
-    watchers: tuple[Watcher, ...] = ()
-    attention_pass: AttentionPass | None = None
-    readers: tuple[Reader, ...] = ()
-
-    def forward(self, value: Tensor) -> Tensor:
-        """Return `value` itself."""
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is not part of a recording or a trace of the original.
-        return {
-            name: value for name, value in super().__getstate__().items() if name not in ("watchers", "readers")
-        }
-
-
 class DispatchedConfig:
     """A config as an attention module with hook points reads it: our attention function, the rest as it was.
 
     `wrapped` is the model's own config. What it names as attention implementation ("sdpa", "eager", ...) decides
-    which masks transformers builds, and which function runs while no hook needs scores or patterns.
+    which masks transformers builds, and which of `functions`, those that the module's own file uses, runs while no
+    hook needs scores or patterns.
     """
 
-    def __init__(self, wrapped: Any) -> None:
+    def __init__(self, wrapped: Any, functions: AttentionInterface) -> None:
         object.__setattr__(self, "wrapped", wrapped)
+        object.__setattr__(self, "functions", functions)
 
     @property
     def _attn_implementation(self) -> str:
         return DISPATCH
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped" or name.startswith("__"):
+        if name in ("wrapped", "functions") or name.startswith("__"):
             raise AttributeError(name)  # a copy or an unpickled instance that has no fields yet
         return getattr(self.wrapped, name)
 
@@ -118,23 +82,11 @@ def add_hook_points(model: Model) -> Model:
     lock = ModelLock()
     for index, attention in enumerate(found):
         attention.lock, attention.hook_layer = lock, index
-        attention.config = DispatchedConfig(attention.config)
-        for name in HOOK_POINTS:
+        attention.config = DispatchedConfig(attention.config, _attention_functions(type(attention)))
+        add_projection_points(attention)
+        for name in HOOK_POINTS[2:]:
             attention.add_module(f"hook_{name}", HookPoint())
-        follow_projections(cast(nn.Module, attention))
-        attention.register_forward_pre_hook(before_attention)
     return model
-
-
-def before_attention(attention: Any, inputs: Any) -> None:
-    """A forward pre-hook of every attention module with hook points.
-
-    Raises:
-        RuntimeError: another thread's hooks, readers or trace are on the model.
-    """
-    if not torch.compiler.is_compiling():
-        attention.lock.check_thread()
-    keep_following(attention)
 
 
 def has_hook_points(module: Any) -> bool:
@@ -163,6 +115,15 @@ def hook_point(attention: Any, name: str) -> HookPoint:
         return point
     have = ", ".join(each for each in HOOK_POINTS if f"hook_{each}" in attention._modules)
     raise ValueError(f"{type(attention).__name__} has no hook point {name!r}: it has {have}")
+
+
+def _attention_functions(kind: type) -> AttentionInterface:
+    """The attention functions that a module's own file uses; some override one of transformers' locally."""
+    for parent in kind.__mro__:
+        found = getattr(sys.modules.get(parent.__module__), "ALL_ATTENTION_FUNCTIONS", None)
+        if isinstance(found, AttentionInterface):
+            return found
+    return ALL_ATTENTION_FUNCTIONS
 
 
 def _dispatching_modules(model: nn.Module) -> Iterator[Any]:

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention.before_rotation import stop_following
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
 from dlm_lens.attention.points import hooked_attentions
 from dlm_lens.placement import input_device
@@ -51,8 +50,8 @@ def check_hook_points(model: Any, *, plain: bool = True) -> None:
         _check_firing(modules, seen)
         if not _same_at_origin(modules, seen):
             for attention in modules:
-                if hasattr(attention, "hook_q"):
-                    stop_following(attention)
+                for name in ("hook_q", "hook_k"):
+                    attention._modules.pop(name, None)
         with _halved(modules[0]):
             edited = _logits(model)
         if torch.equal(edited, listening):

@@ -248,12 +248,21 @@ def test_an_attention_that_attends_twice_is_refused_by_the_check() -> None:
         check_hook_points(model)
 
 
-def test_the_check_finds_a_query_that_is_not_the_one_that_rotates() -> None:
-    """Where the projection is followed by something unknown, hook_q and hook_k are taken away."""
+class Turned(LlamaAttention):
+    """An attention whose queries at position 0 are not those of its projection."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **options: Any) -> Any:
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, position_embeddings=(-cos, sin), **options)
+
+
+def test_the_check_takes_away_a_query_that_is_not_the_one_that_is_rotated() -> None:
     model = build("llama")
-    projection = model.model.layers[0].self_attn.q_proj
+    weights = model.model.layers[0].self_attn.state_dict()
+    model.model.layers[0].self_attn = Turned(model.config, 0)
+    model.model.layers[0].self_attn.load_state_dict(weights)
     add_hook_points(model)
-    projection.register_forward_hook(lambda module, inputs, output: output.flip(-1))
+    assert hasattr(hooked_attentions(model)[0], "hook_q")
     check_hook_points(model)
     assert not any(hasattr(attention, "hook_q") for attention in hooked_attentions(model))
 
@@ -281,31 +290,50 @@ def test_copies_and_pickles_have_hook_points_of_their_own(kind: str) -> None:
         model.set_attn_implementation("eager")
 
 
-def test_a_projection_that_is_replaced_later_feeds_the_hook_point() -> None:
-    """As LoRA and quantisation do after hook points were added."""
+class Added(nn.Module):
+    """A projection as LoRA leaves it: the old one, and something on top."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.base_layer(hidden_states) + 1
+
+
+def test_hook_q_sees_what_a_projection_that_was_replaced_computes() -> None:
     model = add_hook_points(build("llama"))
-    attention, seen = hooked_attentions(model)[0], []
-    attention.hook_q.register_forward_hook(lambda m, i, value: seen.append(value))
-    old = attention.q_proj
-
-    class Added(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base_layer = old
-
-        def forward(self, hidden_states: Tensor) -> Tensor:
-            return self.base_layer(hidden_states) + 1
-
-    attention.q_proj = Added()
-    logits(model)
-    assert len(seen) == 1
-    plain_query = old(torch.zeros(1, 1, 64)).unflatten(-1, (4, 16))
-    kept: list[Tensor] = []
-    attention.hook_rot_q.register_forward_hook(lambda m, i, value: kept.append(value))
+    attention = hooked_attentions(model)[0]
+    attention.q_proj = Added(attention.q_proj)
+    seen: dict[str, Tensor] = {}
+    for name in ("q", "rot_q"):
+        hook_point(attention, name).register_forward_hook(lambda m, i, value, name=name: seen.update({name: value}))
     logits(model)
     # Position 0 is not rotated.
-    torch.testing.assert_close(kept[0][1, 0], seen[1][1, 0])
-    assert plain_query.shape == (1, 1, 4, 16)
+    torch.testing.assert_close(seen["rot_q"][1, 0], seen["q"][1, 0])
+
+
+def test_a_projection_that_is_replaced_under_a_hook_is_a_sentence() -> None:
+    model = add_hook_points(build("llama"))
+    attention = hooked_attentions(model)[0]
+    handle = attention.hook_q.register_forward_hook(lambda m, i, value: None)
+    attention.q_proj = Added(attention.q_proj)
+    with pytest.raises(ValueError, match="the q_proj of LlamaAttention was replaced after a hook was put on"):
+        logits(model)
+    handle.remove()
+    handle.remove()
+    logits(model)
+
+
+def test_nothing_hangs_on_a_model_while_nothing_listens() -> None:
+    model = add_hook_points(build("llama"))
+    hooks = [hooked_attentions(model)[0].hook_q.register_forward_hook(lambda m, i, value: None) for _ in range(2)]
+    with attached(model, ablate("k")):
+        logits(model)
+    for hook in hooks:
+        assert any(module._forward_hooks for module in model.modules())
+        hook.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen"])
