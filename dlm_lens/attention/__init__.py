@@ -48,6 +48,7 @@ from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.streaming import received_by_class, stream_columns
 from dlm_lens.attention.tiles import pattern_tiles
 from dlm_lens.attention.visibility import visible_keys
+from dlm_lens.attention.windows import layer_windows
 
 __all__ = [
     "HOOK_POINTS",
@@ -96,6 +97,7 @@ __all__ = [
     "hooked_attentions",
     "in_use",
     "is_hooked_attention",
+    "layer_windows",
     "listening",
     "output_weight",
     "pattern_tiles",

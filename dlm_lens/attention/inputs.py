@@ -25,6 +25,8 @@ class AttentionInputs:
         own_start: the key at which the first query stands; None if the queries are the last positions.
         pattern: the pattern as used, where somebody had it materialised (and may have edited it).
         z: what the pattern mixed from the values, as hooks at `hook_z` left it, where it is known.
+        window: the smallest sliding window that the layer may have, which `visible` has worked in; None if it has
+            none.
     """
 
     layer: int
@@ -38,6 +40,7 @@ class AttentionInputs:
     dropped: Hidden | None = None
     pattern: Float[Tensor, "batch head query key"] | None = None
     z: Float[Tensor, "batch query head d_head"] | None = None
+    window: int | None = None
 
     @property
     def own(self) -> Int[Tensor, "query"]:

@@ -20,6 +20,7 @@ from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.points import DISPATCH, is_hooked_attention
 from dlm_lens.attention.softmax_variants import spare_logits, with_spare_key
 from dlm_lens.attention.streaming import stream_hidden, stream_mix
+from dlm_lens.attention.windows import smallest_window
 
 
 def attend(
@@ -221,7 +222,17 @@ class _Call:
         if causal and own_start is None and keys > queries:
             own_start = 0  # an empty static cache: as in the fused kernel, the first query sees the first key
         layer = self.module.hook_layer
-        return AttentionInputs(layer, q, self.k, self.v, self.scale, visible, causal=causal, own_start=own_start)
+        return AttentionInputs(
+            layer,
+            q,
+            self.k,
+            self.v,
+            self.scale,
+            visible,
+            causal=causal,
+            own_start=own_start,
+            window=smallest_window(self.module.config),
+        )
 
 
 def _read(module: Any, inputs: AttentionInputs, z: Float[Tensor, "batch position head d_head"]) -> None:

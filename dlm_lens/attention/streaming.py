@@ -75,13 +75,15 @@ class _Least:
         self.hidden = before + (hidden.most or 0) if counts and before is not None else None
         if before is None or hidden.keep_self or hidden.spare is not None:
             return None
-        if hidden.leaves_one and before == 0 and not context.causal:
+        if hidden.leaves_one and before == 0 and not context.causal and inputs.window is None:
             return 0
         if hidden.most is None or (context.run is None and inputs.visible is not None):
             return None
         keys = inputs.k.shape[2]
         content = keys if context.run is None else context.run.fewest_content
         gone = before + hidden.most
+        if inputs.window is not None and gone >= inputs.window:
+            return None  # any window may lose all of its keys
         if context.causal:
             # Query i sees i + 1 keys, padding among them.
             return min(keys, keys - content + gone)

@@ -182,7 +182,7 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
             line |= {f"norm_{name}": e.value, f"norm_{name}_low": e.low, f"norm_{name}_high": e.high}
         if received:
             scores = recording.arrays["received"][:, :, place].float()
-            sums = (scores * recording.expected()[:, :, None]).nan_to_num()
+            sums = (scores * recording.expected(layer=layer)[:, :, None]).nan_to_num()
             sums = sums.mean(2) if here.ndim == 3 else sums
             total = torch.ones_like(sums, dtype=torch.bool)
             e = estimate(torch.stack([_per_prompt(sums, here), _per_prompt(sums, total)], -1), mean_of, seed=seed)

@@ -26,6 +26,11 @@ class CanvasFacts:
         causal: an AR run, in which what is not yet written is neither query nor key.
         sinks: learned sink tokens; as keys they stand behind the canvas, as queries they do not count.
         unpadded: the network takes padding for content (a quirk of a reference), so that it is a key.
+        window: the sliding window w of the layer, in an AR run: query i sees the keys i - w + 1, ..., i; None if
+            the layer has none.
+
+    Raises:
+        ValueError: a window below 1, or in a run that is not causal.
     """
 
     valid: Bool[Tensor, "*run position"]
@@ -35,7 +40,15 @@ class CanvasFacts:
     causal: bool = False
     sinks: int = 0
     unpadded: bool = False
+    window: int | None = None
     _known: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal or self.sinks):
+            raise ValueError(
+                f"CanvasFacts(window={self.window}, causal={self.causal}, sinks={self.sinks}): a window is at "
+                "least 1, in a causal run without learned sink tokens"
+            )
 
     @property
     def present(self) -> Bool[Tensor, "*run position"]:
@@ -89,14 +102,32 @@ class CanvasFacts:
             each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
             return self._beside_sinks(seen) * each
         # Key j is seen by the queries at j and behind it, query i sees the keys up to i.
-        each = queries / seen.cumsum(-1).clamp(min=1)
-        return each.flip(-1).cumsum(-1).flip(-1) * seen
+        if self._whole:
+            each = queries / seen.cumsum(-1).clamp(min=1)
+            return each.flip(-1).cumsum(-1).flip(-1) * seen
+        # Differences of sums over long canvases: in float32 they would lose digits.
+        each = queries.double() / self._in_window(seen.long()).clamp(min=1)
+        even = self._in_window(each.flip(-1)).flip(-1)
+        return even.masked_fill(~seen | (self.viewers(name) == 0), 0.0).float()
 
     def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
         if not self.causal:
             return self._beside_sinks(seen) * queries.sum(-1, keepdim=True)
-        return queries.flip(-1).cumsum(-1).flip(-1) * seen
+        if self._whole:
+            return queries.flip(-1).cumsum(-1).flip(-1) * seen
+        return self._in_window(self.queries(name).long().flip(-1)).flip(-1).float() * seen
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the window, if there is one, holds the canvas."""
+        return self.window is None or self.window >= self.valid.shape[-1]
+
+    def _in_window(self, values: Tensor) -> Tensor:
+        """The sum of the values at i - w + 1, ..., i, for every i."""
+        sums = values.cumsum(-1)
+        earlier = torch.nn.functional.pad(sums, (self.window or 0, 0))[..., : sums.shape[-1]]
+        return sums - earlier
 
     @property
     def _visible(self) -> Bool[Tensor, "*run position"]:

@@ -52,6 +52,7 @@ def _attributes(recording: Recording) -> dict[str, Any]:
         "prompt_length": recording.prompt_length,
         "sink_tokens": recording.sinks,
         "causal": int(recording.causal),
+        **({"sliding_windows": json.dumps(recording.windows)} if recording.windows else {}),
         "score_scale": recording.scale if recording.scale is not None else "",
         "settings": json.dumps(dict(recording.settings)),
         "versions": json.dumps(dict(recording.versions)),

@@ -25,7 +25,7 @@ def joined(recordings: Sequence[Recording]) -> Recording:
     if len(recordings) == 1:
         return first
     for other in recordings[1:]:
-        for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "model"):
+        for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model"):
             if getattr(other, name) != getattr(first, name):
                 raise ValueError(f"recordings differ in {name}: {getattr(first, name)} and {getattr(other, name)}")
     front = max(r.prompt_length for r in recordings)

@@ -206,6 +206,7 @@ def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Reco
             sinks=facts.sinks,
             causal=facts.causal,
             unpadded=facts.unpadded,
+            windows=tuple(facts.windows),
             model=facts.model,
             versions=facts.versions,
             scale=facts.scale,
@@ -251,6 +252,8 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
             raise _ContradictionError(f"{count} {name} for {steps} steps")
     if facts.prompt_length > positions or any(not a <= b <= positions for a, b in facts.spans):
         raise _ContradictionError(f"the prompt or a block ends after the {positions} positions")
+    if facts.windows and (len(facts.windows) != len(facts.layers) or not facts.causal or facts.sinks):
+        raise _ContradictionError(f"sliding windows of {len(facts.windows)} layers for {len(facts.layers)} layers")
     if len({spec.name for spec in facts.specs}) != len(facts.specs):
         raise _ContradictionError("two arrays have one name")
 
@@ -294,7 +297,7 @@ def write_end(
         "decoding": _decoding(recording),
         "rows_ran": run.rows_ran,
     }
-    names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "model", "scale", "query_heads")
+    names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "windows", "model", "scale", "query_heads")
     facts |= {name: getattr(recording, name) for name in names}
     shards.finish(facts, {**{name: getattr(run, name) for name in RUN_TENSORS}, "answer": recording.answer})
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import RunStep, SinkLayout
+from dlm_lens.attention import RunStep, SinkLayout, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
 from dlm_lens.recording.classes import CanvasFacts
 from dlm_lens.recording.names import name_of, versions, words_of
@@ -60,12 +60,13 @@ class Recorder(Follower):
             _no_masks_in_ar(self.reducers)
         stream = any("resid" in reducer.reads for reducer in self.reducers)
         self.tap = self.tapped(layers, stream)
+        self.windows = layer_windows(model)
         self.dtype = dtype
         self.arrays = StepArrays(specs_of(self.reducers), getattr(torch, dtype))
         self._unpadded = False
         self._memory_of: dict[int, dict[Any, Any]] = {}
         self._found: dict[int, dict[str, Tensor]] = {}
-        self._facts: dict[torch.device, CanvasFacts] = {}
+        self._facts: dict[tuple[torch.device, int | None], CanvasFacts] = {}
         self._regions: dict[torch.device, dict[str, Tensor]] = {}
 
     def tapped(self, layers: Sequence[int] | None, stream: bool) -> AnyTap:
@@ -133,6 +134,7 @@ class Recorder(Follower):
             sinks=self.layout.count,
             causal=self.causal,
             unpadded=self._unpadded,
+            windows=tuple(self.windows[layer] for layer in self.tap.layers),
             model=name_of(self.model),
             versions=versions(),
             scale=self.tap.scale,
@@ -167,7 +169,7 @@ class Recorder(Follower):
                 f"attention has {inputs.q.shape[2]} queries and the canvas {run.tokens.shape[1]} positions; is it "
                 "another forward pass than the run's?"
             )
-        facts = self._facts_on(run, inputs.q.device)
+        facts = self._facts_on(run, inputs.q.device, self.windows[inputs.layer])
         regions = self._regions_on(facts)
 
         def stream(tensor: Tensor | None) -> Tensor | None:
@@ -186,11 +188,11 @@ class Recorder(Follower):
             memory=self._memory_of.setdefault(inputs.layer, {}),
         )
 
-    def _facts_on(self, run: RunStep, device: torch.device) -> CanvasFacts:
-        """What is where on the step's canvas, once per step and device."""
-        if device not in self._facts:
+    def _facts_on(self, run: RunStep, device: torch.device, window: int | None) -> CanvasFacts:
+        """What is where on the step's canvas, and how far queries see: once per step, device and window."""
+        if (device, window) not in self._facts:
             positions = torch.arange(run.tokens.shape[1], device=device)
-            self._facts[device] = CanvasFacts(
+            self._facts[device, window] = CanvasFacts(
                 valid=run.valid.to(device),
                 masked=run.masked.to(device),
                 answer=run.answer.to(device),
@@ -198,8 +200,9 @@ class Recorder(Follower):
                 causal=self.causal,
                 sinks=self.layout.count,
                 unpadded=self._unpadded,
+                window=window,
             )
-        return self._facts[device]
+        return self._facts[device, window]
 
     def _regions_on(self, facts: CanvasFacts) -> dict[str, Tensor]:
         """Sets of keys, once per step and device."""

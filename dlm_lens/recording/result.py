@@ -41,6 +41,7 @@ class Recording:
         sinks: how many of the keys, the last ones, are learned sink tokens.
         causal: an AR baseline, in which step t has the written prefix as queries and keys.
         unpadded: the network took padding for content (a reference's quirk).
+        windows: the sliding window of each layer (None where it has none); empty if no layer has one.
         model: name or path of the model.
         versions: of the packages that computed the arrays.
         scale: factor of the scores, usually d_head ** -0.5.
@@ -62,6 +63,7 @@ class Recording:
     sinks: int = 0
     causal: bool = False
     unpadded: bool = False
+    windows: tuple[int | None, ...] = ()
     model: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     scale: float | None = None
@@ -76,6 +78,10 @@ class Recording:
                 f"{len(self.steps)} steps and {len(self.rows)} rows, but the run has {self.run.steps} and "
                 f"{len(self.run.tokens)}"
             )
+        if all(window is None for window in self.windows):
+            object.__setattr__(self, "windows", ())
+        if self.windows and len(self.windows) != len(self.layers):
+            raise ValueError(f"{len(self.windows)} sliding windows for {len(self.layers)} layers")
         if self.run.tokenizer is None and self.words:
             # The run shows its tokens by the words that were recorded.
             object.__setattr__(self, "run", replace(self.run, tokenizer=StoredTokenizer.read(self.words, None)))
@@ -152,9 +158,37 @@ class Recording:
         """Index of the block that each step decodes."""
         return self.run.blocks
 
-    @cached_property
+    @property
     def facts(self) -> CanvasFacts:
-        """What is where at every step, as classes of queries."""
+        """What is where at every step, as classes of queries, and which keys they see.
+
+        Raises:
+            ValueError: the layers have different sliding windows; take `facts_of(layer)`.
+        """
+        windows = sorted(set(map(str, self.windows)))
+        if len(windows) > 1:
+            raise ValueError(
+                f"the layers have different sliding windows ({', '.join(windows)}), so that their keys are seen by "
+                "different queries: name a layer, as in expected(queries, layer=0) and facts_of(0)"
+            )
+        return self._facts[self.windows[0] if self.windows else None]
+
+    def facts_of(self, layer: int) -> CanvasFacts:
+        """What is where at every step, and which keys the queries of a layer see; `layer` as in `layers`.
+
+        Raises:
+            ValueError: a layer that was not recorded.
+        """
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} was not recorded; layers are {', '.join(map(str, self.layers))}")
+        return self._facts[self.windows[self.layers.index(layer)] if self.windows else None]
+
+    @cached_property
+    def _facts(self) -> dict[int | None, CanvasFacts]:
+        """By sliding window."""
+        return {window: self._with_window(window) for window in dict.fromkeys(self.windows or (None,))}
+
+    def _with_window(self, window: int | None) -> CanvasFacts:
         masked = self.run.masked[:-1]
         positions = torch.arange(masked.shape[-1])
         spans = torch.tensor(self.run.spans).reshape(-1, 2)
@@ -167,19 +201,45 @@ class Recording:
             causal=self.causal,
             sinks=self.sinks,
             unpadded=self.unpadded,
+            window=window,
         )
 
-    def expected(self, queries: QueryClass = "all") -> Float[Tensor, "step batch key"]:
-        """e_j, what even attention of these queries would give each key."""
-        return self.facts.expected(checked_class(queries, "expected"))
+    def expected(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:
+        """e_j, what even attention of these queries would give each key.
 
-    def viewers(self, queries: QueryClass = "all") -> Float[Tensor, "step batch key"]:
-        """How many of these queries see each key."""
-        return self.facts.viewers(checked_class(queries, "viewers"))
+        Args:
+            queries: which queries count.
+            layer: whose, as in `layers`; None where all layers agree, as they do without sliding windows.
+
+        Raises:
+            ValueError: no such class or layer, or layers that differ.
+        """
+        return self._facts_at(layer).expected(checked_class(queries, "expected"))
+
+    def viewers(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:
+        """How many of these queries see each key; arguments and errors as in `expected`."""
+        return self._facts_at(layer).viewers(checked_class(queries, "viewers"))
+
+    def expected_by_layer(self, queries: QueryClass = "all") -> Float[Tensor, "step batch #layer key"]:
+        """e_j of every layer; the layer axis has size 1 where all layers agree."""
+        return torch.stack([self.expected(queries, layer=layer) for layer in self._differing], 2)
+
+    def viewers_by_layer(self, queries: QueryClass = "all") -> Float[Tensor, "step batch #layer key"]:
+        """How many of these queries see each key in every layer; size 1 where all layers agree."""
+        return torch.stack([self.viewers(queries, layer=layer) for layer in self._differing], 2)
+
+    def _facts_at(self, layer: int | None) -> CanvasFacts:
+        return self.facts if layer is None else self.facts_of(layer)
+
+    @property
+    def _differing(self) -> tuple[int, ...]:
+        """Layers whose keys are seen by different queries: all of them, or one that stands for all."""
+        return self.layers if len(set(self.windows)) > 1 else self.layers[:1]
 
     def counted(self, queries: QueryClass = "all") -> Int[Tensor, "step batch"]:
         """How many queries there are of this class."""
-        return self.facts.queries(checked_class(queries, "counted")).sum(-1)
+        # Queries do not depend on the window.
+        return self.facts_of(self.layers[0]).queries(checked_class(queries, "counted")).sum(-1)
 
     def received_sums(self, queries: QueryClass = "all") -> Float[Tensor, "step batch layer head key"]:
         """r_j = sum_i A_ij, the raw column sums of a recorded class of queries; NaN where the score is undefined.
@@ -190,7 +250,7 @@ class Recording:
         name = "received" if queries == "all" else f"received_{checked_class(queries, 'received_sums')}"
         if name not in self.specs:
             raise ValueError(f"{name} was not recorded; record with ReceivedAttention(queries={queries!r})")
-        return getattr(self, name) * self.expected(queries)[:, :, None, None]
+        return getattr(self, name) * self.expected_by_layer(queries)[:, :, :, None]
 
     def strings(self, step: int, row: int = 0) -> list[str]:
         """The text of every key at a step: one token each, sink(i) for learned sink tokens."""

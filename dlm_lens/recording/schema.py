@@ -116,6 +116,7 @@ class RunFacts(Document):
     sinks: Count
     causal: bool
     unpadded: bool
+    windows: list[Annotated[int, Field(ge=1, le=2**48)] | None] = Field(default_factory=list)
     model: str
     scale: float | None
     query_heads: Count

@@ -43,11 +43,19 @@ def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Record
         run=_part(recording.run, places.get("step"), rows),
         arrays=arrays,
         layers=kept("layer"),
+        windows=_windows(recording, places.get("layer")),
         answer=recording.answer[rows],
         steps=kept("step"),
         rows=kept("batch"),
         heads=kept("head") if "head" in places else recording.heads,
     )
+
+
+def _windows(recording: Recording, places: Sequence[int] | None) -> tuple[int | None, ...]:
+    """The sliding windows of some layers."""
+    if places is None or not recording.windows:
+        return recording.windows
+    return tuple(recording.windows[place] for place in places)
 
 
 def _heads(recording: Recording) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from dlm_lens.attention import (
     attention_blocks,
     attention_of,
     head_width,
+    layer_windows,
     listening,
     output_weight,
 )
@@ -64,18 +65,15 @@ class Tap:
             its block ends.
 
     Raises:
-        ValueError: a model without hook points, a sliding window, or a layer that is not there.
+        ValueError: a model without hook points, with attention that `layer_windows` refuses, or a layer that is
+            not there.
     """
 
     def __init__(
         self, model: Any, layers: Sequence[int] | None, show: Callable[[Shown], None], *, stream: bool
     ) -> None:
         blocks = attention_blocks(model)
-        kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
-        if kinds:
-            raise ValueError(
-                f"{type(model).__name__} has {', '.join(sorted(kinds))} layers; only full attention works"
-            )
+        layer_windows(model)
         self.layers = chosen_layers(layers, len(blocks))
         self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
         self.model, self.show, self.stream = model, show, stream

@@ -25,7 +25,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
     run = recording.run
     return Received(
         values=getattr(recording, name),
-        expected=recording.expected(queries)[:, :, None, None],
+        expected=recording.expected_by_layer(queries)[:, :, :, None],
         counted=recording.counted(queries),
         tokens=recording.tokens,
         masked=recording.masked,
@@ -37,7 +37,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
         min_viewers=int(recording.specs[name].settings["min_viewers"]),
         sinks=recording.sinks,
         tokenizer=run.tokenizer,
-        viewers=recording.viewers(queries)[:, :, None, None],
+        viewers=recording.viewers_by_layer(queries)[:, :, :, None],
     )
 
 

@@ -18,6 +18,7 @@ from dlm_lens.attention import (
     exclusive,
     expected_received,
     hooked_attentions,
+    layer_windows,
     listening,
     received_attention,
     viewers,
@@ -56,7 +57,8 @@ def received_over_steps(
 
     The keys of a sink model are the canvas's and, behind them, its learned sink tokens; the sinks' own rows do
     not count as queries. Padding is never counted nor seen. In a causal model what is not yet written is neither:
-    step t has the written positions as queries and keys, all of them, also where decoding used a cache.
+    step t has the written positions as queries and keys, all of them, also where decoding used a cache. In a layer
+    with a sliding window a query sees the keys in it: `Received.expected` has an axis of layers then.
 
     Args:
         model: the model of the run; its attention implementation may be any, and stays as it is.
@@ -74,26 +76,29 @@ def received_over_steps(
 
     Raises:
         TypeError: the run is not a `Denoised`.
-        ValueError: a model without hook points or with sliding windows, a run of another model, an unknown class
-            of queries, or a layer that is not there.
+        ValueError: a model without hook points, with attention that `layer_windows` refuses, a run of another
+            model, an unknown class of queries, or a layer that is not there.
         RuntimeError: a pattern is not finite.
     """
     if not isinstance(run, Denoised):
         raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
     points = points_of(model, layers)
+    windows = [layer_windows(model)[layer] for layer in points]
     canvases = Canvases(model, run, queries)
     rows = rows_per_pass or max(1, ENTRIES_PER_PASS // (model.config.num_attention_heads * canvases.length**2))
     values: list[Tensor] = []
     expected: list[Tensor] = []
     seers: list[Tensor] = []
     for start in tqdm(range(0, len(canvases), rows), desc="replaying", unit="pass", disable=not progress):
-        view = canvases.view(start, start + rows)
+        view = canvases.view(start, start + rows, windows)
         reduce = partial(view.reduce, relative=relative, min_viewers=min_viewers)
-        with listening(model), _watching(points, reduce) as seen:
+        with listening(model), _watching(points, windows, reduce) as seen:
             model.get_decoder()(**view.inputs)
         values.append(_stack(points, seen))
-        expected.append(expected_received(view.visible, view.queries).cpu())
-        seers.append(viewers(view.visible, view.queries).cpu())
+        # One for all layers where they agree.
+        masks = [view.visible[window] for window in (windows if len(view.visible) > 1 else windows[:1])]
+        expected.append(torch.cat([expected_received(visible, view.queries) for visible in masks], 1).cpu())
+        seers.append(torch.cat([viewers(visible, view.queries) for visible in masks], 1).cpu())
     steps, batch = run.steps, len(run.tokens)
     return Received(
         values=torch.cat(values).unflatten(0, (steps, batch)),
@@ -115,29 +120,34 @@ def received_over_steps(
 
 @dataclass(frozen=True)
 class _View:
-    """What one forward pass is given, and how its patterns are to be summed."""
+    """What one forward pass is given, and how its patterns are to be summed; who sees whom by sliding window."""
 
     inputs: Mapping[str, Any]
-    visible: Bool[Tensor, "row 1 query key"]
+    visible: Mapping[int | None, Bool[Tensor, "row 1 query key"]]
     queries: Bool[Tensor, "row query"]
     layout: SinkLayout
     place: str
 
     def reduce(
-        self, pattern: Float[Tensor, "row head position position"], relative: bool, min_viewers: int
+        self,
+        pattern: Float[Tensor, "row head position position"],
+        window: int | None,
+        *,
+        relative: bool,
+        min_viewers: int,
     ) -> Float[Tensor, "row head key"]:
         """Received attention of the canvas's keys and, behind them, the sinks'; sinks are no queries."""
         canvas, sinks = self.layout.canvas(pattern.shape[-1]), self.layout.sinks(pattern.shape[-1])
         rows = pattern[..., canvas, :]
         pattern = torch.cat([rows[..., canvas], rows[..., sinks]], -1) if self.layout.count else pattern
-        if pattern.shape[-2:] != self.visible.shape[-2:]:
+        visible, queries = self.visible[window].to(pattern.device), self.queries.to(pattern.device)
+        if pattern.shape[-2:] != visible.shape[-2:]:
             raise ValueError(
                 f"the pattern has {pattern.shape[-2]} queries and {pattern.shape[-1]} keys, the run "
-                f"{self.visible.shape[-2]} and {self.visible.shape[-1]}; is it another model's?"
+                f"{visible.shape[-2]} and {visible.shape[-1]}; is it another model's?"
             )
         if not bool(pattern.isfinite().all()):
             raise RuntimeError(f"a pattern of {self.place} is not finite; check the model's weights and dtype")
-        visible, queries = self.visible.to(pattern.device), self.queries.to(pattern.device)
         return received_attention(
             pattern, visible=visible, queries=queries, relative=relative, min_viewers=min_viewers
         ).cpu()
@@ -172,8 +182,8 @@ class Canvases:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def view(self, start: int, stop: int) -> _View:
-        """Canvases start, ..., stop - 1 as one forward pass."""
+    def view(self, start: int, stop: int, windows: Sequence[int | None] = (None,)) -> _View:
+        """Canvases start, ..., stop - 1 as one forward pass, through layers with these sliding windows."""
         rows = slice(start, stop)
         inputs: dict[str, Any] = {"input_ids": self.tokens[rows].to(self.device), "use_cache": False}
         padding = self.content[rows]
@@ -181,8 +191,13 @@ class Canvases:
             # Positions count from a row's first token, as in sampling.
             positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
             inputs |= {"attention_mask": padding.long().to(self.device), "position_ids": positions.to(self.device)}
-        visible = visible_keys(self.seen[rows].to(self.device), causal=self.causal)
-        visible = torch.nn.functional.pad(visible, (0, self.layout.count), value=True)
+        seen = self.seen[rows].to(self.device)
+        visible = {
+            window: torch.nn.functional.pad(
+                visible_keys(seen, causal=self.causal, window=window), (0, self.layout.count), value=True
+            )
+            for window in dict.fromkeys(windows)
+        }
         last = min(stop, len(self)) - 1
         place = f"steps {start // self.batch} to {last // self.batch}"
         return _View(inputs, visible, self.counted[rows].to(self.device), self.layout, place)
@@ -212,9 +227,6 @@ def points_of(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
             f"{type(model).__name__} has no hook points; load it with dlm_lens.load, or pass it to "
             "dlm_lens.attention.add_hook_points"
         )
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise ValueError(f"{type(model).__name__} has {', '.join(sorted(kinds))} layers; only full attention works")
     count = len(modules)
     wanted = range(count) if layers is None else layers
     for layer in wanted:
@@ -228,18 +240,21 @@ def points_of(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
 
 @contextmanager
 def _watching(
-    points: Mapping[int, nn.Module], reduce: Callable[[Tensor], Tensor]
+    points: Mapping[int, nn.Module], windows: Sequence[int | None], reduce: Callable[[Tensor, int | None], Tensor]
 ) -> Iterator[dict[int, Float[Tensor, "row head key"]]]:
     """Reduce the pattern that passes each point; the hooks go when the block ends, however it ends."""
     seen: dict[int, Tensor] = {}
 
-    def watch(layer: int) -> Callable[[nn.Module, Any, Tensor], None]:
+    def watch(layer: int, window: int | None) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, args: Any, pattern: Tensor) -> None:
-            seen[layer] = reduce(pattern)
+            seen[layer] = reduce(pattern, window)
 
         return hook
 
-    handles = [point.register_forward_hook(watch(layer)) for layer, point in points.items()]
+    handles = [
+        point.register_forward_hook(watch(layer, window))
+        for (layer, point), window in zip(points.items(), windows, strict=True)
+    ]
     try:
         yield seen
     finally:

@@ -168,7 +168,7 @@ def _even(recording: Recording) -> dict[str, NDArray[np.float64]]:
     """What even attention would put on each region, mean over sequences; empty for a causal model."""
     if recording.causal:
         return {}
-    facts = recording.facts
+    facts = recording.facts_of(recording.layers[0])
     valid = facts.valid
     keys = (valid.sum(-1) + recording.sinks).clamp(min=1)
     regions = {

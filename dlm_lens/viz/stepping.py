@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from dlm_lens.attention import exclusive, hooked_attentions, listening
+from dlm_lens.attention import exclusive, hooked_attentions, layer_windows, listening
 from dlm_lens.sampling import Denoised
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
@@ -32,6 +32,7 @@ class Snapshot:
         padding: how many canvas positions stand before the row's first token; shown positions count from there.
         sinks: how many of the keys, the last ones, are learned sink tokens.
         causal: a query sees only itself and what stands before it.
+        window: how many keys, its own among them, it sees by the layer's sliding window; None without one.
         layer, step, row: where this is.
         tokenizer: decodes ids.
 
@@ -51,6 +52,7 @@ class Snapshot:
     row: int
     padding: int = 0
     tokenizer: Any = field(default=None, repr=False)
+    window: int | None = None
 
     def __post_init__(self) -> None:
         check_shapes(self, key=len(self.tokens), query=len(self.tokens))
@@ -64,6 +66,7 @@ class Snapshot:
         queries = len(self.positions)
         visible = torch.ones(queries, len(self.tokens), dtype=torch.bool)
         visible = visible.tril() if self.causal else visible
+        visible = visible if self.window is None else visible.triu(1 - self.window)
         return received_from_pattern(self.pattern[:, :queries], dims=("head",), visible=visible)
 
     def sinks_of(self, detector: Detector, head: int | None) -> list[int]:
@@ -124,6 +127,7 @@ def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) 
         row=row,
         padding=int(run.padding[row]),
         tokenizer=tokenizer_of(run, model),
+        window=layer_windows(model)[place],
     )
 
 
