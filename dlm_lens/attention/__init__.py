@@ -48,7 +48,7 @@ from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.streaming import received_by_class, stream_columns
 from dlm_lens.attention.tiles import pattern_tiles
 from dlm_lens.attention.visibility import visible_keys
-from dlm_lens.attention.windows import layer_windows
+from dlm_lens.attention.windows import attends_causally, layer_windows
 
 __all__ = [
     "HOOK_POINTS",
@@ -77,6 +77,7 @@ __all__ = [
     "adding_module",
     "attached",
     "attend",
+    "attends_causally",
     "attention_blocks",
     "attention_lse",
     "attention_of",

@@ -15,6 +15,7 @@ from dlm_lens.attention.layers import adding_module, attention_blocks, attention
 from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.points import HOOK_POINTS, hook_point
 from dlm_lens.attention.protocols import SITES, ColumnHook, Hook
+from dlm_lens.attention.windows import attends_causally
 
 NAMES = {
     **{site: f"attn.hook_{site}" for site in HOOK_POINTS},
@@ -53,7 +54,7 @@ def attached(
     blocks = attention_blocks(model)
     checked(hooks)
     wanted = _layers(layers, len(blocks))
-    causal = bool(getattr(model.config, "is_causal", True))
+    causal = attends_causally(model)
     sinks = SinkLayout.of(model)
     with ExitStack() as handles:
         handles.enter_context(listening(model))

@@ -1,10 +1,16 @@
-"""Sliding windows: how far back the queries of each layer see."""
+"""How far the queries of each layer see: whether to later keys, and sliding windows."""
 
 import sys
 from typing import Any
 
 from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.points import hooked_attentions
+
+
+def attends_causally(model: Any) -> bool:
+    """Whether no query sees a later key: by the config's `is_causal`, and by that of the attention modules."""
+    attentions = hooked_attentions(model)
+    return all(bool(getattr(each, "is_causal", True)) for each in (model.config, *attentions))
 
 
 def layer_windows(model: Any) -> tuple[int | None, ...]:
@@ -38,9 +44,7 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
             f"{name} has sliding_attention layers, sliding_window={window!r} and {len(kinds)} layer_types for "
             f"{len(attentions)} attention modules; statistics need a window of at least 1 and a type for each"
         )
-    causal = getattr(model.config, "is_causal", True) and all(
-        getattr(attention, "is_causal", True) for attention in attentions
-    )
+    causal = attends_causally(model)
     if not causal or SinkLayout.of(model).count:
         raise ValueError(
             f"{name} has sliding_attention layers and {'learned sink tokens' if causal else 'is not causal'}; "

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import RunStep, SinkLayout, layer_windows
+from dlm_lens.attention import RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
 from dlm_lens.recording.classes import CanvasFacts
 from dlm_lens.recording.names import name_of, versions, words_of
@@ -52,7 +52,7 @@ class Recorder(Follower):
         if dtype not in ("float32", "float16"):
             raise ValueError(f"dtype is {dtype!r}; statistics are stored as 'float32' or 'float16'")
         self.reducers: tuple[AnyReducer, ...] = checked_reducers(reducers)
-        self.layout, self.causal = SinkLayout.of(model), bool(getattr(model.config, "is_causal", True))
+        self.layout, self.causal = SinkLayout.of(model), attends_causally(model)
         for reducer in self.reducers:
             if reducer.name in dir(Recording) or reducer.name in Recording.__dataclass_fields__:
                 raise ValueError(f"{reducer!r} is called {reducer.name!r}, which a Recording has already")

@@ -15,6 +15,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import (
     MIN_VIEWERS,
     SinkLayout,
+    attends_causally,
     exclusive,
     expected_received,
     hooked_attentions,
@@ -159,7 +160,7 @@ class Canvases:
     def __init__(self, model: Any, run: Denoised, queries: QueryClass) -> None:
         if queries not in get_args(QueryClass):
             raise ValueError(f"queries is {queries!r}; it must be one of {', '.join(get_args(QueryClass))}")
-        self.causal = bool(getattr(model.config, "is_causal", True))
+        self.causal = attends_causally(model)
         if self.causal and queries == "masked":
             raise ValueError("an AR baseline has no masked queries; take queries='all'")
         self.device, self.batch, self.length = input_device(model), len(run.tokens), run.tokens.shape[1]

@@ -13,8 +13,11 @@ from torch import Tensor
 from dlm_lens.adapters.loading import attach
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import (
+    Columns,
     add_hook_points,
+    attached,
     expected_received,
+    hide_columns,
     hooked_attentions,
     layer_windows,
     viewers,
@@ -22,7 +25,15 @@ from dlm_lens.attention import (
 )
 from dlm_lens.files.sealed_json import CHECKSUM, sealed
 from dlm_lens.hooks import mask_positions, mask_top_sinks
-from dlm_lens.recording import AttentionEntropy, ReceivedAttention, Recorder, Recording, TopKeys, record
+from dlm_lens.recording import (
+    AttentionEntropy,
+    ReceivedAttention,
+    Recorder,
+    Recording,
+    TopKeys,
+    record,
+    record_forward,
+)
 from dlm_lens.recording.classes import CanvasFacts
 from dlm_lens.recording.joining import joined
 from dlm_lens.sampling import denoise
@@ -95,7 +106,7 @@ def test_received_attention_equals_loops_over_the_patterns_of_every_row_alone(ki
                     wanted = (sums / even).masked_fill(seen < FEWEST, torch.nan)
                     name = "received" if queries == "all" else "received_prompt"
                     # float32 attention over up to 14 keys, weights times 5.
-                    close = {"rtol": 2e-4, "atol": 1e-5, "equal_nan": True}
+                    close: dict[str, Any] = {"rtol": 2e-4, "atol": 1e-5, "equal_nan": True}
                     scores = getattr(recording, name)[step, row, layer]
                     torch.testing.assert_close(scores[:, keep].double(), wanted, **close)
                     assert scores[:, ~keep].isnan().all()
@@ -298,3 +309,63 @@ def test_windows_that_statistics_do_not_know_are_refused() -> None:
     for window, causal in ((0, True), (3, False)):
         with pytest.raises(ValueError, match="window"):
             visible_keys(torch.ones(4), causal=causal, window=window)
+
+
+def test_every_query_of_an_encoder_sees_every_key() -> None:
+    model = add_hook_points(build("bert"))
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with record_forward(model, [ReceivedAttention(min_viewers=1)]) as recorded:
+        model(input_ids=ids)
+    recording = recorded.recording
+    with torch.no_grad():
+        patterns = build("bert")(input_ids=ids, output_attentions=True).attentions
+    assert not recording.causal
+    assert torch.equal(recording.expected(), torch.ones(1, 1, 6))
+    for layer, pattern in enumerate(patterns):
+        torch.testing.assert_close(recording.received[0, 0, layer], pattern[0].sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
+def test_statistics_that_hooks_judge_are_those_of_the_patterns(kind: str) -> None:
+    """Without a run, as in a forward pass of one's own: in stream, or by the pattern where it has to be formed."""
+    model, windows = windowed(kind), WINDOWS[kind][1]
+    ids = torch.randint(3, 120, (2, 14), generator=torch.Generator().manual_seed(2))
+    content = torch.arange(14) >= torch.tensor([[0], [4]])
+    found: dict[tuple[str, int], Columns] = {}
+
+    class Asking:
+        """Asks for the statistics and hides nothing."""
+
+        site: Any = "scores"
+        stage: Any = "before_softmax"
+        name = ""
+
+        def __call__(self, tensor: Tensor, hook: Any = None) -> Tensor:
+            return hide_columns(self, tensor, hook)
+
+        def hidden(self, keys: int, columns: Any, hook: Any = None) -> None:
+            found[self.name, hook.layer()] = columns()
+
+    asking = Asking()
+    for name in ("stream", "pattern"):
+        asking.name = name
+        if name == "pattern":
+            model.set_attn_implementation("eager")
+        with attached(model, asking), torch.no_grad():
+            model(input_ids=ids, attention_mask=content.long(), use_cache=False)
+    for row in (0, 1):
+        keep = content[row]
+        changes, _ = WINDOWS[kind]
+        with torch.no_grad():
+            single = build(kind, **changes, eos_token_id=None)(
+                input_ids=ids[row][keep][None], output_attentions=True, use_cache=False
+            )
+        for layer, pattern in enumerate(single.attentions):
+            sums, even, seen = by_hand(pattern[0].double(), windows[layer], [True] * int(keep.sum()))
+            for name in ("stream", "pattern"):
+                columns = found[name, layer]
+                got = columns.sums[row][:, keep].double()
+                torch.testing.assert_close(got, sums, rtol=2e-4, atol=1e-5)
+                torch.testing.assert_close(columns.expected[row, 0, keep].double(), even, rtol=1e-5, atol=1e-6)
+                assert columns.viewers[row, 0, keep].tolist() == seen.tolist()
+                assert int(columns.counted[row]) == int(keep.sum())
