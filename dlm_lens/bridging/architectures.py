@@ -16,7 +16,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach, prepare_config
 from dlm_lens.attention import SinkLayout
 from dlm_lens.bridging.attention import DiffusionAttentionBridge, ZeroSinkValue
-from dlm_lens.bridging.block import StreamBlock
+from dlm_lens.bridging.block import NativeMLP, StreamBlock
 from dlm_lens.bridging.norm import LazyNorm
 
 
@@ -35,6 +35,9 @@ class FamilyArchitecture(ArchitectureAdapter):
         super().__init__(cfg)
         self.cfg.attn_implementation = "hooked"
         self.cfg.default_padding_side = "left"
+        _remove_point(self.components["blocks"].submodules["attn"], "hook_hidden_states")
+        # The rotary module returns two tables, at hook_cos and hook_sin; hook_out is also hook_pos_embed.
+        _remove_point(self.components["rotary_emb"], "hook_out")
 
     def prepare_loading(self, model_name: str, model_kwargs: dict[str, Any]) -> None:
         """Refuse pickled weights where TransformerLens loads the model."""
@@ -62,6 +65,7 @@ class FamilyArchitecture(ArchitectureAdapter):
     def _fit_attention(self, config: Any, *, causal: bool) -> None:
         self.components["blocks"].__class__ = StreamBlock
         parts = self.components["blocks"].submodules
+        parts["mlp"].__class__ = NativeMLP
         attention, layout = parts["attn"], SinkLayout.of(_Has(config))
         attention.is_causal = causal
         for name in ("ln1", "ln2"):
@@ -90,6 +94,12 @@ class FamilyArchitecture(ArchitectureAdapter):
         return state_dict
 
 
+def _remove_point(component: GeneralizedComponent, name: str) -> None:
+    """Take out a hook point that TransformerLens makes and that no configuration of this architecture runs."""
+    delattr(component, name)
+    del component._hook_registry[name]
+
+
 class _Has:
     """Something with a config."""
 
@@ -113,8 +123,19 @@ AUTOREGRESSIVE = {"llama": "DlmLensLlama", "qwen2": "DlmLensQwen2"}
 
 
 def architecture_of(config: Any) -> str:
-    """The adapter's name for a model's config."""
-    return AUTOREGRESSIVE.get(config.model_type) or str(config.original_architecture)
+    """The adapter's name for a model's config.
+
+    Raises:
+        ValueError: a transformers model of another layout.
+    """
+    found = AUTOREGRESSIVE.get(config.model_type) or getattr(config, "original_architecture", None)
+    if found not in ARCHITECTURES:
+        raise ValueError(
+            f"dlm_lens.bridge takes the layouts of Llama and Qwen2, not a model of type {config.model_type!r}; use "
+            "TransformerLens's own TransformerBridge.boot_transformers, or dlm_lens.DiffusionLM and "
+            "dlm_lens.denoise(hooks=...), which take any causal model of transformers"
+        )
+    return str(found)
 
 
 def register_architectures() -> None:

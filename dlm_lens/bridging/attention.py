@@ -1,5 +1,6 @@
 """Attention inside a bridge: the numbers of `dlm_lens.attention`, at TransformerLens's hook points."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,9 +23,13 @@ class ZeroSinkValue(LinearBridge):
     def forward(self, input: Float[Tensor, "batch position d_model"], *args: Any, **kwargs: Any) -> Tensor:
         """Values [batch, position, head x d_head], zero at the sinks."""
         x = self.hook_in(input)
-        values = self.original_component(x, *args, **kwargs)
+        return self.hooked(self.original_component(x, *args, **kwargs))
+
+    def hooked(self, values: Float[Tensor, "batch position width"]) -> Tensor:
+        """Values with the sinks' set to zero, through `hook_v`."""
         at_sink = self.layout.is_sink(values.shape[1], values.device)
-        return self.hook_out(values.masked_fill(at_sink[:, None], 0.0))
+        found: Tensor = self.hook_out(values.masked_fill(at_sink[:, None], 0.0))
+        return found
 
 
 class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
@@ -67,10 +72,6 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
             found = (part(hidden_states).unflatten(-1, (-1, width)) for part in (self.q, self.k, self.v))
             q, k, v = found
             return q, k, v
-        if isinstance(self.v, ZeroSinkValue):
-            raise NotImplementedError(
-                "per-head inputs do not know the zero value of this model's sinks; leave them off"
-            )
         heads = int(self.config.n_heads)
         counts = (heads, *(int(self.config.n_key_value_heads or heads),) * 2)
         source = hidden_states if self._captured_pre_ln_residual is None else self._captured_pre_ln_residual
@@ -83,6 +84,14 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
         parts = zip((self.q, self.k, self.v), inputs, counts, strict=True)
         q, k, v = (self._project_per_head_qkv(*part, width) for part in parts)
         return q, k, v
+
+    def _project_per_head_qkv(self, linear_bridge: Any, *args: Any) -> Tensor:
+        """TransformerLens's projection of per-head inputs, with the sinks' values set to zero before `hook_v`."""
+        if isinstance(linear_bridge, ZeroSinkValue):
+            own = linear_bridge
+            linear_bridge = SimpleNamespace(original_component=own.original_component, hook_out=own.hooked)
+        projected: Tensor = super()._project_per_head_qkv(linear_bridge, *args)
+        return projected
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Z [batch, position, head, d_head] and the pattern; both hook points fire inside."""
@@ -101,7 +110,8 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
             flat = self.hook_z_ungated(z).flatten(-2) * self.hook_gate(self.gate(hidden_states)).sigmoid()
         if self.config.use_attn_result:
             per_head = self.o.hook_in(flat).unflatten(-1, (heads, width))
-            return self.hook_out(self._compute_per_head_result(per_head, heads, width))
+            # The sum over heads is what the projection would have returned.
+            return self.hook_out(self.o.hook_out(self._compute_per_head_result(per_head, heads, width)))
         return self.hook_out(self.o(flat))
 
 

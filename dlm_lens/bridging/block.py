@@ -1,11 +1,12 @@
-"""A decoder layer inside a bridge whose `hook_resid_mid` is the residual stream."""
+"""A decoder layer inside a bridge whose `hook_resid_mid` is the residual stream, and its MLP."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor
-from transformer_lens.model_bridge.generalized_components import BlockBridge
+from transformer_lens.model_bridge.generalized_components import BlockBridge, GatedMLPBridge
 
 from dlm_lens.bridging.norm import LazyNorm, has_hooks
 
@@ -51,3 +52,18 @@ class StreamBlock(BlockBridge):
                 first = kept["hooked"] + kept["mlp"]
             output = (first, *output[1:]) if isinstance(output, tuple) else first
         return super()._apply_output_hook(output, *args, **kwargs)
+
+
+class NativeMLP(GatedMLPBridge):
+    """TransformerLens's gated MLP, computed by the native module in compatibility mode too.
+
+    TransformerLens computes folded weights by a function of its own that leaves `gate.hook_in` and `in.hook_in`
+    out. The folded weights are in the projections, which the native module calls.
+    """
+
+    def forward(
+        self, hidden_states: Float[Tensor, "batch position d_model"]
+    ) -> Float[Tensor, "batch position d_model"]:
+        """What the MLP adds to the residual stream."""
+        found: Tensor = self.hook_out(self.original_component(self.hook_in(hidden_states)))
+        return found

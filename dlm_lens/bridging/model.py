@@ -174,16 +174,18 @@ class DiffusionBridge(TransformerBridge):
         super()._ensure_generation_supported(api_name)
 
     def process_weights(self, *args: Any, fold_value_biases: bool = True, **options: Any) -> None:
-        """TransformerLens's weight processing; value biases stay where a gate or a zero value scales them.
+        """TransformerLens's weight processing; value biases stay where not every z gets all of them.
 
-        A bias of the values may move behind the output projection only if every z gets all of it.
+        Only such a bias may move after the output projection: not with a gate, with sinks whose values are zero, or
+        with a spare softmax entry, whose patterns do not sum to one.
 
         Raises:
             ValueError: the weights are quantised.
         """
         self._check_processable()
         config: Any = self.original_model.config
-        scaled = getattr(config, "gated_attention", False) or getattr(config, "zero_sink_value", False)
+        spare = getattr(config, "softmax", "standard") != "standard"
+        scaled = spare or getattr(config, "gated_attention", False) or getattr(config, "zero_sink_value", False)
         super().process_weights(*args, fold_value_biases=fold_value_biases and not scaled, **options)
 
     def enable_compatibility_mode(
@@ -231,7 +233,8 @@ def bridge(model_or_name: Any, **load_options: Any) -> DiffusionBridge:
         **load_options: of `dlm_lens.load`, for a name.
 
     Raises:
-        ValueError: options beside a loaded model, or a model that dlm_lens did not load.
+        ValueError: options beside a loaded model, a model that dlm_lens did not load, or one of another layout than
+            Llama's and Qwen2's.
     """
     model = model_or_name
     if isinstance(model_or_name, str | Path):
@@ -241,9 +244,9 @@ def bridge(model_or_name: Any, **load_options: Any) -> DiffusionBridge:
     if not hasattr(model, "sampler_defaults"):
         raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then bridge it")
     model = without_wrappers(model)
+    architecture = architecture_of(model.config)
     twin = twin_of(model)
     name = model.config._name_or_path or type(model).__name__
-    architecture = architecture_of(model.config)
     config = build_bridge_config_from_hf(model.config, architecture, name, model.dtype)
     adapter: Any = ARCHITECTURES[architecture](config)
     adapter.cfg.device = str(input_device(model))

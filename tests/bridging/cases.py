@@ -19,6 +19,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero-sinks": ("sink_qwen", {"num_sinks": 2, "zero_sink_value": True}),
     "gated": ("sink_qwen", {"gated_attention": True}),
     "gated-sink": ("sink_qwen", {"gated_attention": True, "num_sinks": 1}),
+    "gated-sink-llama": ("sink_llama", {"num_sinks": 1, "gated_attention": True}),
+    "off-by-one": ("sink_qwen", {"softmax": "off_by_one"}),
+    "spare-logits": ("sink_llama", {"softmax": "sink_logits"}),
     "llama": ("causal", {}),
     "qwen2": ("causal", {"model_type": "qwen2"}),
 }
@@ -30,7 +33,7 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> Any:
     model = tiny(family, **config)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):
+        if "norm" in name or name.endswith(("bias", "sink_logits")):
             parameter.data.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
     return model.to(dtype)
 

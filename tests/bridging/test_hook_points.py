@@ -132,11 +132,25 @@ def test_per_head_results_and_per_head_inputs() -> None:
         assert forked["blocks.1.hook_q_input"].shape == (2, 11 + SinkLayout.of(model).count, 4, 32)
 
 
-def test_per_head_inputs_of_zero_valued_sinks_are_refused() -> None:
-    tl = dl.bridge(model_of("zero-sinks"))
-    tl.set_use_split_qkv_input(True)
-    with pytest.raises(NotImplementedError, match="zero value"):
-        tl(some_ids())
+@pytest.mark.parametrize("setting", ["split_qkv_input", "attn_in"])
+@torch.no_grad()
+def test_per_head_inputs_of_zero_valued_sinks(setting: str) -> None:
+    """hook_v sees the zeros, and an edit there is the same edit, as where one input serves all heads."""
+    model, ids = model_of("zero-sinks"), some_ids()
+    tl = dl.bridge(model)
+    getattr(tl, f"set_use_{setting}")(True)
+    logits, cache = tl.run_with_cache(ids)
+    want = forward64(model, ids)
+    torch.testing.assert_close(cache["blocks.1.attn.hook_v"].double(), want["v1"], atol=1e-4, rtol=1e-4)
+    assert (cache["blocks.1.attn.hook_v"][:, :2] == 0).all()
+    torch.testing.assert_close(logits.double(), want["logits"], atol=2e-4, rtol=2e-4)
+
+    def shift(value: Tensor, hook: Any = None) -> Tensor:
+        return value + 0.5
+
+    got = tl.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_v", shift)])
+    edited = forward64(model, ids, edits={(0, "v"): shift})["logits"]
+    torch.testing.assert_close(got.double(), edited, atol=2e-4, rtol=2e-4)
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
 """A bridge computes what the native model computes, and leaves that model alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dlm_lens as dl
 from tests.bridging.cases import CASES, model_of, padded, some_ids
@@ -110,6 +112,21 @@ def test_a_bridge_is_not_bridged_again_and_strangers_are_refused() -> None:
         dl.bridge(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="dtype: options are for loading"):
         dl.bridge(model_of("llada"), dtype="bfloat16")
+
+
+def test_a_model_of_another_layout_is_refused_by_type(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layouts of Llama and Qwen2, not a model of type 'qwen3'"):
+        dl.bridge(dl.load(tmp_path))
 
 
 def test_what_a_dlm_cannot_do_is_refused() -> None:
