@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from dlm_lens.adapters.config_fields import REFUSALS, written_name
 from dlm_lens.adapters.headers import TensorHeader, read_header
@@ -42,8 +43,9 @@ AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """Ends of parameter names -> the fields of Llama's config that each axis is made of."""
 
+_ROTARY = "RotaryEmbedding"
 _FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_NUMBERED = re.compile(r"(?:^|\.)(\w+)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,16 @@ class _Expected:
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
     renamings: Sequence[WeightRenaming]
+    converters: Sequence[WeightConverter]
     prefix: str
     ignored: Sequence[str]
+
+    @property
+    def layer(self) -> re.Pattern[str]:
+        """Where a parameter's name has the index of its layer, whatever the list is called (`h` in GPT-2)."""
+        lists = Counter(found.group(1) for name in self.shapes if (found := _NUMBERED.search(name)))
+        stem = lists.most_common(1)[0][0] if lists else "layers"
+        return re.compile(rf"(?:^|\.){re.escape(stem)}\.(\d+)\.")
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
@@ -99,9 +109,10 @@ def check_shapes(
     Raises:
         ValueError: with the field, the config's value and the files', or with the tensors' names.
     """
-    expected = _expected(model_class, _with_layers(config, 1), what)
+    expected = _expected(model_class, _with_layers(config, 1), what, family)
     stored = {_renamed(name, expected, 0): name for name in headers}
-    layers = {int(found.group(1)) for name in stored if (found := _LAYER.search(name))}
+    layer = expected.layer
+    layers = {int(found.group(1)) for name in stored if (found := layer.search(name))}
     count, field = config.num_hidden_layers, written_name("num_hidden_layers", values)
     said = f"{what} says {field} = {count}, the files hold {len(layers)} layers: " if count != len(layers) else ""
     if count > len(layers):
@@ -111,9 +122,15 @@ def check_shapes(
         )
     if packed:
         return
-    expected = _expected(model_class, config, what)
+    expected = _expected(model_class, config, what, family)
     stored = {_renamed(name, expected, count): name for name in headers}
     whole = _fused(expected.shapes, stored, family)
+    for name, source_name in list(stored.items()):
+        # Experts that the files hold one by one: transformers joins them, and its loading report tells of misfits.
+        joined = _converted(source_name, expected)
+        if joined is not None:
+            del stored[name]
+            whole.pop(joined, None)
     problems = {
         "missing_keys": _missing(whole, stored, expected),
         "unexpected_keys": [printable(name) for name in sorted(stored) if _surplus(name, whole, expected)],
@@ -150,19 +167,22 @@ def _with_layers(config: Any, count: int) -> Any:
     return small
 
 
-def _expected(model_class: Any, config: Any, what: str) -> _Expected:
+def _expected(model_class: Any, config: Any, what: str, family: Family) -> _Expected:
     """The parameters of a config's network, from one without memory."""
     try:
         with torch.device("meta"):
             model = model_class(config)
-        _check_rotary(type(model.model.rotary_emb)(config))
+        for kind in {type(module) for module in model.modules() if type(module).__name__.endswith(_ROTARY)}:
+            _check_rotary(kind(config))
     except REFUSALS as error:
         raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
     mapping = get_model_conversion_mapping(model)
+    own = [conversion.source_patterns for conversion in family.conversions]
     return _Expected(
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
         tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
         renamings=[one for one in mapping if isinstance(one, WeightRenaming)],
+        converters=[one for one in mapping if isinstance(one, WeightConverter) and one.source_patterns not in own],
         prefix=model.base_model_prefix,
         ignored=(r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())),
     )
@@ -170,8 +190,11 @@ def _expected(model_class: Any, config: Any, what: str) -> _Expected:
 
 def _check_rotary(rotary: Any) -> None:
     """Refuse rotary positions that are not numbers."""
-    frequencies, scale = rotary.inv_freq, float(rotary.attention_scaling)
-    if not (bool((frequencies.isfinite() & (frequencies > 0)).all()) and 0 < scale < float("inf")):
+    tables = [value for name, value in rotary.named_buffers() if name.endswith("inv_freq")]
+    # One for each kind of layer in models with several (Gemma 3).
+    scales = [float(value) for name, value in vars(rotary).items() if name.endswith("attention_scaling")]
+    numbers = all(bool((table.isfinite() & (table > 0)).all()) for table in tables)
+    if not (numbers and all(0 < scale < float("inf") for scale in scales)):
         raise ValueError(
             "the frequencies of its rotary positions are not finite and above 0; look at rope_theta and "
             "rope_scaling, or take the file that came with the weights"
@@ -182,10 +205,21 @@ def _renamed(name: str, expected: _Expected, layers: int) -> str:
     """The parameter that a file's tensor becomes, before tensors are split."""
     found, _ = rename_source_key(name, list(expected.renamings), [], None, None)
     outer, bare = f"{expected.prefix}.{found}", found.removeprefix(f"{expected.prefix}.")
-    known = _LAYER.sub(lambda place: place.group(0).replace(place.group(1), "0"), outer) if not layers else outer
+    known = outer
+    if not layers:
+        known = expected.layer.sub(lambda place: place.group(0).replace(place.group(1), "0"), outer, count=1)
     if known in expected.shapes:
         return outer
     return bare if found != bare and bare in expected.shapes else str(found)
+
+
+def _converted(name: str, expected: _Expected) -> str | None:
+    """The parameter that a file's tensor becomes a part of; None where it becomes one by itself."""
+    found, pattern = rename_source_key(name, list(expected.renamings), list(expected.converters), None, None)
+    if pattern is None:
+        return None
+    outer = f"{expected.prefix}.{found}"
+    return outer if outer in expected.shapes else str(found)
 
 
 def _fused(

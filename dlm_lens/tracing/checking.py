@@ -32,8 +32,9 @@ def check_model(lm: Any) -> None:
     if tuple(pattern.shape) != expected:
         raise SelfCheckError(_message(last, f"has shape {tuple(pattern.shape)}, not {expected}"))
     sums = pattern.float().sum(-1)
-    # With a spare entry in the softmax a row may sum to anything up to 1.
-    spare = getattr(module.config, "softmax", "standard") != "standard"
+    # With a spare entry in the softmax (ours, or gpt-oss's learned logits) a row may sum to anything up to 1.
+    learned = getattr(lm.layers[last].attn._module, "sinks", None) is not None
+    spare = learned or getattr(module.config, "softmax", "standard") != "standard"
     error = float((sums - 1).clamp(min=0.0 if spare else -torch.inf).abs().max())
     if not error < 1e-2:
         raise SelfCheckError(_message(last, f"has rows that miss 1 by {error:.2g}"))

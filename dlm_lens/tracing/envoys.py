@@ -9,9 +9,36 @@ from nnsight.intervention.eproperty import eproperty
 from nnsight.intervention.interleaver import Mediator
 from torch import Tensor
 
-from dlm_lens.attention import HOOK_POINTS, NAMES, SITES, Hook, Place, PointContext, SinkLayout, places_of
+from dlm_lens.attention import (
+    HOOK_POINTS,
+    NAMES,
+    SITES,
+    Hook,
+    Place,
+    PointContext,
+    SinkLayout,
+    hook_point,
+    places_of,
+)
 from dlm_lens.tracing.names import site_path
 from dlm_lens.tracing.steps import Step
+
+
+class PointProperty(eproperty):
+    """A hook point of an attention module as a value of a trace.
+
+    Raises:
+        ValueError: when it is read or assigned, of an attention that does not have the point (`q` of GPT-2).
+    """
+
+    def __get__(self, envoy: Any, owner: Any = None) -> Any:
+        if envoy is not None:
+            hook_point(envoy._module, str(self.name))
+        return super().__get__(envoy, owner)
+
+    def __set__(self, envoy: Any, value: Any) -> None:
+        hook_point(envoy._module, str(self.name))
+        super().__set__(envoy, value)
 
 
 class AttentionEnvoy(Envoy):
@@ -20,47 +47,56 @@ class AttentionEnvoy(Envoy):
     `q`, `k`, `v`, `rot_q`, `rot_k`, `z` are `[batch, position, head, d_head]`, `scores` and `pattern`
     `[batch, head, query, key]`; in a sink model positions count the sink tokens, and with guidance the batch is the
     conditional rows and then the unconditional ones. Scores and pattern exist only where somebody asks for them.
+
+    A point that an architecture does not have (`q` and `k` of GPT-2, which projects both at once) is a ValueError
+    that lists those that it has.
     """
 
-    @eproperty(key="hook_q.output", description="queries before rotation")
+    @PointProperty(key="hook_q.output", description="queries before rotation")
     def q(self, value: Tensor) -> Float[Tensor, "batch position head d_head"]:
         """Queries before rotation."""
         return value
 
-    @eproperty(key="hook_k.output", description="keys before rotation")
+    @PointProperty(key="hook_k.output", description="keys before rotation")
     def k(self, value: Tensor) -> Float[Tensor, "batch position kv_head d_head"]:
         """Keys before rotation, of the key/value heads."""
         return value
 
-    @eproperty(key="hook_v.output", description="values")
+    @PointProperty(key="hook_v.output", description="values")
     def v(self, value: Tensor) -> Float[Tensor, "batch position kv_head d_head"]:
         """Values, of the key/value heads."""
         return value
 
-    @eproperty(key="hook_rot_q.output", description="queries after rotation")
+    @PointProperty(key="hook_rot_q.output", description="queries after rotation")
     def rot_q(self, value: Tensor) -> Float[Tensor, "batch position head d_head"]:
         """Queries after rotation."""
         return value
 
-    @eproperty(key="hook_rot_k.output", description="keys after rotation")
+    @PointProperty(key="hook_rot_k.output", description="keys after rotation")
     def rot_k(self, value: Tensor) -> Float[Tensor, "batch position kv_head d_head"]:
         """Keys after rotation, of the key/value heads."""
         return value
 
-    @eproperty(key="hook_scores.output", description="attention scores before the softmax")
+    @PointProperty(key="hook_scores.output", description="attention scores before the softmax")
     def scores(self, value: Tensor) -> Float[Tensor, "batch head query key"]:
         """Scores before the softmax, masked."""
         return value
 
-    @eproperty(key="hook_pattern.output", description="attention probabilities")
+    @PointProperty(key="hook_pattern.output", description="attention probabilities")
     def pattern(self, value: Tensor) -> Float[Tensor, "batch head query key"]:
         """Attention probabilities; every row sums to 1."""
         return value
 
-    @eproperty(key="hook_z.output", description="values mixed by the pattern")
+    @PointProperty(key="hook_z.output", description="values mixed by the pattern")
     def z(self, value: Tensor) -> Float[Tensor, "batch position head d_head"]:
         """Values mixed by the pattern, before the output projection."""
         return value
+
+    def __repr__(self) -> str:
+        """Nnsight's tree, without the points that this attention does not have."""
+        absent = tuple(f"  ({name}) -> " for name in HOOK_POINTS if f"hook_{name}" not in self._module._modules)
+        lines = super().__repr__().split("\n")
+        return "\n".join(line for line in lines if not (absent and line.startswith(absent)))
 
     def apply(self, hook: Hook, step: Step | None = None) -> None:
         """Run a hook of `dlm_lens.hooks` at its site in this layer, with the context of `step`.
@@ -102,7 +138,7 @@ class AttentionEnvoy(Envoy):
         """What tells the hook from equal ones that were applied to this layer at this step."""
         if step is None:
             return None
-        key = ("applied", self._module.layer_idx, hook.site)
+        key = ("applied", self._module.hook_layer, hook.site)
         at, applied = step.run.memory.get(key, (-1, ()))
         applied = (*(applied if at == int(step) else ()), hook)
         step.run.memory[key] = (int(step), applied)

@@ -1,32 +1,34 @@
 """What a trace calls the modules of a model, whatever its family calls them."""
 
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from dlm_lens.adapters.head import final_norm
 from dlm_lens.attention import adding_module, attention_blocks, attention_of
+from dlm_lens.attention.layers import MLPS
 
 
 def module_names(model: Any) -> dict[str, str]:
-    """Path of a module -> its name in a trace: `layers`, `embed`, `ln_final`, and in a layer `attn` and `mlp`."""
+    """Path of a module -> its name: `layers`, `embed`, `ln_final`, `lm_head`, and in a layer `attn` and `mlp`."""
     paths = {id(module): path for path, module in model.named_modules()}
     block = attention_blocks(model)[0]
     names = {
         paths[id(block)].rpartition(".")[0]: "layers",
         paths[id(model.get_input_embeddings())]: "embed",
+        paths[id(model.get_output_embeddings())]: "lm_head",
         _child(block, attention_of(block)): "attn",
     }
-    for name, find in (("ln_final", lambda: paths[id(final_norm(model))]), ("mlp", lambda: _mlp(block))):
-        try:
-            names[find()] = name
-        except ValueError:
-            continue  # a trace of this family does without the name
+    names[_mlp(block)] = "mlp"  # a layer without one (OPT) does without the name
+    with suppress(ValueError):
+        names[paths[id(final_norm(model))]] = "ln_final"
     return {path: name for path, name in names.items() if path != name}
 
 
 def _mlp(block: nn.Module) -> str:
-    return _child(block, adding_module(block, "mlp_out"))
+    """The layer's MLP itself; what is added to the residual stream may be a norm after it (Gemma 2)."""
+    return next((name for name in MLPS if name in block._modules), "mlp")
 
 
 def _child(block: nn.Module, module: nn.Module) -> str:
