@@ -1,5 +1,6 @@
 """`DiffusionLM`: a masked DLM (or an AR baseline) as an nnsight model whose runs have steps."""
 
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from nnsight.intervention.interleaver import Mediator
 from nnsight.modeling.huggingface import HuggingFaceModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers.utils import TransformersKwargs
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.attention import Columns, RunStep, hooked_attentions
@@ -201,7 +203,23 @@ class DiffusionLM(HuggingFaceModel):
         with unset_fake_temporarily():
             if getattr(fn, "__name__", "") == "generate":
                 return (prompts.ids, prompts.attention_mask.long()), settings
-            return (), {**_forward_inputs(prompts), **settings}
+            return (), {**_forward_inputs(prompts), **self._checked(settings)}
+
+    def _checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a forward pass; transformers' forwards take any name, and say nothing of those they ignore.
+
+        Raises:
+            ValueError: one that is no argument of this model.
+        """
+        known = {*inspect.signature(self._module.forward).parameters, *TransformersKwargs.__annotations__}
+        for name in settings:
+            if name not in known:
+                raise ValueError(
+                    f"lm.trace has no argument {name!r}: it takes one prompt (text, chat, ids) and the arguments "
+                    f"of {type(self._module).__name__}.forward; tokenize the prompt yourself for other settings of "
+                    "the tokenizer, and pass settings of a run to lm.generate"
+                )
+        return settings
 
     def _joined(self, found: list[Prompts]) -> Prompts:
         with unset_fake_temporarily():
