@@ -1,6 +1,6 @@
 """nnsight's own tests of interleaving, source, batching, backward and models, over `DiffusionLM`.
 
-The files are those of the installed version's source distribution. A subprocess runs them, because they replace what
+The files are those of the installed version's source distribution. A subprocess runs them, since they replace what
 nnsight's names mean; `nnsight_hosts` says what the tests wrap, `nnsight_exclusions` what does not apply and why.
 Tests that are excluded because they need GPT-2's weights or a pipeline are restated here.
 """
