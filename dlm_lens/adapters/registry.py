@@ -17,7 +17,10 @@ from transformers import (
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names of a checkpoint's tensors -> their shapes."""
@@ -103,8 +106,13 @@ class Family:
 
 
 def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | None:
-    """Config and model class of a causal LM that transformers ships; None if it ships none of that type."""
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+    """Config and model class of a causal LM that transformers ships; None if it ships none of that type.
+
+    A type that it ships as a masked LM too (BERT) is an encoder, whose causal class attends both ways.
+    """
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+        return None
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     config_class = CONFIG_MAPPING[model_type]
     try:
