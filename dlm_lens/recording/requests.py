@@ -26,12 +26,15 @@ def request_of(
 ) -> dict[str, Any]:
     """Model, prompts, settings, hooks, what is recorded, and which batch of all prompts this is."""
     model = recorder.model
+    # Weights do not tell how far queries see; headers of models without windows are as they always were.
+    slides = any(window is not None for window in recorder.windows)
     return {
         "model": {
             "name": name_of(model),
             "class": type(model).__name__,
             "dtype": str(model.dtype),
             "weights": weights_digest(model),
+            **({"windows": list(recorder.windows)} if slides else {}),
         },
         "prompts": {"count": len(ids), "digest": _digest(repr([list(map(int, row)) for row in ids]).encode())},
         "settings": {**{name: repr(value) for name, value in settings.items()}, "seeds": list(seeds)},

@@ -10,6 +10,7 @@ FORMAT = 2
 """Since 2 every file has a checksum."""
 
 Count = Annotated[int, Field(ge=0, le=2**48)]
+Window = Annotated[int, Field(ge=1, le=2**48)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
@@ -34,6 +35,7 @@ class ModelDescription(Document):
     class_name: str = Field(alias="class")
     dtype: str
     weights: str
+    windows: list[Window | None] = Field(default_factory=list)
 
 
 class PromptsDescription(Document):
@@ -116,7 +118,7 @@ class RunFacts(Document):
     sinks: Count
     causal: bool
     unpadded: bool
-    windows: list[Annotated[int, Field(ge=1, le=2**48)] | None] = Field(default_factory=list)
+    windows: list[Window | None] = Field(default_factory=list)
     model: str
     scale: float | None
     query_heads: Count

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dlm_lens
 from dlm_lens.adapters.loading import attach
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import (
@@ -192,6 +193,29 @@ def test_files_keep_the_windows(tmp_path: Path) -> None:
     both = joined([first, record(model, [[7, 8, 9, 10]], reducers, **{**RUN, "seed": 9})])
     assert both.windows == (5, None, 5)
     assert torch.equal(both.expected(layer=0)[:, :2], first.expected(layer=0))
+
+
+def test_a_directory_refuses_the_same_weights_with_other_windows(tmp_path: Path) -> None:
+    def model(window: int) -> Any:
+        return tiny(
+            "causal", model_type="qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=1
+        )
+
+    first = record(model(4), PROMPTS, [ReceivedAttention()], to=tmp_path, **RUN)
+    again = record(model(4), PROMPTS, [ReceivedAttention()], to=tmp_path, **RUN)
+    assert first.windows == again.windows == (None, 4)
+    with pytest.raises(ValueError, match="model"):
+        record(model(6), PROMPTS, [ReceivedAttention()], to=tmp_path, **RUN)
+
+
+def test_a_bridge_records_the_same() -> None:
+    model = tiny("causal", model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    plain_run = record(model, PROMPTS, [ReceivedAttention(min_viewers=2)], **RUN)
+    bridge = dlm_lens.bridge(model)
+    recorder = dlm_lens.BridgeRecorder(bridge, [ReceivedAttention(min_viewers=2)])
+    bridged = recorder.recording(bridge.denoise(PROMPTS, host=recorder, **RUN))
+    assert bridged.windows == plain_run.windows == (None, 4)
+    torch.testing.assert_close(bridged.received, plain_run.received, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_files_from_before_windows_load(tmp_path: Path) -> None:
