@@ -212,3 +212,22 @@ def test_float32_rotation_leaves_bfloat16_attention() -> None:
     _, cache = tl.run_with_cache(some_ids())
     assert cache["blocks.0.attn.hook_cos"].dtype == torch.float32
     assert cache["blocks.0.attn.hook_rot_q"].dtype == cache["blocks.0.attn.hook_pattern"].dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_pattern_whose_rows_do_not_sum_to_one_in_compatibility_mode() -> None:
+    """A folded value bias does not pass through the pattern; without folding the edit is that of the raw mode."""
+    model, ids = model_of("dream"), some_ids(rows=1)
+
+    def hide(pattern: Tensor, hook: Any = None) -> Tensor:
+        return pattern * (torch.arange(pattern.shape[-1]) > 2)
+
+    want = forward64(model, ids, edits={(0, "pattern"): hide})["logits"].log_softmax(-1)
+    off = {}
+    for folded in (True, False):
+        tl = dl.bridge(model)
+        tl.enable_compatibility_mode(disable_warnings=True, fold_value_biases=folded)
+        got = tl.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_pattern", hide)])
+        off[folded] = (got.double().log_softmax(-1) - want).abs().max()
+    assert off[False] < 2e-4
+    assert off[True] > 1e-2  # as docs/transformerlens.md warns
