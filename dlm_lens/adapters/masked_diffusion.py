@@ -1,13 +1,13 @@
 """What every masked DLM adds to its host's layers: no causality, hook points, honest refusals."""
 
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, Unpack, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from dlm_lens.attention import SinkLayout, add_hook_points
 
@@ -66,9 +66,12 @@ class MaskedDiffusion(nn.Module):
     decoder_class: ClassVar[type[Any] | None] = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        checkpointing = getattr(config, "gradient_checkpointing", False)
         super().__init__(config, *args, **kwargs)
         model = cast(Any, self)
         if self.decoder_class is not None:
+            if checkpointing:  # the host's decoder has taken the field off the config, and leaves
+                config.gradient_checkpointing = checkpointing
             model.model = self.decoder_class(config)
             model.tie_weights()  # the head was tied to the embedding that left
         for layer in model.model.layers:
@@ -89,7 +92,7 @@ class MaskedDiffusion(nn.Module):
         labels: Int[Tensor, "batch position"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]  # untyped to mypy
     ) -> CausalLMOutputWithPast:
         """Logits `[batch, position, d_vocab]`; with `labels` (-100: not counted) the cross entropy too.
 

@@ -56,7 +56,8 @@ class Family:
         hub_names: released checkpoints that load.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs that do
             not name them.
-        renames: (pattern, replacement) from checkpoint keys to the host's parameter names.
+        renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
+        renames_of_options: likewise, of parameters that not every checkpoint has.
         conversions: what becomes of renamed tensors that the host holds split or joined.
         bare: for checkpoints that are weights alone.
     """
@@ -67,6 +68,7 @@ class Family:
     hub_names: tuple[str, ...] = ()
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
+    renames_of_options: tuple[tuple[str, str], ...] = ()
     conversions: tuple[WeightConverter, ...] = ()
     bare: BareWeights | None = None
 
@@ -100,9 +102,20 @@ class Family:
             AutoConfig.register(model_type, config_class, exist_ok=True)
             for auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
                 auto.register(config_class, model_class, exist_ok=True)
-            mapping = [*(WeightRenaming(pattern, name) for pattern, name in self.renames), *self.conversions]
+            mapping = [
+                *(WeightRenaming(pattern, name) for pattern, name in self.renames),
+                *(_optional(pattern, name) for pattern, name in self.renames_of_options),
+                *self.conversions,
+            ]
             if mapping:
                 register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
+
+
+def _optional(pattern: str, name: str) -> WeightRenaming:
+    """A renaming that may match nothing, which transformers allows those with a scope; its scope is every key."""
+    renaming = WeightRenaming(pattern, name)
+    renaming.scope_prefix = renaming.base_model_prefix = ""
+    return renaming
 
 
 def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | None:

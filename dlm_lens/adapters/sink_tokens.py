@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
@@ -20,7 +21,7 @@ class SinkEmbedding(nn.Embedding):
         rows = getattr(config, "embedding_rows", config.vocab_size)
         super().__init__(rows, config.hidden_size, config.pad_token_id)
         self.layout = SinkLayout(config.num_sinks, config.sink_placement)
-        self.sinks = nn.Parameter(torch.randn(config.num_sinks, config.hidden_size) * config.initializer_range)
+        self.sinks = nn.Parameter(torch.empty(config.num_sinks, config.hidden_size))
 
     def forward(self, input: Int[Tensor, "batch canvas"]) -> Float[Tensor, "batch position d_model"]:
         """Embed the canvas and put the sinks in their place."""
@@ -74,6 +75,15 @@ class SinkDecoder(nn.Module):
             for layer in model.layers:
                 layer.self_attn.sink_logits = nn.Parameter(torch.zeros(config.num_attention_heads))
         model.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """What `post_init` draws, and `from_pretrained` where a checkpoint lacks it: ours, then the host's."""
+        if isinstance(module, SinkEmbedding):
+            initialization.normal_(module.sinks, std=cast(Any, self).config.initializer_range)
+        if (learned := module._parameters.get("sink_logits")) is not None:
+            initialization.zeros_(learned)
+        cast(Any, super())._init_weights(module)
 
     def forward(
         self,

@@ -206,15 +206,15 @@ def complete(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     return {**values, "num_sinks": sinks, "gated_attention": _GATE in shapes}
 
 
-_BLOCK = {
+_NAMES = {
+    r"transformer\.h": "model.layers",
+    r"transformer\.ln_f": "model.norm",
     "norm_1": "input_layernorm",
-    "attn.attn": "self_attn.qkv_proj",
-    "attn.proj": "self_attn.o_proj",
-    "attn.gate": "self_attn.gate_proj",
+    r"attn\.proj": "self_attn.o_proj",
     "norm_2": "post_attention_layernorm",
-    "mlp.swiglu.w1": "mlp.gate_proj",
-    "mlp.swiglu.w2": "mlp.up_proj",
-    "mlp.swiglu.w3": "mlp.down_proj",
+    r"mlp\.swiglu\.w1": "mlp.gate_proj",
+    r"mlp\.swiglu\.w2": "mlp.up_proj",
+    r"mlp\.swiglu\.w3": "mlp.down_proj",
 }
 
 FAMILY = Family(
@@ -226,19 +226,16 @@ FAMILY = Family(
         "nieshen/SMDM/mdm_safetensors/mdm-1028M-1600e18.safetensors",
     ),
     special_ids={32000: {"mask": 32000, "eos": 2}},
-    renames=(
-        (r"transformer\.wte", "model.embed_tokens"),
-        (r"transformer\.ln_f", "model.norm"),
-        *((rf"transformer\.h\.(\d+)\.{hub}", rf"model.layers.\1.{name}") for hub, name in _BLOCK.items()),
-    ),
+    renames=tuple(_NAMES.items()),
+    renames_of_options=((r"attn\.gate", "self_attn.gate_proj"),),
     conversions=(
         WeightConverter(
-            ["self_attn.qkv_proj.weight"],
+            ["attn.attn.weight"],
             [f"self_attn.{name}_proj.weight" for name in "qkv"],
             [SplitGroups()],
         ),
         WeightConverter(
-            ["model.embed_tokens.weight"], ["model.embed_tokens.weight", "model.embed_tokens.sinks"], [SplitSinks()]
+            ["transformer.wte.weight"], ["model.embed_tokens.weight", "model.embed_tokens.sinks"], [SplitSinks()]
         ),
     ),
     bare=BareWeights("smdm", recognise, SIZES, complete),

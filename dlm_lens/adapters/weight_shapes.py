@@ -28,6 +28,7 @@ MISFITS = {
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
 AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "embed_tokens.weight": (("vocab_size", "num_sinks"), ("hidden_size",)),
+    "wte.weight": (("vocab_size", "num_sinks"), ("hidden_size",)),
     "embed_tokens.sinks": (("num_sinks",), ("hidden_size",)),
     "lm_head.weight": (("vocab_size",), ("hidden_size",)),
     "q_proj.weight": ((_HEADS, "head_dim"), ("hidden_size",)),

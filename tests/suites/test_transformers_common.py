@@ -1,0 +1,92 @@
+"""transformers' own common model tests (`ModelTesterMixin`), run on a tiny model of every family of masked DLMs."""
+
+from typing import Any
+
+import pytest
+
+from dlm_lens import families
+from tests.suites.transformers_common import run_common_tests
+
+pytestmark = pytest.mark.long
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llada": ("llada", {}),
+    "mmada": ("mmada", {}),
+    "dream": ("dream", {}),
+    "smdm": ("smdm", {}),
+    "smdm, a sink": ("smdm", {"num_sinks": 1}),
+    "smdm, gated": ("smdm", {"gated_attention": True}),
+    "sink_qwen": ("sink_qwen", {}),
+    "sink_qwen, sinks": ("sink_qwen", {"num_sinks": 2, "tie_word_embeddings": True}),
+    "sink_qwen, softmax": ("sink_qwen", {"softmax": "sink_logits"}),
+    "sink_llama": ("sink_llama", {}),
+    "sink_llama, sinks": ("sink_llama", {"num_sinks": 2, "sink_placement": "end", "gated_attention": True}),
+}
+
+EXCLUDED = {
+    "sink_qwen, sinks": {
+        "test_sliding_window_mask": "indexes patterns by a mask of the canvas; theirs have the sinks' rows too"
+    },
+}
+"""Model -> tests that cannot apply, with the reason. What the mixin skips by itself is in `SKIPPED`."""
+
+SKIPPED = (
+    "test requires",  # a package or a device
+    "test is slow",
+    "is not a composite model",
+    "model is not composite",
+    "No subconfigs",
+    "does not support SDPA",  # said of models that are not composite
+    "does not support grouped_mm",
+    "no sparse experts",
+    "no `output_router_logits`",
+    "_keep_in_fp32_modules",
+    "no `base_model_class` defined",  # sought among transformers' own class names
+    "does not have position embeddings",
+    "No sequence-to-sequence",
+    "No decoder-only language modeling head",
+    "No conversion found",  # weights under transformers' names (Dream, sink_qwen, sink_llama)
+    "does not support sliding window mask",  # no such fields in Llama's config
+)
+"""Words of the reasons for which the mixin may skip a test; any other fails."""
+
+REQUIRED = (
+    "test_attention_outputs",
+    "test_batching_equivalence",
+    "test_can_init_all_missing_weights",
+    "test_determinism",
+    "test_eager_matches_sdpa_inference_24_fp32_pad_left_output_attentions",
+    "test_from_pretrained_no_checkpoint",
+    "test_gradient_checkpointing_backward_compatibility",
+    "test_hidden_states_output",
+    "test_inputs_embeds",
+    "test_load_save_without_tied_weights",
+    "test_model_outputs_equivalence",
+    "test_resize_tokens_embeddings",
+    "test_retain_grad_hidden_states_attentions",
+    "test_save_load",
+    "test_tied_weights_keys",
+    "test_torch_save_load",
+    "test_training",
+    "test_training_gradient_checkpointing",
+)
+"""Tests that have to run and pass, lest everything be skipped unnoticed."""
+
+
+def test_every_family_of_masked_models_is_here():
+    assert {family for family, _ in MODELS.values()} == {each.name for each in families() if not each.causal}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_common_model_tests(model: str):
+    family, settings = MODELS[model]
+    outcome = run_common_tests(family, settings, EXCLUDED.get(model, {}))
+    assert not outcome.failed, "\n".join(f"{name}\n{traceback}" for name, traceback in outcome.failed.items())
+    surprising = {
+        name: reason for name, reason in outcome.skipped.items() if not any(words in reason for words in SKIPPED)
+    }
+    assert not surprising
+    assert not set(REQUIRED) - outcome.passed
+    assert len(outcome.passed) >= 95
+    if family in ("llada", "mmada", "smdm"):
+        assert {"test_reverse_loading_mapping", "test_can_load_from_already_mapped_keys"} <= outcome.passed

@@ -1,0 +1,148 @@
+"""transformers' common model tests for a tiny model of a family, from the sdist of the installed version.
+
+The sdist holds the top-level files of the tests alone. `test_modeling_common.py` imports base classes from two
+files of other folders, which stay empty here: exporters (torch.export) and generation (`generate`, which masked
+DLMs refuse).
+"""
+
+import importlib
+import sys
+import types
+import unittest
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dlm_lens.testing import tiny
+from tests.suites.sdists import unpacked_sdist, wheel
+
+PACKAGE = "transformers_sdist_tests"
+ABSENT = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
+BATCH, LENGTH = 3, 7
+
+
+@cache
+def model_tester_mixin() -> type[Any]:
+    """`ModelTesterMixin` of the sdist; skips the test that asks where it cannot be fetched."""
+    folder = unpacked_sdist("transformers") / "tests"
+    sys.path.append(str(wheel("parameterized", "0.9.0")))
+    root = types.ModuleType(PACKAGE)
+    root.__path__ = [str(folder)]
+    sys.modules[PACKAGE] = root
+    for name, base in ABSENT.items():
+        module = types.ModuleType(f"{PACKAGE}.{name}")
+        setattr(module, base, type(base, (), {}))
+        sys.modules[f"{PACKAGE}.{name.partition('.')[0]}"] = types.ModuleType(name)
+        sys.modules[module.__name__] = module
+    with patch.object(pytest, "mark", _NoMarks()):  # ours are strict, and unittest reads none
+        return importlib.import_module(f"{PACKAGE}.test_modeling_common").ModelTesterMixin
+
+
+class _NoMarks:
+    """In place of `pytest.mark`: decorators that do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        def mark(*given: Any, **options: Any) -> Any:
+            return given[0] if len(given) == 1 and callable(given[0]) else lambda test: test
+
+        return mark
+
+
+class FamilyTester:
+    """What the common tests ask for configs and inputs. Sinks count among the positions of states and patterns."""
+
+    batch_size = BATCH
+    seq_length = LENGTH
+    num_hidden_layers = 2
+    is_training = True
+
+    def __init__(self, family: str, settings: Mapping[str, Any]) -> None:
+        self.config = tiny(family, **settings).config
+        self.hidden_size = self.config.hidden_size
+        self.num_attention_heads = self.config.num_attention_heads
+        self.encoder_seq_length = self.key_length = LENGTH + getattr(self.config, "num_sinks", 0)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.config.vocab_size - 3, (BATCH, LENGTH), generator=generator)
+        content = torch.ones_like(ids)
+        content[0, 0] = 0
+        config = type(self.config).from_dict(self.config.to_dict())
+        return config, {"input_ids": ids, "attention_mask": content}
+
+
+def common_tests(family: str, settings: Mapping[str, Any]) -> type[unittest.TestCase]:
+    """The common tests of a tiny model of a family, as a class of unittest."""
+    mixin = model_tester_mixin()
+
+    class CommonTests(mixin, unittest.TestCase):  # type: ignore[misc, valid-type]
+        all_model_classes: ClassVar = (type(tiny(family, **settings)),)
+        # "if the model doesn't fully support the original `generate`": a masked DLM refuses it.
+        all_generative_model_classes: ClassVar = ()
+        test_can_init_all_missing_weights_before_2023 = True
+
+        def setUp(self) -> None:
+            self.model_tester = FamilyTester(family, settings)
+
+        def _prepare_for_class(self, inputs_dict: Any, model_class: Any, return_labels: bool = False) -> Any:
+            inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels)
+            if return_labels:  # the mixin gives them to class names of transformers alone
+                inputs["labels"] = torch.zeros((BATCH, LENGTH), dtype=torch.long)
+            return inputs
+
+    return CommonTests
+
+
+@dataclass
+class Outcome:
+    """Names of the tests that passed, reasons of those that were skipped, tracebacks of those that failed."""
+
+    passed: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class _Recorder(unittest.TestResult):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcome = Outcome()
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self.outcome.passed.add(test._testMethodName)
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        # Of a part of a test that goes on: of the test, named first in the part's id.
+        name = getattr(test, "test_case", test)._testMethodName
+        self.outcome.skipped[name] = reason
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
+        self.outcome.failed[test._testMethodName] = self._exc_info_to_string(err, test)
+
+    addError = addFailure
+
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+        if err is not None:
+            self.addFailure(test, err)
+
+
+def run_common_tests(family: str, settings: Mapping[str, Any], excluded: Mapping[str, str]) -> Outcome:
+    """Run them all in this process, but for those excluded by name.
+
+    Raises:
+        ValueError: an excluded name that is no test.
+    """
+    tests = common_tests(family, settings)
+    names = unittest.TestLoader().getTestCaseNames(tests)
+    unknown = set(excluded) - set(names)
+    if unknown:
+        raise ValueError(f"excluded, but no tests: {sorted(unknown)}")
+    recorder = _Recorder()
+    for name in names:
+        if name not in excluded:
+            tests(name).run(recorder)
+    return recorder.outcome
