@@ -34,6 +34,7 @@ AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "q_proj.weight": ((_HEADS, "head_dim"), ("hidden_size",)),
     "k_proj.weight": ((_GROUPS, "head_dim"), ("hidden_size",)),
     "v_proj.weight": ((_GROUPS, "head_dim"), ("hidden_size",)),
+    "attn.attn.weight": ((_HEADS, _GROUPS, "head_dim"), ("hidden_size",)),
     "o_proj.weight": (("hidden_size",), (_HEADS, "head_dim")),
     "self_attn.gate_proj.weight": ((_HEADS, "head_dim"), ("hidden_size",)),
     "sink_logits": ((_HEADS,),),
