@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from dlm_lens.adapters.json_files import check_plain, one_line, printable, shown
 from dlm_lens.adapters.quantisation import floating_dtype
@@ -151,8 +152,8 @@ def _requirement(name: str, value: Any) -> str | None:
     if name in ("quantization_config", "sampler_defaults"):
         return None if isinstance(value, dict) else "an object with settings"
     if name == "layer_types":
-        plain = isinstance(value, list) and all(isinstance(one, str) and one in _LAYER_TYPES for one in value)
-        return None if plain else f"a list of every layer's attention, each {' or '.join(_LAYER_TYPES)}"
+        plain = isinstance(value, list) and all(one in ALLOWED_LAYER_TYPES for one in value)
+        return None if plain else f"a list of every layer's kind, each one of {', '.join(ALLOWED_LAYER_TYPES)}"
     return None
 
 
@@ -191,7 +192,8 @@ def built_config(config_class: type[Any], values: Mapping[str, Any], what: str) 
     if kept.get("dtype") == "auto" or kept.get("torch_dtype") == "auto":
         kept = {name: value for name, value in kept.items() if name not in ("dtype", "torch_dtype")}
     try:
-        config = config_class.from_dict(kept)
+        # As transformers reads its own files, in which infinity is {"__float__": "Infinity"}.
+        config = config_class.from_dict(config_class._decode_special_floats(kept))
     except REFUSALS as error:
         raise ValueError(f"{what} does not fit {config_class.__name__}: {one_line(error)}") from error
     check_agreement(config, values, what)
@@ -234,6 +236,10 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
     def said(name: str) -> str:
         return f"{written_name(name, values)} = {shown(getattr(config, name))}"
 
+    if not getattr(config, "num_attention_heads", None):
+        raise ValueError(
+            f"{what} is of a {config.model_type}, which has no attention: there is nothing to put hook points into"
+        )
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     _check_width(width, f"{said('hidden_size')} and {said('num_attention_heads')}", what)
     for name, factors in (getattr(config, "rope_parameters", None) or {}).items():
@@ -242,6 +248,12 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
                 f"{what} lists {len(factors)} numbers as {name}; heads of width {width} need {width // 2}"
             )
     types = getattr(config, "layer_types", None)
+    own = not type(config).__module__.startswith("transformers.")
+    if types is not None and own and not set(types) <= set(_LAYER_TYPES):
+        raise ValueError(
+            f"{what} says layer_types = {shown(types)}; {type(config).__name__} has layers of "
+            f"{' and '.join(_LAYER_TYPES)}: take the file that came with the weights"
+        )
     if types is not None and len(types) != config.num_hidden_layers:
         raise ValueError(f"{what} says {said('num_hidden_layers')} and lists layer_types of {len(types)} layers")
     if values.get("is_causal") and "is_causal" in {field.name for field in fields(config)}:

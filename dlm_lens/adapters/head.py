@@ -50,30 +50,36 @@ def final_norm(model: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def check_head(model: Any) -> None:
-    """Raise unless `head_logits` of a causal model's states are its logits, and it is causal.
+def check_head(model: Any, logits: Float[Tensor, "1 position d_vocab"]) -> None:
+    """Raise unless a model is causal, and `head_logits` of its decoder's states are its logits.
+
+    One pass of the decoder over two rows that differ in the last token.
+
+    Args:
+        model: in eval mode.
+        logits: of `check_ids`, from the model itself.
 
     Raises:
-        ValueError: they are not, the model has no decoder or no output embedding, or a token changes the logits
+        ValueError: they are not, the model has no decoder or no output embedding, or a token changes the states
             before it.
     """
     decoder, head = getattr(model, "get_decoder", lambda: None)(), model.get_output_embeddings()
-    if decoder is None or head is None:
+    if decoder is None or decoder is model or head is None:
         raise ValueError(f"{type(model).__name__} has no decoder with an output embedding: it does not write text")
-    ids = check_ids(model)
+    ids = check_ids(model).repeat(2, 1)
+    ids[1, -1] = 0
     states = decoder(input_ids=ids, use_cache=False).last_hidden_state
-    got, expected = head_logits(model, states).float(), model(input_ids=ids, use_cache=False).logits.float()
-    got = got[:, -expected.shape[1] :]  # sink tokens leave
-    tolerance = (1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05) * float(expected.abs().max())
+    once, other = states.float()
+    share = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
+    if not float((other - once)[:-1].abs().max()) <= share * float(once.abs().max()):
+        raise ValueError(
+            f"the last token changes what {type(model).__name__} computes before it: it is no autoregressive model "
+            "(for an encoder, use dlm_lens.add_hook_points)"
+        )
+    got, expected = head_logits(model, states[:1]).float(), logits.float()
+    tolerance = share * float(expected.abs().max())
     if got.shape != expected.shape or not float((got - expected).abs().max()) <= tolerance:
         raise ValueError(
             f"the logits of {type(model).__name__} are not its output embedding applied to its decoder's states: "
             "sampling and lenses cannot read it"
-        )
-    ids[:, -1] = 0
-    other = model(input_ids=ids, use_cache=False).logits.float()
-    if not float((other - expected)[:, :-1].abs().max()) <= tolerance:
-        raise ValueError(
-            f"the last token changes the logits before it in {type(model).__name__}: it is no autoregressive model "
-            "(for an encoder, use dlm_lens.add_hook_points)"
         )

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import is_peft_available
 
 from dlm_lens.adapters.bare import bare_config, bare_file
-from dlm_lens.adapters.config_fields import built_config
+from dlm_lens.adapters.config_fields import REFUSALS, built_config
 from dlm_lens.adapters.head import check_head
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.json_files import one_line, printable, read_object
@@ -128,9 +128,16 @@ def check_model(model: Any) -> None:
         ValueError: they are not.
     """
     native = type(model).__module__.startswith("transformers.")
-    check_hook_points(model, plain=native)
-    if native:
-        check_head(model)
+    try:
+        logits = check_hook_points(model, plain=native)
+        if native:
+            check_head(model, logits)
+    except (ValueError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except REFUSALS as error:
+        raise ValueError(
+            f"a few tokens do not pass through {type(model).__name__} ({one_line(error)}): check its config.json"
+        ) from error
 
 
 def _supported(attn_implementation: str, model_class: Any) -> str:

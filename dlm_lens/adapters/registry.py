@@ -127,6 +127,8 @@ def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | Non
         return None
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return None  # encoders (BERT, RoBERTa, ...), whose class for causal LM sees the whole text nevertheless
     config_class = CONFIG_MAPPING[model_type]
     try:
         return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
@@ -163,5 +165,6 @@ def family_of(model_type: str) -> Family:
     known = sorted(name for family in families() for name in family.layouts)
     raise ValueError(
         f"no family loads model_type {model_type!r}; known model types: {', '.join(known)} (a checkpoint of one of "
-        "them under another name loads once its config.json says so)"
+        "them under another name loads once its config.json says so), and every causal LM of transformers; for an "
+        "encoder, use dlm_lens.add_hook_points"
     )

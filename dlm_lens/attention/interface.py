@@ -74,7 +74,7 @@ def attend(
         spare_logits(module) if spare is None else spare,
         options,
     ).run()
-    z = points["hook_z"](mixed.z)
+    z = points["hook_z"](mixed.z).contiguous()  # as transformers' functions return it: modules take views of it
     if mixed.inputs is not None:
         _read(module, mixed.inputs, z)
     return (z if gate is None else z * gate.sigmoid().view(z.shape)), mixed.pattern

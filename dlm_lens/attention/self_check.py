@@ -17,7 +17,7 @@ TOKENS = 7
 
 
 @torch.no_grad()
-def check_hook_points(model: Any, *, plain: bool = True) -> None:
+def check_hook_points(model: Any, *, plain: bool = True) -> Float[Tensor, "1 position d_vocab"]:
     """Run a few tokens and raise unless hook points change nothing, show the pattern, and edits act.
 
     Logits with idle hook points equal those of the plain attention function; with patterns formed they agree to
@@ -31,6 +31,9 @@ def check_hook_points(model: Any, *, plain: bool = True) -> None:
         model: with hook points.
         plain: compare with the model's own attention function; off for families whose attention function does
             more (sink tokens, a float32 rotation).
+
+    Returns:
+        The logits of `check_ids`, with idle hook points.
 
     Raises:
         ValueError: one of these does not hold: attention of this class cannot be hooked.
@@ -61,6 +64,7 @@ def check_hook_points(model: Any, *, plain: bool = True) -> None:
             )
     finally:
         model.train(training)
+    return idle
 
 
 def check_ids(model: Any) -> Int[Tensor, "1 position"]:

@@ -36,8 +36,8 @@ class Head:
         self.vocabulary: int = self.unembed.weight.shape[0]
         self.mask_id: int | None = getattr(model.config, "mask_token_id", None)
         self.device = execution_device(self.unembed)
-        weight: Tensor = norm.get_parameter("weight")
-        self.norm_device, self.dtype = execution_device(norm), weight.dtype
+        own: Tensor = next(norm.parameters(), self.unembed.weight)  # OLMo's norm has no weights
+        self.norm_device, self.dtype = execution_device(norm), own.dtype
 
     @property
     def rows_at_once(self) -> int:

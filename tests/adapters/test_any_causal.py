@@ -1,0 +1,273 @@
+"""Causal LMs of transformers that no family of ours is made of: loaded, decoded, recorded, read."""
+
+import json
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.adapters.loading import check_model
+from dlm_lens.attention import hooked_attentions
+from dlm_lens.hooks import mask_top_sinks
+from tests.attention.test_any_model import build
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CHANGES: dict[str, dict[str, Any]] = {
+    "mixtral": {**EXPERTS, "sliding_window": None},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5},
+    "cohere2": {"logit_scale": 0.5},
+    "gemma2": {"final_logit_softcapping": 2.0},
+}
+KINDS = (
+    "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt2", "gpt_neox", "phi3", "granite", "cohere2", "gpt_oss", "mistral",
+    "qwen3_moe", "mixtral", "opt", "olmo", "gpt_bigcode", "jetmoe",
+)  # fmt: skip
+FULL = ("qwen3", "olmo2", "gpt2", "gpt_neox", "granite", "qwen3_moe", "mixtral", "olmo")
+"""Every layer attends fully."""
+
+SOME: tuple[Any, ...] = tuple(
+    kind
+    if kind in ("gemma2", "gpt2", "granite", "gpt_oss", "mixtral")
+    else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in KINDS
+)
+
+PROMPT = torch.randint(3, 120, (2, 11), generator=torch.Generator().manual_seed(3))
+CONTENT = torch.ones_like(PROMPT)
+CONTENT[0, :4] = 0
+LENGTH = 8
+
+
+@cache
+def checkpoint(kind: str) -> tuple[Any, Any]:
+    """The model as transformers has it, and the one that `load` makes of its files.
+
+    The fourth token that the first row writes ends the text.
+    """
+    model = build(kind, **CHANGES.get(kind, {}))
+    model.config.eos_token_id = model.generation_config.eos_token_id = int(greedy(model, True)[0, 14])
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return model, dl.load(directory)
+
+
+def greedy(model: Any, use_cache: bool) -> Tensor:
+    options = {"attention_mask": CONTENT, "max_new_tokens": LENGTH, "do_sample": False, "use_cache": use_cache}
+    found: Tensor = model.generate(PROMPT, **options)
+    return found
+
+
+def plain_logits(model: Any, canvas: Tensor, row: int, stop: int) -> Tensor:
+    """What transformers' own model says at the last of `stop` positions of a row, alone and without padding."""
+    start = int((CONTENT[row] == 0).sum())
+    with torch.no_grad():
+        return model(input_ids=canvas[row : row + 1, start:stop], use_cache=False).logits[0].double()
+
+
+def until_end(row: Tensor, end: int) -> list[int]:
+    written: list[int] = row[PROMPT.shape[1] :].tolist()
+    return written[: written.index(end) + 1] if end in written else written
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_and_denoise_are_transformers_own_model_and_greedy_generate(kind: str) -> None:
+    model, loaded = checkpoint(kind)
+    assert type(loaded) is type(model)
+    # Another kernel (eager against sdpa) in float32.
+    torch.testing.assert_close(
+        plain_logits(loaded, PROMPT, 1, 11), plain_logits(model, PROMPT, 1, 11), rtol=1e-4, atol=1e-5
+    )
+    end = model.config.eos_token_id
+    for use_cache in (True, False):
+        ours = dl.denoise(loaded, PROMPT, CONTENT, gen_length=LENGTH, use_cache=use_cache).canvases[-1]
+        theirs = greedy(model, use_cache)
+        for row in range(2):
+            assert until_end(ours[row], end) == until_end(theirs[row], end)
+        assert len(until_end(ours[0], end)) <= 4
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_hidden_sinks_are_the_same_in_stream_and_in_the_pattern(kind: str) -> None:
+    _, model = checkpoint(kind)
+    hook = mask_top_sinks(2)
+    streamed = dl.denoise(model, PROMPT, CONTENT, gen_length=4, hooks=[hook])
+    handles = [a.hook_pattern.register_forward_hook(lambda m, i, value: None) for a in hooked_attentions(model)]
+    formed = dl.denoise(model, PROMPT, CONTENT, gen_length=4, hooks=[hook])
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(streamed.canvases[-1], formed.canvases[-1])
+    written = streamed.confidence.isfinite()
+    assert written.any()
+    # Two kernels in float32.
+    torch.testing.assert_close(streamed.confidence[written], formed.confidence[written], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_the_last_layer_of_the_logit_lens_is_the_models_own_output(kind: str) -> None:
+    """Final norm, then the head with its soft cap, scale or divisor."""
+    model, loaded = checkpoint(kind)
+    run = dl.denoise(loaded, PROMPT, CONTENT, gen_length=3, use_cache=False)
+    lens = dl.logit_lens(loaded, run, [4, 9, 10])
+    assert len(lens.step) >= 6
+    for entry, (step, row, position) in enumerate(zip(lens.step, lens.batch, lens.position, strict=True)):
+        logits = plain_logits(model, run.canvases[int(step)], int(row), int(position) + 1)[-1]
+        own = logits.softmax(-1).sort(descending=True).values[:5]
+        torch.testing.assert_close(lens.top_probabilities[entry, -1].double(), own, rtol=1e-4, atol=1e-6)
+    assert float((lens.top_probabilities[:, 0] - lens.top_probabilities[:, -1]).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_log_likelihood_is_the_chain_rule(kind: str) -> None:
+    model, loaded = checkpoint(kind)
+    found = dl.log_likelihood(loaded, PROMPT[1:, :6], PROMPT[1:, 6:]).value
+    logs = plain_logits(model, PROMPT, 1, 11).log_softmax(-1)
+    expected = sum(float(logs[i - 1, PROMPT[1, i]]) for i in range(6, 11))
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SOME if getattr(kind, "values", (kind,))[0] in FULL])
+def test_received_attention_is_the_column_sum_of_eager_patterns(kind: str) -> None:
+    """score_j = r_j / e_j with e_j = sum_i M_ij / sum_k M_ik, by hand in float64."""
+    model, loaded = checkpoint(kind)
+    recording = dl.record(
+        loaded, [PROMPT[1].tolist()], reducers=[dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()], gen_length=2
+    )
+    for step in range(len(recording.received)):  # the first token may end the text
+        ids = recording.tokens[step, 0, : 11 + step]
+        with torch.no_grad():
+            patterns = model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
+        seen = torch.ones(len(ids), len(ids), dtype=torch.float64).tril()
+        even = (seen / seen.sum(-1, keepdim=True)).sum(0)
+        for layer, pattern in enumerate(patterns):
+            expected = pattern[0].double().sum(1) / even
+            found = recording.received[step, 0, layer, :, : len(ids)].double()
+            # Sums in float32 over at most 12 queries.
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    sinks = dl.find_sinks(recording, dl.AboveMean(eps=1e-4))
+    assert bool(sinks.is_sink.any())
+    assert "ValueNorms" in repr(dl.value_norms(recording, sinks))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2", "granite", "qwen3_moe", "gpt_oss"])
+def test_compare_and_replay_run_on_any_causal_model(kind: str) -> None:
+    """The hooked half of compare is the run under those hooks; replay sees what they change."""
+    _, model = checkpoint(kind)
+    run = dl.denoise(model, PROMPT, CONTENT, gen_length=3, use_cache=False)
+    pair = dl.compare(model, PROMPT[1:].tolist(), hooks=[mask_top_sinks(2)], gen_length=3)
+    alone = dl.denoise(model, PROMPT[1:].tolist(), gen_length=3, hooks=[mask_top_sinks(2)])
+    assert torch.equal(pair.hooked.canvases[-1], alone.canvases[-1])
+    hidden = dl.replay(model, run, [mask_top_sinks(2)], attention=False)
+    assert float(hidden.confidence_change.nan_to_num(0).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("bert", {}, "no family loads model_type 'bert'; .* for an encoder, use dlm_lens.add_hook_points"),
+        ("bloom", {}, "BloomAttention .* computes attention without transformers' attention interface"),
+        ("gptj", {}, "GPTJAttention .* computes attention without transformers' attention interface"),
+        ("mamba", {}, "MambaForCausalLM has no attention module that calls transformers' attention interface"),
+        ("diffllama", {}, "DiffLlamaAttention calls its attention function 2 times in a forward pass"),
+        ("llama4_text", {}, "Llama4ForCausalLM has no decoder with an output embedding"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_with_the_reason(
+    tmp_path: Path, kind: str, changes: dict[str, Any], reason: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.attention.test_any_model import BASE
+
+    if kind == "bert":
+        AutoConfig.for_model(kind, **BASE).save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").touch()
+    else:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **BASE, **changes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        dl.load(tmp_path)
+
+
+def altered(tmp_path: Path, kind: str, *, drop: str = "", narrow: str = "", **config: Any) -> Path:
+    """The files of a checkpoint with a tensor gone or one row narrower, or other values in its config."""
+    model = build(kind, **CHANGES.get(kind, {}))
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert not drop or any(re.search(drop, name) for name in weights)
+    kept = {name: value for name, value in weights.items() if not drop or not re.search(drop, name)}
+    kept = {
+        name: value[:-1].clone() if narrow and re.search(narrow, name) else value for name, value in kept.items()
+    }
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text()) | config
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        # Files hold experts one by one, the network in one tensor.
+        (
+            "mixtral",
+            {"drop": r"layers\.1.*experts\.2\.w2"},
+            r"layers.1.mlp.experts.down_proj \(\[3, 64, 96\] in the",
+        ),
+        ("mixtral", {"drop": r"layers\.1.*experts\.\d\.w2"}, r"missing keys model.layers.1.mlp.experts.down_proj"),
+        ("mixtral", {"num_local_experts": 8}, r"experts.gate_up_proj \(\[4, 192, 64\] in the file, \[8, 192, 64\]"),
+        ("qwen3_moe", {"narrow": r"layers\.0.*experts\.3\.up_proj"}, "cannot be joined to .*gate_up_proj"),
+        ("gpt2", {"drop": r"h\.1\.attn\.c_attn\.weight"}, "missing keys transformer.h.1.attn.c_attn.weight"),
+        ("gpt2", {"n_layer": 5}, "n_layer = 5, the files hold 3 layers: missing keys of layers 3 to 4"),
+        ("gpt2", {"n_layer": 900}, "n_layer = 900, the files hold 3 layers: missing keys of layers 3 to 899"),
+        ("gpt2", {"vocab_size": 20_000_000}, "in the file, .20000000, 64. in the model"),
+        ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e-300}}, "rope_theta"),
+        ("opt", {"num_hidden_layers": 2}, "unexpected keys model.decoder.layers.2"),
+    ],
+)
+def test_files_that_are_not_the_configs_are_named(
+    tmp_path: Path, kind: str, change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        dl.load(altered(tmp_path, kind, **change))
+
+
+def test_rotary_positions_of_each_kind_of_layer_are_checked(tmp_path: Path) -> None:
+    rope = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+    good = altered(tmp_path / "good", "gemma3_text", rope_parameters=rope)
+    dl.load(good)
+    rope["sliding_attention"]["rope_theta"] = -1e4
+    with pytest.raises(ValueError, match="frequencies of its rotary positions are not finite and above 0"):
+        dl.load(altered(tmp_path / "bad", "gemma3_text", rope_parameters=rope))
+    shutil.rmtree(good)
+
+
+def test_a_config_that_does_not_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"a few tokens do not pass through Qwen2ForCausalLM \(.*chunked_attention"
+    ):
+        dl.load(altered(tmp_path, "qwen2", layer_types=["chunked_attention"] * 3))
+
+
+def test_the_check_costs_five_passes_and_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, idle, listening, edited, and the decoder over two rows; on the toy together under 50 ms."""
+    model, _ = checkpoint("qwen3")
+    model.save_pretrained(tmp_path)
+    passes: list[int] = []
+    original = type(model.model).forward
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        passes.append(1)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(type(model.model), "forward", counted)
+    unchecked = dl.load(tmp_path, check=False)
+    assert not passes
+    check_model(unchecked)
+    assert len(passes) == 5
