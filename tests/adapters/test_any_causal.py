@@ -27,8 +27,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"final_logit_softcapping": 2.0},
 }
 KINDS = (
-    "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt2", "gpt_neox", "phi3", "granite", "cohere2", "gpt_oss", "mistral",
-    "qwen3_moe", "mixtral", "opt", "olmo", "gpt_bigcode", "jetmoe",
+    "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt2", "gpt_neox", "phi3", "granite", "cohere2", "gpt_oss",
+    "mistral", "qwen3_moe", "mixtral", "opt", "olmo", "gpt_bigcode", "jetmoe",
 )  # fmt: skip
 FULL = ("qwen3", "olmo2", "gpt2", "gpt_neox", "granite", "qwen3_moe", "mixtral", "olmo")
 """Every layer attends fully."""

@@ -48,12 +48,18 @@ def test_hook_q_sees_the_delta_of_lora(kind: str, tmp_path: Path) -> None:
     """q = W x, and W x + (alpha / r) B A x with an adapter, before the norm of qwen3; by hand in float64."""
     model = make(kind, tmp_path)
     attention, seen, inputs = hooked_attentions(model)[0], [], []
-    attention.hook_q.register_forward_hook(lambda m, i, value: seen.append(value.detach().clone()))
+
+    def watch() -> Any:
+        return attention.hook_q.register_forward_hook(lambda m, i, value: seen.append(value.detach().clone()))
+
+    handle = watch()
     attention.register_forward_pre_hook(
         lambda m, args, options: inputs.append(args[0] if args else options["hidden_states"]), with_kwargs=True
     )
     plain = logits(model)
+    handle.remove()  # a hook from before the projection was replaced is refused
     wrapped = with_lora(model, "q_proj")
+    handle = watch()
     adapted = logits(wrapped)
     assert len(seen) == 2
     assert not torch.equal(adapted, plain)
@@ -70,7 +76,9 @@ def test_hook_q_sees_the_delta_of_lora(kind: str, tmp_path: Path) -> None:
         scale = (expected.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
         expected = expected * scale * norm.weight.double()
     torch.testing.assert_close(seen[1].double(), expected, rtol=1e-4, atol=1e-4)  # float32
+    handle.remove()
     merged = wrapped.merge_and_unload()
+    watch()
     torch.testing.assert_close(logits(merged), adapted, rtol=1e-4, atol=1e-4)
     assert len(seen) == 3
     torch.testing.assert_close(seen[2], seen[1], rtol=1e-4, atol=1e-4)
