@@ -164,7 +164,7 @@ def _with_layers(config: Any, count: int) -> Any:
     """The same network with so many layers."""
     small = copy.deepcopy(config)
     small.num_hidden_layers = count
-    if getattr(small, "layer_types", None) is not None:
+    if "layer_types" in vars(small) and small.layer_types is not None:  # a property of it follows by itself
         small.layer_types = small.layer_types[:count]
     return small
 
