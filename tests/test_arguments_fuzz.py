@@ -175,7 +175,7 @@ def one_sentence(error: Exception) -> None:
 def attempt(name: str, family: str, changes: dict[str, Any]) -> None:
     call = CALLS[name]
     arguments = call.good(family) | changes
-    begun = time.perf_counter()
+    begun = time.process_time()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -184,7 +184,7 @@ def attempt(name: str, family: str, changes: dict[str, Any]) -> None:
         one_sentence(error)
     else:
         assert result is not None
-    assert time.perf_counter() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 @st.composite

@@ -83,8 +83,9 @@ def file_within(directory: Path, name: str) -> Path | None:
     if in_cache or any(target.is_relative_to(place) for place in (root, *blobs)):
         return path
     raise ValueError(
-        f"{printable(str(path))} is a symbolic link to {printable(str(target))}, outside the checkpoint's "
-        "directory, and is not followed: copy the file into the directory, or load the directory that holds it"
+        f"{printable(str(path), 500)} is a symbolic link to {printable(str(target), 500)}, outside the "
+        "checkpoint's directory, and is not followed: copy the file into the directory, or load the directory that "
+        "holds it"
     )
 
 

@@ -57,10 +57,10 @@ def check_plain(values: Any, what: str, remedy: str = "fetch it again") -> None:
             pending += [(place, depth + 1, one) for one in value]
 
 
-def printable(name: str) -> str:
-    """A name from a file for a sentence: as it is, or escaped where a terminal would act on it; 120 characters."""
+def printable(name: str, most: int = 120) -> str:
+    """A name from a file for a sentence, in `most` characters; escaped where a terminal would act on it."""
     kept = name if name.isprintable() else repr(name)[1:-1]
-    return kept if len(kept) <= 120 else f"{kept[:117]}..."
+    return kept if len(kept) <= most else f"{kept[: most - 3]}..."
 
 
 def shown(value: Any) -> str:

@@ -25,7 +25,7 @@ from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, 
 from dlm_lens.adapters.registry import Family, family_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_shapes import MISFITS, check_shapes, read_headers
-from dlm_lens.arguments import checked_arguments, instance, whole
+from dlm_lens.arguments import checked_arguments, flag, instance, whole
 from dlm_lens.attention import add_hook_points, check_hook_points
 
 _PLAIN_GENERATION = GenerationConfig()
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
     attn_implementation=instance(str, 'the name of an attention function, such as "sdpa"'),
     revision=instance(str, "a branch, tag or commit, or None"),
     size=instance(str, "a size's name, or None"),
+    check=flag(),
     **dict.fromkeys(("mask_token_id", "eos_token_id", "eot_token_id"), whole(least=0)),
 )
 def load(

@@ -23,7 +23,7 @@ from dlm_lens.attention.hiding import (
     counted_queries,
     hide_columns,
 )
-from dlm_lens.attention.hook_point import HookPoint, Reader
+from dlm_lens.attention.hook_points import HookPoint, Reader
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.interface import attend
 from dlm_lens.attention.layers import (

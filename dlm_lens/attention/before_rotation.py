@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dlm_lens.attention.hook_point import HookPoint
+from dlm_lens.attention.hook_points import HookPoint
 
 _NORMS = {"q": ("q_norm", "q_layernorm"), "k": ("k_norm", "k_layernorm")}
 

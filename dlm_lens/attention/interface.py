@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from dlm_lens.attention.calls import column_calls, needs_value
 from dlm_lens.attention.functions import HOOKED, causal_without_mask, hooked_attention
-from dlm_lens.attention.hook_point import HookPoint
+from dlm_lens.attention.hook_points import HookPoint
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.layout import SinkLayout
 from dlm_lens.attention.points import DISPATCH, is_hooked_attention

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_lens.attention.access import ModelLock, guard_hooks
 from dlm_lens.attention.before_rotation import add_projection_points
-from dlm_lens.attention.hook_point import HookPoint
+from dlm_lens.attention.hook_points import HookPoint
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 """Hook points of an attention module in the order in which they fire; the child is `hook_<name>`.

@@ -146,7 +146,9 @@ def _compare_sum(attention: Any, found: list[Tensor]) -> Any:
     def hook(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
         before = inputs[0] if inputs else options["hidden_states"]
         after = output if isinstance(output, Tensor) else output[0]
-        added, parts = (after - before).float(), sum(part.float().reshape(before.shape) for part in found)
+        # With layers over several devices a module's input may lie elsewhere than its output.
+        added = (after - before.to(after.device)).float()
+        parts = sum(part.to(after.device).float().reshape(after.shape) for part in found)
         # Float error, in bfloat16 of the stream itself.
         scale = 1e-3 if before.dtype in (torch.float32, torch.float64) else 0.05
         attention.adds_up = len(found) == 2 and bool(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,7 +82,9 @@ class Responses:
         answers = {key: answer for key, answer in answers.items() if key not in self._known}
         if self.path is None or not answers:
             return
-        lines = [json.dumps(sealed({"key": key, "answer": answer})) + "\n" for key, answer in answers.items()]
+        lines = [
+            json.dumps(sealed({"key": key, "answer": _finite(answer)})) + "\n" for key, answer in answers.items()
+        ]
         with self._locked(self.path) as file:
             append(file, "".join(lines).encode(), self.path)
         self._known.update(answers)
@@ -129,7 +132,8 @@ class Responses:
         for number, text in enumerate(texts[1:], 2):
             where = f"{path}, line {number}"
             plain = unsealed(parsed(text, where, remedy), where, remedy, required=required)
-            found.append(fitted(AnswerLine, plain, where, remedy))
+            line = fitted(AnswerLine, plain, where, remedy)
+            found.append(line.model_copy(update={"answer": _with_infinities(line.answer)}))
         return found
 
     def _check(self, theirs: Mapping[str, Any]) -> None:
@@ -148,6 +152,24 @@ class Responses:
         with open_to_append(path) as file:
             lock(file, wait=True)
             yield file
+
+
+def _finite(answer: Any) -> Any:
+    """An answer whose infinite numbers and NaN are {"float": "-inf"} and the like: JSON has none."""
+    if isinstance(answer, float) and not math.isfinite(answer):
+        return {"float": repr(answer)}
+    if isinstance(answer, list | tuple):
+        return [_finite(each) for each in answer]
+    return {key: _finite(each) for key, each in answer.items()} if isinstance(answer, dict) else answer
+
+
+def _with_infinities(answer: Any) -> Any:
+    """The answer that `_finite` was given."""
+    if isinstance(answer, dict) and answer.keys() == {"float"}:
+        return float(answer["float"])
+    if isinstance(answer, dict):
+        return {key: _with_infinities(each) for key, each in answer.items()}
+    return [_with_infinities(each) for each in answer] if isinstance(answer, list) else answer
 
 
 def fingerprint(model: Any) -> str:

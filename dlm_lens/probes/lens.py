@@ -73,7 +73,8 @@ def logit_lens(
             raise ValueError(
                 f"{name} is {shown(value)}; give a list, such as {name}=[{shown(value)}], or None for all"
             )
-        if value is not None and not isinstance(value, Sinks):
+        flags = name == "positions" and isinstance(value, Tensor) and value.dtype == torch.bool
+        if value is not None and not flags and not isinstance(value, Sinks):
             INDICES.check(name, value)
     stored, head = StoredRun(model, run), Head(model)
     chosen, wanted = _layers(model, layers), _steps(run, steps)

@@ -132,6 +132,7 @@ def test_a_cut_file_is_exact_from_its_limit_on_and_says_so(recordings, opened, t
 def test_numbers_shown_are_those_of_the_recording(recordings, files, opened):
     page = opened(files["toy"])
     values = received_of(recordings["toy"]).values[:, 1]
+    padding = int(recordings["toy"].run.padding[1])
     for step, layer, head in [(0, 0, 0), (5, 3, 1), (STEPS - 1, 2, 2)]:
         page.set("#step", step)
         page.evaluate("([l, h]) => dlmLens.panes[0].choose(l, h)", [layer, head])
@@ -141,9 +142,11 @@ def test_numbers_shown_are_those_of_the_recording(recordings, files, opened):
         )
         scores = values[step, layer, head]
         expected = scores.nan_to_num(nan=-1).argsort(descending=True, stable=True)[: len(lines)].tolist()
-        assert [int(position) for position, _, _ in lines] == expected
-        for position, shown, exact in lines:
-            assert float(exact) == scores[int(position)].item()
+        # The page counts from the prompt's first token, the values have the padding of the longer prompt.
+        canvas = [int(position) + padding for position, _, _ in lines]
+        assert canvas == expected
+        for key, (_, shown, exact) in zip(canvas, lines, strict=True):
+            assert float(exact) == scores[key].item()
             assert abs(float(shown) - float(exact)) <= 0.000501
     assert len(lines) == 16
 
@@ -155,7 +158,7 @@ def test_colours_and_bins_hold_the_scores(recordings, files, opened):
         return [...Array(r.steps).keys()].map(t => r.about.positions.map((_, k) => r.bin(p, t, k))); }"""
     )
     keys = page.evaluate("dlmLens.panes[0].recorded.about.positions")
-    scores = received_of(recordings["toy"]).values[:, 1, 1, 2]
+    scores = received_of(recordings["toy"]).values[:, 1, 1, 2, int(recordings["toy"].run.padding[1]) :]
     for step, line in enumerate(bins):
         for key, (low, high) in zip(keys, line, strict=True):
             # Borders are float64 in the page.

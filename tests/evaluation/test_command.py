@@ -60,7 +60,10 @@ def test_it_records_every_request(tmp_path: Path) -> None:
         (["--record", "received"], "need --record-to"),
         (["--record-layers", "0"], "need --record-to"),
         (["--record", "recieved", "--record-to", str(tmp_path)], "--record 'recieved': there are received"),
-        (["--record-layers", "x", "--record-to", str(tmp_path)], "--record-layers takes whole numbers, got 'x'"),
+        (
+            ["--record-layers", "x", "--record-to", str(tmp_path)],
+            "--record-layers takes whole numbers with commas between them, got 'x'",
+        ),
     ):
         with pytest.raises(ValueError, match=says):
             run("--tasks", "toy_lists", *wrong)

@@ -152,13 +152,14 @@ def test_errors_and_warnings_of_commands_are_inert(monkeypatch, capsys, tmp_path
         out, err = capsys.readouterr()
         text = out + err.replace("\x1b[31m", "", 1).replace("\x1b[0m", "", 1)
         assert inert(text)
-        assert "\\u" in text
+        assert "\\u" in text or "\\x" in text
 
     def fail(*_, **__):
         raise ValueError("weights model.\x1b[31m.\x00layers\x07\u202e.q_proj are not of this model")
 
     monkeypatch.setattr("dlm_lens.recording.Recording.load", fail)
-    monkeypatch.setattr("sys.argv", ["dlm-lens", "sinks", "x"])
+    (tmp_path / "header.json").write_text("{}")
+    monkeypatch.setattr("sys.argv", ["dlm-lens", "sinks", str(tmp_path)])
     with pytest.raises(SystemExit):
         cli.main()
     assert "weights model.\\u001b[31m.\\u0000layers\\u0007\\u202e.q_proj" in capsys.readouterr().err
