@@ -14,12 +14,11 @@ import torch
 import typer
 
 from benchmarks.timing import machine, print_table
-from dlm_lens.evaluation.generation import Generator, Job
+from dlm_lens.evaluation.generation import Generator, Job, cut, end_ids
 from dlm_lens.evaluation.likelihoods import Item, Likelihoods
 from dlm_lens.evaluation.settings import LikelihoodSettings
-from dlm_lens.evaluation.stopping import cut, end_ids
-from dlm_lens.sampling.corruption import CountCorruption, chain_masks
-from dlm_lens.sampling.pairs import Pair
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.corruption import CountCorruption, chain_masks
 from dlm_lens.testing import tiny
 
 VOCABULARY, STRATA = 32_768, 8

@@ -13,8 +13,8 @@ import typer
 
 import dlm_lens
 from benchmarks.timing import machine, print_table, side_by_side
-from dlm_lens.sampling.corruption import CountCorruption, chain_masks
-from dlm_lens.sampling.pairs import Pair
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.corruption import CountCorruption, chain_masks
 from dlm_lens.testing import tiny
 
 VOCABULARY, STRATA = 8192, 16

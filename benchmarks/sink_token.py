@@ -12,7 +12,7 @@ import torch
 import typer
 
 from benchmarks.timing import machine, print_table, side_by_side
-from dlm_lens.attention import SinkLayout, interface
+from dlm_lens.attention import SinkLayout, functions
 from dlm_lens.testing import tiny
 
 
@@ -24,13 +24,13 @@ class MaskedRow:
 
     def __call__(self, **inputs: Any) -> Any:
         """A forward pass."""
-        with patch.object(interface._Call, "_run_around_sinks", _with_masked_row):
+        with patch.object(functions._Call, "_run_around_sinks", _with_masked_row):
             return self.model(**inputs)
 
 
 def _with_masked_row(self: Any, layout: SinkLayout) -> Any:
     mask = layout.restrict(self.mask, self.q.shape[2], self.q.device)
-    return interface._Mixed(self._plain(self.q, mask))
+    return functions._Mixed(self._plain(self.q, mask))
 
 
 def main(hidden: int = 512, layers: int = 4, heads: int = 8, length: int = 512, threads: int = 1) -> None:

@@ -11,8 +11,8 @@ from . import testing as testing
 from . import tracing as tracing
 from . import training as training
 from . import viz as viz
-from .adapters import families as families
 from .adapters import load as load
+from .adapters.registry import families as families
 from .attention import add_hook_points as add_hook_points
 from .bridging import BridgeRecorder as BridgeRecorder
 from .bridging import StepCache as StepCache

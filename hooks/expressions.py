@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from dlm_lens.sinks.parameters import DETECTORS
+from dlm_lens.sinks.detector_registry import DETECTORS
 
 LONGEST = 2000
 """Characters of an expression."""

@@ -1,6 +1,6 @@
-"""What a wrapper limits a hook to: steps, layers, heads, progress."""
+"""`at_steps`, `at_layers`, `at_heads`, `at_progress`: the same hook, but only there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import RunStep, run_of
+from dlm_lens.attention import ColumnHook, Columns, Hidden, Hook, HookContext, RunStep, Site, hide_columns, run_of
+from dlm_lens.attention.hook_attachment import checked
 
 Active = bool | Bool[Tensor, "row"]
 """Whether the hook acts: at all, or in which rows."""
@@ -213,3 +214,203 @@ def _check_indices(indices: tuple[int, ...], count: int | None, what: str, who: 
             raise ValueError(
                 f"{who}: {what} {index} of {count}; {what}s go from 0 to {count - 1}, or from -{count} to -1"
             )
+
+
+HEAD_AXIS: dict[str, int] = {"scores": 1, "pattern": 1, **dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 2)}
+"""Where an activation has its heads; k, v and rot_k have the key/value heads."""
+
+
+@dataclass(frozen=True, repr=False)
+class Limited:
+    """A hook that acts only where its limit says; build it with `at_steps`, `at_layers`, `at_heads` or `when`."""
+
+    hook: Any
+    limit: Any
+
+    def __repr__(self) -> str:
+        return str(self.limit.call(repr(self.hook)))
+
+    @property
+    def site(self) -> Site:
+        """Where the hook belongs."""
+        site: Site = self.hook.site
+        return site
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """The layers in which it need run."""
+        inner: tuple[int, ...] | None = getattr(self.hook, "layers", None)
+        if self.everywhere:
+            return None
+        own: tuple[int, ...] | None = self.limit.layers
+        return inner if own is None else own
+
+    @property
+    def needs_clean(self) -> bool:
+        """Whether the hook wants statistics of a pass without hooks."""
+        return bool(getattr(self.hook, "needs_clean", False))
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the hook has to see every layer, also those in which it does not act."""
+        return bool(getattr(self.hook, "everywhere", False))
+
+    @property
+    def padding_safe(self) -> bool:
+        """Whether the hook is, and the limit looks at every row by itself."""
+        return bool(getattr(self.hook, "padding_safe", False)) and self.limit.padding_safe
+
+    @property
+    def of_one_pass(self) -> bool:
+        """Whether the hook is, and the limit heeds no step."""
+        return bool(getattr(self.hook, "of_one_pass", False)) and self.limit.of_one_pass
+
+    def check_run(self, run: RunStep) -> None:
+        """Refuse what the run or its model do not have.
+
+        Raises:
+            ValueError: a step, a layer or a head that is not there.
+        """
+        self.limit.check(run, self)
+        check: Callable[[RunStep], None] | None = getattr(self.hook, "check_run", None)
+        if check is not None:
+            check(run)
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        """The edited activation; where the hook does not act, the activation as it was."""
+        active = self.limit.active(hook, self)
+        if not self._any(active, hook):
+            return tensor
+        edited: Tensor = self.hook(tensor, hook)
+        if isinstance(active, Tensor):
+            edited = torch.where(_rows(active, tensor), edited, tensor)
+        if self.limit.heads is not None:
+            edited = torch.where(self._heads(tensor), edited, tensor)
+        return edited
+
+    def _any(self, active: Active, hook: Any) -> bool:
+        """Whether the hook acts in any row: asked of the device once a step, not in every layer."""
+        if isinstance(active, bool):
+            return active
+        run = getattr(hook, "run", None)
+        return bool(active.any()) if run is None else bool(run.once(("acts", id(self)), lambda: bool(active.any())))
+
+    def _heads(self, tensor: Tensor) -> Tensor:
+        axis = HEAD_AXIS[self.site]
+        wanted = torch.zeros(tensor.shape[axis], dtype=torch.bool, device=tensor.device)
+        for head in self.limit.heads:
+            if not -len(wanted) <= head < len(wanted):
+                raise ValueError(f"{self}: head {head} of {len(wanted)}")
+            place = head % len(wanted)
+            wanted[place : place + 1] = True
+        return wanted.view(-1, *[1] * (tensor.ndim - axis - 1))
+
+
+@dataclass(frozen=True, repr=False)
+class LimitedColumns(Limited):
+    """A column hook that acts only where its limit says; it needs no pattern either."""
+
+    def __call__(
+        self, tensor: Float[Tensor, "batch head query key"], hook: HookContext | None = None
+    ) -> Float[Tensor, "batch head query key"]:
+        """The scores or the pattern without the columns that the hook hides where it acts."""
+        return hide_columns(self, tensor, hook)
+
+    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+        """What the hook hides, in the heads and rows in which it acts."""
+        active = self.limit.active(hook, self)
+        if not self._any(active, hook):
+            self.observe(keys, columns, hook)
+            return None
+        hidden: Hidden | None = self.hook.hidden(keys, columns, hook)
+        if hidden is None:
+            return None
+        if isinstance(active, Tensor):
+            hidden = hidden.only_rows(active)
+        return hidden if self.limit.heads is None else hidden.only_heads(self.limit.heads)
+
+    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+        """Let the hook see a step at which it does not act."""
+        observe: Callable[..., None] | None = getattr(self.hook, "observe", None)
+        if observe is not None:
+            observe(keys, columns, hook)
+
+
+def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
+    """The hook at some steps only: one, a range, a list, or a slice; negative ones count from the run's end.
+
+    A step beyond the run is refused; a slice may reach beyond. The hook still sees the other steps, so that
+    source="previous" and `freeze_sinks` know them.
+
+    Raises:
+        ValueError: no hook, no steps.
+    """
+    checked([hook])
+    if isinstance(steps, slice):
+        return _limited(hook, Steps(bounds=(steps.start, steps.stop, steps.step)))
+    found = steps if isinstance(steps, range) else _indices([steps] if isinstance(steps, int) else steps, "step")
+    if not found:
+        raise ValueError(f"at_steps(..., {steps!r}): there is no step in it")
+    return _limited(hook, Steps(found))
+
+
+def at_layers(hook: Hook, layers: int | Sequence[int]) -> Limited:
+    """The hook in some layers only; negative ones count from the last.
+
+    Raises:
+        ValueError: no hook, no layers.
+    """
+    checked([hook])
+    return _limited(hook, Layers(_indices([layers] if isinstance(layers, int) else layers, "layer")))
+
+
+def at_heads(hook: Hook, heads: int | Sequence[int]) -> Limited:
+    """The hook in some heads of every layer only; for k, v and rot_k these are the key/value heads.
+
+    Raises:
+        ValueError: no hook, no heads, or a hook whose site has no heads.
+    """
+    checked([hook])
+    if hook.site not in HEAD_AXIS:
+        raise ValueError(
+            f"{hook} belongs at {hook.site!r}, which has no heads; heads are at {', '.join(HEAD_AXIS)}"
+        )
+    return _limited(hook, Heads(_indices([heads] if isinstance(heads, int) else heads, "head")))
+
+
+def when(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "row"]], Any]) -> Limited:
+    """The hook in rows whose progress, the share of the answer that is written, lies in [low, high).
+
+    `high` = 1 includes 1. Instead of (low, high): a function from the progress of all rows, a tensor, to one
+    truth value or one per row. In an AR run the progress is step / total.
+
+    Raises:
+        ValueError: no hook, or no interval within 0 and 1.
+    """
+    checked([hook])
+    if callable(progress):
+        return _limited(hook, Progress(chosen=progress))
+    pair = tuple(progress) if isinstance(progress, tuple | list) else ()
+    plain = all(isinstance(end, int | float) and not isinstance(end, bool) for end in pair)
+    if len(pair) != 2 or not plain or not 0 <= pair[0] < pair[1] <= 1:
+        raise ValueError(f"progress is {progress!r}; it must be an interval (low, high) within 0 and 1")
+    low, high = pair
+    return _limited(hook, Progress(low, high))
+
+
+def _limited(hook: Hook, limit: Limit) -> Limited:
+    return (LimitedColumns if isinstance(hook, ColumnHook) else Limited)(hook, limit)
+
+
+def _indices(given: Sequence[int], what: str) -> tuple[int, ...]:
+    found = tuple(given)
+    if not found or any(isinstance(index, bool) or not isinstance(index, int) for index in found):
+        raise ValueError(f"{given!r}: give at least one {what} as a whole number")
+    return found
+
+
+def _rows(active: Tensor, tensor: Tensor) -> Tensor:
+    repeats, rest = divmod(len(tensor), len(active))
+    if rest:
+        raise ValueError(f"{len(tensor)} rows of activations do not fit a run of {len(active)} rows")
+    return active.repeat(repeats).view(-1, *[1] * (tensor.ndim - 1)).to(tensor.device)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dlm_lens.attention import HookContext, RunStep, SinkToken, run_of
-from dlm_lens.hooks.capturing import Activations
-from dlm_lens.hooks.places import (
+from dlm_lens.hooks.activation_capture import Activations
+from dlm_lens.hooks.token_positions import (
     ActivationSite,
     PositionClass,
     Positions,

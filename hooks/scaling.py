@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.attention import HookContext, SinkToken, Site, Stage
-from dlm_lens.hooks.places import PositionClass, Positions, read_positions, shown, spread, where
+from dlm_lens.hooks.token_positions import PositionClass, Positions, read_positions, shown, spread, where
 
 
 @dataclass(frozen=True)

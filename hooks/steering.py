@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.attention import HookContext, SinkToken, run_of
-from dlm_lens.hooks.places import (
+from dlm_lens.hooks.token_positions import (
     ActivationSite,
     PositionClass,
     Positions,

@@ -8,7 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 import dlm_lens
-from dlm_lens import cli, doctor
+from dlm_lens.cli import app as cli
+from dlm_lens.cli import doctor
 from dlm_lens.testing import tiny
 from dlm_lens.viz import emerging_lines
 
@@ -195,7 +196,7 @@ def without_models(script: str, tmp_path: Path) -> subprocess.CompletedProcess[s
     begin = """
 import json, sys
 from typer.testing import CliRunner
-from dlm_lens.cli import app
+from dlm_lens.cli.app import app
 
 def run(*arguments):
     result = CliRunner().invoke(app, arguments)
@@ -388,7 +389,7 @@ def test_the_demo_takes_steps_and_a_length_and_shows_progress(checkpoint: Path, 
 def test_the_demo_of_a_real_model_ends_within_64_steps(own: dict, given: dict, settings: dict, said: str) -> None:
     from types import SimpleNamespace
 
-    from dlm_lens.demo import demo_settings
+    from dlm_lens.cli.demo import demo_settings
 
     asked = {"steps": None, "gen_length": None} | given
     found, sentence = demo_settings(SimpleNamespace(sampler_defaults=own), example=False, **asked)

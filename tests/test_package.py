@@ -83,7 +83,7 @@ def test_the_wheel_holds_hooks_types_and_checkpoints(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "installed")
-    for name in ("py.typed", "__init__.pyi", "hooks/__init__.py", "hooks/positions.py"):
+    for name in ("py.typed", "__init__.pyi", "hooks/__init__.py", "hooks/position_masking.py"):
         assert f"dlm_lens/{name}" in names
     for model in dlm_lens.adapters.embedded_models():
         assert f"dlm_lens/checkpoints/{model}/model.safetensors" in names

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from dlm_lens.adapters.json_files import printable, read_object
-from dlm_lens.adapters.names import embedded_models
+from dlm_lens.adapters.model_names import embedded_models
 
 
 def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:

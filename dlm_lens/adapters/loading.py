@@ -14,17 +14,17 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import is_peft_available
 
-from dlm_lens.adapters.bare import bare_config, bare_file
 from dlm_lens.adapters.config_fields import REFUSALS, built_config
 from dlm_lens.adapters.head import check_head
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.json_files import one_line, printable, read_object
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
-from dlm_lens.adapters.names import CHECKPOINTS, check_model_name, embedded_models
+from dlm_lens.adapters.model_names import CHECKPOINTS, check_model_name, embedded_models
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
 from dlm_lens.adapters.registry import Family, family_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
-from dlm_lens.adapters.weight_shapes import MISFITS, check_shapes, read_headers
+from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
+from dlm_lens.adapters.weights_only import bare_config, bare_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
 from dlm_lens.attention import add_hook_points, check_hook_points
 

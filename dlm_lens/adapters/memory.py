@@ -9,10 +9,10 @@ import psutil
 import torch
 from huggingface_hub import constants
 
-from dlm_lens.adapters.headers import read_header
 from dlm_lens.adapters.hub import check_name, local_file, optional_file
 from dlm_lens.adapters.json_files import printable, read_object, shown
 from dlm_lens.adapters.quantisation import floating_dtype
+from dlm_lens.adapters.weight_headers import read_header
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -1,4 +1,4 @@
-"""The families that dlm_lens knows. A family is one file of this package that defines `FAMILY`."""
+"""The families that dlm_lens knows. A family is one file of `families/` that defines `FAMILY`."""
 
 import importlib
 import pkgutil
@@ -139,7 +139,7 @@ def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | Non
 @cache
 def families() -> tuple[Family, ...]:
     """Every family, registered with transformers, in alphabetical order of the files."""
-    package = importlib.import_module("dlm_lens.adapters")
+    package = importlib.import_module("dlm_lens.adapters.families")
     modules = [
         importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)
     ]

@@ -1,21 +1,6 @@
 """Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
 
-from dlm_lens.attention.access import exclusive, in_use, listening
-from dlm_lens.attention.account import Place, hidden_mass, hidden_per_map, places_of
-from dlm_lens.attention.attaching import NAMES, attached
-from dlm_lens.attention.attention_pass import AttentionPass, visible_in
-from dlm_lens.attention.calls import ColumnCall
-from dlm_lens.attention.columns import (
-    MIN_VIEWERS,
-    column_sums,
-    expected_received,
-    received_attention,
-    top_columns,
-    viewers,
-)
-from dlm_lens.attention.context import PointContext, RunStep, run_of
-from dlm_lens.attention.functions import hooked_attention
-from dlm_lens.attention.hiding import (
+from dlm_lens.attention.column_masking import (
     Columns,
     Hidden,
     Stage,
@@ -23,9 +8,20 @@ from dlm_lens.attention.hiding import (
     counted_queries,
     hide_columns,
 )
+from dlm_lens.attention.column_stats import (
+    MIN_VIEWERS,
+    column_sums,
+    expected_received,
+    received_attention,
+    top_columns,
+    viewers,
+)
+from dlm_lens.attention.functions import attend, hooked_attention
+from dlm_lens.attention.hook import SITES, ColumnHook, Hook, HookContext, Site
+from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attached
+from dlm_lens.attention.hook_context import PointContext, RunStep, run_of
 from dlm_lens.attention.hook_points import HookPoint, Reader
 from dlm_lens.attention.inputs import AttentionInputs
-from dlm_lens.attention.interface import attend
 from dlm_lens.attention.layers import (
     adding_module,
     attention_blocks,
@@ -33,7 +29,8 @@ from dlm_lens.attention.layers import (
     head_width,
     output_weight,
 )
-from dlm_lens.attention.layout import Placement, SinkLayout, SinkToken, sink
+from dlm_lens.attention.masking_stats import Place, hidden_mass, hidden_per_map, places_of
+from dlm_lens.attention.model_access import exclusive, in_use, listening
 from dlm_lens.attention.points import (
     HOOK_POINTS,
     add_hook_points,
@@ -42,13 +39,13 @@ from dlm_lens.attention.points import (
     hooked_attentions,
     is_hooked_attention,
 )
-from dlm_lens.attention.protocols import SITES, ColumnHook, Hook, HookContext, Site
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
+from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sink
+from dlm_lens.attention.sliding_windows import attends_causally, layer_windows
 from dlm_lens.attention.streaming import received_by_class, stream_columns
-from dlm_lens.attention.tiles import pattern_tiles
-from dlm_lens.attention.visibility import visible_keys
-from dlm_lens.attention.windows import attends_causally, layer_windows
+from dlm_lens.attention.tiled import pattern_tiles
+from dlm_lens.attention.visibility import AttentionPass, visible_in, visible_keys
 
 __all__ = [
     "HOOK_POINTS",

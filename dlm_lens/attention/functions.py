@@ -1,8 +1,13 @@
-"""Attention with explicit scores and pattern, which pass through hook points."""
+"""The attention functions: `attend`, for transformers' attention interface, and the explicit one with hook points.
+
+It is handed queries, keys and values after projections, norms, rotation and cache. While nothing reads scores or a
+pattern, the function that the model's config names (sdpa: no pattern is formed) does the work.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from einops import rearrange
@@ -11,7 +16,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from dlm_lens.attention.attention_pass import AttentionPass
+from dlm_lens.attention.hook_attachment import column_calls, needs_value
+from dlm_lens.attention.hook_points import HookPoint
+from dlm_lens.attention.inputs import AttentionInputs
+from dlm_lens.attention.points import DISPATCH, is_hooked_attention
+from dlm_lens.attention.sink_layout import SinkLayout
+from dlm_lens.attention.sliding_windows import smallest_window
+from dlm_lens.attention.softmax_variants import spare_logits, with_spare_key
+from dlm_lens.attention.streaming import stream_hidden, stream_mix
+from dlm_lens.attention.visibility import AttentionPass
 
 HOOKED = "hooked"
 """Name of the function that always materialises the pattern, for `attn_implementation=`."""
@@ -107,3 +120,254 @@ def causal_without_mask(module: Any, is_causal: bool | None) -> bool:
 AttentionInterface.register(HOOKED, hooked_attention)
 # Without an entry for masks too, transformers hands a custom function no padding mask and says nothing.
 AttentionMaskInterface.register(HOOKED, sdpa_mask)
+
+
+def attend(
+    module: Any,
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    value: Float[Tensor, "batch kv_head key d_head"],
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    gate: Float[Tensor, "batch query width"] | None = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch head query key"] | None]:
+    """Attention of a module with hook points: what it mixes from the values, and the pattern where it was formed.
+
+    Queries and keys that arrive in a wider dtype than the values (LLaDA rotates in float32) are rounded to it.
+    Learned sink tokens of the config (`num_sinks`) see only themselves and are seen by all. `gate` is the gate
+    before its sigmoid, which multiplies z ("One Token Is Enough", appendix A.2). `softcap`, `s_aux` (the learned
+    logits of a spare softmax entry) and `position_bias` are those of transformers' attention functions.
+
+    Raises:
+        RuntimeError: another thread's hooks, readers or trace are on the model.
+        ValueError: the module has no hook points, or a mask of a kind that scores cannot be formed with, or its
+            projections were replaced under a hook.
+    """
+    if not is_hooked_attention(module):
+        raise ValueError(
+            f"{type(module).__name__} calls the attention function of dlm_lens and has no hook points: use "
+            'dlm_lens.add_hook_points(model), or model.set_attn_implementation("sdpa")'
+        )
+    points = module._modules
+    if not torch.compiler.is_compiling():
+        module.lock.check_thread()
+        for name in ("hook_q", "hook_k"):
+            if name in points:
+                points[name].check_source()
+    value = _zero_sink_values(module, value)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    value = _through(points["hook_v"], value)
+    query, key = _through(points["hook_rot_q"], query), _through(points["hook_rot_k"], key)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    spare = options.pop("s_aux", None)
+    mixed = _Call(
+        module,
+        query,
+        key,
+        value,
+        _boolean_if_whole(attention_mask),
+        scaling,
+        dropout,
+        spare_logits(module) if spare is None else spare,
+        options,
+    ).run()
+    z = points["hook_z"](mixed.z).contiguous()  # as transformers' functions return it: modules take views of it
+    if mixed.inputs is not None:
+        _read(module, mixed.inputs, z)
+    return (z if gate is None else z * gate.sigmoid().view(z.shape)), mixed.pattern
+
+
+AttentionInterface.register(DISPATCH, attend)
+
+
+class _Mixed(NamedTuple):
+    """What attention mixed, the pattern where it was formed, and what readers are handed if there are any."""
+
+    z: Float[Tensor, "batch position head d_head"]
+    pattern: Float[Tensor, "batch head query key"] | None = None
+    inputs: AttentionInputs | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of an attention module's function."""
+
+    module: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Any
+    scale: float
+    dropout: float
+    spare: Tensor | None
+    options: dict[str, Any]
+
+    def run(self) -> _Mixed:
+        layout = SinkLayout.of(self.module)
+        if layout.count:
+            return self._run_around_sinks(layout)
+        if not self._materialises():
+            return self._mix(self.q, self.mask)
+        z, pattern = self._materialise(self.mask)
+        return _Mixed(z, pattern, self._inputs_with(pattern, self.q, self.mask))
+
+    def _run_around_sinks(self, layout: SinkLayout) -> _Mixed:
+        """A sink's z is its own value, so the fused kernel runs on the canvas's queries alone.
+
+        With the row of the sink in it, it would need a mask, which costs more than the sink
+        (benchmarks/README.md).
+        """
+        length = self.q.shape[2]
+        canvas = layout.canvas(length)
+        q, rows = self.q[:, :, canvas], None if self.mask is None else self.mask[:, :, canvas]
+        if self._materialises():
+            z, pattern = self._materialise(layout.restrict(self.mask, length, self.q.device))
+            return _Mixed(z, pattern, self._inputs_with(pattern[:, :, canvas], q, rows, canvas.start))
+        mixed = self._mix(q, rows, canvas.start)
+        own = self.v[:, :, layout.sinks(length)].transpose(1, 2)
+        return mixed._replace(
+            z=layout.surround(mixed.z, own.repeat_interleave(self.q.shape[1] // self.v.shape[1], 2))
+        )
+
+    def _materialise(self, mask: Any) -> tuple[Tensor, Tensor]:
+        given = {name: self.options.get(name) for name in ("is_causal", "softcap", "position_bias")}
+        return hooked_attention(
+            self.module,
+            self.q,
+            self.k,
+            self.v,
+            mask,
+            self.scale,
+            self.dropout,
+            spare_logits=self.spare,
+            **given,
+        )
+
+    def _mix(self, q: Tensor, mask: Any, own_start: int | None = None) -> _Mixed:
+        """Mixing without a pattern: the config's attention function, or the fused kernel under what hooks hide."""
+        self._tell_watchers()
+        calls = column_calls(self.module.hook_scores, self.module.hook_pattern)
+        inputs = None
+        if calls:
+            given = self._inputs(q, mask, own_start)
+            inputs = stream_hidden(given, calls)
+            inputs = None if inputs is given else inputs
+        z = self._plain(q, mask) if inputs is None else stream_mix(inputs)
+        if not self.module.hook_z.readers:
+            return _Mixed(z)
+        return _Mixed(z, inputs=inputs or self._inputs(q, mask, own_start))
+
+    def _inputs_with(
+        self, pattern: Tensor, q: Tensor, mask: Any, own_start: int | None = None
+    ) -> AttentionInputs | None:
+        """What readers are handed beside a materialised pattern; None if there are none."""
+        if not self.module.hook_z.readers:
+            return None
+        return replace(self._inputs(q, mask, own_start), pattern=pattern)
+
+    def _plain(self, q: Tensor, mask: Any) -> Tensor:
+        """The attention function that the model's config names."""
+        name = self.module.config.wrapped._attn_implementation
+        function = self.module.config.functions.get_interface(name, hooked_attention)
+        options = {"scaling": self.scale, "dropout": self.dropout, **self.options}
+        if self.spare is None:
+            z, _ = function(self.module, q, self.k, self.v, mask, **options)
+        elif name == "sdpa":
+            learned = None if self.module.config.softmax == "off_by_one" else self.spare
+            wide = with_spare_key(q, self.k, self.v, mask, learned, self.scale)
+            z, _ = function(self.module, *wide, **options)
+            z = z[..., : self.v.shape[-1]]
+        else:
+            z, _ = function(self.module, q, self.k, self.v, mask, s_aux=self.spare, **options)
+        return cast(Tensor, z)
+
+    def _materialises(self) -> bool:
+        """Whether scores and pattern have to be formed."""
+        scores, pattern = self.module.hook_scores, self.module.hook_pattern
+        name = self.module.config.wrapped._attn_implementation
+        if name in (HOOKED, "eager") or listened_to(scores) or listened_to(pattern):
+            return True
+        # Hooks after the softmax run in stream one at a time.
+        if len(column_calls(pattern)) > 1:
+            return True
+        unusual = self.spare is not None or any(
+            self.options.get(option) is not None for option in ("softcap", "position_bias")
+        )
+        # Streams take rows of softmax(q k^T) that sum to 1.
+        if unusual and (self.module.hook_z.readers or column_calls(scores, pattern)):
+            return True
+        # The fused kernel has no soft cap, and its causal flag would hide the spare key.
+        bare = self.mask is None and causal_without_mask(self.module, self.options.get("is_causal"))
+        return name == "sdpa" and (self.options.get("softcap") is not None or (self.spare is not None and bare))
+
+    def _tell_watchers(self) -> None:
+        # Compiled code runs only while nothing listens to the model (`listening`).
+        if not torch.compiler.is_compiling():
+            for point in (self.module.hook_scores, self.module.hook_pattern):
+                for watcher in point.watchers:
+                    watcher.passed()
+
+    def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
+        visible = mask
+        queries, keys = q.shape[2], self.k.shape[2]
+        if visible is not None:
+            visible = visible[..., :keys]
+            if visible.dtype != torch.bool:
+                visible = visible > torch.finfo(visible.dtype).min / 2
+        causal = visible is None and queries > 1
+        causal = causal and causal_without_mask(self.module, self.options.get("is_causal"))
+        if causal and own_start is None and keys > queries:
+            own_start = 0  # an empty static cache: as in the fused kernel, the first query sees the first key
+        layer = self.module.hook_layer
+        return AttentionInputs(
+            layer,
+            q,
+            self.k,
+            self.v,
+            self.scale,
+            visible,
+            causal=causal,
+            own_start=own_start,
+            window=smallest_window(self.module.config),
+        )
+
+
+def _read(module: Any, inputs: AttentionInputs, z: Float[Tensor, "batch position head d_head"]) -> None:
+    # Queries may be the canvas's alone, where z has the sinks' positions too.
+    queries = z if z.shape[1] == inputs.q.shape[2] else z[:, inputs.own]
+    for reader in module.hook_z.readers:
+        reader(replace(inputs, z=queries))
+
+
+def listened_to(point: nn.Module) -> bool:
+    """Whether a hook that needs the value is registered on `point`, or a watcher is about to read it.
+
+    A `ColumnCall` does not need it: attention runs it in stream.
+    """
+    if any(map(needs_value, point._forward_hooks.values())) or point._forward_pre_hooks:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return any(watches() for watches in cast(HookPoint, point).watchers)
+
+
+def _through(point: Any, heads: Float[Tensor, "batch head position d_head"]) -> Tensor:
+    """A tensor past its hook point, which has the heads after the positions."""
+    passed: Tensor = point(heads.transpose(1, 2))
+    return passed.transpose(1, 2)
+
+
+def _zero_sink_values(module: Any, value: Tensor) -> Tensor:
+    """The values, with those of learned sink tokens zero where the config says so (Table 5)."""
+    if not getattr(module.config, "zero_sink_value", False):
+        return value
+    at_sink = SinkLayout.of(module).is_sink(value.shape[2], value.device)
+    return value.masked_fill(at_sink[:, None], 0.0)
+
+
+def _boolean_if_whole(mask: Any) -> Any:
+    """A mask [batch, heads, query, key] of whole numbers, 0 and 1, as boolean; added to scores it hid nothing."""
+    whole = isinstance(mask, Tensor) and mask.ndim == 4 and not mask.is_floating_point()
+    return mask.bool() if whole else mask

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention.hiding import Hidden
+from dlm_lens.attention.column_masking import Hidden
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dlm_lens.attention.access import unwrapped
+from dlm_lens.attention.model_access import unwrapped
 from dlm_lens.attention.points import is_hooked_attention
 from dlm_lens.placement import resident
 

@@ -1,7 +1,7 @@
 """Hook points in the attention modules of a transformers model, without replacing a forward.
 
 transformers' attention modules look their attention function up by the name in their config. `add_hook_points`
-gives every such module a `DispatchedConfig`, which names the function of `dlm_lens.attention.interface`, and
+gives every such module a `DispatchedConfig`, which names the function of `dlm_lens.attention.functions`, and
 identity modules as children, through which that function passes each quantity.
 """
 
@@ -14,9 +14,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dlm_lens.attention.access import ModelLock, guard_hooks
-from dlm_lens.attention.before_rotation import add_projection_points
-from dlm_lens.attention.hook_points import HookPoint
+from dlm_lens.attention.hook_points import HookPoint, add_projection_points
+from dlm_lens.attention.model_access import ModelLock, guard_hooks
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 """Hook points of an attention module in the order in which they fire; the child is `hook_<name>`.

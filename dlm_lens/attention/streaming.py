@@ -13,14 +13,14 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention.account import count_hidden
-from dlm_lens.attention.calls import ColumnCall
-from dlm_lens.attention.columns import expected_received, viewers
-from dlm_lens.attention.context import PointContext
-from dlm_lens.attention.hiding import AskedColumns, Columns, Hidden, counted_queries
+from dlm_lens.attention.column_masking import AskedColumns, Columns, Hidden, counted_queries
+from dlm_lens.attention.column_stats import expected_received, viewers
+from dlm_lens.attention.hook_attachment import ColumnCall
+from dlm_lens.attention.hook_context import PointContext
 from dlm_lens.attention.inputs import AttentionInputs
+from dlm_lens.attention.masking_stats import count_hidden
 from dlm_lens.attention.received import received_sums
-from dlm_lens.attention.tiles import pattern_rows, pattern_tiles
+from dlm_lens.attention.tiled import pattern_rows, pattern_tiles
 
 TILE = 128
 """Queries whose pattern is in memory at a time."""

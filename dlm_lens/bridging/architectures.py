@@ -16,8 +16,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach, prepare_config
 from dlm_lens.attention import SinkLayout
 from dlm_lens.bridging.attention import DiffusionAttentionBridge, ZeroSinkValue
-from dlm_lens.bridging.block import NativeMLP, StreamBlock
-from dlm_lens.bridging.norm import LazyNorm
+from dlm_lens.bridging.layers import LazyNorm, NativeMLP, StreamBlock
 
 
 class FamilyArchitecture(ArchitectureAdapter):

@@ -11,7 +11,7 @@ from transformer_lens.model_bridge.generalized_components import LinearBridge, P
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_lens.attention import SinkLayout, hooked_attention
-from dlm_lens.attention.access import ModelLock
+from dlm_lens.attention.model_access import ModelLock
 from dlm_lens.attention.softmax_variants import spare_logits
 
 

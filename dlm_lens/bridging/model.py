@@ -17,14 +17,12 @@ from transformer_lens.model_bridge.sources.transformers_driver import Transforme
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.attention import Hook, SinkLayout, in_use, listening
-from dlm_lens.attention.access import without_wrappers
+from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.bridging.architectures import ARCHITECTURES, architecture_of
-from dlm_lens.bridging.host import BridgeRun, Placed
-from dlm_lens.bridging.keeping import Keeper, NamesFilter, Steps, bytes_per_step, chosen_points
-from dlm_lens.bridging.patching import on_canvas
-from dlm_lens.bridging.sites import placed
-from dlm_lens.bridging.step_cache import StepCache
-from dlm_lens.bridging.twin import twin_of
+from dlm_lens.bridging.hook_names import on_canvas, placed
+from dlm_lens.bridging.step_cache import Keeper, NamesFilter, StepCache, Steps, bytes_per_step, chosen_points
+from dlm_lens.bridging.steps import BridgeRun, Placed
+from dlm_lens.bridging.weight_sharing import twin_of
 from dlm_lens.placement import input_device, is_quantised
 from dlm_lens.sampling import Denoised, denoise
 

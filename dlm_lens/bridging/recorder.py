@@ -9,8 +9,8 @@ from torch import Tensor
 from dlm_lens.attention import AttentionInputs, SinkLayout
 from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
+from dlm_lens.recording.layer_taps import Shown, chosen_layers
 from dlm_lens.recording.recorder import Storage
-from dlm_lens.recording.tapping import Shown, chosen_layers
 
 
 class BridgeTap:

@@ -1,12 +1,16 @@
-"""`StepCache`: activations of some steps of a run, by name and step."""
+"""`StepCache`: activations of some steps of a run, by name and step; which to keep, and what they will cost."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformer_lens import ActivationCache
+from transformer_lens.utilities.slice import Slice
+
+from dlm_lens.adapters.memory import free_bytes
+from dlm_lens.placement import devices, input_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,3 +89,154 @@ class StepCache:
 def _listed(items: Iterable[Any]) -> str:
     found = [str(item) for item in items]
     return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "") if found else "none"
+
+
+NamesFilter = str | list[str] | Callable[[str], bool] | None
+Steps = int | slice | Iterable[int] | None
+
+SHARE_OF_FREE_MEMORY = 0.8
+"""How much of a device's free memory a cache may take."""
+
+
+def chosen_points(bridge: Any, names_filter: NamesFilter) -> dict[str, list[str]]:
+    """Hook points that the filter matches: own name -> the names that it matched.
+
+    Raises:
+        KeyError: no hook point has such a name.
+    """
+    matches = bridge._normalize_names_filter(names_filter)
+    found: dict[str, list[str]] = {}
+    silent = []
+    for name, point in bridge.hook_dict.items():
+        if not matches(name) or (names_filter is None and name != point.name):
+            continue
+        if bridge._gated_hook_reason(point.name):
+            silent.append(name)
+        else:
+            found.setdefault(point.name, []).append(name)
+    if not found:
+        why = f"; {silent[0]} is switched off, see set_use_... of TransformerLens" if silent else ""
+        raise KeyError(
+            f"names_filter {names_filter!r} matches no hook point{why}; see bridge.hook_dict for the names"
+        )
+    return found
+
+
+def chosen_steps(steps: Steps, total: int) -> tuple[int, ...]:
+    """Step indices below `total`, in order; negative ones count from the end.
+
+    Raises:
+        ValueError: a step that the run does not have, or none.
+    """
+    if steps is None or isinstance(steps, slice):
+        found = range(total)[steps or slice(None)]
+        indices = list(found)
+    else:
+        indices = [steps] if isinstance(steps, int) else [int(step) for step in steps]
+    for step in indices:
+        if not -total <= step < total:
+            raise ValueError(f"cache_steps asks for step {step}, but the run has {total}, 0 to {total - 1}")
+    if not indices:
+        raise ValueError(f"cache_steps {steps!r} names no step of the run's {total}; give at least one")
+    return tuple(sorted({step % total for step in indices}))
+
+
+def bytes_per_step(bridge: Any, points: Iterable[str], positions: int, rows: int = 1) -> dict[str, int]:
+    """Bytes of every hook point's activation in one forward pass over `positions` canvas positions.
+
+    Told from three passes over 1, 2 and 3 positions: an activation is at most quadratic in their number.
+    """
+    sizes: dict[str, list[int]] = {name: [] for name in points}
+
+    def measure(tensor: Any, hook: Any) -> None:
+        if isinstance(tensor, Tensor):
+            sizes[hook.name].append(tensor.numel() * tensor.element_size())
+
+    device = input_device(bridge.original_model)
+    with torch.no_grad(), bridge.hooks(fwd_hooks=[(name, measure) for name in sizes]):
+        for length in (1, 2, 3):
+            bridge(torch.zeros(1, length, dtype=torch.long, device=device), use_cache=False)
+    return {name: rows * _extended(found, positions) for name, found in sizes.items() if found}
+
+
+def _extended(sizes: list[int], positions: int) -> int:
+    """The quadratic through (1, a), (2, b), (3, c), at `positions`."""
+    one, two, three = sizes[0], sizes[len(sizes) // 3], sizes[-1]
+    first, second = two - one, three - 2 * two + one
+    n = positions - 1
+    return one + n * first + n * (n - 1) // 2 * second
+
+
+@dataclass
+class Keeper:
+    """Keeps activations of chosen points at chosen steps, as hooks of a run.
+
+    Args:
+        bridge: the model.
+        points: own name -> names that were asked for.
+        wanted: which steps; None for all.
+        device: where activations go; None to leave them, or of a model over several devices to bring them to
+            that of the canvas.
+        positions: which positions to keep, as TransformerLens's `pos_slice`.
+        limit: bytes that the cache may take; None for `SHARE_OF_FREE_MEMORY` of what is free.
+    """
+
+    bridge: Any
+    points: Mapping[str, list[str]]
+    wanted: Steps = None
+    device: Any = None
+    positions: Any = None
+    limit: int | None = None
+    steps: tuple[int, ...] = ()
+    values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def check(self, rows: int, positions: int, total: int) -> None:
+        """Fix the steps, and refuse what does not fit into memory.
+
+        Raises:
+            MemoryError: with the number of bytes and what to do.
+            ValueError: a step that the run does not have.
+        """
+        self.steps = chosen_steps(self.wanted, total)
+        costs = bytes_per_step(self.bridge, self.points, positions, rows)
+        needed = len(self.steps) * sum(costs.values())
+        if self.device is None and len(devices(self.bridge.original_model)) > 1:
+            # Layers on several devices: what is kept of them can be stacked and compared only on one.
+            self.device = input_device(self.bridge.original_model)
+        device = torch.device(self.device or input_device(self.bridge.original_model))
+        free = free_bytes(device)
+        limit = self.limit if self.limit is not None or free is None else int(SHARE_OF_FREE_MEMORY * free)
+        if limit is None or needed <= limit:
+            return
+        largest = max(costs, key=lambda name: costs[name])
+        raise MemoryError(
+            f"the cache would take {_size(needed)} ({len(costs)} activations of {len(self.steps)} steps; {largest} "
+            f"alone {_size(costs[largest])} per step), and {_size(limit)} may be used on {device}; narrow "
+            "names_filter, give fewer cache_steps or a pos_slice, or device='cpu'"
+        )
+
+    def __call__(self, tensor: Any, hook: Any) -> None:
+        """Keep the activation if the step is wanted; `hook` is a StepPoint."""
+        if hook.step not in self.steps or not isinstance(tensor, Tensor):
+            return
+        kept = tensor.detach()
+        if self.positions is not None and kept.ndim >= 2:
+            # A copy: a view would keep all positions alive.
+            dim = self.bridge._pos_slice_dim(hook.name, hook)
+            kept = Slice.unwrap(self.positions).apply(kept, dim=dim).clone()
+        self.values[hook.name, hook.step] = kept.to(self.device) if self.device is not None else kept
+
+    def result(self) -> StepCache:
+        """What was kept."""
+        seen = {name for name, _ in self.values}
+        names = tuple(name for own, matched in self.points.items() if own in seen for name in matched)
+        aliases = {name: point.name for name, point in self.bridge.hook_dict.items() if point.name in seen}
+        steps = tuple(sorted({step for _, step in self.values}))
+        return StepCache(names, steps, self.values, aliases, self.bridge)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"

@@ -17,10 +17,11 @@ except ImportError as error:
     raise ImportError(MISSING.format(error)) from error
 
 from dlm_lens.adapters import load
-from dlm_lens.attention.attaching import checked
+from dlm_lens.attention.hook_attachment import checked
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation import Generator, Job, Text
-from dlm_lens.evaluation.items import ItemMaker
+from dlm_lens.evaluation.generation_requests import JobMaker
+from dlm_lens.evaluation.likelihood_requests import ItemMaker
 from dlm_lens.evaluation.likelihoods import Around, Likelihoods
 from dlm_lens.evaluation.processes import SharedLM
 from dlm_lens.evaluation.recorded import (
@@ -34,9 +35,14 @@ from dlm_lens.evaluation.recorded import (
 )
 from dlm_lens.evaluation.refusing import refuse_likelihood_hooks
 from dlm_lens.evaluation.responses import Responses, fingerprint, identity_of
-from dlm_lens.evaluation.seeding import repeats, request_key
-from dlm_lens.evaluation.settings import GenerationSettings, LikelihoodSettings, changed, read_settings
-from dlm_lens.evaluation.wishes import JobMaker
+from dlm_lens.evaluation.settings import (
+    GenerationSettings,
+    LikelihoodSettings,
+    changed,
+    read_settings,
+    repeats,
+    request_key,
+)
 from dlm_lens.hooks.expressions import parse_hooks
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from dlm_lens.evaluation.settings import LikelihoodSettings
 from dlm_lens.hooks import attached
 from dlm_lens.sampling import log_likelihood
-from dlm_lens.sampling.pairs import Pair
-from dlm_lens.sampling.scoring import Query, Scorer, assemble, check_items
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
 
 CHUNK = 64
 """Requests that are computed together and stored when they are finished: what a killed run loses at most."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dlm_lens.attention.context import NoRunError
+from dlm_lens.attention.hook_context import NoRunError
 from dlm_lens.hooks import attached
 from dlm_lens.placement import input_device
 

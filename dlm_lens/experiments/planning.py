@@ -94,7 +94,7 @@ def plan_experiment(
     Raises:
         ValueError: an unknown device, or a model whose size is not known here.
     """
-    from dlm_lens.training.devices import DEVICES
+    from dlm_lens.training.planning import DEVICES
 
     if device != "cpu" and device not in DEVICES:
         raise ValueError(f"device is {device!r}; it must be cpu (this machine) or one of {', '.join(DEVICES)}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
-from dlm_lens.probes.recalling import record_run
+from dlm_lens.probes.rerun import record_run
 from dlm_lens.recording import LayerStep, ReceivedAttention
 from dlm_lens.sampling import Denoised
 from dlm_lens.shapes import check_shapes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import estimate, mean_of, ratio_of
-from dlm_lens.probes.recalling import record_run
+from dlm_lens.probes.rerun import record_run
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm
 from dlm_lens.sampling import Denoised

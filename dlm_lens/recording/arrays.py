@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_lens.recording.protocols import Statistic
+from dlm_lens.recording.reducers.base import Statistic
 
 PADDED = ("query", "key")
 """Axes whose length is the canvas's, which grows over the steps of an AR run."""

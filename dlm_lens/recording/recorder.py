@@ -9,12 +9,12 @@ from torch import Tensor
 
 from dlm_lens.attention import RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
-from dlm_lens.recording.classes import CanvasFacts
-from dlm_lens.recording.names import name_of, versions, words_of
-from dlm_lens.recording.passes import on_canvas, reduce_layer, sinks_last
-from dlm_lens.recording.protocols import AnyReducer, LayerStep, checked_reducers
-from dlm_lens.recording.result import Recording
-from dlm_lens.recording.tapping import AnyTap, Shown, Tap
+from dlm_lens.recording.layer_pass import on_canvas, reduce_layer, sinks_last
+from dlm_lens.recording.layer_taps import AnyTap, Shown, Tap
+from dlm_lens.recording.provenance import name_of, versions, words_of
+from dlm_lens.recording.query_classes import CanvasFacts
+from dlm_lens.recording.recording import Recording
+from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, checked_reducers
 from dlm_lens.sampling import Denoised, Follower, Sampler, StepPlan
 
 Storage = Literal["float32", "float16"]

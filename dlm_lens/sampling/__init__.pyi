@@ -1,24 +1,24 @@
-from .comparing import Comparison as Comparison
-from .comparing import compare as compare
+from .comparison import Comparison as Comparison
+from .comparison import compare as compare
 from .denoising import denoise as denoise
-from .hooking import HookRunner as HookRunner
-from .hooking import collecting_columns as collecting_columns
-from .host import Follower as Follower
-from .host import Host as Host
-from .image_generation import ImageTokens as ImageTokens
-from .image_generation import generate_image_tokens as generate_image_tokens
-from .likelihood import log_likelihood as log_likelihood
-from .likelihood_result import LogLikelihood as LogLikelihood
+from .denoising_run import Denoised as Denoised
+from .likelihood.estimates import LogLikelihood as LogLikelihood
+from .likelihood.estimates import log_likelihood as log_likelihood
 from .network import CanvasLogits as CanvasLogits
 from .network import NonFiniteLogitsError as NonFiniteLogitsError
-from .result import Denoised as Denoised
-from .resuming import FinishedStep as FinishedStep
-from .resuming import Resumption as Resumption
-from .resuming import RunState as RunState
-from .sampler import Proposal as Proposal
-from .sampler import Sampler as Sampler
-from .sampler import StepPlan as StepPlan
-from .stored import StoredRun as StoredRun
+from .observers import FinishedStep as FinishedStep
+from .observers import Follower as Follower
+from .observers import HookRunner as HookRunner
+from .observers import Host as Host
+from .observers import Resumption as Resumption
+from .observers import RunState as RunState
+from .observers import collecting_columns as collecting_columns
+from .samplers.base import Proposal as Proposal
+from .samplers.base import Sampler as Sampler
+from .samplers.base import StepPlan as StepPlan
+from .samplers.image_tokens import ImageTokens as ImageTokens
+from .samplers.image_tokens import generate_image_tokens as generate_image_tokens
+from .stored_run import StoredRun as StoredRun
 
 __all__ = [
     "CanvasLogits",

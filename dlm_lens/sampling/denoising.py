@@ -10,23 +10,27 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
 from dlm_lens.attention import Hook, exclusive
-from dlm_lens.attention.attaching import checked
-from dlm_lens.sampling.causal import CausalSettings, decode
-from dlm_lens.sampling.checks import HOST, RESUME, check_model
-from dlm_lens.sampling.dream import DreamSampler, DreamSettings
-from dlm_lens.sampling.history import History
-from dlm_lens.sampling.hooking import HookRunner
-from dlm_lens.sampling.host import Host, UsesNetwork
-from dlm_lens.sampling.llada import LLaDASampler, LLaDASettings
+from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.sampling.denoising_run import Denoised, History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
+from dlm_lens.sampling.observers import HookRunner, Host, Resumption, UsesNetwork
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
-from dlm_lens.sampling.result import Denoised
-from dlm_lens.sampling.resuming import Resumption
-from dlm_lens.sampling.sampler import SpecialIds
-from dlm_lens.sampling.settings import answer_settings, block_settings, only_known, row_seeds
-from dlm_lens.sampling.smdm import SMDMSampler, SMDMSettings
+from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.causal import CausalSettings, decode
+from dlm_lens.sampling.samplers.dream import DreamSampler, DreamSettings
+from dlm_lens.sampling.samplers.llada import LLaDASampler, LLaDASettings
+from dlm_lens.sampling.samplers.smdm import SMDMSampler, SMDMSettings
+from dlm_lens.sampling.settings import (
+    HOST,
+    RESUME,
+    answer_settings,
+    block_settings,
+    check_model,
+    only_known,
+    row_seeds,
+)
 
 ALGORITHMS: dict[str, tuple[type[Any], type[Any], Any]] = {
     "llada": (LLaDASettings, LLaDASampler, block_settings),

@@ -9,13 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.sampling.history import History
-from dlm_lens.sampling.host import Host
-from dlm_lens.sampling.hosts import Hosts, same_shape
+from dlm_lens.sampling.denoising_run import Denoised, History
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, check_finite
-from dlm_lens.sampling.result import Denoised
-from dlm_lens.sampling.resuming import Resumption, Stateful
-from dlm_lens.sampling.sampler import Sampler
+from dlm_lens.sampling.observers import Host, Hosts, Resumption, Stateful, same_shape
+from dlm_lens.sampling.samplers.base import Sampler
 
 OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
 OnCanvas = Callable[[int, Tensor], Tensor | None]

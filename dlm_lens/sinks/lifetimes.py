@@ -1,4 +1,4 @@
-"""When each position of a pattern is a sink: hysteresis over steps, and the lives that come of it."""
+"""When each position of a pattern is a sink: hysteresis over steps, lifetimes, and how they link."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.sinks.rules import Detector, Hysteretic
+from dlm_lens.sinks.detectors import Detector, Hysteretic
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -172,3 +172,151 @@ def _lives(
         born=seen[first, owner].numpy(),
         died=seen[last + 2, owner].numpy(),
     )
+
+
+WITHIN = 1
+"""A sink moves if one position switches off within this many steps of another switching on."""
+
+
+def link_lives(lives: Lives, movable: np.ndarray) -> tuple[Ints, Ints]:
+    """The moves: which life each life comes from, and the trajectory that it belongs to.
+
+    Life B continues life A of the same pattern if B's position is another, B switches on at most one step before
+    or after A switches off, and B begins and ends later than A. Where several fit, the smallest difference in time
+    wins, then the smallest distance, then the earlier and the left one; a life has at most one predecessor and one
+    successor. A life that begins with the run, or ends with it, was not seen to switch.
+
+    Args:
+        lives: all lives.
+        movable: which of them stand on the canvas; a learned sink token cannot have moved.
+
+    Returns:
+        For every life its predecessor (-1: none) and its trajectory, counted in the order of first lives.
+    """
+    before = np.full(len(lives), -1, dtype=np.int64)
+    death, birth = _candidates(lives, np.flatnonzero(lives.died & movable), np.flatnonzero(lives.born & movable))
+    fits = (
+        (lives.position[death] != lives.position[birth])
+        & (lives.first[birth] > lives.first[death])
+        & (lives.last[birth] > lives.last[death])
+    )
+    death, birth = death[fits], birth[fits]
+    delay = lives.first[birth] - lives.last[death] - 1
+    distance = np.abs(lives.position[birth] - lives.position[death])
+    order = np.lexsort((lives.position[birth], lives.position[death], delay, distance, np.abs(delay)))
+    death, birth = death[order], birth[order]
+    while len(death):
+        # A pair that is the best one left for both of its lives is what going down the list would take.
+        best = np.zeros(len(death), dtype=bool)
+        best[np.unique(death, return_index=True)[1]] = True
+        best_birth = np.zeros(len(death), dtype=bool)
+        best_birth[np.unique(birth, return_index=True)[1]] = True
+        taken = best & best_birth
+        before[birth[taken]] = death[taken]
+        left = ~(np.isin(death, death[taken]) | np.isin(birth, birth[taken]))
+        death, birth = death[left], birth[left]
+    return before, _trajectories(before)
+
+
+def _candidates(lives: Lives, deaths: Ints, births: Ints) -> tuple[Ints, Ints]:
+    """All pairs of a death and a birth in one pattern at most WITHIN steps apart."""
+    if not len(deaths) or not len(births):
+        return deaths[:0], births[:0]
+    width = int(lives.last.max()) + 2 * WITHIN + 3
+    key = lives.pattern[births] * width + lives.first[births] + WITHIN
+    order = np.argsort(key, kind="stable")
+    off = lives.pattern[deaths] * width + lives.last[deaths] + 1 + WITHIN
+    low = np.searchsorted(key[order], off - WITHIN, side="left")
+    high = np.searchsorted(key[order], off + WITHIN, side="right")
+    found = high - low
+    pairs = np.arange(found.sum()) - np.repeat(np.cumsum(found) - found, found) + np.repeat(low, found)
+    return np.repeat(deaths, found), births[order][pairs]
+
+
+def _trajectories(before: Ints) -> Ints:
+    """Follow every life back to the one that it comes from in the end."""
+    root = np.where(before < 0, np.arange(len(before)), before)
+    while True:
+        further = root[root]
+        if np.array_equal(further, root):
+            break
+        root = further
+    return np.unique(root, return_inverse=True)[1].astype(np.int64)
+
+
+STATIC_SHARE = 0.9
+"""Static: one position is on in at least this part of the steps that have a sink."""
+
+TRANSIENT_STEPS = 2
+"""Transient: a life of at most so many steps."""
+
+KINDS = ("none", "static", "moving", "unsettled")
+"""No sink at any step; static; not static and a sink moved; neither (sinks come and go without a move)."""
+
+
+def life_counts(lives: Lives, before: Ints, trajectory: Ints, patterns: int) -> dict[str, Floats]:
+    """Numbers of lives, trajectories, transients and moves per pattern, and the mean length of lives and moves."""
+
+    def per_pattern(weights: NDArray[np.generic]) -> Floats:
+        return np.asarray(
+            np.bincount(lives.pattern, weights=weights.astype(float), minlength=patterns), dtype=float
+        )
+
+    moved = before >= 0
+    jump = np.where(moved, lives.position - lives.position[before], 0)
+    owners = lives.pattern[np.unique(trajectory, return_index=True)[1]]
+    count, moves = per_pattern(np.ones(len(lives))), per_pattern(moved)
+    with np.errstate(invalid="ignore"):
+        return {
+            "lives": count,
+            "trajectories": np.bincount(owners, minlength=patterns).astype(float),
+            "life": per_pattern(lives.steps) / count,
+            "transient": per_pattern(lives.steps <= TRANSIENT_STEPS) / count,
+            "moves": moves,
+            "moves_right": per_pattern(jump > 0) / moves,
+            "jump": per_pattern(np.abs(jump)) / moves,
+        }
+
+
+def main_path(main: Ints, canvas: int, defined: Bools) -> dict[str, Floats]:
+    """Where the largest sink is over the steps ([step, pattern]; -1: none); steps without one are left out.
+
+    `drift` is the slope of the least-squares line of position over step, in positions per step (to the right above
+    0); `displacement` the last position minus the first; `variance` the population's over steps, in positions^2;
+    `changes` how often the position differs between neighbouring steps that both have a sink, `change` by how much.
+    `moved_over_run` compares the first step with the last of those that are `defined` (NaN where either has no
+    sink).
+    """
+    there = (main >= 0) & (main < canvas)
+    steps = np.arange(len(main))[:, None]
+    count = there.sum(0)
+    at = np.where(there, main, 0).astype(float)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean, middle = at.sum(0) / count, (there * steps).sum(0) / count
+        off, time = np.where(there, at - mean, 0), np.where(there, steps - middle, 0)
+        spread = (time**2).sum(0)
+        drift = np.where(count > 1, (off * time).sum(0) / spread, np.nan)
+        variance = (off**2).sum(0) / count
+        pairs = there[1:] & there[:-1]
+        step_sizes = np.where(pairs, np.abs(np.diff(at, axis=0)), 0)
+        changes = (step_sizes > 0).sum(0).astype(float)
+        change = step_sizes.sum(0) / changes
+    first, last = there.argmax(0), len(main) - 1 - there[::-1].argmax(0)
+    pattern = np.arange(main.shape[1])
+    displacement = np.where(count > 0, at[last, pattern] - at[first, pattern], np.nan)
+    begin, end = main[defined.argmax(0), pattern], main[len(main) - 1 - defined[::-1].argmax(0), pattern]
+    ends = (begin >= 0) & (end >= 0)
+    return {
+        "moved_over_run": np.where(ends, begin != end, np.nan),
+        "displacement": displacement,
+        "drift": drift,
+        "variance": variance,
+        "changes": changes,
+        "change": change,
+    }
+
+
+def kinds_of(sink_steps: Ints, static_share: Floats, moves: Floats) -> NDArray[np.str_]:
+    """One of `KINDS` per pattern."""
+    static: Bools = static_share >= STATIC_SHARE
+    return np.select([sink_steps == 0, static, moves > 0], KINDS[:3], KINDS[3])

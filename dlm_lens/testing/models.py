@@ -8,8 +8,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from dlm_lens.adapters import families
 from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.registry import families
 
 VOCABULARY = 64
 PAD, EOS, MASK = VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1

@@ -20,7 +20,7 @@ from dlm_lens.attention import (
     hook_point,
     places_of,
 )
-from dlm_lens.tracing.names import site_path
+from dlm_lens.tracing.module_names import site_path
 from dlm_lens.tracing.steps import Step
 
 

@@ -19,16 +19,14 @@ from transformers.utils import TransformersKwargs
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.attention import Columns, RunStep, hooked_attentions
-from dlm_lens.attention.access import without_wrappers
+from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import Denoised, Host, Sampler
 from dlm_lens.sampling.prompts import Prompts, read_prompts
-from dlm_lens.tracing.batching import RowBatcher
-from dlm_lens.tracing.checking import check_model
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy
-from dlm_lens.tracing.names import module_names
-from dlm_lens.tracing.run import Run, TracedRun
-from dlm_lens.tracing.scanning import run_or_scan
+from dlm_lens.tracing.module_names import module_names
+from dlm_lens.tracing.run import RowBatcher, Run, TracedRun, run_or_scan
+from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
 

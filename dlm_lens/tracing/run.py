@@ -1,17 +1,66 @@
-"""The loop's steps as nnsight locations."""
+"""A denoising run inside a trace: its steps as nnsight locations, rows of each invoke, and scanning."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Bool, Int
+from nnsight.intervention.batching import Batcher
 from nnsight.intervention.interleaver import Interleaver
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.attention import Columns, RunStep
-from dlm_lens.sampling import Denoised, Proposal, Sampler, StepPlan, collecting_columns
+from dlm_lens.sampling import Denoised, Proposal, Sampler, StepPlan, collecting_columns, denoise
 from dlm_lens.tracing.steps import STEP
+
+
+class RowBatcher(Batcher):
+    """nnsight's batcher for runs: a doubled batch belongs to its rows, and a `Denoised` is cut by rows."""
+
+    guided = False
+
+    def narrow(self, value: Any, group: Any) -> Any:
+        """What an invoke is served: its own rows."""
+        if isinstance(value, Denoised) and self.batching and group is not None:
+            return rows_of(value, slice(group[0], group[0] + group[1]))
+        return super().narrow(value, group)
+
+    def _narrow_tensor(self, tensor: Tensor, group: Any) -> Tensor:
+        if not self._doubled(tensor):
+            return super()._narrow_tensor(tensor, group) if tensor.ndim else tensor
+        start, size = group
+        return torch.cat([half[start : start + size] for half in tensor.chunk(2)])
+
+    def _widen_tensor(self, full: Tensor, group: Any, edited: Tensor) -> Tensor:
+        if not self._doubled(full):
+            return super()._widen_tensor(full, group, edited) if full.ndim else edited
+        start, size = group
+        halves = zip(full.chunk(2), edited.chunk(2), strict=True)
+        return torch.cat([torch.cat([whole[:start], mine, whole[start + size :]]) for whole, mine in halves])
+
+    def _doubled(self, tensor: Tensor) -> bool:
+        return self.guided and tensor.ndim > 0 and tensor.shape[0] == 2 * self.total
+
+
+def rows_of(run: Denoised, rows: slice) -> Denoised:
+    """The run of some of its rows."""
+    settings = dict(run.settings)
+    if "seeds" in settings:
+        settings["seeds"] = settings["seeds"][rows]
+    return replace(
+        run,
+        canvases=run.canvases[:, rows],
+        masked=run.masked[:, rows],
+        proposals=run.proposals[:, rows],
+        confidence=run.confidence[:, rows],
+        selected=run.selected[:, rows],
+        attention_mask=run.attention_mask[rows],
+        settings=settings,
+    )
 
 
 class Run(Denoised):
@@ -117,3 +166,34 @@ class TracedRun:
 
     def _handle(self, location: str, value: Any) -> Any:
         return self.interleaver.handle(location, value) if self.interleaver.interleaving else value
+
+
+class _Shapes:
+    """A model whose forward passes run under a fake-tensor mode and say nothing: every logit is 0."""
+
+    def __init__(self, module: Any, mode: Any) -> None:
+        self.module, self.mode = module, mode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, **inputs: Any) -> SimpleNamespace:
+        with self.mode:
+            output = self.module(**inputs)
+        logits = torch.zeros(tuple(output.logits.shape), device=output.logits.device)
+        return SimpleNamespace(logits=logits, past_key_values=output.past_key_values)
+
+
+def run_or_scan(module: Any, prompt: Any, attention_mask: Any, **settings: Any) -> Denoised:
+    """`denoise` with all logits; inside `lm.scan` the sampler is real and the network is not.
+
+    The schedule, the canvases and the sampler's locations are then those of a run in which every token is equally
+    likely.
+    """
+    mode = detect_fake_mode()
+    # All logits: an edit of lm.sampler.unmasked may then write any masked position.
+    settings = {**settings, "logits": "all"}
+    if mode is None:
+        return denoise(module, prompt, attention_mask, **settings)
+    with unset_fake_temporarily():
+        return denoise(_Shapes(module, mode), prompt, attention_mask, **settings)

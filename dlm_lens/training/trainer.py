@@ -17,7 +17,6 @@ from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.attention import in_use
 from dlm_lens.files.locks import held
-from dlm_lens.training.arguments import training_arguments
 from dlm_lens.training.batches import Batching, BatchStream
 from dlm_lens.training.checkpoints import (
     NonFiniteLossError,
@@ -28,16 +27,23 @@ from dlm_lens.training.checkpoints import (
     tidy,
 )
 from dlm_lens.training.data import build_source
-from dlm_lens.training.forward import loss_forward
-from dlm_lens.training.interrupting import Interruption
-from dlm_lens.training.monitoring import Evaluation, SaveClock, SinkMetrics, Stopwatch, evaluation_loss
+from dlm_lens.training.head_loss import loss_forward
+from dlm_lens.training.monitoring import (
+    Evaluation,
+    Interruption,
+    SaveClock,
+    SinkMetrics,
+    Stopwatch,
+    evaluation_loss,
+)
 from dlm_lens.training.objective import MaskedDiffusion
 from dlm_lens.training.optimization import build_optimizer, learning_rate
-from dlm_lens.training.probing import probe_batch
 from dlm_lens.training.progress import ProgressBar
-from dlm_lens.training.saving import WholeCheckpoints, plain
 from dlm_lens.training.settings import TrainingSettings, differences
+from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Source, take
+from dlm_lens.training.trainer_arguments import training_arguments
+from dlm_lens.training.trainer_checkpoints import WholeCheckpoints, plain
 
 logger = logging.getLogger(__name__)
 

@@ -60,6 +60,6 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.command import run_script
+    from dlm_lens.experiments.script import run_script
 
     run_script(EXPERIMENT)

@@ -22,7 +22,7 @@ def answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool
     from lm_eval.evaluator import simple_evaluate
 
     from dlm_lens.evaluation.harness import HarnessLM
-    from dlm_lens.evaluation.running import check_code, find_tasks
+    from dlm_lens.evaluation.run_tasks import check_code, find_tasks
 
     wanted = settings.get("presets", True)
     preset = preset_of(item["model"], settings["task"]) if wanted else None

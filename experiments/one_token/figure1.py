@@ -8,7 +8,7 @@ from dlm_lens.experiments.one_token.paper import FIGURE1
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table, Verdict
 from dlm_lens.experiments.statistics import Interval, mean_over_prompts, ratio_over_prompts
-from dlm_lens.probes.norms_result import Alike
+from dlm_lens.probes.norms import Alike
 
 LARGEST = 96
 """Rows and columns of a stored map; larger ones are averaged down."""
@@ -189,6 +189,6 @@ EXPERIMENT = Experiment(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.command import run_script
+    from dlm_lens.experiments.script import run_script
 
     run_script(EXPERIMENT)

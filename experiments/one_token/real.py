@@ -48,7 +48,7 @@ def run(item: Item, settings: Settings) -> dict[str, Any]:
 
 def training_settings(item: Item, settings: Settings, *, fine_tuned: bool = False) -> Any:
     """The settings of a training, with its own output below `trained`."""
-    from dlm_lens.training.configuration import read_settings
+    from dlm_lens.training.settings import read_settings
 
     output = f"{settings['trained']}/{item['config']}-seed{item['seed']}"
     shared = [f"seed={item['seed']}", *settings["overrides"]]
@@ -63,7 +63,7 @@ def training_settings(item: Item, settings: Settings, *, fine_tuned: bool = Fals
 
 def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
     from dlm_lens.training.checkpoints import last_checkpoint
-    from dlm_lens.training.command import run_training
+    from dlm_lens.training.training_run import run_training
 
     wanted = training_settings(item, settings, fine_tuned=fine_tuned)
     found = last_checkpoint(wanted.output)

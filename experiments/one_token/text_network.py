@@ -29,7 +29,7 @@ def build_network(tokenizer: Any, seed: int, *, causal: bool = False, **fields: 
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from dlm_lens.adapters.sink_qwen import SinkQwenConfig, SinkQwenForMaskedLM
+    from dlm_lens.adapters.families.sink_qwen import SinkQwenConfig, SinkQwenForMaskedLM
 
     shared: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from dlm_lens.adapters.sink_qwen import SinkQwenConfig, SinkQwenForMaskedLM
+from dlm_lens.adapters.families.sink_qwen import SinkQwenConfig, SinkQwenForMaskedLM
 from experiments.toy.tokenizer import SEQUENCE_LENGTH, build_tokenizer
 
 MASKED_DIFFUSION = (SinkQwenConfig, SinkQwenForMaskedLM)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import dlm_lens
-from dlm_lens.adapters.headers import read_header
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
+from dlm_lens.adapters.weight_headers import read_header
 from dlm_lens.testing import tiny
 
 ROOT = Path(__file__).parent.parent.parent

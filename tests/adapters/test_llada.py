@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import dlm_lens
-from dlm_lens.adapters.llada import LLaDAConfig
+from dlm_lens.adapters.families.llada import LLaDAConfig
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
 
 LLADA = GOLDEN / "llada"

@@ -52,7 +52,7 @@ def test_code_that_came_with_a_checkpoint_is_never_executed(
     path = booby_trap(tmp_path / "trap", marker)
     for options in ({}, {"dtype": "float32"}, {"attn_implementation": "hooked"}, {"mask_token_id": 247}):
         model = dlm_lens.load(path, **options)
-        assert type(model).__module__ == "dlm_lens.adapters.llada"
+        assert type(model).__module__ == "dlm_lens.adapters.families.llada"
         assert model.tokenizer("w3 w4")["input_ids"] == [3, 4]
     run = dlm_lens.denoise(model, "w3 w4", gen_length=4)
     assert run.masks_left.tolist() == [0]
@@ -67,7 +67,7 @@ def test_the_auto_classes_take_the_native_ones_even_when_told_to_trust(tmp_path:
     assert type(AutoConfig.from_pretrained(path, trust_remote_code=trust)).__name__ == "LLaDAConfig"
     for auto in (AutoModel, AutoModelForCausalLM):
         model = auto.from_pretrained(path, trust_remote_code=trust)
-        assert type(model).__module__ == "dlm_lens.adapters.llada"
+        assert type(model).__module__ == "dlm_lens.adapters.families.llada"
     assert not marker.exists()
 
 

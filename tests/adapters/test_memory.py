@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import dlm_lens
-from dlm_lens import cli
 from dlm_lens.adapters.memory import check_memory, free_bytes, weight_bytes
+from dlm_lens.cli import app as cli
 from dlm_lens.testing import tiny
 
 

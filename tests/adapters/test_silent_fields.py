@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import dlm_lens
-from dlm_lens.adapters.llada import LLaDAConfig
+from dlm_lens.adapters.families.llada import LLaDAConfig
 from tests.adapters.golden import CLOSE, GOLDEN
 
 ABSENT = object()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dlm_lens
-from dlm_lens.adapters.sink_qwen import SinkQwenConfig
+from dlm_lens.adapters.families.sink_qwen import SinkQwenConfig
 from dlm_lens.attention import HOOK_POINTS, SinkLayout
 from dlm_lens.testing import tiny
 from tests.reference import forward64

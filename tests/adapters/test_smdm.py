@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dlm_lens
+from dlm_lens.adapters.families.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
 from dlm_lens.adapters.masked_diffusion import Float32RotaryEmbedding
-from dlm_lens.adapters.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
 from dlm_lens.attention import SinkLayout
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect

@@ -11,7 +11,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.attention import attached, attention_blocks, in_use
-from dlm_lens.attention.access import lock_of
+from dlm_lens.attention.model_access import lock_of
 from dlm_lens.hooks import ablate, mask_top_sinks
 from dlm_lens.testing import tiny
 
@@ -360,7 +360,7 @@ def test_a_thread_that_ended_with_hooks_on_the_model_is_named() -> None:
 
 
 def test_a_long_wait_is_told(model: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr("dlm_lens.attention.access.SECONDS_UNTIL_TOLD", 0.05)
+    monkeypatch.setattr("dlm_lens.attention.model_access.SECONDS_UNTIL_TOLD", 0.05)
     with in_use(model):
         thread = threading.Thread(target=lambda: dl.denoise(model, IDS, **RUN), name="second")
         thread.start()

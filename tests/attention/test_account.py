@@ -4,7 +4,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.attention import hidden_mass, hidden_per_map
-from dlm_lens.attention.account import COLUMNS, MASS
+from dlm_lens.attention.masking_stats import COLUMNS, MASS
 from dlm_lens.hooks import mask_top_sinks
 
 

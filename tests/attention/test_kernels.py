@@ -66,7 +66,7 @@ CASES = (
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
     """Both kernels against the pattern in float64 of the same rounded inputs."""
-    from dlm_lens.attention.kernels import triton_lse, triton_received_sums
+    from dlm_lens.attention.triton_kernels import triton_lse, triton_received_sums
 
     generator = torch.Generator().manual_seed(case.queries * 1000 + case.keys)
     q = torch.randn(case.batch, case.queries, case.heads, case.width, generator=generator).transpose(1, 2) * 2
@@ -115,7 +115,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @needs_triton
 def test_the_dispatcher_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_lens.attention import kernels
+    from dlm_lens.attention import triton_kernels
     from dlm_lens.attention.received import attention_lse, received_sums
     from dlm_lens.attention.tiled import tiled_received_sums
 
@@ -123,7 +123,7 @@ def test_the_dispatcher_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPat
     weights = torch.ones(1, 1, 300, device="cuda")
     tiles = tiled_received_sums(q, k, 0.1, None, weights, False)
     called = []
-    launch = kernels._launch
+    launch = triton_kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *a, **o: called.append(1) or launch(*a, **o))
     torch.testing.assert_close(received_sums(q, k, scale=0.1), tiles, atol=1e-4, rtol=1e-4)
     attention_lse(q, k, scale=0.1)
@@ -146,10 +146,10 @@ def test_they_compile_for_bfloat16_without_a_gpu(kernel: str, capability: int) -
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dlm_lens.attention import kernels
+    from dlm_lens.attention import triton_kernels
 
     function = getattr(kernels, kernel)
-    sizes = kernels.blocks(128, torch.bfloat16, kernels.NO_MASK)
+    sizes = triton_kernels.blocks(128, torch.bfloat16, triton_kernels.NO_MASK)
     own, other = ("QUERIES", "KEYS") if kernel == "_lse_kernel" else ("KEYS", "QUERIES")
     constants = {"WIDTH": 128, own: sizes["own"], other: sizes["other"], "MASK": 0, "CAUSAL": False}
     constants |= {"CLASSES": 3, "CLASS_BLOCK": 4, "q_column": 1, "k_column": 1, "v_key": 0, "w_query": 1}

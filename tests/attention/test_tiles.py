@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import AttentionInputs, pattern_tiles, received_by_class, tiles, visible_keys
+from dlm_lens.attention import AttentionInputs, pattern_tiles, received_by_class, tiled, visible_keys
 
 
 def inputs(seed: int = 0) -> AttentionInputs:
@@ -44,7 +44,7 @@ def test_tiles_are_the_pattern() -> None:
 
 def test_the_default_tile_holds_a_fixed_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs()
-    monkeypatch.setattr(tiles, "TILE_ENTRIES", 2 * 6 * 37 * 9 + 5)
+    monkeypatch.setattr(tiled, "TILE_ENTRIES", 2 * 6 * 37 * 9 + 5)
     got = list(pattern_tiles(given))
     assert [rows.stop - rows.start for rows, _ in got] == [9, 9, 9, 9, 1]
     whole = torch.cat([pattern for _, pattern in got], -2)

@@ -137,7 +137,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_number_and_the_remedy()
 
 
 def test_without_max_bytes_the_free_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlm_lens.bridging.keeping.free_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("dlm_lens.bridging.step_cache.free_bytes", lambda device: 1_000_000)
     tl = dl.bridge("toy")
     with pytest.raises(MemoryError, match="800 kB may be used on cpu"):
         tl.denoise_with_cache(PROMPT, names_filter=patterns)

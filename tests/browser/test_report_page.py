@@ -104,7 +104,7 @@ def test_the_page_finds_what_find_sinks_finds(recordings, files, opened, name):
 
 
 def test_a_cut_file_is_exact_from_its_limit_on_and_says_so(recordings, opened, tmp_path, monkeypatch):
-    monkeypatch.setattr("dlm_lens.viz.reporting.writing.BUDGET", 12_000)
+    monkeypatch.setattr("dlm_lens.viz.reporting.page.BUDGET", 12_000)
     page = opened(dl.viz.report(recordings["toy"], tmp_path / "cut.html", row=1))
     exact = page.evaluate("dlmLens.panes[0].recorded.about.exact")
     assert not exact["all"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlm_lens.viz.view import Piece, View, web_label
+from dlm_lens.viz.views.view import Piece, View, web_label
 
 pytestmark = pytest.mark.browser
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dlm_lens import cli
-from dlm_lens.evaluation.command import read_pairs
+from dlm_lens.cli import app as cli
+from dlm_lens.cli.evaluate import read_pairs
 from dlm_lens.recording import Recordings
 
 
@@ -70,7 +70,17 @@ def test_it_records_every_request(tmp_path: Path) -> None:
 
 
 def test_errors_are_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dlm_lens.cli", "eval", "--model", "toy", "--tasks", "toy_lists", "--hooks"]
+    command = [
+        sys.executable,
+        "-m",
+        "dlm_lens.cli.app",
+        "eval",
+        "--model",
+        "toy",
+        "--tasks",
+        "toy_lists",
+        "--hooks",
+    ]
     done = subprocess.run([*command, "open('x')"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("dlm-lens: 'open' is no hook and no detector")
@@ -102,7 +112,9 @@ def test_settings_are_read_as_json_or_text() -> None:
 
 
 def test_the_command_line_starts_without_torch_and_harness() -> None:
-    code = "import sys, dlm_lens.cli; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, dlm_lens.cli.app\nprint([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -8,7 +8,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.generation import Generator
-from dlm_lens.evaluation.seeding import request_seed
+from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import (
     ablate,
     at_layers,
@@ -22,7 +22,7 @@ from dlm_lens.hooks import (
     mask_top_sinks,
     when,
 )
-from dlm_lens.sampling import scoring
+from dlm_lens.sampling.likelihood import scoring
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted, ids, texts
 

@@ -7,7 +7,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
-from dlm_lens.evaluation.seeding import request_seed
+from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import attached, keep_only, mask_positions, mask_random, mask_sinks, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted, ids, texts, words

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM, RecordSettings, evaluate
-from dlm_lens.evaluation.seeding import request_seed
+from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import attached, mask_positions, mask_top_sinks
 from dlm_lens.recording import ReceivedAttention, Recordings, TopKeys, ValueNorm
 from dlm_lens.testing import tiny

@@ -6,8 +6,7 @@ import pytest
 
 import dlm_lens as dl
 from dlm_lens.evaluation import GenerationSettings, HarnessLM, LikelihoodSettings
-from dlm_lens.evaluation.seeding import request_seed
-from dlm_lens.evaluation.settings import changed, read_settings
+from dlm_lens.evaluation.settings import changed, read_settings, request_seed
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, ids, texts
 

@@ -361,7 +361,7 @@ def test_flops_of_a_pass() -> None:
 @pytest.mark.parametrize("name", [one.name for one in list_experiments()])
 def test_every_experiment_is_a_script_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[str] = []
-    monkeypatch.setattr("dlm_lens.experiments.command.run_script", lambda experiment: run.append(experiment.name))
+    monkeypatch.setattr("dlm_lens.experiments.script.run_script", lambda experiment: run.append(experiment.name))
     (file,) = [path for path in SCRIPTS if f'"{name}"' in path.read_text() and "run_script" in path.read_text()]
     runpy.run_path(str(file), run_name="__main__")
     assert run == [name]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.demo import EXAMPLE, PROMPT
+from dlm_lens.cli.demo import EXAMPLE, PROMPT
 from experiments.toy import examples
 
 

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
+from dlm_lens.cli.tables import detector_of, read
 from dlm_lens.probes import logit_lens, train_tuned_lens, value_norms
-from dlm_lens.probes.command import detector_of, read
 from dlm_lens.sampling.token_text import StoredTokenizer
 from dlm_lens.testing import tiny
 

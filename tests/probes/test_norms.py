@@ -11,7 +11,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.probes import sink_updates, value_norms
 from dlm_lens.probes.intervals import difference_of, estimate, mean_of
-from dlm_lens.probes.recalling import record_run
+from dlm_lens.probes.rerun import record_run
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
 

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
 from dlm_lens.hooks import parse_hooks
 
 PROMPTS = [

@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
+from dlm_lens.cli.reducers import read_lines
 from dlm_lens.recording import ReceivedAttention, Recording, Recordings, ValueNorm, record
-from dlm_lens.recording.command import read_lines
 from dlm_lens.testing import tiny
 
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]

@@ -11,7 +11,7 @@ import pytest
 import dlm_lens.files.atomic_writes as atomic_writes
 from dlm_lens.files.locks import DirectoryHeldError, held
 from dlm_lens.recording import ReceivedAttention, Recording, record
-from dlm_lens.recording.running import Batches, record_batches
+from dlm_lens.recording.record_runs import Batches, record_batches
 from dlm_lens.recording.shards import RUN
 from dlm_lens.testing import tiny
 from tests.recording.reference import PROMPTS

@@ -35,12 +35,12 @@ from dlm_lens.recording import (
     record,
     record_forward,
 )
-from dlm_lens.recording.classes import CanvasFacts
-from dlm_lens.recording.joining import joined
+from dlm_lens.recording.concatenation import joined
+from dlm_lens.recording.query_classes import CanvasFacts
 from dlm_lens.sampling import denoise
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, received_over_steps, trajectories
 from dlm_lens.testing import tiny
-from dlm_lens.viz.stepping import snapshot
+from dlm_lens.viz.attention_snapshot import snapshot
 from tests.attention.test_any_model import build, plain
 
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 12, 40]]

@@ -9,7 +9,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.hooks import ablate, at_steps, mask_positions, steer
-from dlm_lens.sampling.comparing import Comparison, compare
+from dlm_lens.sampling.comparison import Comparison, compare
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5, 9, 14, 3, 8, 2], [7, 2, 11]]

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dlm_lens
-from dlm_lens.sampling import NonFiniteLogitsError, scoring
-from dlm_lens.sampling.corruption import CountCorruption, Drawn, RateCorruption
-from dlm_lens.sampling.pairs import Pair
+from dlm_lens.sampling import NonFiniteLogitsError
+from dlm_lens.sampling.likelihood import scoring
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.corruption import CountCorruption, Drawn, RateCorruption
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 

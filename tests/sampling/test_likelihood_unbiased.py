@@ -14,7 +14,7 @@ import dlm_lens as dl
 from dlm_lens.evaluation import LikelihoodSettings, find_preset
 from dlm_lens.evaluation.likelihoods import Item, Likelihoods
 from dlm_lens.evaluation.settings import read_settings
-from dlm_lens.sampling.corruption import CountCorruption
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.testing import tiny
 
 QUESTION = "tom has 5 apples . tom buys 4 more . how many apples ? :"

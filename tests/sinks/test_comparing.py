@@ -18,8 +18,8 @@ from dlm_lens.sinks import (
     find_sinks,
     sink_profile,
 )
-from dlm_lens.sinks import comparing as module
-from dlm_lens.sinks.bootstrap import ratio_by_prompt
+from dlm_lens.sinks.analysis import detector_comparison as module
+from dlm_lens.sinks.statistics import ratio_by_prompt
 from tests.sinks import reference
 
 

@@ -16,7 +16,7 @@ from dlm_lens.sinks import (
     token_enrichment,
     trajectories,
 )
-from dlm_lens.sinks.token_classes import class_of, sink_steps
+from dlm_lens.sinks.analysis.enrichment import class_of, sink_steps
 from tests.sinks.planted import planted
 
 RULE = AboveMean(3.0)

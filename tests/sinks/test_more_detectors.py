@@ -303,7 +303,7 @@ def test_a_statistic_and_a_rule_of_another_quantity_are_refused():
 )
 def test_settings_beyond_every_float_are_refused_in_a_sentence(value: object) -> None:
     import dlm_lens.sinks as room
-    from dlm_lens.sinks.parameters import DETECTORS
+    from dlm_lens.sinks.detector_registry import DETECTORS
 
     for entry in DETECTORS.values():
         if entry.kind != "TopK" or not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -5,7 +5,7 @@ import torch
 
 from dlm_lens.sampling import denoise
 from dlm_lens.sinks import AboveMean, Received, position_or_token
-from dlm_lens.sinks import position_probe as module
+from dlm_lens.sinks.analysis import position_probe as module
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8], [6, 2, 40, 9, 13]]

@@ -24,7 +24,7 @@ from dlm_lens.sinks import (
     received_over_steps,
     trajectories,
 )
-from dlm_lens.sinks import following as module
+from dlm_lens.sinks import sink_trajectories as module
 from dlm_lens.testing import tiny
 from tests.sinks import reference
 from tests.sinks.planted import plans, planted, truth

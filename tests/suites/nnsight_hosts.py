@@ -23,7 +23,7 @@ import dlm_lens as dl
 from dlm_lens.adapters.loading import attach, prepare_config
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.tracing import model as tracing
-from dlm_lens.tracing.batching import RowBatcher
+from dlm_lens.tracing.run import RowBatcher
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunTracer
 from tests.suites.nnsight_exclusions import EXCLUDED
 

@@ -21,7 +21,8 @@ from transformer_lens.benchmarks.generation import resolve_text_generator
 from transformer_lens.benchmarks.utils import BenchmarkResult, BenchmarkSeverity, make_grad_capture_hook
 
 import dlm_lens as dl
-from dlm_lens.adapters import families, family_of
+from dlm_lens.adapters import family_of
+from dlm_lens.adapters.registry import families
 from tests.bridging.cases import CASES, model_of
 from tests.bridging.test_hook_points import causal, place
 from tests.reference import forward64

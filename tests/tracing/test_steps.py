@@ -321,16 +321,16 @@ def test_guidance_does_not_shift_the_numbering(lm: Any) -> None:
 
 
 def test_patterns_are_materialised_only_where_somebody_reads_them(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_lens.attention import interface
+    from dlm_lens.attention import functions
 
     calls: list[int] = []
-    hooked = interface.hooked_attention
+    hooked = functions.hooked_attention
 
     def counting(module: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(module.layer_idx)
         return hooked(module, *args, **kwargs)
 
-    monkeypatch.setattr(interface, "hooked_attention", counting)
+    monkeypatch.setattr(functions, "hooked_attention", counting)
     with lm.generate(IDS, **RUN) as tracer:
         for step in tracer.steps[3:5]:
             lm.layers[0].attn.v.sum()

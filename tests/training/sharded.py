@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dlm_lens.testing import tiny
-from dlm_lens.training.forward import loss_forward
-from dlm_lens.training.probing import ProbeBatch, sink_statistics
+from dlm_lens.training.head_loss import loss_forward
+from dlm_lens.training.sink_probe import ProbeBatch, sink_statistics
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 import dlm_lens
-from dlm_lens.cli import app
+from dlm_lens.cli.app import app
 
 RUN = CliRunner()
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import yaml
 
-from dlm_lens.adapters.smdm import SIZES
+from dlm_lens.adapters.families.smdm import SIZES
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
     DataSettings,
@@ -19,8 +19,8 @@ from dlm_lens.training import (
     read_settings,
     shipped_configs,
 )
-from dlm_lens.training.configuration import CONFIGS
 from dlm_lens.training.planning import planned_config
+from dlm_lens.training.settings import CONFIGS
 
 
 def written(path: Path, **values: object) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from dlm_lens.testing import tiny
 from dlm_lens.training import Example, MaskedDiffusion, probe_batch, sink_statistics
-from dlm_lens.training.probing import LEVELS
+from dlm_lens.training.sink_probe import LEVELS
 from dlm_lens.viz import sink_emergence
 from tests.reference import forward64
 

@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     trainer = job(tmp_path, save_steps=4)
     names = {
         "model": ("transformers.modeling_utils", "safe_save_file"),
-        "moments": ("dlm_lens.training.saving", "save_file"),
+        "moments": ("dlm_lens.training.trainer_checkpoints", "save_file"),
         "record": ("dlm_lens.training.checkpoints", "_flush"),
     }
     module, name = names[place]

@@ -7,12 +7,12 @@ import torch
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import LowKeyNorm, Received, find_sinks
-from dlm_lens.sinks.hidden import KeyStatistic
+from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.testing import tiny
-from dlm_lens.viz.choice import most_moving
+from dlm_lens.viz.selection import most_moving
 
 STEPS, ROWS, LAYERS, HEADS, KEYS = 6, 2, 2, 3, 12
 RULE = dl.AboveMean(3.0)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from dlm_lens.sinks import AboveMean, Received, Share, TopK, find_sinks, trajectories
 from dlm_lens.viz import incoming_attention, sink_positions
-from dlm_lens.viz.labels import caption, token_label, token_labels
+from dlm_lens.viz.figures.labels import caption, token_label, token_labels
 
 STEPS, BATCH, LAYERS, HEADS, KEYS = 6, 2, 2, 3, 10
 HOSTILE = ["$x_1$", "$\\frac{1}{0}$", "$", "$$a^{", "\n\t", "你好", "\u202e\x1b[31m", "\\", "{}%#&~", ""]

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
 from dlm_lens.probes import logit_lens
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.token_text import StoredTokenizer, shown
 from dlm_lens.testing import tiny
-from dlm_lens.viz.labels import note
+from dlm_lens.viz.figures.labels import note
 
 HOSTILE = [
     "\x1b[2J\x1b[31m", "\x1b]0;owned\x07", "\x00", "\x9b31m", "\x7f", "\u202eevil", "\u2066\u2069", "\ufeff",

@@ -22,8 +22,8 @@ from dlm_lens.sinks import (
     trajectories,
 )
 from dlm_lens.testing import tiny
-from dlm_lens.viz.maps import MASKED
-from dlm_lens.viz.stepping import snapshot
+from dlm_lens.viz.attention_snapshot import snapshot
+from dlm_lens.viz.figures.maps import MASKED
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5", "w10 w11 w12 w13"]
 SETTINGS = {"steps": 4, "gen_length": 8, "seed": 3}

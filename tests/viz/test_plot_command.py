@@ -3,12 +3,12 @@
 import pytest
 from typer.testing import CliRunner
 
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
 from dlm_lens.recording import ReceivedAttention, RegionMass, ValueNorm, record
 from dlm_lens.sinks import find_sinks
 from dlm_lens.testing import tiny
-from dlm_lens.viz.asked import Asked, strongest
-from dlm_lens.viz.kinds import KINDS
+from dlm_lens.viz.plot_options import Asked, strongest
+from dlm_lens.viz.plot_registry import KINDS
 
 STARTS = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}
 

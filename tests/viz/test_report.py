@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens.cli import app
+from dlm_lens.cli.app import app
 from dlm_lens.sinks import Received, Share, find_sinks, received_of
 from dlm_lens.viz.reporting import report
 from dlm_lens.viz.reporting.data import Subject, content_of
-from dlm_lens.viz.reporting.exact import LADDER, MARGIN, Rung, Scores
 from dlm_lens.viz.reporting.packing import narrow, packed
-from dlm_lens.viz.reporting.writing import embedded
+from dlm_lens.viz.reporting.page import embedded
+from dlm_lens.viz.reporting.score_precision import LADDER, MARGIN, Rung, Scores
 
 PROMPTS = ["Tom has 5 apples and buys 3 more.", "Mia has 2 eggs."]
 NUMPY = {"f8": "<f8", "f4": "<f4", "f2": "<f2", "u4": "<u4", "u2": "<u2", "u1": "u1"}

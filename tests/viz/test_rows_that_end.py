@@ -10,12 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
 from dlm_lens.hooks import mask_sinks
 from dlm_lens.probes import logit_lens
 from dlm_lens.probes import replay as replayed
 from dlm_lens.recording import Recording
-from dlm_lens.recording.joining import joined
+from dlm_lens.recording.concatenation import joined
 from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting.data import Subject, content_of
 
@@ -123,7 +123,9 @@ def test_commands_choose_steps_of_the_row(ended, monkeypatch, tmp_path):
     model, rec, _, path = ended
     monkeypatch.setattr("dlm_lens.adapters.load", lambda *_, **__: model)
     seen = {}
-    monkeypatch.setattr("dlm_lens.viz.maps.snapshot", _spy("dlm_lens.viz.stepping.snapshot", seen))
+    monkeypatch.setattr(
+        "dlm_lens.viz.figures.maps.snapshot", _spy("dlm_lens.viz.attention_snapshot.snapshot", seen)
+    )
     for kind in ("attention-maps", "lens-table"):
         out = tmp_path / f"{kind}.svg"
         CliRunner().invoke(cli.app, ["plot", kind, str(path), "--row", "0", "-o", str(out)], catch_exceptions=False)

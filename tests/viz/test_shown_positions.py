@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens import cli
+from dlm_lens.cli import app as cli
 from dlm_lens.hooks import mask_sinks
 from dlm_lens.probes import logit_lens, replay, sink_writes
 from dlm_lens.testing import tiny

@@ -10,9 +10,9 @@ import dlm_lens as dl
 from dlm_lens.recording import ReceivedAttention, record
 from dlm_lens.sampling import denoise
 from dlm_lens.testing import tiny
-from dlm_lens.viz import heads
-from dlm_lens.viz.stepping import snapshot
-from dlm_lens.viz.view import Piece, View, web_label
+from dlm_lens.viz.attention_snapshot import snapshot
+from dlm_lens.viz.views import heads
+from dlm_lens.viz.views.view import Piece, View, web_label
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5"]
 

@@ -15,8 +15,8 @@ from dlm_lens.recording import Recording
 from dlm_lens.sampling import Denoised
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, TopK, received_of, trajectories
-from dlm_lens.viz.reporting.exact import LADDER, Rung, Scores
 from dlm_lens.viz.reporting.packing import narrow, packed
+from dlm_lens.viz.reporting.score_precision import LADDER, Rung, Scores
 
 logger = logging.getLogger(__name__)
 

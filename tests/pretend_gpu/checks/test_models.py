@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens import doctor
-from dlm_lens.attention import kernel_selection
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.tiled import tiled_lse, tiled_received_sums
+from dlm_lens.cli import doctor
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, input_device
 from dlm_lens.testing import tiny
@@ -45,11 +44,11 @@ def test_a_training_step_equals_the_cpus(family: str) -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_dispatcher_runs_the_kernels_in_the_interpreter(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_lens.attention import kernels
+    from dlm_lens.attention import triton_kernels
 
     monkeypatch.setenv("DLM_LENS_KERNELS", "on")
     called = []
-    launch = kernels._launch
+    launch = triton_kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *a, **o: called.append(1) or launch(*a, **o))
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, 40, width, generator=generator) for _ in range(2))
@@ -69,8 +68,6 @@ def test_a_kernel_that_cannot_be_launched(
 ) -> None:
     from triton.runtime.errors import OutOfResources
 
-    from dlm_lens.attention import kernels
-
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OutOfResources(98304, 65536, "shared memory")
 
@@ -79,7 +76,7 @@ def test_a_kernel_that_cannot_be_launched(
     monkeypatch.setenv("DLM_LENS_KERNELS", "on")
     model = tiny("llada").to("cuda")
     recording = dl.record(model, PROMPTS, gen_length=4)
-    assert [record.name for record in caplog.records].count("dlm_lens.attention.kernel_selection") == 1
+    assert [record.name for record in caplog.records].count("dlm_lens.attention.received") == 1
     expected = dl.record(tiny("llada"), PROMPTS, gen_length=4)
     torch.testing.assert_close(recording.received, expected.received, rtol=1e-4, atol=1e-5, equal_nan=True)
 

@@ -1,0 +1,399 @@
+"""The tensors of a checkpoint, by the headers of its files: checked against its config before anything is built."""
+
+import copy
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from dlm_lens.adapters.config_fields import REFUSALS, written_name
+from dlm_lens.adapters.json_files import one_line, printable, shown
+from dlm_lens.adapters.registry import Family
+
+LONGEST_HEADER = 100_000_000
+"""Bytes, the safetensors library's own bound."""
+
+MOST_TENSORS = 1_000_000
+MOST_AXES = 16
+
+BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
+    "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4,
+    "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+"""Bits of an element, by the names of safetensors headers."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a header says of one tensor.
+
+    Args:
+        dtype: by safetensors' name.
+        shape: of the tensor.
+        size: bytes in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+def read_header(file: Path) -> dict[str, TensorHeader]:
+    """Name -> dtype, shape and size of every tensor of a safetensors file.
+
+    Raises:
+        ValueError: no safetensors file, one cut short, or a header that contradicts itself.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        if start == b"version ":
+            raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+        length = int.from_bytes(start, "little")
+        if len(start) == 8 and LONGEST_HEADER < length <= size - 8:
+            raise _unreadable(file, f"a header of {length} bytes, {LONGEST_HEADER} is the most")
+        content = opened.read(length) if 0 < length <= size - 8 else b""
+    try:
+        header = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repetition)
+    except _RepeatedNameError as error:
+        raise _unreadable(file, f"its header holds {printable(str(error))} twice") from None
+    except (ValueError, RecursionError):
+        raise _unreadable(file) from None
+    if not isinstance(header, dict):
+        raise _unreadable(file)
+    header.pop("__metadata__", None)
+    if len(header) > MOST_TENSORS:
+        raise _unreadable(file, f"{len(header)} tensors, {MOST_TENSORS} is the most")
+    places = {name: _place(file, name, entry) for name, entry in header.items()}
+    end = 0
+    for name, (_, begin, stop) in sorted(places.items(), key=lambda item: item[1][1:]):
+        if begin != end:
+            what = "overlaps another tensor" if begin < end else "leaves a gap before it"
+            raise _unreadable(file, f"{printable(name)} {what}")
+        end = stop
+    needed = 8 + length + end
+    if size < needed:
+        raise ValueError(f"{file} is cut short, {size} of {needed} bytes; fetch it again")
+    if size > needed:
+        raise _unreadable(file, f"{size - needed} bytes follow its last tensor")
+    return {name: entry for name, (entry, _, _) in places.items()}
+
+
+def _place(file: Path, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
+    """The entry of one tensor, and where its numbers begin and end."""
+    what = printable(name)
+    if not isinstance(entry, Mapping):
+        raise _unreadable(file, f"{what} is described by {shown(entry)}")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise _unreadable(file, f"{what} has the dtype {shown(dtype)}, none of safetensors'")
+    if not _whole(shape) or len(shape) > MOST_AXES:
+        raise _unreadable(file, f"{what} has the shape {shown(shape)}")
+    if not _whole(offsets) or len(offsets) != 2:
+        raise _unreadable(file, f"{what} has the offsets {shown(offsets)}")
+    begin, end = offsets
+    needed = -(-math.prod(shape) * BITS[dtype] // 8)
+    if end - begin != needed:
+        raise _unreadable(
+            file,
+            f"{what} of shape {shown(shape)} and dtype {dtype} needs {shown(needed)} bytes and has "
+            f"{shown(end - begin)}",
+        )
+    return TensorHeader(dtype, tuple(shape), needed), begin, end
+
+
+def _whole(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _unreadable(file: Path, why: str = "") -> ValueError:
+    return ValueError(f"{file} is no readable safetensors file{f' ({why})' if why else ''}; fetch it again")
+
+
+class _RepeatedNameError(Exception):
+    pass
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _RepeatedNameError(name)
+        found[name] = value
+    return found
+
+
+MISFITS = {
+    "missing_keys": "fetch the files again, or check that config.json is of the same model",
+    "unexpected_keys": "config.json describes a smaller or another model: take the one that came with the weights",
+    "mismatched_keys": "config.json describes another size: take the one that came with the weights",
+}
+"""What a loading report complains of -> the remedy."""
+
+_HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
+AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "embed_tokens.weight": (("vocab_size", "num_sinks"), ("hidden_size",)),
+    "wte.weight": (("vocab_size", "num_sinks"), ("hidden_size",)),
+    "embed_tokens.sinks": (("num_sinks",), ("hidden_size",)),
+    "lm_head.weight": (("vocab_size",), ("hidden_size",)),
+    "q_proj.weight": ((_HEADS, "head_dim"), ("hidden_size",)),
+    "k_proj.weight": ((_GROUPS, "head_dim"), ("hidden_size",)),
+    "v_proj.weight": ((_GROUPS, "head_dim"), ("hidden_size",)),
+    "attn.attn.weight": ((_HEADS, _GROUPS, "head_dim"), ("hidden_size",)),
+    "o_proj.weight": (("hidden_size",), (_HEADS, "head_dim")),
+    "self_attn.gate_proj.weight": ((_HEADS, "head_dim"), ("hidden_size",)),
+    "sink_logits": ((_HEADS,),),
+    "mlp.gate_proj.weight": (("intermediate_size",), ("hidden_size",)),
+    "mlp.up_proj.weight": (("intermediate_size",), ("hidden_size",)),
+    "mlp.down_proj.weight": (("hidden_size",), ("intermediate_size",)),
+    "norm.weight": (("hidden_size",),),
+}
+"""Ends of parameter names -> the fields of Llama's config that each axis is made of."""
+
+_ROTARY = "RotaryEmbedding"
+_FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_NUMBERED = re.compile(r"(?:^|\.)(\w+)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Parameters of the network that a config describes, and how the files' names become theirs."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    renamings: Sequence[WeightRenaming]
+    converters: Sequence[WeightConverter]
+    prefix: str
+    ignored: Sequence[str]
+
+    @property
+    def layer(self) -> re.Pattern[str]:
+        """Where a parameter's name has the index of its layer, whatever the list is called (`h` in GPT-2)."""
+        lists = Counter(found.group(1) for name in self.shapes if (found := _NUMBERED.search(name)))
+        stem = lists.most_common(1)[0][0] if lists else "layers"
+        return re.compile(rf"(?:^|\.){re.escape(stem)}\.(\d+)\.")
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """The tensors of all files of a checkpoint.
+
+    Raises:
+        ValueError: a damaged file, or a tensor that two files hold.
+    """
+    found: dict[str, TensorHeader] = {}
+    for file in files:
+        header = read_header(file)
+        twice = next((name for name in header if name in found), None)
+        if twice is not None:
+            raise ValueError(f"{file} holds {printable(twice)} a second time; fetch the checkpoint again")
+        found |= header
+    return found
+
+
+def check_shapes(
+    source: str,
+    what: str,
+    headers: Mapping[str, TensorHeader],
+    family: Family,
+    model_class: type[PreTrainedModel],
+    config: Any,
+    values: Mapping[str, Any],
+    *,
+    packed: bool = False,
+) -> None:
+    """Refuse weights that are not those of the config's network; no number is read and nothing of their size built.
+
+    Args:
+        source: of the weights, for the sentences.
+        what: of the config, for the sentences.
+        headers: of the weights' files.
+        family: of the model.
+        model_class: of the model.
+        config: of the model.
+        values: of config.json, for the names of its fields.
+        packed: whether the files are quantised, so that their shapes are the method's; then only layers count.
+
+    Raises:
+        ValueError: with the field, the config's value and the files', or with the tensors' names.
+    """
+    expected = _expected(model_class, _with_layers(config, 1), what, family)
+    stored = {_renamed(name, expected, 0): name for name in headers}
+    layer = expected.layer
+    layers = {int(found.group(1)) for name in stored if (found := layer.search(name))}
+    count, field = config.num_hidden_layers, written_name("num_hidden_layers", values)
+    said = f"{what} says {field} = {count}, the files hold {len(layers)} layers: " if count != len(layers) else ""
+    if count > len(layers):
+        raise ValueError(
+            f"the weights in {source} do not fit {model_class.__name__}: {said}missing keys of layers "
+            f"{len(layers)} to {count - 1}; {MISFITS['missing_keys']}"
+        )
+    if packed:
+        return
+    expected = _expected(model_class, config, what, family)
+    stored = {_renamed(name, expected, count): name for name in headers}
+    whole = _fused(expected.shapes, stored, family)
+    for name, source_name in list(stored.items()):
+        # Experts that the files hold one by one: transformers joins them, and its loading report tells of misfits.
+        joined = _converted(source_name, expected)
+        if joined is not None:
+            del stored[name]
+            whole.pop(joined, None)
+    problems = {
+        "missing_keys": _missing(whole, stored, expected),
+        "unexpected_keys": [printable(name) for name in sorted(stored) if _surplus(name, whole, expected)],
+        "mismatched_keys": [
+            f"{name} ({list(headers[stored[name]].shape)} in the file, {list(shape)} in the model)"
+            for name, shape in sorted(whole.items())
+            if name in stored and headers[stored[name]].shape != shape
+        ],
+    }
+    differing = [name for name in sorted(whole) if name in stored and headers[stored[name]].shape != whole[name]]
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            if kind == "mismatched_keys":
+                said = _differences(differing, whole, stored, headers, config, values, what)
+            raise ValueError(
+                f"the weights in {source} do not fit {model_class.__name__}: {said}{kind.replace('_', ' ')} "
+                f"{', '.join(names[:5])}{more}; {MISFITS[kind]}"
+            )
+    for name in sorted(whole):
+        if name in stored and (dtype := headers[stored[name]].dtype) not in _FLOATING:
+            raise ValueError(
+                f"{printable(stored[name])} in {source} has the dtype {dtype}, and {what} has no "
+                "quantization_config that says how to read it: take the file that came with the weights"
+            )
+
+
+def _with_layers(config: Any, count: int) -> Any:
+    """The same network with so many layers."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = count
+    if "layer_types" in vars(small) and small.layer_types is not None:  # a property of it follows by itself
+        small.layer_types = small.layer_types[:count]
+    return small
+
+
+def _expected(model_class: Any, config: Any, what: str, family: Family) -> _Expected:
+    """The parameters of a config's network, from one without memory."""
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+        for kind in {type(module) for module in model.modules() if type(module).__name__.endswith(_ROTARY)}:
+            _check_rotary(kind(config))
+    except REFUSALS as error:
+        raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
+    mapping = get_model_conversion_mapping(model)
+    own = [conversion.source_patterns for conversion in family.conversions]
+    return _Expected(
+        shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
+        tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
+        renamings=[one for one in mapping if isinstance(one, WeightRenaming)],
+        converters=[one for one in mapping if isinstance(one, WeightConverter) and one.source_patterns not in own],
+        prefix=model.base_model_prefix,
+        ignored=(r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())),
+    )
+
+
+def _check_rotary(rotary: Any) -> None:
+    """Refuse rotary positions that are not numbers."""
+    tables = [value for name, value in rotary.named_buffers() if name.endswith("inv_freq")]
+    # One for each kind of layer in models with several (Gemma 3).
+    scales = [float(value) for name, value in vars(rotary).items() if name.endswith("attention_scaling")]
+    numbers = all(bool((table.isfinite() & (table > 0)).all()) for table in tables)
+    if not (numbers and all(0 < scale < float("inf") for scale in scales)):
+        raise ValueError(
+            "the frequencies of its rotary positions are not finite and above 0; look at rope_theta and "
+            "rope_scaling, or take the file that came with the weights"
+        )
+
+
+def _renamed(name: str, expected: _Expected, layers: int) -> str:
+    """The parameter that a file's tensor becomes, before tensors are split."""
+    found, _ = rename_source_key(name, list(expected.renamings), [], None, None)
+    outer, bare = f"{expected.prefix}.{found}", found.removeprefix(f"{expected.prefix}.")
+    known = outer
+    if not layers:
+        known = expected.layer.sub(lambda place: place.group(0).replace(place.group(1), "0"), outer, count=1)
+    if known in expected.shapes:
+        return outer
+    return bare if found != bare and bare in expected.shapes else str(found)
+
+
+def _converted(name: str, expected: _Expected) -> str | None:
+    """The parameter that a file's tensor becomes a part of; None where it becomes one by itself."""
+    found, pattern = rename_source_key(name, list(expected.renamings), list(expected.converters), None, None)
+    if pattern is None:
+        return None
+    outer = f"{expected.prefix}.{found}"
+    return outer if outer in expected.shapes else str(found)
+
+
+def _fused(
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str], family: Family
+) -> dict[str, tuple[int, ...]]:
+    """The parameters as the files hold them: what is split while loading in one tensor, one after another."""
+    whole = dict(shapes)
+    for conversion in family.conversions:
+        (source,) = conversion.source_patterns
+        for name in stored:
+            if not name.endswith(source):
+                continue
+            stem = name.removesuffix(source)
+            parts = [stem + target for target in conversion.target_patterns if stem + target in shapes]
+            sizes = [shapes[part] for part in parts]
+            for part in parts:
+                whole.pop(part, None)
+            if sizes:
+                whole[name] = (sum(size[0] for size in sizes), *sizes[0][1:])
+    return whole
+
+
+def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: _Expected) -> list[str]:
+    """Parameters that no file holds, themselves or under the name that they are tied to."""
+    twins = dict(expected.tied) | {source: target for target, source in expected.tied.items()}
+    return [name for name in sorted(whole) if name not in stored and twins.get(name) not in stored]
+
+
+def _surplus(name: str, whole: Mapping[str, Any], expected: _Expected) -> bool:
+    return name not in whole and not any(re.search(pattern, name) for pattern in expected.ignored)
+
+
+def _differences(
+    names: Sequence[str],
+    whole: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, str],
+    headers: Mapping[str, TensorHeader],
+    config: Any,
+    values: Mapping[str, Any],
+    what: str,
+) -> str:
+    """The fields that the files contradict, with both values: those that alone decide a size first."""
+    said: dict[str, str] = {}
+    for alone in (True, False):
+        for name in names:
+            shape, found = whole[name], headers[stored[name]].shape
+            axes = next((axes for end, axes in AXES.items() if name.endswith(end)), None)
+            if axes is None or len(shape) != len(found):
+                continue
+            for axis, parts in enumerate(axes):
+                if shape[axis] != found[axis] and (len(parts) == 1) is alone and not (said and not alone):
+                    written = " and ".join(
+                        f"{written_name(part, values)} = {getattr(config, part, None)}" for part in parts
+                    )
+                    said.setdefault(
+                        written, f"{what} says {written}, the file's {printable(stored[name])} has {found[axis]}"
+                    )
+    return "".join(f"{sentence}; " for sentence in list(said.values())[:3])

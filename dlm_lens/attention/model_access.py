@@ -1,0 +1,219 @@
+"""Who runs a model: one thread at a time, and without compiled code while anything listens to it.
+
+Hooks, readers and traces sit on the model's modules, so a forward pass of another thread would run them too.
+Compiled code (`torch.compile`, `module.compile()`) was traced without them and would leave them out.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+SECONDS_UNTIL_TOLD = 10.0
+"""A thread that waits longer than this for a model logs once what it waits for."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_changed = threading.Condition()
+_waiting: dict[threading.Thread, "ModelLock"] = {}
+
+
+class ModelLock:
+    """The lock of one model, shared by its attention modules; the thread that holds it may take it again.
+
+    A copy (`copy.deepcopy`, pickle) has a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self.owner: threading.Thread | None = None
+        self.depth = self.listeners = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.listeners:
+            raise RuntimeError(
+                "a model with hooks, a recording or a trace on it cannot be copied: the copy would keep them; copy "
+                "it before or after"
+            )
+        return ModelLock, ()
+
+    def acquire(self) -> None:
+        """Wait until no other thread holds the lock, and take it.
+
+        Raises:
+            RuntimeError: the wait would never end: two threads wait for each other's model, or the thread that
+                holds this one has ended.
+        """
+        me, told = threading.current_thread(), False
+        with _changed:
+            while self.owner is not None and self.owner is not me:
+                self._check_wait(me)
+                _waiting[me] = self
+                try:
+                    waited_in_vain = not _changed.wait(SECONDS_UNTIL_TOLD)
+                finally:
+                    del _waiting[me]
+                if waited_in_vain and not told and self.owner is not None:
+                    logger.warning("%s waits for %s, which uses the same model", me.name, self.owner.name)
+                    told = True
+            self.owner = me
+            self.depth += 1
+
+    def release(self) -> None:
+        """Give the lock back; called once for each `acquire`."""
+        with _changed:
+            self.depth -= 1
+            if self.depth == 0:
+                self.owner = None
+                _changed.notify_all()
+
+    def check_thread(self) -> None:
+        """Refuse a forward pass beside another thread's hooks.
+
+        Raises:
+            RuntimeError: another thread's hooks, readers or trace are on the model.
+        """
+        owner = self.owner
+        if not self.listeners or owner is None or owner is threading.current_thread():
+            return
+        # Gradient checkpointing repeats a forward pass in a thread of autograd's own.
+        if torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"a forward pass in {threading.current_thread().name} beside hooks, a recording or a trace of "
+                f"{owner.name} on the same model; give each thread a model of its own, or run one after the other"
+            )
+
+    def _check_wait(self, me: threading.Thread) -> None:
+        lock: ModelLock | None = self
+        while lock is not None and lock.owner is not None:
+            if lock.owner is me:
+                raise RuntimeError(
+                    f"{me.name} and another thread each wait for a model that the other one uses; use the models "
+                    "in the same order, or give each thread models of its own"
+                )
+            if not lock.owner.is_alive():
+                raise RuntimeError(
+                    f"the thread {lock.owner.name} has ended while its hooks are still on the model; close what it "
+                    "opened (`with attached(...)`, `with record_forward(...)`), or load the model again"
+                )
+            lock = _waiting.get(lock.owner)
+
+
+def lock_of(model: Any) -> ModelLock | None:
+    """The lock of a model with hook points, or of a part of one; None without hook points."""
+    modules = model.modules() if callable(getattr(model, "modules", None)) else ()
+    return next((found for module in modules if isinstance(found := vars(module).get("lock"), ModelLock)), None)
+
+
+@contextmanager
+def in_use(model: Any) -> Iterator[None]:
+    """Keep other threads from using `model` inside the block; they wait. The same thread may enter again.
+
+    Raises:
+        RuntimeError: as `ModelLock.acquire`.
+    """
+    lock = lock_of(model)
+    if lock is None:
+        yield
+        return
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def listening(model: Any) -> Iterator[None]:
+    """While the block puts hooks, readers or a trace on `model`: `in_use`, and no compiled code runs.
+
+    Raises:
+        RuntimeError: as `ModelLock.acquire`, or inside code that torch.compile runs.
+    """
+    lock = lock_of(model)
+    from dlm_lens.attention.hook_points import following
+
+    with in_use(model), _eagerly(), following(model):
+        if lock is not None:
+            lock.listeners += 1
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.listeners -= 1
+
+
+def exclusive(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, whose first argument is the model, with the whole call `in_use` of it."""
+
+    @wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with in_use(args[0] if args else kwargs.get("model")):
+            return function(*args, **kwargs)
+
+    return alone
+
+
+class _Eager:
+    """How many blocks want no compiled code, in all threads: torch has one stance per process."""
+
+    count = 0
+    stance: Any = None
+    lock = threading.Lock()
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    with _Eager.lock:
+        if _Eager.count == 0:
+            _Eager.stance = torch.compiler.set_stance("force_eager")
+        _Eager.count += 1
+    try:
+        yield
+    finally:
+        with _Eager.lock:
+            _Eager.count -= 1
+            if _Eager.count == 0:
+                _Eager.stance.__exit__(None, None, None)
+
+
+def guard_hooks() -> None:
+    """Let code that torch.compile makes from now on notice PyTorch hooks that are put on or taken off later.
+
+    torch leaves these guards out by default; a hook that a user registers by hand on a compiled model would then
+    never run.
+    """
+    import torch._dynamo.config as config
+
+    config.skip_nnmodule_hook_guards = False
+
+
+def unwrapped(module: Any) -> Any:
+    """The module inside what `torch.compile(module)` returned; any other module itself."""
+    inner = vars(module).get("_modules", {}).get("_orig_mod") if isinstance(module, nn.Module) else None
+    return module if inner is None else inner
+
+
+def without_wrappers(model: Any) -> Any:
+    """The model for a host that addresses modules by name: what `torch.compile(model)` wraps, if it is that.
+
+    Raises:
+        ValueError: one of its modules, or a module's forward, was replaced by what `torch.compile` returned.
+    """
+    model = unwrapped(model)
+    for name, module in model.named_modules():
+        if unwrapped(module) is not module or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            what = name or type(module).__name__
+            raise ValueError(
+                f"{what if unwrapped(module) is not module else what + '.forward'} is what torch.compile returned, "
+                "which this host cannot follow; load the model again and compile modules in place, as in "
+                "model.model.compile()"
+            )
+    return model

@@ -1,0 +1,70 @@
+"""How far the queries of each layer see: whether to later keys, and sliding windows."""
+
+import sys
+from typing import Any
+
+from dlm_lens.attention.points import hooked_attentions
+from dlm_lens.attention.sink_layout import SinkLayout
+
+
+def attends_causally(model: Any) -> bool:
+    """Whether no query sees a later key: by the config's `is_causal`, and by that of the attention modules."""
+    attentions = hooked_attentions(model)
+    return all(bool(getattr(each, "is_causal", True)) for each in (model.config, *attentions))
+
+
+def layer_windows(model: Any) -> tuple[int | None, ...]:
+    """The sliding window w of every layer, None where a layer has none: query i sees the keys i - w + 1, ..., i.
+
+    As transformers' models decide from the config: layers of the type "sliding_attention" have the window
+    `sliding_window`; in a config without `layer_types` every layer has it. Where the code of an architecture builds
+    no masks with windows, such a field means nothing. Positions count padding.
+
+    Raises:
+        ValueError: layers of another type than these, windows in a model that is not causal or has learned sink
+            tokens, or a window below 1.
+    """
+    attentions = hooked_attentions(model)
+    config = model.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    name = type(model).__name__
+    if kinds is None:
+        whole = "full_attention" if window is None or not _slides(attentions) else "sliding_attention"
+        kinds = ["chunked_attention" if getattr(config, "attention_chunk_size", None) else whole] * len(attentions)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"{name} has {', '.join(unknown)} layers; statistics of attention know full_attention and "
+            "sliding_attention"
+        )
+    if "sliding_attention" not in kinds:
+        return (None,) * len(attentions)
+    if not isinstance(window, int) or window < 1 or len(kinds) != len(attentions):
+        raise ValueError(
+            f"{name} has sliding_attention layers, sliding_window={window!r} and {len(kinds)} layer_types for "
+            f"{len(attentions)} attention modules; statistics need a window of at least 1 and a type for each"
+        )
+    causal = attends_causally(model)
+    if not causal or SinkLayout.of(model).count:
+        raise ValueError(
+            f"{name} has sliding_attention layers and {'learned sink tokens' if causal else 'is not causal'}; "
+            "statistics of attention know sliding windows of causal models without learned sink tokens"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def smallest_window(config: Any) -> int | None:
+    """A lower bound of how many keys an attention module lets a query see that has as many before it; None for all.
+
+    Modules with a chunk have 1: the first query of a chunk sees itself alone.
+    """
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return 1
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def _slides(attentions: list[Any]) -> bool:
+    """Whether the files of these modules' classes know masks with sliding windows."""
+    files = {sys.modules.get(parent.__module__) for each in attentions for parent in type(each).__mro__}
+    return any(hasattr(file, "create_sliding_window_causal_mask") for file in files)

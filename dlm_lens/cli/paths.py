@@ -1,0 +1,148 @@
+"""`dlm-lens paths`: lives, moves and switches of the sinks of a recording, as text, JSON or CSV."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dlm_lens.cli.tables import (
+    DETECTOR,
+    EPS,
+    HEAD,
+    JSON,
+    LAYER,
+    LEVEL,
+    QUERIES,
+    RECORDING,
+    check_place,
+    check_rule,
+    read,
+    show,
+)
+from dlm_lens.command_options import one_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pandas as pd
+
+    from dlm_lens.sinks import Received, Trajectories
+
+GROUPINGS = ("pattern", "head", "layer", "all")
+TABLES = ("lives", "moves", "switches", "summary")
+
+_NAMES = {"batch": "row"}
+"""Columns that an option names otherwise."""
+
+_SHOWN = {
+    "lives": ("batch layer head position token masked first_step last_step steps peak main_steps transient "
+              "trajectory came_from moved_by"),
+    "summary": ("batch layer head kind patterns none static moving unsettled with_sink sinks lives life transient "
+                "moves moves_right jump switches displacement drift"),
+}  # fmt: skip
+"""Columns of a table in a terminal; JSON and CSV have all."""
+
+
+def paths_command(
+    recording: Annotated[Path, RECORDING],
+    detector: Annotated[str, DETECTOR] = "above-mean",
+    eps: Annotated[float | None, EPS] = None,
+    level: Annotated[str, LEVEL] = "head",
+    queries: Annotated[str, QUERIES] = "all",
+    hysteresis: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="A sink ends below this part of its threshold; 1 for none.")
+    ] = 0.75,
+    layer: Annotated[int | None, LAYER] = None,
+    head: Annotated[int | None, HEAD] = None,
+    row: Annotated[int | None, typer.Option(min=0, help="Only this sequence of the recording.")] = None,
+    by: Annotated[str, typer.Option(help="Lines of the summary: pattern, head, layer or all.")] = "head",
+    top: Annotated[
+        int, typer.Option(min=0, help="How many lives, moves and switches to list as text; JSON and CSV have all.")
+    ] = 20,
+    as_json: Annotated[bool, JSON] = False,
+    csv: Annotated[
+        str | None, typer.Option(help="Print one table as CSV instead: lives, moves, switches or summary.")
+    ] = None,
+) -> None:
+    """Follow the sinks of a recording over its steps: how long they live, where they move, what the heads do.
+
+    A life is a spell of steps at which a position is a sink. It moves where another life takes over within a step;
+    a switch is a change of the largest sink between two that both stay.
+    """
+    check_place(layer, head, level)
+    one_of("--by", by, GROUPINGS)
+    if csv is not None:
+        one_of("--csv", csv, TABLES)
+        if as_json:
+            raise ValueError("--json and --csv: give one of the two")
+    if hysteresis == 0:
+        raise ValueError("--hysteresis is 0.0; it is above 0 and at most 1")
+    check_rule(recording, detector, eps, level, queries)
+
+    from dlm_lens.cli.tables import detector_of
+    from dlm_lens.sinks import received_of, trajectories
+
+    rec = read(recording)
+    rule = detector_of(detector, eps)
+    if rule.quantity in ("max activation", "key norm"):
+        raise ValueError(
+            f"--detector {detector}: paths follow received attention, and this rule reads hidden states"
+        )
+    place = {"batch": row, "layer": layer, "head": head}
+    received = _part(received_of(rec, queries), place)  # type: ignore[arg-type]
+    paths = trajectories(received, rule, level=level, hysteresis=hysteresis)  # type: ignore[arg-type]
+    tables = tables_of(paths, by, place)
+    if csv is not None:
+        tables[csv].to_csv(sys.stdout, index=False)
+        return
+    about: dict[str, Any] = {"rule": paths.rule, "found": repr(paths)}
+    about |= {_NAMES.get(name, name): value for name, value in place.items() if value is not None}
+    if not as_json:
+        about |= {name: f"{min(top, len(tables[name]))} of {len(tables[name])}" for name in TABLES[:3]}
+        tables = {name: table if name == "summary" else table.head(top) for name, table in tables.items()}
+        tables = {name: _narrow(name, table) for name, table in tables.items()}
+    show(as_json, about, tables)
+
+
+def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]") -> "dict[str, pd.DataFrame]":
+    """The summary, and every life, move and switch.
+
+    Args:
+        paths: the trajectories of the whole recording, or of the part at `place`.
+        by: lines of the summary, as in `Trajectories.summary`.
+        place: the row and the head that alone are there, by the name of their column; their index in the recording
+            stands in the tables.
+    """
+    lives = paths.table()
+    tables = {"summary": paths.summary(by=by), "lives": lives, "switches": paths.switches()}  # type: ignore[arg-type]
+    for table in tables.values():
+        for name in ("batch", "head"):
+            if place[name] is not None and name in table:
+                table[name] = place[name]
+    return {"summary": tables["summary"], "lives": lives, "moves": lives[lives["came_from"].notna()],
+            "switches": tables["switches"]}  # fmt: skip
+
+
+def _part(received: "Received", place: "Mapping[str, int | None]") -> "Received":
+    """One row, one layer, one head, or all.
+
+    Raises:
+        ValueError: one that is not there.
+    """
+    _, rows, _, heads, _ = received.values.shape
+    there = {"batch": range(rows), "layer": received.layers, "head": range(heads)}
+    parts = {}
+    for name, known in there.items():
+        value = place[name]
+        if value is not None and value not in known:
+            option = _NAMES.get(name, name)
+            raise ValueError(f"--{option} {value}: the recording has {option}s {', '.join(map(str, known))}")
+        index = None if value is None else list(known).index(value)
+        parts[name] = slice(None) if index is None else slice(index, index + 1)
+    return received.part(parts["batch"], parts["layer"], parts["head"])
+
+
+def _narrow(name: str, table: "pd.DataFrame") -> "pd.DataFrame":
+    wanted = _SHOWN.get(name)
+    return table if wanted is None else table[[column for column in wanted.split() if column in table]]

@@ -1,0 +1,65 @@
+"""`dlm-lens train`: from a config to checkpoints."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dlm_lens.printable import echo
+
+if TYPE_CHECKING:
+    from dlm_lens.training.settings import TrainingSettings
+
+
+def train(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped config.")],
+    override: Annotated[
+        list[str] | None, typer.Option(help="key=value, such as optimisation.rate=2e-4; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run costs, and stop.")] = False,
+    device: Annotated[str, typer.Option(help="For --dry-run: a100, h100, h200, l40s, rtx4090.")] = "h100",
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="For --dry-run: how many; by default as the batch divides, 8 at most."),
+    ] = None,
+    utilisation: Annotated[float, typer.Option(help="For --dry-run: share of the peak that is reached.")] = 0.4,
+) -> None:
+    """Train a masked DLM, or go on with an interrupted run; the same command does both."""
+    from dlm_lens.command_options import one_of
+    from dlm_lens.training.planning import DEVICES
+    from dlm_lens.training.settings import read_settings
+
+    one_of("--device", device, DEVICES)
+    if not 0 < utilisation <= 1:
+        raise ValueError(f"--utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1")
+    settings = read_settings(config, override or ())
+    from dlm_lens.training.checkpoints import TrainingStoppedError
+    from dlm_lens.training.training_run import run_training
+
+    if dry_run:
+        _show_plan(settings, device, devices, utilisation)
+        return
+    try:
+        path = run_training(settings)
+    except TrainingStoppedError as error:
+        echo(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(1)
+    echo(f"trained: {path} (dlm_lens.load opens it); logs: tensorboard --logdir {settings.output}")
+
+
+def _show_plan(settings: "TrainingSettings", device: str, devices: int | None, utilisation: float) -> None:
+    from dlm_lens.training.planning import plan
+
+    found = plan(settings, device=device, devices=devices, utilisation=utilisation, rows=_rows(settings))
+    for name, value in found.rows().items():
+        echo(f"{name:<28}{value}")
+
+
+def _rows(settings: "TrainingSettings") -> int | None:
+    """The size of the dataset, where the budget is in epochs."""
+    if settings.epochs is None:
+        return None
+    from dlm_lens.training.data import read_dataset
+
+    dataset: Any = read_dataset(settings.data)
+    return len(dataset) if hasattr(dataset, "__len__") else None

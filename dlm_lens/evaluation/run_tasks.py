@@ -1,0 +1,320 @@
+"""`evaluate`: run tasks of lm-evaluation-harness, the shipped ones among them, and keep a table of the results."""
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlm_lens.attention import in_use
+from dlm_lens.files.atomic_writes import replacing, write_file
+from dlm_lens.hooks.expressions import parse_hooks
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number: a task's metric (behind a filter of the task), its standard error, and the number of documents.
+
+    `standard_error` is the harness's: s / sqrt(n) of a mean, by bootstrap for perplexities, NaN where it has none.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    standard_error: float
+    n: int
+
+    @property
+    def name(self) -> str:
+        """The metric, and its filter if it has one."""
+        return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Scores, and everything that the harness returned: samples, configs, versions."""
+
+    scores: tuple[Score, ...]
+    results: Mapping[str, Any] = field(repr=False)
+
+    def __getitem__(self, task: str) -> Score:
+        """The first score of a task.
+
+        Raises:
+            ValueError: it has none.
+        """
+        for score in self.scores:
+            if score.task == task:
+                return score
+        raise ValueError(f"no score of {task!r}; there are {', '.join(one.task for one in self.scores) or 'none'}")
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What answered: model, fingerprint, hooks, settings, seed."""
+        found: Mapping[str, Any] = self.results.get("config", {}).get("dlm_lens", {})
+        return found
+
+    def table(self) -> "DataFrame":
+        """One row per score."""
+        from pandas import DataFrame
+
+        names = ("task", "metric", "filter", "value", "standard_error", "n")
+        return DataFrame([[getattr(score, name) for name in names] for score in self.scores], columns=list(names))
+
+    def save(self, directory: str | Path) -> None:
+        """Write results.json (scores and settings) and samples.jsonl (every document with its answers)."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        kept = {name: self.results.get(name) for name in ("versions", "n-shot", "lm_eval_version", "date")}
+        # NaN is no JSON.
+        scores = [
+            asdict(one) | {"standard_error": None if isnan(one.standard_error) else one.standard_error}
+            for one in self.scores
+        ]
+        whole = {"scores": scores, "settings": dict(self.settings), "harness": kept}
+        write_file(directory / "results.json", json.dumps(whole, indent=2, default=repr) + "\n")
+        with replacing(directory / "samples.jsonl") as file:
+            for task, samples in self.results.get("samples", {}).items():
+                for sample in samples:
+                    file.write((json.dumps({"task": task, **sample}, default=repr) + "\n").encode())
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        head = "| task | metric | value | standard error | n |\n|---|---|---:|---:|---:|"
+        return "\n".join(
+            [head]
+            + [
+                f"| {one.task} | {one.name} | {one.value:.4f} | {one.standard_error:.4f} | {one.n} |"
+                for one in self.scores
+            ]
+        )
+
+
+logger = logging.getLogger(__name__)
+
+TASKS = Path(__file__).parent / "tasks"
+"""The shipped tasks' YAML files and data; the harness's `include_path`."""
+
+BOOTSTRAPS = 1000
+"""Resamples behind the standard errors that have no formula (perplexities)."""
+
+
+def shipped_tasks() -> list[str]:
+    """Names of the tasks that come with this package, and need no network."""
+    return sorted(path.stem for path in TASKS.glob("*.yaml") if path.stem.startswith("toy_"))
+
+
+def evaluate(
+    model: Any,
+    tasks: str | Sequence[str],
+    *,
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    chat: bool = False,
+    multiturn: bool = True,
+    confirm_run_unsafe_code: bool = False,
+    bootstrap_iters: int = BOOTSTRAPS,
+    **settings: Any,
+) -> Evaluation:
+    """Evaluate a model on tasks of lm-evaluation-harness, and on those that come with this package.
+
+    A thin layer over `lm_eval.simple_evaluate(model=HarnessLM(model, **settings), ...)`.
+
+    Args:
+        model: from `dlm_lens.load`, a name that it loads, or a `HarnessLM`.
+        tasks: names; "toy_problems" and the other `toy_` tasks need no network.
+        limit: documents per task, or a share of them below 1; for trying out.
+        num_fewshot: worked examples in front of each document; None for the task's own number.
+        chat: put the prompts into the tokenizer's chat template.
+        multiturn: make worked examples turns of the chat, rather than one text with the question.
+        confirm_run_unsafe_code: let tasks such as HumanEval execute the code that the model wrote. The harness
+            refuses to start them without.
+        bootstrap_iters: resamples of the standard errors that have no formula; 0 leaves all of them out.
+        **settings: of `HarnessLM`: hooks, likelihood, generation, seed, batch_size, responses, ...
+
+    Raises:
+        ImportError: lm-evaluation-harness is not installed.
+        ValueError: an unknown task, settings that cannot work, or code execution that is not allowed.
+    """
+    if limit is not None and limit <= 0:
+        raise ValueError(f"limit is {limit}; give a number of documents, a share below 1, or None for all")
+    if isinstance(settings.get("hooks"), str):
+        settings["hooks"] = parse_hooks(settings["hooks"])  # a slip there is told before anything is loaded
+    from dlm_lens.evaluation.harness import HarnessLM
+
+    if isinstance(model, HarnessLM) and settings:
+        raise ValueError(f"{', '.join(settings)} beside a HarnessLM, which has its own; give them to HarnessLM")
+    from lm_eval.evaluator import simple_evaluate
+
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    manager = find_tasks(names)
+    check_code(manager, names, confirm_run_unsafe_code)
+    with _one_process(), _quiet():
+        loaded = manager.load(names)
+        lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
+        prepare(lm, loaded["tasks"])
+        _tell_fixed(loaded["tasks"], num_fewshot)
+        with in_use(lm.model), lm.held():
+            results = simple_evaluate(
+                model=lm,
+                tasks=_top(loaded),
+                task_manager=manager,
+                limit=limit,
+                num_fewshot=num_fewshot,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=multiturn,
+                bootstrap_iters=bootstrap_iters,
+                confirm_run_unsafe_code=confirm_run_unsafe_code,
+            )
+    return Evaluation(tuple(read_scores(results or {})), results or {})
+
+
+def prepare(lm: Any, tasks: Mapping[str, Any]) -> None:
+    """Tell a `HarnessLM` what its tasks will ask, before they do.
+
+    Raises:
+        ValueError: hooks that make no sense in the likelihoods that a task asks for.
+    """
+    if any(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
+        lm.check_likelihoods()
+    # The only metric of several choices that reads whether greedy decoding writes one.
+    lm.greedy_tasks |= {
+        name
+        for name, task in tasks.items()
+        if task.OUTPUT_TYPE == "multiple_choice" and "exact_match" in task._metric_fn_list
+    }
+
+
+def _tell_fixed(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
+    """The harness heeds a task that fixes its worked examples at 0, and says so where nobody looks."""
+    fixed = [name for name, task in tasks.items() if task.get_config("num_fewshot") == 0]
+    if num_fewshot and fixed:
+        logger.warning("num_fewshot=%d is not heeded by %s, which fix it at 0", num_fewshot, ", ".join(fixed))
+
+
+def _top(loaded: Mapping[str, Any]) -> list[Any]:
+    """Loaded groups and the tasks in none, so that the harness need not load them again."""
+    inner = {name for names in loaded["group_map"].values() for name in names}
+    groups = [group for name, group in loaded["groups"].items() if name not in inner]
+    grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
+    return [*groups, *(task for name, task in loaded["tasks"].items() if name not in grouped)]
+
+
+def read_scores(results: Mapping[str, Any]) -> Iterator[Score]:
+    """The numbers of the harness's results: one per task, metric and filter."""
+    for task, numbers in results.get("results", {}).items():
+        counts = results["n-samples"].get(task, {})
+        for name, value in numbers.items():
+            metric, _, kept = name.partition(",")
+            if not kept or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = numbers.get(f"{metric}_stderr,{kept}")
+            if not isinstance(error, int | float):
+                error = ratio_error(metric, float(value), results.get("samples", {}).get(task, ()))
+            yield Score(task, metric, kept, float(value), float(error), int(counts.get("effective", 0)))
+
+
+def ratio_error(metric: str, value: float, samples: Sequence[Mapping[str, Any]]) -> float:
+    """The standard error of a perplexity over a corpus, of which the harness has none; NaN for other metrics.
+
+    With document i's log-likelihood l_i and size w_i, r = sum l / sum w has the standard error
+    sqrt(n / (n - 1) sum (l_i - r w_i)^2) / sum w (linearised ratio); exp(-r) has that times itself, and bits per
+    byte that / ln 2.
+    """
+    pairs = [sample[metric] for sample in samples if isinstance(sample.get(metric), tuple | list)]
+    if metric not in ("word_perplexity", "byte_perplexity", "bits_per_byte") or len(pairs) < 2:
+        return math.nan
+    total = sum(size for _, size in pairs)
+    rate = sum(value for value, _ in pairs) / total
+    squares = sum((one - rate * size) ** 2 for one, size in pairs)
+    error = math.sqrt(len(pairs) / (len(pairs) - 1) * squares) / total
+    return error / math.log(2) if metric == "bits_per_byte" else value * error
+
+
+def find_tasks(names: Sequence[str]) -> Any:
+    """The harness's task manager, with the shipped tasks; its own 14,000 are only read where one is asked for.
+
+    Raises:
+        ValueError: no name, or one that neither knows.
+    """
+    if not names:
+        raise ValueError(f"no task given; tasks that need no network are {', '.join(shipped_tasks())}")
+    manager = _manager(include_defaults=False)
+    if not all(name in manager.all_tasks or _is_task_file(name) for name in names):
+        manager = _manager(include_defaults=True)
+    for name in names:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            near = ", ".join(get_close_matches(name, manager.all_tasks, 3)) or ", ".join(shipped_tasks())
+            raise ValueError(f"no task is named {name!r}; perhaps {near}")
+    return manager
+
+
+def _is_task_file(name: str) -> bool:
+    """Whether a name is the file of a task of its own; one of a group names others."""
+    return Path(name).is_file() and not re.search(r"^group:", Path(name).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@cache
+def _manager(include_defaults: bool) -> Any:
+    """Reading the harness's own task files takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(TASKS), include_defaults=include_defaults)
+
+
+def check_code(manager: Any, names: Sequence[str], confirmed: bool) -> None:
+    """Refuse tasks that execute what a model wrote, before anything is loaded, unless that was asked for.
+
+    (The harness refuses too, but some of these tasks execute a probe as soon as they are loaded.)
+
+    Raises:
+        ValueError: naming the task and the two switches.
+    """
+    for name in names:
+        entry = manager.task_index.get(name)
+        if entry is not None and (entry.cfg or {}).get("unsafe_code") and not confirmed:
+            raise ValueError(
+                f"{name} executes the code that the model wrote; if that is safe here, pass "
+                "confirm_run_unsafe_code=True (--confirm-run-unsafe-code) and set HF_ALLOW_CODE_EVAL=1"
+            )
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """The harness bootstraps in forked processes unless told otherwise; torch's threads do not survive a fork."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness explains at every task that brings its data how to pass it arguments."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Custom kwargs can be passed" not in record.getMessage()
+
+    source = logging.getLogger("lm_eval.api.task")
+    source.addFilter(keep)
+    try:
+        yield
+    finally:
+        source.removeFilter(keep)

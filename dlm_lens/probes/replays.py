@@ -1,0 +1,434 @@
+"""`replay`: run hooks over the stored canvases of a run, so that their effect is not mixed with divergence."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.arguments import checked_arguments
+from dlm_lens.attention import MIN_VIEWERS, Columns, Hook, SinkLayout, attention_blocks, exclusive
+from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.probes.residual_reader import Watcher, on_canvas, watching
+from dlm_lens.sampling import Denoised, StoredRun
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
+from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks import Detector, Level, Received, find_sinks
+from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
+
+PER_POSITION = ("kl", "confidence", "confidence_hooked", "rank", "rank_hooked", "token", "token_hooked")
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A run's canvases with and without hooks, step by step; all on the CPU.
+
+    What is per position is about the positions that a step's logits predict, `asked`: every masked one, in an AR
+    run the next one. Elsewhere numbers are NaN and ranks and tokens -1.
+
+    Args:
+        run: whose canvases these are.
+        hooks: the hooks, as they print themselves.
+        asked: which positions the step's logits predict.
+        kl: KL(plain || hooked) = sum_v p_v (ln p_v - ln q_v) of the next token at the position, in nats.
+        confidence: largest probability of a token, without hooks ([MASK] not among them).
+        confidence_hooked: the same with hooks.
+        rank: how many tokens are likelier than the one that was finally written, without hooks; 0 for the first.
+        rank_hooked: the same with hooks.
+        token: the likeliest token, without hooks.
+        token_hooked: the same with hooks.
+        layers: indices of the layers watched.
+        residual_change: ||h' - h|| / ||h|| of what a layer leaves, with hooks h' and without h, mean over the asked
+            positions (AR: of the position that predicts); NaN without any.
+        residual_cosine: cosine of h' and h, likewise.
+        received: received attention without hooks; None if it was not asked for.
+        received_hooked: with hooks, divided by the same e_j, so that both are on one scale; a hidden key has 0.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    run: Denoised = field(repr=False)
+    hooks: tuple[str, ...]
+    asked: Bool[Tensor, "step batch position"]
+    kl: Float[Tensor, "step batch position"]
+    confidence: Float[Tensor, "step batch position"]
+    confidence_hooked: Float[Tensor, "step batch position"]
+    rank: Int[Tensor, "step batch position"]
+    rank_hooked: Int[Tensor, "step batch position"]
+    token: Int[Tensor, "step batch position"]
+    token_hooked: Int[Tensor, "step batch position"]
+    layers: tuple[int, ...]
+    residual_change: Float[Tensor, "step batch layer"]
+    residual_cosine: Float[Tensor, "step batch layer"]
+    received: Received | None = None
+    received_hooked: Received | None = None
+
+    def __post_init__(self) -> None:
+        step, batch, position = self.run.selected.shape
+        check_shapes(self, step=step, batch=batch, position=position, layer=len(self.layers))
+        if (self.received is None) != (self.received_hooked is None):
+            raise ValueError("Replay has received attention with and without hooks, or neither")
+
+    def __repr__(self) -> str:
+        steps, batch, positions = self.asked.shape
+        kl = float(self.kl.nanmean()) if bool(self.asked.any()) else 0.0
+        return (
+            f"Replay(steps={steps}, batch={batch}, positions={positions}; mean KL {kl:.4g} nats, "
+            f"{float(self.flipped[self.asked].float().mean()):.1%} of the predictions flipped; "
+            f"hooks=[{', '.join(self.hooks)}])"
+        )
+
+    @property
+    def flipped(self) -> Bool[Tensor, "step batch position"]:
+        """Where another token is the likeliest one with hooks."""
+        return (self.token != self.token_hooked) & self.asked
+
+    @property
+    def confidence_change(self) -> Float[Tensor, "step batch position"]:
+        """With hooks minus without."""
+        return self.confidence_hooked - self.confidence
+
+    @property
+    def rank_change(self) -> Int[Tensor, "step batch position"]:
+        """Places that the finally written token falls by; 0 where nothing is asked or was written."""
+        return self.rank_hooked - self.rank
+
+    @property
+    def kl_per_step(self) -> Float[Tensor, "step batch"]:
+        """Mean KL over the positions asked at a step; NaN without any."""
+        return self.kl.nanmean(-1)
+
+    @property
+    def repair(self) -> Float[Tensor, "step batch"]:
+        """1 - change behind the last watched layer / largest change behind any: 1 if later layers undo it all.
+
+        0 where the last layer has the largest change; NaN where nothing changed or nothing is asked.
+        """
+        peak = self.residual_change.amax(-1)
+        return (1 - self.residual_change[..., -1] / peak).masked_fill(peak == 0, torch.nan)
+
+    def table(self) -> pd.DataFrame:
+        """One line per step and position asked, with its numbers and what was finally written there.
+
+        `position` counts from the prompt's first token, `canvas_position` on the canvas.
+        """
+        where = self.asked.nonzero(as_tuple=True)
+        text = TokenTexts(self.run.tokenizer)
+        columns: dict[str, Any] = dict(zip(("step", "batch", "position"), (i.tolist() for i in where), strict=True))
+        columns["written"] = [text(int(i)) for i in self.run.tokens[where[1], where[2]]]
+        columns["selected"] = self.run.selected[where].tolist()
+        for name in PER_POSITION:
+            found = getattr(self, name)[where].tolist()
+            columns[name] = [text(i) for i in found] if name.startswith("token") else found
+        columns["flipped"] = self.flipped[where].tolist()
+        return from_prompt(pd.DataFrame(columns), self.run.padding, self.run.tokens.shape[1])
+
+    def layer_table(self) -> pd.DataFrame:
+        """One line per layer: change and cosine of the residual stream, mean over steps and rows."""
+        return pd.DataFrame(
+            {
+                "layer": self.layers,
+                "residual_change": self.residual_change.nanmean((0, 1)).tolist(),
+                "residual_cosine": self.residual_cosine.nanmean((0, 1)).tolist(),
+            }
+        )
+
+    def gained(self, top: int | None = 10, level: Level = "model") -> pd.DataFrame:
+        """The positions that gained most attention under the hooks, mean over the steps in which they are defined.
+
+        `plain` and `hooked` are relative to uniform (r_j / e_j with the e_j of the pass without hooks), `gain` is
+        their difference; a negative `top` asks for those that lost most. Each line is a position of one row and, by
+        `level`, of one layer and head, or of the mean pattern.
+
+        Raises:
+            ValueError: attention was not asked for, or an unknown level.
+        """
+        one, two = (each.at_level(level) for each in self._pair())
+        keys = one.values.shape[-1]
+        plain, hooked = (each.values.nanmean(0) for each in (one, two))
+        where = plain.isfinite().nonzero(as_tuple=True)
+        columns: dict[str, Any] = {"batch": where[0].tolist()}
+        if level != "model":
+            columns["layer"] = [self.layers[i] for i in where[1].tolist()]
+        if level == "head":
+            columns["head"] = where[2].tolist()
+        columns["position"] = where[3].tolist()
+        if one.final_tokens is not None:
+            text = TokenTexts(self.run.tokenizer)
+            columns["token"] = [text(int(i)) for i in one.final_tokens[where[0], where[3]]]
+        columns["plain"], columns["hooked"] = plain[where].tolist(), hooked[where].tolist()
+        table = pd.DataFrame(columns)
+        table["gain"] = table["hooked"] - table["plain"]
+        table = from_prompt(table, self.run.padding, keys - one.sinks)
+        losing = top is not None and top < 0
+        table = table.sort_values("gain", ascending=losing, kind="stable", ignore_index=True)
+        return table if top is None else table.head(abs(top))
+
+    def moved_mass(self) -> Float[Tensor, "step batch layer head"]:
+        """Attention that changed its key, as a share of all: half of sum_j |r'_j - r_j| / sum_j r_j, 0 to 1.
+
+        With hooks behind the softmax, which take attention away without giving it to others, half of what is lost
+        counts.
+
+        Raises:
+            ValueError: attention was not asked for.
+        """
+        one, two = (each.on_scale(COLUMN_SUM).values for each in self._pair())
+        return (two - one).abs().nansum(-1) / 2 / one.nansum(-1).clamp(min=1e-30)
+
+    def new_sinks(self, detector: Detector, level: Level = "head") -> Bool[Tensor, "step batch layer head key"]:
+        """Keys that the detector calls a sink with hooks and not without, at every step.
+
+        The keys are the canvas's and, behind them, the sink tokens; `level` merges heads (and layers) to size 1.
+
+        Raises:
+            ValueError: attention was not asked for, or an unknown level.
+        """
+        one, two = (_full(each, detector, level) for each in self._pair())
+        return two & ~one
+
+    def _pair(self) -> tuple[Received, Received]:
+        if self.received is None or self.received_hooked is None:
+            raise ValueError("this replay has no attention; call replay(..., attention=True)")
+        return self.received, self.received_hooked
+
+
+def _full(received: Received, detector: Detector, level: Level) -> Bool[Tensor, "step batch layer head key"]:
+    """Sinks with all five axes."""
+    found = find_sinks(received, detector, level=level).is_sink
+    return found.reshape(received.at_level(level).values.shape)
+
+
+ENTRIES_AT_ONCE = 2**22
+"""Logits in float64 at a time, 32 MiB each of a few."""
+
+
+@checked_arguments()
+@torch.no_grad()
+@exclusive
+def replay(
+    model: Any,
+    run: Denoised,
+    hooks: Sequence[Hook],
+    *,
+    layers: Sequence[int] | None = None,
+    attention: bool = True,
+    queries: str = "all",
+    min_viewers: int = MIN_VIEWERS,
+    progress: bool = False,
+) -> Replay:
+    """Run every canvas of a run with and without hooks and compare what the model says.
+
+    The canvases stay as they were, so that step t shows what the hooks do at step t alone; `dlm_lens.compare` lets
+    the runs diverge. Hooks know the step and remember what they saw at the steps before, as in a run; guidance,
+    padding and Dream's logit shift are those of the run. An AR run is gone over prefix by prefix, without a cache.
+
+    Each step takes two forward passes of the run's batch (a third for hooks that want clean statistics). Logits are
+    compared a few positions at a time. Memory beyond a pass: the residual stream of the asked positions in every
+    watched layer, twice; and the result, [step, batch, layer, head, key] twice in float32.
+
+    Args:
+        model: from `dlm_lens.load`, the run's.
+        run: from `denoise`, with or without hooks.
+        hooks: interventions (`dlm_lens.hooks`).
+        layers: the layers to watch, negative from the end; None for all. Hooks act wherever they say.
+        attention: take received attention too, in stream.
+        queries: which queries count for it: "all", or those whose position is "masked" at the step.
+        min_viewers: a key seen by fewer counted queries is undefined (NaN).
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: the run is no `Denoised`.
+        ValueError: a run of another model or sampler, no hook, or a layer or class of queries that is not there.
+    """
+    stored = StoredRun(model, run)
+    if not len(checked(hooks)):
+        raise ValueError("replay: hooks is empty; give at least one hook")
+    if queries not in ("all", "masked") or (queries == "masked" and stored.causal):
+        raise ValueError(f"replay: queries is {queries!r}; 'all', or (in a DLM) 'masked'")
+    passes = _Passes(stored, hooks, _layers(model, layers), attention, queries)
+    found: dict[str, list[Tensor]] = {}
+    for step in tqdm(range(run.steps), desc="replaying", unit="step", disable=not progress):
+        for name, value in passes.compared(step).items():
+            found.setdefault(name, []).append(value)
+    stacked = {name: torch.stack(values) for name, values in found.items()}
+    numbers = {name: stacked[name] for name in ("asked", *PER_POSITION, "residual_change", "residual_cosine")}
+    plain, hooked = _received(stored, passes, stacked, queries, min_viewers) if attention else (None, None)
+    return Replay(
+        run=stored.run,
+        hooks=tuple(map(repr, hooks)),
+        layers=passes.layers,
+        received=plain,
+        received_hooked=hooked,
+        **numbers,
+    )
+
+
+class _Pass(NamedTuple):
+    """What one forward pass left."""
+
+    states: Float[Tensor, "half asked d_model"]
+    watcher: Watcher
+
+
+class _Passes:
+    """The two passes of every step, and their comparison."""
+
+    def __init__(
+        self, stored: StoredRun, hooks: Sequence[Hook], layers: tuple[int, ...], attention: bool, queries: str
+    ) -> None:
+        self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
+        self.layout = SinkLayout.of(stored.model)
+        self.runner = stored.runner(hooks)
+
+    def compared(self, step: int) -> dict[str, Tensor]:
+        """Every number of a step, on the CPU."""
+        plain = self._run(step)
+        with self.runner:
+            self.stored.enter(self.runner, step)
+            hooked = self._run(step)
+        asked = self.stored.asked(step).cpu()
+        found = {"asked": asked, **self._per_position(asked, plain.states, hooked.states)}
+        found |= self._residual(step, plain.watcher, hooked.watcher)
+        if self.attention:
+            found |= self._columns(plain.watcher, hooked.watcher)
+        return found
+
+    def counted(self, step: int) -> Bool[Tensor, "batch position"]:
+        """The queries that count at a step: content the network sees."""
+        seen = self.stored.content.clone()
+        seen[:, self.stored.length(step) :] = False
+        return seen if self.queries == "all" else seen & self.stored.run.masked[step].to(seen.device)
+
+    def _run(self, step: int) -> _Pass:
+        stored = self.stored
+        rows = len(stored.run.tokens)
+        watcher = Watcher(self.layout, rows, self._sources(step), self.counted(step), self.layers)
+        with watching(stored.model, watcher, self.attention):
+            return _Pass(stored.states(step), watcher)
+
+    def _sources(self, step: int) -> Bool[Tensor, "batch position"]:
+        """Where the residual stream is compared: the asked positions; in an AR run the one that predicts."""
+        asked = self.stored.asked(step)
+        return asked.roll(-1, 1) if self.stored.causal else asked
+
+    def _per_position(
+        self, asked: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor
+    ) -> dict[str, Float[Tensor, "batch position"]]:
+        run = self.stored.run
+        # What was never written has no rank.
+        written = run.tokens.masked_fill(run.masked[-1], -1)[asked].to(plain.device)
+        vocabulary = self.stored.model.get_output_embeddings().weight.shape[0]
+        size = max(1, ENTRIES_AT_ONCE // vocabulary)
+        parts = zip(plain.split(size, 1), hooked.split(size, 1), written.split(size), strict=True)
+        rows = [self._numbers(*part) for part in parts]
+        found = {}
+        for name in PER_POSITION:
+            values = torch.cat([row[name] for row in rows]) if rows else torch.empty(0)
+            whole = name.startswith(("rank", "token"))
+            dtype, missing = (torch.long, -1) if whole else (torch.float32, torch.nan)
+            empty = torch.full(asked.shape, missing, dtype=dtype)
+            found[name] = empty.masked_scatter(asked, values.to(dtype).cpu())
+        return found
+
+    def _numbers(self, plain: Tensor, hooked: Tensor, written: Int[Tensor, "asked"]) -> dict[str, Tensor]:
+        logs = [self.stored.logits(states).double().log_softmax(-1) for states in (plain, hooked)]
+        found: dict[str, Tensor] = {"kl": _kl(*logs)}
+        mask_id = getattr(self.stored.model.config, "mask_token_id", None)
+        for name, log in zip(("", "_hooked"), logs, strict=True):
+            likely = log
+            if mask_id is not None and mask_id < log.shape[-1]:
+                # [MASK] is never proposed.
+                likely = log.index_fill(-1, torch.tensor([mask_id], device=log.device), -torch.inf)
+            best = likely.max(-1)
+            own = likely.gather(-1, written.clamp(min=0)[:, None])
+            rank = (likely > own).sum(-1).masked_fill(written < 0, -1)
+            found |= {f"confidence{name}": best.values.exp(), f"rank{name}": rank, f"token{name}": best.indices}
+        return found
+
+    def _residual(self, step: int, plain: Watcher, hooked: Watcher) -> dict[str, Float[Tensor, "batch layer"]]:
+        rows = self._sources(step).nonzero()[:, 0].cpu()
+        shape = (len(self.stored.run.tokens), len(self.layers))
+        change, cosine = torch.zeros(shape), torch.zeros(shape)
+        for place, layer in enumerate(self.layers):
+            one, two = plain.residual[layer].float(), hooked.residual[layer].float()
+            relative = (two - one).norm(dim=-1) / one.norm(dim=-1).clamp(min=1e-30)
+            change[:, place].index_add_(0, rows, relative.cpu())
+            cosine[:, place].index_add_(0, rows, torch.cosine_similarity(one, two, -1).cpu())
+        count = rows.bincount(minlength=shape[0])[:, None]
+        return {
+            name: (value / count.clamp(min=1)).masked_fill(count == 0, torch.nan)
+            for name, value in (("residual_change", change), ("residual_cosine", cosine))
+        }
+
+    def _columns(self, plain: Watcher, hooked: Watcher) -> dict[str, Tensor]:
+        length = int(self.stored.run.canvases.shape[-1])
+
+        def gathered(columns: dict[int, Columns], name: str) -> Tensor:
+            values = [getattr(columns[layer], name) for layer in self.layers]
+            rows = len(self.stored.run.tokens)
+            return on_canvas([value.expand(rows, *value.shape[1:]) for value in values], self.layout, length)
+
+        return {
+            "plain": gathered(plain.columns, "sums"),
+            "hooked": gathered(hooked.columns, "sums"),
+            "expected": gathered(plain.columns, "expected"),
+            "viewers": gathered(plain.columns, "viewers"),
+        }
+
+
+def _kl(p: Float[Tensor, "asked d_vocab"], q: Float[Tensor, "asked d_vocab"]) -> Float[Tensor, "asked"]:
+    """sum_v p_v (ln p_v - ln q_v) of log-probabilities; a token that p never takes adds nothing."""
+    terms = p.exp() * (p - q)
+    return terms.masked_fill(p == -torch.inf, 0.0).sum(-1).clamp(min=0)
+
+
+def _received(
+    stored: StoredRun, passes: _Passes, stacked: dict[str, Tensor], queries: str, min_viewers: int
+) -> Iterator[Received]:
+    """Received attention without and with hooks, over the same e_j."""
+    run, count = stored.run, passes.layout.count
+    sinks = -1 - torch.arange(count)
+    expected, viewers = stacked["expected"].nan_to_num(0.0), stacked["viewers"].nan_to_num(0.0)
+    undefined = viewers < min_viewers
+    counted = torch.stack([passes.counted(step).sum(-1).cpu() for step in range(run.steps)])
+
+    def beside(canvas: Tensor, value: Tensor | int) -> Tensor:
+        extra = torch.as_tensor(value, dtype=canvas.dtype).expand(*canvas.shape[:-1], count)
+        return torch.cat([canvas, extra], -1)
+
+    for name in ("plain", "hooked"):
+        values = (stacked[name] / expected).masked_fill(undefined, torch.nan)
+        yield Received(
+            values=values,
+            expected=expected.expand(*values.shape[:3], expected.shape[3], -1),
+            counted=counted,
+            tokens=beside(run.canvases[:-1], sinks),
+            masked=beside(run.masked[:-1], 0),
+            valid=beside(run.attention_mask, 1),
+            final_tokens=beside(run.tokens, sinks),
+            scale=RELATIVE,
+            layers=passes.layers,
+            queries=queries,
+            min_viewers=min_viewers,
+            sinks=count,
+            tokenizer=run.tokenizer,
+            viewers=viewers,
+        )
+
+
+def _layers(model: Any, layers: Sequence[int] | None) -> tuple[int, ...]:
+    count = len(attention_blocks(model))
+    for layer in layers or ():
+        if not -count <= layer < count:
+            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
+    chosen = tuple(range(count)) if layers is None else tuple(sorted({layer % count for layer in layers}))
+    if not chosen:
+        raise ValueError("replay: layers is empty; give at least one, or None for all")
+    return chosen

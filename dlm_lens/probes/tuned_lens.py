@@ -1,0 +1,256 @@
+"""`TunedLens`: one affine map per layer before the final norm, trained on text.
+
+It is saved with a digest of its model's weights.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from dlm_lens.attention import SinkLayout, attention_blocks, exclusive
+from dlm_lens.files.atomic_writes import remove_stale
+from dlm_lens.files.sealed_json import Document, fitted, parsed
+from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
+from dlm_lens.placement import input_device
+from dlm_lens.probes.lens_head import Head, StreamReader, reading
+from dlm_lens.recording.manifest import weights_digest
+from dlm_lens.recording.provenance import name_of
+
+FORMAT = "dlm-lens tuned lens 2"
+
+
+class LensFacts(Document):
+    """What the metadata of a lens say of it."""
+
+    model: str
+    digest: str
+    layers: list[int]
+    training: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class TunedLens:
+    """h_l + A_l h_l + b_l, which reads layer l in the basis of the last one (2303.08112, section 3).
+
+    Args:
+        weight: A_l; zero for a lens that is the plain logit lens.
+        bias: b_l.
+        layers: index of each layer; those that are not there are read as they are.
+        model: name of the model that it was trained for.
+        digest: of that model's weights.
+        training: what it was trained on and with.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    weight: Float[Tensor, "layer d_model d_model"] = field(repr=False)
+    bias: Float[Tensor, "layer d_model"] = field(repr=False)
+    layers: tuple[int, ...]
+    model: str
+    digest: str
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = (len(self.layers), *self.weight.shape[-1:])
+        if tuple(self.bias.shape) != shape or tuple(self.weight.shape) != (*shape, shape[1]):
+            raise ValueError(
+                f"TunedLens: weight {list(self.weight.shape)}, bias {list(self.bias.shape)} and "
+                f"{len(self.layers)} layers contradict each other"
+            )
+
+    def __repr__(self) -> str:
+        return f"TunedLens(layers {self.layers}, of {self.model})"
+
+    def translate(self, layer: int, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_model"]:
+        """The stream of a layer in the last one's basis, in float32."""
+        if layer not in self.layers:
+            return stream
+        place, wide = self.layers.index(layer), stream.float()
+        weight, bias = self.weight[place].to(wide), self.bias[place].to(wide)
+        return wide + wide @ weight.mT + bias
+
+    def check(self, model: Any) -> None:
+        """Raise if the lens is not this model's.
+
+        Raises:
+            ValueError: the model has other weights.
+        """
+        digest = weights_digest(model)
+        if digest != self.digest or len(attention_blocks(model)) <= max(self.layers, default=0):
+            raise ValueError(
+                f"this tuned lens was trained for {self.model} (weights {self.digest}), not for {name_of(model)} "
+                f"(weights {digest}); train one with train_tuned_lens"
+            )
+
+    def save(self, path: str | Path) -> Path:
+        """Write a safetensors file, with the model's digest and a checksum among its metadata.
+
+        Raises:
+            OSError: the disk is full, or takes no files; a file that was there stays as it is.
+        """
+        path = Path(path)
+        about = {"model": self.model, "digest": self.digest, "layers": list(self.layers), "training": self.training}
+        remove_stale(path.parent)
+        write_tensors(
+            path, {"weight": self.weight, "bias": self.bias}, {"format": FORMAT, "lens": json.dumps(about)}
+        )
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> "TunedLens":
+        """Read what `save` wrote, for this model.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no tuned lens, damaged, or another model's.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not there; TunedLens.save writes one")
+        remedy = "train one with train_tuned_lens"
+        told = metadata_of(path, remedy, "tuned lens").get("format")
+        if told != FORMAT:
+            raise ValueError(f"{path} is no tuned lens of this version (its format is {told!r:.80}); {remedy}")
+        tensors, metadata = read_with_metadata(path, remedy)
+        about = fitted(LensFacts, parsed(metadata.get("lens", ""), path, remedy), path, remedy)
+        if set(tensors) != {"weight", "bias"}:
+            raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
+        layers = tuple(about.layers)
+        lens = cls(tensors["weight"], tensors["bias"], layers, about.model, about.digest, about.training)
+        lens.check(model)
+        return lens
+
+
+logger = logging.getLogger(__name__)
+
+
+@exclusive
+def train_tuned_lens(
+    model: Any,
+    text: str | Path,
+    *,
+    steps: int = 250,
+    batch_size: int = 8,
+    length: int = 128,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    progress: bool = False,
+) -> TunedLens:
+    """Fit a tuned lens: minimise KL(model's output || lens) at masked positions (2303.08112, section 3).
+
+    Each step draws `batch_size` windows of the file, masks every token of a window with its own probability t,
+    uniform in (0, 1), as the masked-diffusion loss does, and learns where the model predicts: at the masked
+    positions (one to the left where the family shifts its logits), in an AR model everywhere, unmasked. The model
+    stays as it is; the last layer needs no map. Adam with a linear decay to zero.
+
+    Args:
+        model: from `dlm_lens.load`.
+        text: a UTF-8 file, not one that the run under study is in.
+        steps: of the optimiser.
+        batch_size: windows in one step.
+        length: tokens of a window; a shorter file is one window.
+        learning_rate: at the beginning.
+        seed: of windows and masks.
+        progress: show a progress bar.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a model without a tokenizer, a file of fewer than 2 tokens, or a setting below 1.
+    """
+    if min(steps, batch_size, length - 1) < 1 or learning_rate <= 0:
+        raise ValueError(
+            f"train_tuned_lens(steps={steps}, batch_size={batch_size}, length={length}, "
+            f"learning_rate={learning_rate}): steps and batch_size are at least 1, length 2, the rate above 0"
+        )
+    ids, head = _ids(model, Path(text)), Head(model)
+    layers = tuple(range(len(attention_blocks(model)) - 1))
+    width = int(model.config.hidden_size)
+    weight = nn.Parameter(torch.zeros(len(layers), width, width, device=head.device))
+    bias = nn.Parameter(torch.zeros(len(layers), width, device=head.device))
+    lens = TunedLens(weight, bias, layers, name_of(model), weights_digest(model))
+    optimizer = torch.optim.Adam([weight, bias], lr=learning_rate)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    losses = []
+    try:
+        for parameter, _ in frozen:
+            parameter.requires_grad_(False)
+        for batch in tqdm(_batches(model, ids, steps, batch_size, length, seed), total=steps, disable=not progress):
+            loss = _loss(model, head, lens, *batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            decay.step()
+            losses.append(float(loss.detach()))
+    finally:
+        for parameter, wanted in frozen:
+            parameter.requires_grad_(wanted)
+    logger.info("tuned lens of %s: mean KL over layers %.4g -> %.4g nats", lens.model, losses[0], losses[-1])
+    training = {"text": Path(text).name, "tokens": len(ids), "steps": steps, "batch_size": batch_size}
+    training |= {"length": length, "learning_rate": learning_rate, "seed": seed, "last_loss": losses[-1]}
+    return TunedLens(weight.detach().cpu(), bias.detach().cpu(), layers, lens.model, lens.digest, training)
+
+
+def _ids(model: Any, path: Path) -> Int[Tensor, "token"]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; a tuned lens is trained on a text file")
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer, which reads the text; set model.tokenizer")
+    ids = model.tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < 2:
+        raise ValueError(f"{path} has {len(ids)} tokens; a tuned lens needs at least 2")
+    return torch.tensor(ids)
+
+
+def _batches(
+    model: Any, ids: Int[Tensor, "token"], steps: int, batch_size: int, length: int, seed: int
+) -> Iterator[tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]]:
+    """Canvases, and where to learn: the positions whose state predicts a masked token."""
+    generator = torch.Generator().manual_seed(seed)
+    length = min(length, len(ids))
+    causal = bool(getattr(model.config, "is_causal", True))
+    for _ in range(steps):
+        starts = torch.randint(len(ids) - length + 1, (batch_size, 1), generator=generator)
+        tokens = ids[starts + torch.arange(length)]
+        if causal:
+            yield tokens, torch.ones_like(tokens, dtype=torch.bool)
+            continue
+        masked = torch.rand(tokens.shape, generator=generator) < torch.rand(batch_size, 1, generator=generator)
+        masked[:, -1] |= ~masked.any(-1)
+        learn = masked.roll(-1, 1) if getattr(model.config, "logit_shift", False) else masked
+        if learn is not masked:
+            learn[:, -1] = False
+            learn[:, -2] |= ~learn.any(-1)
+        yield tokens.masked_fill(masked, model.config.mask_token_id), learn
+
+
+def _loss(
+    model: Any,
+    head: Head,
+    lens: TunedLens,
+    tokens: Int[Tensor, "batch position"],
+    learn: Bool[Tensor, "batch position"],
+) -> Float[Tensor, ""]:
+    """Mean KL over the layers and the positions, a few positions at a time."""
+    last = len(lens.layers)
+    batch, position = learn.nonzero(as_tuple=True)
+    reader = StreamReader(SinkLayout.of(model), len(tokens), batch, position)
+    device = input_device(model)
+    with torch.no_grad(), reading(model, reader, range(last + 1)):
+        model.get_decoder()(input_ids=tokens.to(device), use_cache=False)
+    total = torch.zeros((), device=head.device)
+    with torch.no_grad():
+        target = head.logits(reader.streams[last]).float().log_softmax(-1)
+    for layer in lens.layers:
+        logs = head.logits(lens.translate(layer, reader.streams[layer].to(head.device))).float().log_softmax(-1)
+        total = total + (target.exp() * (target - logs)).sum()
+    return total / (len(batch) * max(1, last))

@@ -1,0 +1,155 @@
+"""`record_forward`: the same statistics of any forward pass that the user runs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from dlm_lens.attention import listening
+from dlm_lens.recording.recorder import Recorder, Storage
+from dlm_lens.recording.recording import Recording
+from dlm_lens.sampling import Denoised, Sampler, StepPlan
+
+
+class ForwardRecording:
+    """What `record_forward` gives: the `Recording` of the forward passes so far, and all of its attributes."""
+
+    def __init__(self, recorder: "_ForwardRecorder") -> None:
+        self._recorder = recorder
+
+    @property
+    def recording(self) -> Recording:
+        """The forward passes as the steps of a Recording.
+
+        Raises:
+            ValueError: there was none yet, or they saw canvases of unequal shape.
+        """
+        return self._recorder.result()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.recording, name)
+
+    def __repr__(self) -> str:
+        return f"ForwardRecording({len(self._recorder.canvases)} forward passes)"
+
+
+@contextmanager
+def record_forward(
+    model: Any,
+    reducers: Sequence[Any],
+    *,
+    layers: Sequence[int] | None = None,
+    dtype: Storage = "float32",
+) -> Iterator[ForwardRecording]:
+    """Record statistics of the forward passes that run inside the block, one step each.
+
+    `with record_forward(model, [ReceivedAttention()]) as rec: model(input_ids)`; then `rec.received` and all that
+    a `Recording` has, inside the block and behind it. What is [MASK] counts as masked and as the answer.
+
+    Args:
+        model: from `dlm_lens.load`.
+        reducers: what to record.
+        layers: indices of the layers, negative from the end; None for all.
+        dtype: how statistics are stored.
+
+    Raises:
+        ValueError: as `Recorder`; a forward pass without input_ids, with a cache, or with a mask [batch, 1, query,
+            key] of the user's own.
+    """
+    recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
+    decoder: nn.Module = model.get_decoder()
+    with listening(model):
+        handles = [
+            decoder.register_forward_pre_hook(recorder.before, with_kwargs=True),
+            decoder.register_forward_hook(recorder.behind),
+        ]
+        try:
+            yield ForwardRecording(recorder)
+        finally:
+            for handle in handles:
+                handle.remove()
+            recorder.close()
+
+
+class _ForwardRecorder(Recorder):
+    """A recorder whose steps are forward passes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.canvases: list[Tensor] = []
+        self.steps: list[dict[str, Tensor]] = []
+        self.content: Bool[Tensor, "batch position"] | None = None
+        self._made: tuple[int, Recording] | None = None
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pass begins."""
+        ids: Int[Tensor, "batch position"] | None = args[0] if args else kwargs.get("input_ids")
+        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+        cache = kwargs.get("past_key_values")
+        if not isinstance(ids, Tensor):
+            raise ValueError("record_forward needs the forward pass's input_ids; it was given embeddings")
+        if mask is not None and mask.ndim != 2:
+            raise ValueError(f"record_forward knows masks [batch, position]; this one is {list(mask.shape)}")
+        if cache is not None and cache.get_seq_length():
+            raise ValueError("record_forward needs all queries of the canvas; run the forward without a cache")
+        if self.canvases and self.canvases[0].shape != ids.shape:
+            raise ValueError(
+                f"this forward has ids of shape {list(ids.shape)}, the ones before {list(self.canvases[0].shape)}; "
+                "open another record_forward for it"
+            )
+        content = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        if self.content is not None and not torch.equal(content, self.content):
+            raise ValueError(
+                "this forward has another attention_mask than the ones before; open another record_forward"
+            )
+        masked = self._masked(ids) & content
+        # Whether causal or not: all of the canvas is there.
+        self.start(Sampler(), content)
+        self.answer = masked if not self.canvases else self._masked(self.canvases[0]).to(ids.device) & content
+        self.content = content
+        index = len(self.canvases)
+        self.step(StepPlan(index, index + 1, 0, (0, ids.shape[1]), 1), ids, masked)
+
+    def behind(self, module: nn.Module, args: Any, output: Any) -> None:
+        """It is over."""
+        assert self.now is not None
+        self.steps.append(self.step_arrays())
+        self.canvases.append(self.now.tokens.detach().cpu())
+        self.close()
+
+    def result(self) -> Recording:
+        """The forward passes so far."""
+        if not self.canvases:
+            raise ValueError("no forward pass ran inside record_forward yet")
+        if self._made is None or self._made[0] != len(self.steps):
+            arrays = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
+            self._made = (len(self.steps), self.described(self._run(), arrays))
+        return self._made[1]
+
+    def _masked(self, ids: Int[Tensor, "*run position"]) -> Bool[Tensor, "*run position"]:
+        mask_id = getattr(self.model.config, "mask_token_id", None)
+        return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
+
+    def _run(self) -> Denoised:
+        assert self.content is not None
+        canvases = torch.stack(self.canvases)
+        masked = self._masked(canvases) & self.content.cpu()
+        steps, _, positions = canvases.shape
+        return Denoised(
+            canvases=torch.cat([canvases, canvases[-1:]]),
+            masked=torch.cat([masked, masked[-1:]]),
+            proposals=canvases,
+            confidence=torch.full(canvases.shape, -torch.inf),
+            selected=torch.zeros_like(masked),
+            attention_mask=self.content.cpu(),
+            prompt_length=positions,
+            spans=((0, positions),) * steps,
+            blocks=(0,) * steps,
+            settings={"sampler": "forward"},
+            tokenizer=getattr(self.model, "tokenizer", None),
+        )

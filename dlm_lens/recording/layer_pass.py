@@ -1,0 +1,117 @@
+"""One layer of one step: its inputs in the canvas's order, one pass over the pattern, all reducers on it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.attention import AttentionInputs, Hidden, SinkLayout, pattern_tiles, received_by_class
+from dlm_lens.recording.query_classes import QueryClass
+from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, PatternReducer
+
+
+def classes_read(reducers: Sequence[AnyReducer]) -> tuple[QueryClass, ...]:
+    """The classes of queries whose column sums somebody reads, each once."""
+    found = [
+        read.partition(":")[2] for reducer in reducers for read in reducer.reads if read.startswith("received:")
+    ]
+    return tuple(dict.fromkeys(found))  # type: ignore[arg-type]
+
+
+def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> AttentionInputs:
+    """The first `rows` rows (the conditional half under guidance), keys in the order canvas, learned sinks.
+
+    Raises:
+        ValueError: the queries are not all of the canvas (a cache), or another batch's.
+    """
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    if inputs.q.shape[0] % rows:
+        raise ValueError(f"{inputs.q.shape[0]} rows of attention do not fit a run of {rows} rows")
+    if queries != keys - layout.count:
+        raise ValueError(
+            f"attention has {queries} queries for {keys - layout.count} positions: a statistic of received "
+            "attention needs every query, so run without a cache (use_cache=False)"
+        )
+
+    def part(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[0] <= rows else tensor[:rows]
+
+    def ordered(tensor: Tensor | None, axis: int) -> Any:
+        tensor = part(tensor)
+        return tensor if tensor is None else sinks_last(tensor, axis, layout)
+
+    dropped = inputs.dropped
+    if dropped is not None:
+        dropped = replace(dropped, columns=ordered(dropped.columns, -1), spare=_spare_on_canvas(dropped, layout))
+    return replace(
+        inputs,
+        q=inputs.q[:rows],
+        k=ordered(inputs.k, 2),
+        v=ordered(inputs.v, 2),
+        visible=ordered(inputs.visible, -1),
+        pattern=ordered(inputs.pattern, -1),
+        z=part(inputs.z),
+        dropped=dropped,
+        own_start=0 if layout.count else inputs.own_start,
+    )
+
+
+def _spare_on_canvas(
+    dropped: Hidden, layout: SinkLayout
+) -> Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None:
+    """What each query keeps, from its position on the canvas, with the keys in the order canvas, learned sinks."""
+    spare = dropped.spare
+    if spare is None or not layout.count:
+        return spare
+
+    def ordered(own: Int[Tensor, "query"], keys: int) -> Bool[Tensor, "query key"]:
+        return sinks_last(spare(own + layout.canvas(keys).start, keys), 1, layout)
+
+    return ordered
+
+
+def sinks_last(tensor: Tensor, axis: int, layout: SinkLayout) -> Tensor:
+    """A tensor over the network's positions in the order canvas, learned sinks."""
+    length = tensor.shape[axis]
+    if not layout.count or layout.placement == "end" or length == 1:
+        return tensor
+    canvas, sinks = layout.canvas(length), layout.sinks(length)
+    parts = [tensor.narrow(axis, s.start, s.stop - s.start) for s in (canvas, sinks)]
+    return torch.cat(parts, axis)
+
+
+def reduce_layer(layer: LayerStep, reducers: Sequence[AnyReducer]) -> dict[str, Tensor]:
+    """What every reducer makes of a layer; the pattern is passed through at most once."""
+    classes = classes_read(reducers)
+    tiled = [reducer for reducer in reducers if isinstance(reducer, PatternReducer)]
+    weights = torch.stack([layer.facts.queries(name) for name in classes], 1).float() if classes else None
+    sums: Tensor | None = None
+    states: dict[str, Any] = {}
+    if tiled:
+        sums, states = _tiled(layer, tiled, weights)
+    elif weights is not None:
+        sums = received_by_class(layer.inputs, weights)
+    layer = replace(layer, sums={} if sums is None else dict(zip(classes, sums.unbind(1), strict=True)))
+    return {
+        reducer.name: reducer.finish(states[reducer.name], layer)
+        if isinstance(reducer, PatternReducer)
+        else reducer.reduce(layer)
+        for reducer in reducers
+    }
+
+
+def _tiled(
+    layer: LayerStep, reducers: Sequence[PatternReducer], weights: Float[Tensor, "batch klass query"] | None
+) -> tuple[Float[Tensor, "batch klass head key"] | None, dict[str, Any]]:
+    """The column sums of every class and the last state of every reducer."""
+    states = {reducer.name: reducer.start(layer) for reducer in reducers}
+    sums = None
+    for rows, pattern in pattern_tiles(layer.inputs):
+        if weights is not None:
+            tile = weights[:, None, :, rows] @ pattern
+            sums = tile if sums is None else sums.add_(tile)
+        states = {r.name: r.tile(states[r.name], layer, rows, pattern) for r in reducers}
+    return None if sums is None else sums.transpose(1, 2), states

@@ -1,0 +1,235 @@
+"""`record`: denoise prompts with the family's own sampler and keep statistics of every step."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from dlm_lens.arguments import checked_arguments, instance
+from dlm_lens.attention import Hook, exclusive
+from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.files.locks import held
+from dlm_lens.recording.concatenation import joined
+from dlm_lens.recording.directories import parts_of
+from dlm_lens.recording.manifest import StoringRecorder, request_of
+from dlm_lens.recording.recorder import Recorder, Storage
+from dlm_lens.recording.recording import Recording
+from dlm_lens.recording.reducers.received import ReceivedAttention
+from dlm_lens.recording.storage import load_part, part_name
+from dlm_lens.sampling import denoise
+from dlm_lens.sampling.prompts import read_prompts
+from dlm_lens.sampling.settings import check_model, row_seeds
+
+logger = logging.getLogger(__name__)
+
+DEFAULT = (ReceivedAttention(),)
+
+
+@exclusive
+@checked_arguments(dtype=instance(str, "'float32' or 'float16'"))
+def record(
+    model: Any,
+    prompts: Any,
+    reducers: Sequence[Any] = DEFAULT,
+    *,
+    hooks: Sequence[Hook] = (),
+    to: str | Path | None = None,
+    layers: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    dtype: Storage = "float32",
+    seed: int | list[int] | None = 0,
+    progress: bool = False,
+    **settings: Any,
+) -> Recording:
+    """Denoise prompts with the family's own sampler and record statistics of every step, without patterns.
+
+    Prompts are padded on the left, and each row is what it is alone; of a guided run the conditional half is
+    recorded; an AR model is decoded without a cache, and step t has the written prefix. The attention output stays
+    torch's fused kernel, so the tokens are those of `denoise`.
+
+    Args:
+        model: from `dlm_lens.load`.
+        prompts: text, chat messages, ids, or a list of any of them.
+        reducers: what to record.
+        hooks: interventions (`dlm_lens.hooks`); those that hide columns run without a pattern here too.
+        to: a directory: a shard is written behind every step, and a run that was killed goes on where it was when
+            `record` is called again with the same arguments. The arrays are then read from it when asked for.
+        layers: indices of the layers, negative from the end; None for all.
+        batch_size: prompts in one run; all by default. Several batches become one Recording.
+        dtype: how floating-point statistics are stored, "float32" or "float16" (relative error up to 2^-11).
+        seed: one number, one per prompt, or None for a fresh one.
+        progress: show progress bars.
+        **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
+
+    Raises:
+        ValueError: a prompt, a setting or a reducer that cannot work; a directory with a recording of something
+            else, which the sentence names.
+        FileExistsError: the directory holds other files.
+    """
+    check_model(model)
+    hooks = checked(hooks)
+    batches = Batches.of(model, prompts, batch_size, seed)
+    made = record_batches(
+        model,
+        batches,
+        reducers,
+        hooks=hooks,
+        to=None if to is None else Path(to),
+        layers=layers,
+        dtype=dtype,
+        progress=progress,
+        **settings,
+    )
+    return joined(list(made))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Prompts as ids without padding, in batches.
+
+    Args:
+        ids: of every prompt.
+        seeds: of every prompt; None for a fresh one.
+        size: prompts in one batch.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    seeds: tuple[int, ...] | None
+    size: int
+
+    @classmethod
+    def of(cls, model: Any, prompts: Any, size: int | None, seed: int | list[int] | None) -> "Batches":
+        """Read prompts of any form.
+
+        Raises:
+            ValueError: a prompt that cannot be, a batch size below 1, or too few seeds.
+        """
+        if size is not None and size < 1:
+            raise ValueError(f"batch_size is {size}; it must be at least 1")
+        read = read_prompts(model, prompts)
+        ids = tuple(tuple(row[keep].tolist()) for row, keep in zip(read.ids, read.attention_mask, strict=True))
+        seeds = None if seed is None else row_seeds(seed, len(ids))
+        return cls(ids, seeds, size or len(ids))
+
+    @property
+    def parts(self) -> list[range]:
+        """The rows of every batch."""
+        return [range(start, min(start + self.size, len(self.ids))) for start in range(0, len(self.ids), self.size)]
+
+
+def record_batches(
+    model: Any,
+    batches: Batches,
+    reducers: Sequence[Any],
+    *,
+    hooks: Sequence[Hook] = (),
+    to: Path | None = None,
+    layers: Sequence[int] | None = None,
+    dtype: Storage = "float32",
+    progress: bool = False,
+    rank: int = 0,
+    world: int = 1,
+    **settings: Any,
+) -> Iterator[Recording]:
+    """Record batch by batch; of several processes each takes every `world`-th batch, from `rank` on.
+
+    Raises:
+        ValueError: as `record`, before anything is computed.
+    """
+    _check(settings, to)
+    recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
+    if to is not None:
+        _check_partition(to, batches)
+    mine = batches.parts[rank::world]
+    # Processes that share the batches share the directory; one alone has it to itself until it is through.
+    with nullcontext() if to is None else held(to, shared=world > 1):
+        for rows in tqdm(mine, desc="batches", unit="batch", disable=not progress or len(mine) < 2):
+            seeds = None if batches.seeds is None else [batches.seeds[row] for row in rows]
+            ids = [batches.ids[row] for row in rows]
+            if to is None:
+                run = denoise(model, ids, hooks=hooks, host=recorder, progress=progress, seed=seeds, **settings)
+                yield replace(recorder.recording(run), rows=tuple(rows))
+                continue
+            storing = StoringRecorder(model, reducers, to / part_name(rows), layers=layers, dtype=dtype)
+            batch = {"prompts": len(batches.ids), "size": batches.size, "rows": [rows.start, rows.stop]}
+            yield stored_batch(storing, ids, rows, seeds, hooks, settings, progress, batch)
+
+
+def stored_batch(
+    recorder: StoringRecorder,
+    ids: list[tuple[int, ...]],
+    rows: Sequence[int],
+    seeds: list[int] | None,
+    hooks: Sequence[Hook],
+    settings: dict[str, Any],
+    progress: bool,
+    batch: Mapping[str, Any] | None = None,
+) -> Recording:
+    """A batch in its directory: as it is there, gone on with, or from the beginning.
+
+    Raises:
+        ValueError: another process or thread records there, or what is there is something else or damaged.
+    """
+    with held(recorder.shards.path):
+        return _stored(recorder, ids, rows, seeds, hooks, settings, progress, batch)
+
+
+def _stored(
+    recorder: StoringRecorder,
+    ids: list[tuple[int, ...]],
+    rows: Sequence[int],
+    seeds: list[int] | None,
+    hooks: Sequence[Hook],
+    settings: dict[str, Any],
+    progress: bool,
+    batch: Mapping[str, Any] | None,
+) -> Recording:
+    shards = recorder.shards
+    seeds = seeds or shards.seeds() or list(row_seeds(None, len(ids)))
+    shards.begin(request_of(recorder, ids, seeds, hooks, settings, batch))
+    if shards.finished:
+        return load_part(shards.path, recorder.model.tokenizer)
+    resume = shards.resumption()
+    if resume is not None:
+        logger.info("%s: going on behind step %d", shards.path, len(resume.steps) - 1)
+    try:
+        run = denoise(
+            recorder.model,
+            ids,
+            hooks=hooks,
+            host=recorder,
+            seed=seeds,
+            resume=resume,
+            progress=progress,
+            **settings,
+        )
+    except ValueError:
+        shards.forget()
+        raise
+    return recorder.recording(run, rows)
+
+
+def _check(settings: dict[str, Any], to: Path | None) -> None:
+    for name in ("host", "resume", "attention_mask"):
+        if name in settings:
+            raise ValueError(f"{name} is not record's to take; use dlm_lens.Recorder as a host of dlm_lens.denoise")
+    for name in ("on_logits", "on_canvas"):
+        if to is not None and settings.get(name) is not None:
+            raise ValueError(f"{name} with to=: a function cannot be compared when the run goes on; leave one out")
+
+
+def _check_partition(to: Path, batches: Batches) -> None:
+    """Raise if the directory holds other batches than these."""
+    if to.exists() and not to.is_dir():
+        raise FileExistsError(f"{to} is a file; give a directory")
+    wanted = {part_name(rows) for rows in batches.parts}
+    there = {part.name for part in parts_of(to)} if to.exists() else set()
+    if not there <= wanted:
+        raise ValueError(
+            f"{to} holds other batches ({', '.join(sorted(there - wanted))}); give the same prompts and batch_size "
+            "to go on, or another directory"
+        )

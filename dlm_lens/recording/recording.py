@@ -1,0 +1,467 @@
+"""`Recording`: statistics of a run as named arrays over (step, batch, layer, head, key), with their coordinates."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.recording.arrays import ArraySpec
+from dlm_lens.recording.query_classes import CanvasFacts, QueryClass, checked_class
+from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import StoredTokenizer
+
+if TYPE_CHECKING:
+    import xarray
+
+Index = int | slice | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What reducers made of a run: an attribute per statistic (`rec.received`, `rec.value_norm`, ...).
+
+    Arrays have the axes (step, batch, layer, head, key), or those that `specs[name].dims` say. The keys are the
+    canvas's positions and, behind them, the model's learned sink tokens, whose id is -1 - i. NaN where a key or
+    query is undefined: padding, not yet written in an AR run, or seen by too few queries.
+
+    Args:
+        run: the run itself; `run.tokens`, `run.texts`, ...
+        arrays: by name, on the CPU, as stored; those of a loaded recording are read when asked for.
+        specs: what each array is: dims, unit, formula, reducer.
+        layers: index of each layer in the model.
+        answer: which positions were masked when the run began.
+        steps: index of each step in the run.
+        rows: index of each row among the prompts.
+        heads: index of each head; None for all.
+        sinks: how many of the keys, the last ones, are learned sink tokens.
+        causal: an AR baseline, in which step t has the written prefix as queries and keys.
+        unpadded: the network took padding for content (a reference's quirk).
+        windows: the sliding window of each layer (None where it has none); empty if no layer has one.
+        model: name or path of the model.
+        versions: of the packages that computed the arrays.
+        scale: factor of the scores, usually d_head ** -0.5.
+        query_heads: heads of the model.
+        words: the text of every token id that occurs.
+
+    Raises:
+        ValueError: shapes that contradict each other.
+    """
+
+    run: Denoised
+    arrays: Mapping[str, Tensor]
+    specs: Mapping[str, ArraySpec]
+    layers: tuple[int, ...]
+    answer: Bool[Tensor, "batch position"]
+    steps: tuple[int, ...]
+    rows: tuple[int, ...]
+    heads: tuple[int, ...] | None = None
+    sinks: int = 0
+    causal: bool = False
+    unpadded: bool = False
+    windows: tuple[int | None, ...] = ()
+    model: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    scale: float | None = None
+    query_heads: int = 1
+    words: Mapping[int, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if set(self.arrays) != set(self.specs):
+            raise ValueError(f"arrays {sorted(self.arrays)} and specs {sorted(self.specs)} do not name the same")
+        if len(self.steps) != self.run.steps or len(self.rows) != len(self.run.tokens):
+            raise ValueError(
+                f"{len(self.steps)} steps and {len(self.rows)} rows, but the run has {self.run.steps} and "
+                f"{len(self.run.tokens)}"
+            )
+        if all(window is None for window in self.windows):
+            object.__setattr__(self, "windows", ())
+        if self.windows and len(self.windows) != len(self.layers):
+            raise ValueError(f"{len(self.windows)} sliding windows for {len(self.layers)} layers")
+        if self.run.tokenizer is None and self.words:
+            # The run shows its tokens by the words that were recorded.
+            object.__setattr__(self, "run", replace(self.run, tokenizer=StoredTokenizer.read(self.words, None)))
+        if not isinstance(self.arrays, dict):
+            return  # read from files, whose shapes the reader checks
+        for name, array in self.arrays.items():
+            self._check(name, array)
+
+    def _check(self, name: str, array: Tensor) -> None:
+        dims, sizes = self.specs[name].dims, self.sizes
+        if array.ndim != len(dims) or any(
+            sizes.get(dim, size) != size for dim, size in zip(dims, array.shape, strict=True)
+        ):
+            wanted = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
+            raise ValueError(f"{name} has shape {list(array.shape)}; its axes are {wanted}")
+
+    def __getattr__(self, name: str) -> Tensor:
+        arrays: Mapping[str, Tensor] = self.__dict__.get("arrays", {})
+        if name not in arrays:
+            known = ", ".join(arrays) or "none"
+            raise AttributeError(f"this Recording has no {name!r}; its statistics are {known}")
+        array = arrays[name]
+        return array.float() if array.dtype == torch.float16 else array
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "query")
+        return f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model})"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of every axis that all arrays share."""
+        positions = self.run.tokens.shape[1]
+        found = {"step": len(self.steps), "batch": len(self.rows), "layer": len(self.layers)}
+        found |= {"key": positions + self.sinks, "query": positions}
+        return found | ({"head": len(self.heads)} if self.heads is not None else {})
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The sampler and all of its settings, seeds included."""
+        return self.run.settings
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of every row."""
+        return tuple(self.run.settings.get("seeds", ()))
+
+    @property
+    def prompt_length(self) -> int:
+        """Positions in front of the answer, padding included."""
+        return self.run.prompt_length
+
+    @property
+    def tokens(self) -> Int[Tensor, "step batch key"]:
+        """The canvas that each step saw, and the sink tokens behind it."""
+        return self._beside_sinks(self.run.canvases[:-1], -1 - torch.arange(self.sinks))
+
+    @property
+    def masked(self) -> Bool[Tensor, "step batch key"]:
+        """Which keys are masked (in an AR run: not yet written) at each step."""
+        return self._beside_sinks(self.run.masked[:-1], False)
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch key"]:
+        """Content (True) or padding (False)."""
+        return self._beside_sinks(self.run.attention_mask, True)
+
+    @property
+    def progress(self) -> Float[Tensor, "step batch"]:
+        """Share of the answer that is written, per step and row."""
+        return 1 - self.run.masked[:-1].sum(-1) / self.answer.sum(-1).clamp(min=1)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Index of the block that each step decodes."""
+        return self.run.blocks
+
+    @property
+    def facts(self) -> CanvasFacts:
+        """What is where at every step, as classes of queries, and which keys they see.
+
+        Raises:
+            ValueError: the layers have different sliding windows; take `facts_of(layer)`.
+        """
+        windows = sorted(set(map(str, self.windows)))
+        if len(windows) > 1:
+            raise ValueError(
+                f"the layers have different sliding windows ({', '.join(windows)}), so that their keys are seen by "
+                "different queries: name a layer, as in expected(queries, layer=0) and facts_of(0)"
+            )
+        return self._facts[self.windows[0] if self.windows else None]
+
+    def facts_of(self, layer: int) -> CanvasFacts:
+        """What is where at every step, and which keys the queries of a layer see; `layer` as in `layers`.
+
+        Raises:
+            ValueError: a layer that was not recorded.
+        """
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} was not recorded; layers are {', '.join(map(str, self.layers))}")
+        return self._facts[self.windows[self.layers.index(layer)] if self.windows else None]
+
+    @cached_property
+    def _facts(self) -> dict[int | None, CanvasFacts]:
+        """By sliding window."""
+        return {window: self._with_window(window) for window in dict.fromkeys(self.windows or (None,))}
+
+    def _with_window(self, window: int | None) -> CanvasFacts:
+        masked = self.run.masked[:-1]
+        positions = torch.arange(masked.shape[-1])
+        spans = torch.tensor(self.run.spans).reshape(-1, 2)
+        block = (positions >= spans[:, :1]) & (positions < spans[:, 1:])
+        return CanvasFacts(
+            valid=self.run.attention_mask.expand(masked.shape),
+            masked=masked,
+            answer=self.answer.expand(masked.shape),
+            block=block[:, None].expand(masked.shape),
+            causal=self.causal,
+            sinks=self.sinks,
+            unpadded=self.unpadded,
+            window=window,
+        )
+
+    def expected(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:
+        """e_j, what even attention of these queries would give each key.
+
+        Args:
+            queries: which queries count.
+            layer: whose, as in `layers`; None where all layers agree, as they do without sliding windows.
+
+        Raises:
+            ValueError: no such class or layer, or layers that differ.
+        """
+        return self._facts_at(layer).expected(checked_class(queries, "expected"))
+
+    def viewers(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:
+        """How many of these queries see each key; arguments and errors as in `expected`."""
+        return self._facts_at(layer).viewers(checked_class(queries, "viewers"))
+
+    def expected_by_layer(self, queries: QueryClass = "all") -> Float[Tensor, "step batch #layer key"]:
+        """e_j of every layer; the layer axis has size 1 where all layers agree."""
+        return torch.stack([self.expected(queries, layer=layer) for layer in self._differing], 2)
+
+    def viewers_by_layer(self, queries: QueryClass = "all") -> Float[Tensor, "step batch #layer key"]:
+        """How many of these queries see each key in every layer; size 1 where all layers agree."""
+        return torch.stack([self.viewers(queries, layer=layer) for layer in self._differing], 2)
+
+    def _facts_at(self, layer: int | None) -> CanvasFacts:
+        return self.facts if layer is None else self.facts_of(layer)
+
+    @property
+    def _differing(self) -> tuple[int, ...]:
+        """Layers whose keys are seen by different queries: all of them, or one that stands for all."""
+        return self.layers if len(set(self.windows)) > 1 else self.layers[:1]
+
+    def counted(self, queries: QueryClass = "all") -> Int[Tensor, "step batch"]:
+        """How many queries there are of this class."""
+        # Queries do not depend on the window.
+        return self.facts_of(self.layers[0]).queries(checked_class(queries, "counted")).sum(-1)
+
+    def received_sums(self, queries: QueryClass = "all") -> Float[Tensor, "step batch layer head key"]:
+        """r_j = sum_i A_ij, the raw column sums of a recorded class of queries; NaN where the score is undefined.
+
+        Raises:
+            ValueError: ReceivedAttention of this class was not recorded.
+        """
+        name = "received" if queries == "all" else f"received_{checked_class(queries, 'received_sums')}"
+        if name not in self.specs:
+            raise ValueError(f"{name} was not recorded; record with ReceivedAttention(queries={queries!r})")
+        return getattr(self, name) * self.expected_by_layer(queries)[:, :, :, None]
+
+    def strings(self, step: int, row: int = 0) -> list[str]:
+        """The text of every key at a step: one token each, sink(i) for learned sink tokens."""
+        return [
+            self.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})" for i in self.tokens[step, row].tolist()
+        ]
+
+    def select(
+        self,
+        *,
+        step: Index | None = None,
+        layer: Index | None = None,
+        batch: Index | None = None,
+        head: Index | None = None,
+    ) -> "Recording":
+        """A part, with every axis kept: steps, rows and heads by place (negative from the end), layers by index.
+
+        A slice is one of places. Arrays without the axis stay as they are (`value_norm` has kv_head).
+
+        Raises:
+            ValueError: something that is not there.
+        """
+        return selected(self, {"step": step, "layer": layer, "batch": batch, "head": head})
+
+    def to_xarray(self) -> "xarray.Dataset":
+        """The same as an xarray Dataset: arrays with dims, coordinates, units and formulas."""
+        return dataset_of(self)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write to a directory: a safetensors shard per step and a manifest, as `record(..., to=)` does.
+
+        Raises:
+            FileExistsError: the directory holds something already.
+            ValueError: another process writes there.
+            OSError: the disk is full; nothing is left of it.
+        """
+        from dlm_lens.recording.storage import save_recording
+
+        return save_recording(self, Path(directory))
+
+    @classmethod
+    def load(cls, directory: str | Path, *, verify: bool = True) -> "Recording":
+        """Read a finished recording; of several batches in one directory, their rows in one Recording.
+
+        Coordinates are read at once, an array when it is asked for.
+
+        Args:
+            directory: of the recording.
+            verify: compare every shard with its checksum, for which all are read once; False trusts the disk.
+
+        Raises:
+            FileNotFoundError: there is no recording.
+            ValueError: it is not finished (a prompt or a step is missing), or damaged; the sentence names the file.
+        """
+        from dlm_lens.recording.storage import load_recording
+
+        return load_recording(Path(directory), verify=verify)
+
+    def _beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Any:
+        if not self.sinks:
+            return canvas
+        sinks = torch.as_tensor(value, dtype=canvas.dtype).expand(*canvas.shape[:-1], self.sinks)
+        return torch.cat([canvas, sinks], -1)
+
+
+def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Recording:
+    """The part of a recording that `wanted` names, by axis.
+
+    Raises:
+        ValueError: something that is not there.
+    """
+    heads = (
+        recording.heads if recording.heads is not None else _heads(recording) if wanted["head"] is not None else ()
+    )
+    names = {"step": recording.steps, "batch": recording.rows, "head": heads, "layer": recording.layers}
+    places = {axis: _places(axis, index, names[axis]) for axis, index in wanted.items() if index is not None}
+    arrays: dict[str, Tensor] = {}
+    source: Any = recording.arrays
+    # Arrays on the disk are read for the chosen steps only.
+    read = "step" in places and hasattr(source, "of_steps")
+    source = source.of_steps(places["step"]) if read else source
+    for name, spec in recording.specs.items():
+        array = source[name]
+        for axis, place in places.items():
+            if axis in spec.dims and not (axis == "step" and read):
+                array = array.index_select(spec.dims.index(axis), torch.tensor(place, dtype=torch.long))
+        arrays[name] = array
+
+    def kept(axis: str) -> tuple[int, ...]:
+        return tuple(names[axis][i] for i in places[axis]) if axis in places else names[axis]
+
+    rows = places.get("batch", list(range(len(recording.rows))))
+    return replace(
+        recording,
+        run=_part(recording.run, places.get("step"), rows),
+        arrays=arrays,
+        layers=kept("layer"),
+        windows=_windows(recording, places.get("layer")),
+        answer=recording.answer[rows],
+        steps=kept("step"),
+        rows=kept("batch"),
+        heads=kept("head") if "head" in places else recording.heads,
+    )
+
+
+def _windows(recording: Recording, places: Sequence[int] | None) -> tuple[int | None, ...]:
+    """The sliding windows of some layers."""
+    if places is None or not recording.windows:
+        return recording.windows
+    return tuple(recording.windows[place] for place in places)
+
+
+def _heads(recording: Recording) -> tuple[int, ...]:
+    """Every head."""
+    for name, spec in recording.specs.items():
+        if "head" in spec.dims:
+            return tuple(range(recording.arrays[name].shape[spec.dims.index("head")]))
+    raise ValueError("no statistic of this recording has heads")
+
+
+def _places(axis: str, index: Index, names: Sequence[int]) -> list[int]:
+    if isinstance(index, slice):
+        found = list(range(len(names)))[index]
+    else:
+        given = [index] if isinstance(index, int) else [int(i) for i in index]
+        found = [_place(axis, i, names) for i in given]
+    if not found:
+        raise ValueError(f"{axis}={index!r} selects nothing of {len(names)}")
+    return found
+
+
+def _place(axis: str, index: int, names: Sequence[int]) -> int:
+    if axis == "layer" and index >= 0:
+        if index not in names:
+            raise ValueError(f"layer {index} was not recorded; layers are {', '.join(map(str, names))}")
+        return names.index(index)
+    if not -len(names) <= index < len(names):
+        raise ValueError(f"{axis} {index} of {len(names)}")
+    return index % len(names)
+
+
+def _part(run: Denoised, steps: Sequence[int] | None, rows: Sequence[int]) -> Denoised:
+    """Some steps and rows of a run; its last canvas stays the last."""
+    chosen = list(range(run.steps)) if steps is None else list(steps)
+    seeds = run.settings.get("seeds")
+    settings, ran = dict(run.settings), run.rows_ran
+    if seeds is not None and len(seeds) == len(run.tokens):
+        settings["seeds"] = tuple(seeds[row] for row in rows)
+    return replace(
+        run,
+        canvases=run.canvases[[*chosen, run.steps]][:, rows],
+        masked=run.masked[[*chosen, run.steps]][:, rows],
+        proposals=run.proposals[chosen][:, rows],
+        confidence=run.confidence[chosen][:, rows],
+        selected=run.selected[chosen][:, rows],
+        attention_mask=run.attention_mask[rows],
+        rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
+        spans=tuple(run.spans[i] for i in chosen),
+        blocks=tuple(run.blocks[i] for i in chosen),
+        settings=settings,
+    )
+
+
+def dataset_of(recording: Recording) -> xarray.Dataset:
+    """Arrays with their dims, units and formulas; coordinates of steps, keys and axes; settings as attributes."""
+    arrays: dict[str, Any] = {}
+    coordinates: dict[str, Any] = {
+        "step": list(recording.steps),
+        "batch": list(recording.rows),
+        "layer": list(recording.layers),
+    }
+    for name, spec in recording.specs.items():
+        values = getattr(recording, name).numpy()
+        arrays[name] = (spec.dims, values, {"units": spec.unit, "formula": spec.formula, "reducer": spec.reducer})
+        coordinates |= {axis: list(labels) for axis, labels in spec.labels.items()}
+        if "head" in spec.dims:
+            count = values.shape[spec.dims.index("head")]
+            coordinates["head"] = list(recording.heads if recording.heads is not None else range(count))
+    coordinates |= _of_keys(recording)
+    return xarray.Dataset(arrays, coordinates, _attributes(recording))
+
+
+def _of_keys(recording: Recording) -> dict[str, Any]:
+    keys, tokens = ("step", "batch", "key"), recording.tokens.numpy()
+    words = np.vectorize(
+        lambda i: recording.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})", otypes=[object]
+    )(tokens)
+    return {
+        "key": np.arange(tokens.shape[-1]),
+        "query": np.arange(tokens.shape[-1] - recording.sinks),
+        "token": (keys, tokens),
+        "token_text": (keys, words.astype(str)),
+        "masked": (keys, recording.masked.numpy()),
+        "valid": (("batch", "key"), recording.valid.numpy()),
+        "progress": (("step", "batch"), recording.progress.numpy()),
+        "block": ("step", list(recording.blocks)),
+        **({"seed": ("batch", list(recording.seeds))} if recording.seeds else {}),
+    }
+
+
+def _attributes(recording: Recording) -> dict[str, Any]:
+    return {
+        "model": recording.model,
+        "prompt_length": recording.prompt_length,
+        "sink_tokens": recording.sinks,
+        "causal": int(recording.causal),
+        **({"sliding_windows": json.dumps(recording.windows)} if recording.windows else {}),
+        "score_scale": recording.scale if recording.scale is not None else "",
+        "settings": json.dumps(dict(recording.settings)),
+        "versions": json.dumps(dict(recording.versions)),
+    }

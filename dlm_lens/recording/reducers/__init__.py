@@ -1,0 +1,1 @@
+"""Reducers: statistics that a recording keeps, one file per kind."""

@@ -1,0 +1,99 @@
+"""Statistics that need the pattern itself, tile by tile: its entropy, and its mass between regions."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dlm_lens.recording.query_classes import CLASSES
+from dlm_lens.recording.reducers.base import LayerStep
+
+KEY_REGIONS = ("prompt", "masked", "unmasked", "block", "sink", "self", "past", "future")
+"""Where attention goes. The first five are sets of keys, which may overlap; self, past, future and the learned sink
+tokens together are everything."""
+
+
+@dataclass(frozen=True)
+class AttentionEntropy:
+    """Entropy of every query's attention, H_i = -sum_j A_ij ln A_ij, in nats.
+
+    From 0 (one key) to ln n (even attention over n visible keys).
+    """
+
+    name = "entropy"
+    dims = ("step", "batch", "layer", "head", "query")
+    unit = "nats"
+    formula = "-sum_j A_ij ln A_ij"
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    def start(self, layer: LayerStep) -> list[Tensor]:
+        """Nothing yet."""
+        return []
+
+    def tile(self, state: list[Tensor], layer: LayerStep, rows: slice, pattern: Tensor) -> list[Tensor]:
+        """With the entropies of some more queries."""
+        return [*state, torch.special.entr(pattern).sum(-1)]
+
+    def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head query"]:
+        """All of them, NaN at padding."""
+        return layer.only_queries(torch.cat(state, -1))
+
+
+@dataclass(frozen=True)
+class RegionMass:
+    """Which share of its attention a query of one region puts on each region of keys, per head.
+
+    m_cR = 1 / n_c sum_{i in c} sum_{j in R} A_ij, from 0 to 1, for the query classes all, masked, unmasked, prompt
+    and block, and the keys prompt, masked, unmasked, block, sink, self (the query's own position: the diagonal of
+    2510.15731, Figure 4b), past and future (in front of it and behind it). NaN where a class has no queries.
+
+    Args:
+        sinks: a detector of `dlm_lens.sinks`, or anything with detect(scores [batch, head, key]) -> bool, whose
+            sinks of all queries, relative to uniform, are the region "sink" beside the learned sink tokens; None
+            for those alone.
+
+    Raises:
+        ValueError: something without detect.
+    """
+
+    sinks: Any = field(default=None)
+
+    name = "region_mass"
+    dims = ("step", "batch", "layer", "head", "query_region", "key_region")
+    unit = "share of attention"
+    formula = "1/n_c sum_{i in c} sum_{j in R} A_ij (2510.15731, Figure 4b: self)"
+    labels: ClassVar[dict[str, tuple[str, ...]]] = {"query_region": CLASSES, "key_region": KEY_REGIONS}
+    reads = tuple(f"received:{name}" for name in CLASSES)
+
+    def __post_init__(self) -> None:
+        if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
+            raise ValueError(f"RegionMass(sinks={self.sinks!r}): give a detector, such as AboveMean(eps=3.0)")
+
+    def start(self, layer: LayerStep) -> Float[Tensor, "relation batch head klass"]:
+        """No mass on self, past and future."""
+        q = layer.inputs.q
+        return torch.zeros(3, *q.shape[:2], len(CLASSES), device=q.device)
+
+    def tile(self, state: Tensor, layer: LayerStep, rows: slice, pattern: Tensor) -> Tensor:
+        """With some more queries' mass; learned sink tokens have no place in front of or behind a query."""
+        canvas = pattern[..., : layer.facts.present.shape[1]]
+        own = canvas.diagonal(rows.start, -2, -1)
+        past = canvas.tril(rows.start - 1).sum(-1)
+        parts = torch.stack([own, past, canvas.sum(-1) - own - past])
+        classes = torch.stack([layer.facts.queries(name)[:, rows] for name in CLASSES], -1)
+        return state + parts @ classes.float()
+
+    def finish(self, state: Tensor, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
+        """The matrix of every head."""
+        own, past, future = state
+        sums = torch.stack([layer.sums[name] for name in CLASSES], 2)
+        regions: dict[str, Bool[Tensor, "batch #head key"]] = {n: r[:, None] for n, r in layer.regions.items()}
+        if self.sinks is not None:
+            regions["sink"] = regions["sink"] | self.sinks.detect(layer.received("all", min_viewers=1))
+        static = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()}
+        found = {**static, "self": own, "past": past, "future": future}
+        counts = torch.stack([layer.facts.queries(name).sum(-1) for name in CLASSES], -1)[:, None, :, None]
+        mass = torch.stack([found[name] for name in KEY_REGIONS], -1)
+        return (mass / counts).masked_fill(counts == 0, torch.nan)

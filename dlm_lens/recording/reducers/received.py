@@ -1,0 +1,197 @@
+"""`ReceivedAttention` and what follows from it: how much a key writes, and the keys that receive most."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dlm_lens.attention import MIN_VIEWERS
+from dlm_lens.recording.query_classes import QueryClass, checked_class
+from dlm_lens.recording.reducers.base import LayerStep
+
+KEYS = ("step", "batch", "layer", "head", "key")
+
+
+@dataclass(frozen=True)
+class ReceivedAttention:
+    """Received attention of every key relative to uniform, score_j = r_j / e_j.
+
+    r_j = sum_i A_ij over a class of queries (2510.15731, section 4.1), e_j = sum_i M_ij / sum_k M_ik what key j
+    would get of even attention. 1 means as much as that; `Recording.received_sums` gives r_j back.
+
+    Args:
+        queries: "all", "masked", "unmasked", "prompt", "block", or several of them. All but "all" are recorded as
+            received_CLASS, each divided by its own e_j, so that sinks do not seem to die when the masks run out.
+        min_viewers: a key that fewer queries of the class see is undefined (NaN).
+
+    Raises:
+        ValueError: no such class, or min_viewers below 1.
+    """
+
+    queries: QueryClass | Sequence[QueryClass] = "all"
+    min_viewers: int = MIN_VIEWERS
+
+    dims = KEYS
+    unit = "relative to uniform"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.queries, str):
+            object.__setattr__(self, "queries", tuple(self.queries))
+        for name in self._classes:
+            checked_class(name, "ReceivedAttention")
+        if not self._classes or self.min_viewers < 1:
+            raise ValueError(f"{self}: give at least one class of queries and min_viewers of at least 1")
+
+    @property
+    def parts(self) -> "tuple[ReceivedAttention, ...]":
+        """One reducer per class."""
+        return tuple(ReceivedAttention(name, self.min_viewers) for name in self._classes)
+
+    @property
+    def name(self) -> str:
+        """received, or received_CLASS."""
+        return "received" if self._classes[0] == "all" else f"received_{self._classes[0]}"
+
+    @property
+    def formula(self) -> str:
+        """With its source."""
+        return f"sum_i A_ij / e_j over {self._classes[0]} queries (2510.15731, section 4.1, relative to uniform)"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Column sums of its class."""
+        return (f"received:{self._classes[0]}",)
+
+    def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
+        """score_j, NaN where undefined."""
+        return layer.received(self._classes[0], min_viewers=self.min_viewers)
+
+    @property
+    def _classes(self) -> tuple[QueryClass, ...]:
+        return (self.queries,) if isinstance(self.queries, str) else tuple(self.queries)
+
+
+@dataclass(frozen=True)
+class WeightedValue:
+    """How much each key writes: r_j ||W_O v_j||, the attention it receives times what it puts into the stream.
+
+    The norm-based weight of 2004.10102 (section 3), summed over queries: sum_i A_ij ||W_O^h v_j^h||, in the units
+    of the residual stream. With gated attention it is what the key would write with an open gate. NaN at padding; 0
+    where no query of the class sees the key, which is a sum over none.
+
+    Args:
+        queries: which queries count.
+
+    Raises:
+        ValueError: no such class.
+    """
+
+    queries: QueryClass = "all"
+
+    dims = KEYS
+    unit = "norm of the residual stream"
+    formula = "sum_i A_ij ||W_O v_j|| (2004.10102, section 3, summed over queries)"
+
+    def __post_init__(self) -> None:
+        checked_class(self.queries, "WeightedValue")
+
+    @property
+    def name(self) -> str:
+        """weighted_value, or weighted_value_CLASS."""
+        return "weighted_value" if self.queries == "all" else f"weighted_value_{self.queries}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Column sums of its class."""
+        return (f"received:{self.queries}",)
+
+    def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
+        """The sum, NaN at padding, 0 where no query of the class sees the key."""
+        if "written" not in layer.memory:
+            layer.memory["written"] = _triangle(layer)
+        values = layer.inputs.v.float()
+        heads = layer.inputs.q.shape[1]
+        values = values.repeat_interleave(heads // values.shape[1], 1)
+        # ||W v|| = ||R v|| for W = Q R: a [d_head, d_head] product per key, and no [key, d_model].
+        written = (values @ layer.memory["written"].mT).norm(dim=-1)
+        return layer.only_keys(layer.sums[self.queries] * written)
+
+
+def _triangle(layer: LayerStep) -> Float[Tensor, "head d_head d_head"]:
+    if layer.weight is None:
+        raise ValueError("WeightedValue needs the output projection, which this host does not show")
+    return torch.linalg.qr(layer.weight().float().mT, mode="r").R
+
+
+@dataclass(frozen=True)
+class TopKeys:
+    """The k keys of every head that receive most, best first: `top_keys` are positions, `top_scores` scores.
+
+    Scores are relative to uniform. Learned sink tokens stand behind the canvas. Where fewer than k keys are
+    defined, the rest has position -1 and score NaN. Of equal scores the earlier key comes first.
+
+    Args:
+        k: how many.
+        queries: which queries count.
+        min_viewers: a key that fewer queries of the class see is undefined.
+
+    Raises:
+        ValueError: k below 1, or no such class.
+    """
+
+    k: int = 5
+    queries: QueryClass = "all"
+    min_viewers: int = MIN_VIEWERS
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"TopKeys(k={self.k}): k is at least 1")
+        checked_class(self.queries, "TopKeys")
+
+    @property
+    def parts(self) -> "tuple[_Top, ...]":
+        """The positions and the scores."""
+        return _Top(self, "top_keys"), _Top(self, "top_scores")
+
+
+@dataclass(frozen=True)
+class _Top:
+    """One of the two."""
+
+    top: TopKeys
+    kind: str
+
+    dims = ("step", "batch", "layer", "head", "rank")
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.top.queries == "all" else f"{self.kind}_{self.top.queries}"
+
+    @property
+    def unit(self) -> str:
+        return "key position" if self.kind == "top_keys" else "relative to uniform"
+
+    @property
+    def formula(self) -> str:
+        return f"the {self.top.k} keys with the largest r_j / e_j over {self.top.queries} queries"
+
+    @property
+    def positions(self) -> bool:
+        """Its numbers are positions of keys, which move where recordings of unequal width are joined."""
+        return self.kind == "top_keys"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (f"received:{self.top.queries}",)
+
+    def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head rank"] | Int[Tensor, "batch head rank"]:
+        scores = layer.received(self.top.queries, min_viewers=self.top.min_viewers)
+        if scores.shape[-1] < self.top.k:
+            scores = torch.nn.functional.pad(scores, (0, self.top.k - scores.shape[-1]), value=torch.nan)
+        scores, order = scores.nan_to_num(nan=-torch.inf).sort(dim=-1, descending=True, stable=True)
+        scores, order = scores[..., : self.top.k], order[..., : self.top.k]
+        if self.kind == "top_keys":
+            return order.masked_fill(scores == -torch.inf, -1).int()
+        return scores.masked_fill(scores == -torch.inf, torch.nan)

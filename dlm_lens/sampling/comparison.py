@@ -1,0 +1,229 @@
+"""`compare`: the same prompts with and without hooks, from the same seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.adapters import family_of
+from dlm_lens.arguments import checked_arguments
+from dlm_lens.attention import Hook, exclusive
+from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.sampling.denoising import denoise
+from dlm_lens.sampling.denoising_run import Denoised
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.settings import check_model
+from dlm_lens.sampling.token_text import TokenTexts
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two runs of the same prompts from the same seed, the second one under hooks.
+
+    Behind the first difference the runs see different canvases, so that later differences are not the hooks' own
+    doing; `dlm_lens.replay` keeps the canvases fixed. An AR run that ended earlier counts as going on with its end
+    token.
+
+    Args:
+        plain: without hooks.
+        hooked: with them.
+        hooks: the hooks, as they print themselves.
+
+    Raises:
+        ValueError: the runs have other prompts or other shapes.
+    """
+
+    plain: Denoised
+    hooked: Denoised
+    hooks: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        one, two = self.plain, self.hooked
+        width = one.prompt_length
+        if two.prompt_length != width or len(one.tokens) != len(two.tokens):
+            raise ValueError(f"the runs do not pair: {one} and {two} differ in prompt length or rows")
+        lengths = one.tokens.shape[1], two.tokens.shape[1]
+        if not self._causal and lengths[0] != lengths[1]:
+            raise ValueError(f"the runs do not pair: they have {lengths[0]} and {lengths[1]} positions")
+        content = one.attention_mask[:, :width]
+        if not content.equal(two.attention_mask[:, :width]) or not torch.equal(
+            *(run.tokens[:, :width].masked_fill(run.masked[0, :, :width] | ~content, -1) for run in (one, two))
+        ):
+            raise ValueError("the runs do not pair: their prompts differ")
+
+    def __repr__(self) -> str:
+        changed, answer = int(self.tokens_changed.sum()), int(self.answer.sum())
+        first = self.first_difference.tolist()
+        return (
+            f"Comparison(tokens_changed={changed} of {answer}, first_difference={first}, "
+            f"hooks=[{', '.join(self.hooks)}])"
+        )
+
+    @property
+    def _causal(self) -> bool:
+        return self.plain.settings.get("sampler") == "causal"
+
+    @cached_property
+    def _pair(self) -> tuple[Denoised, Denoised]:
+        """Both runs with as many steps and positions."""
+        steps = max(self.plain.steps, self.hooked.steps)
+        first, second = (_longer(run, steps, self._causal) for run in (self.plain, self.hooked))
+        return first, second
+
+    @property
+    def answer(self) -> Bool[Tensor, "batch position"]:
+        """Positions that were masked when the runs began."""
+        return self._pair[0].masked[0]
+
+    @cached_property
+    def first_difference(self) -> Int[Tensor, "batch"]:
+        """The first step that wrote something else, other tokens or elsewhere, per row; -1 if none did."""
+        one, two = (run.canvases[1:].masked_fill(run.masked[1:], -1) for run in self._pair)
+        differs = (one != two).any(-1)
+        return torch.where(differs.any(0), differs.int().argmax(0), -1)
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch position"]:
+        """Answer positions whose final token is another one."""
+        one, two = self._pair
+        return (one.tokens != two.tokens) & self.answer
+
+    @property
+    def tokens_changed(self) -> Int[Tensor, "batch"]:
+        """How many final tokens are others, per row."""
+        return self.mask.sum(-1)
+
+    @property
+    def share_changed(self) -> Float[Tensor, "batch"]:
+        """The share of the answer that they are, 0 to 1."""
+        return self.tokens_changed / self.answer.sum(-1).clamp(min=1)
+
+    @property
+    def confidence_change(self) -> Float[Tensor, "batch position"]:
+        """Confidence at which a position was written, with hooks minus without, aligned by position.
+
+        In the unit of the sampler's ranking. NaN outside the answer, where either run wrote nothing, and where the
+        algorithm ranks by nothing (Dream's "origin").
+        """
+        one, two = (_written_confidence(run) for run in self._pair)
+        return two - one
+
+    @property
+    def step_change(self) -> Float[Tensor, "batch position"]:
+        """The step at which a position was written, with hooks minus without; NaN as in `confidence_change`."""
+        one, two = (run.step_of.float().masked_fill(run.step_of < 0, torch.nan) for run in self._pair)
+        return two - one
+
+    def table(self) -> pd.DataFrame:
+        """One line per answer position: batch, position, tokens, texts, steps and confidences of both runs.
+
+        `position` counts from the prompt's first token, `canvas_position` on the canvas.
+        """
+        rows, positions = self.answer.nonzero(as_tuple=True)
+        columns: dict[str, Any] = {"batch": rows.tolist(), "position": positions.tolist()}
+        pair = dict(zip(("plain", "hooked"), self._pair, strict=True))
+        for name, run in pair.items():
+            text = TokenTexts(run.tokenizer)
+            columns[f"token_{name}"] = [text(int(token)) for token in run.tokens[rows, positions]]
+        columns["changed"] = self.mask[rows, positions].tolist()
+        for name, run in pair.items():
+            columns[f"step_{name}"] = run.step_of[rows, positions].tolist()
+        for name, run in pair.items():
+            columns[f"confidence_{name}"] = _written_confidence(run)[rows, positions].tolist()
+        one = self._pair[0]
+        return from_prompt(pd.DataFrame(columns), one.padding, one.tokens.shape[1])
+
+
+@exclusive
+@checked_arguments()
+def compare(
+    model: Any, prompts: Any, hooks: Sequence[Hook], *, seed: int | list[int] | None = 0, **settings: Any
+) -> Comparison:
+    """Denoise prompts with and without hooks, from the same seed.
+
+    Both runs draw the same random numbers, so that they are one until the hooks change what is written. An AR model
+    decodes both times without a cache.
+
+    Args:
+        model: from `dlm_lens.load`.
+        prompts: as for `dlm_lens.denoise`.
+        hooks: interventions (`dlm_lens.hooks`).
+        seed: one number, or one per row; None for a fresh one, the same for both.
+        **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
+
+    Raises:
+        ValueError: no hook, hooks among the settings of both runs, or what `denoise` refuses.
+    """
+    check_model(model)
+    hooks = checked(hooks)
+    if not hooks:
+        raise ValueError("compare: hooks is empty; give at least one hook, or run dlm_lens.denoise twice")
+    if "host" in settings:
+        raise ValueError("compare makes two runs, which a host cannot follow; call dlm_lens.denoise yourself")
+    if hasattr(model, "sampler_defaults") and family_of(model.config.model_type).causal:
+        settings.setdefault("use_cache", False)
+    plain = denoise(model, prompts, seed=seed, **settings)
+    drawn = list(plain.settings["seeds"]) if seed is None else seed
+    hooked = denoise(model, prompts, seed=drawn, hooks=hooks, **settings)
+    return Comparison(plain, hooked, tuple(map(repr, hooks)))
+
+
+def _written_confidence(run: Denoised) -> Float[Tensor, "batch position"]:
+    """The confidence of the step that wrote a position; NaN where none did, or where it ranked by nothing."""
+    step = run.step_of
+    found = run.confidence.gather(0, step.clamp(min=0)[None])[0]
+    return found.masked_fill((step < 0) | ~found.isfinite(), torch.nan)
+
+
+def _longer(run: Denoised, steps: int, causal: bool) -> Denoised:
+    """The run with `steps` steps, those behind its end writing nothing; an AR run goes on with its end token."""
+    more = steps - run.steps
+    if not more:
+        return run
+    if causal:
+        run = _wider(run, more)
+
+    def held(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])])
+
+    def nothing(tensor: Tensor, value: float) -> Tensor:
+        return torch.cat([tensor, torch.full_like(tensor[:1], value).expand(more, *tensor.shape[1:])])
+
+    canvases, masked = held(run.canvases), held(run.masked)
+    if causal:
+        ends = run.tokens.shape[1] - more + torch.arange(1, more + 1)
+        written = torch.arange(run.tokens.shape[1]) < ends[:, None]
+        masked = torch.cat([run.masked, ~written[:, None].expand(-1, len(run.tokens), -1)])
+    return replace(
+        run,
+        canvases=canvases,
+        masked=masked,
+        proposals=held(run.proposals),
+        confidence=nothing(run.confidence, -torch.inf),
+        selected=nothing(run.selected, False),
+        spans=(*run.spans, *[run.spans[-1]] * more),
+        blocks=(*run.blocks, *[run.blocks[-1]] * more),
+    )
+
+
+def _wider(run: Denoised, more: int) -> Denoised:
+    """An AR run with more positions, on which the end token will stand."""
+    end = run.eos_token_ids[0] if run.eos_token_ids else 0
+
+    def padded(tensor: Tensor, value: float) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, more), value=value)
+
+    return replace(
+        run,
+        canvases=padded(run.canvases, end),
+        masked=padded(run.masked.byte(), 1).bool(),
+        proposals=padded(run.proposals, end),
+        confidence=padded(run.confidence, -torch.inf),
+        selected=padded(run.selected.byte(), 0).bool(),
+        attention_mask=padded(run.attention_mask.byte(), 1).bool(),
+    )

@@ -1,0 +1,1 @@
+"""Likelihoods of given answers."""

@@ -1,0 +1,367 @@
+"""`log_likelihood`: how likely a model finds a given answer, by the method of its family."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.adapters import family_of
+from dlm_lens.arguments import checked_arguments, shown
+from dlm_lens.attention import exclusive
+from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
+from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, RateCorruption, chain_masks
+from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer
+from dlm_lens.sampling.prompts import warn_beyond_context
+from dlm_lens.sampling.settings import check_model, row_seeds
+
+
+@dataclass(frozen=True, eq=False)
+class LogLikelihood:
+    """Log-likelihoods of answers given their prompts, in nats, item by item; float64 on the CPU.
+
+    Args:
+        value: the log-likelihood (with "mc" an estimate of its lower bound). With "greedy_completion", the
+            logarithm of the probability that greedy decoding writes the answer: 0 or -inf.
+        standard_error: of `value` over the stratified groups of samples; 0 where nothing is drawn, NaN with a
+            single group.
+        losses: of every item, "mc": the loss of each sample, whose mean is -value; "chain_rule": minus the
+            log-probability of each token, whose sum is -value; "greedy_completion": nothing.
+        tokens: number of tokens of each answer.
+        method: "mc", "chain_rule" or "greedy_completion".
+        settings: everything that it ran with.
+        completions: with "greedy_completion", the token ids written in place of each answer.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    value: Float[Tensor, "item"]
+    standard_error: Float[Tensor, "item"]
+    losses: tuple[Float[Tensor, "term"], ...]
+    tokens: Int[Tensor, "item"]
+    method: str
+    settings: Mapping[str, Any]
+    completions: tuple[Int[Tensor, "answer"], ...] = ()
+
+    def __post_init__(self) -> None:
+        items = len(self.tokens)
+        for name in ("value", "standard_error", "tokens"):
+            if tuple(getattr(self, name).shape) != (items,):
+                raise ValueError(
+                    f"LogLikelihood.{name} has shape {tuple(getattr(self, name).shape)}, not ({items},)"
+                )
+        if len(self.losses) != items:
+            raise ValueError(f"LogLikelihood.losses has {len(self.losses)} entries for {items} items")
+        lengths = [int(length) for length in self.tokens]
+        terms = {
+            "mc": [self.settings.get("samples")] * items,
+            "chain_rule": lengths,
+            "greedy_completion": [0] * items,
+        }
+        if self.method not in terms:
+            raise ValueError(f"LogLikelihood.method is {self.method!r}; it must be one of {', '.join(terms)}")
+        if [len(losses) for losses in self.losses] != terms[self.method]:
+            raise ValueError(f"LogLikelihood.losses must have {terms[self.method]} terms, one number per item")
+        written = lengths if self.method == "greedy_completion" else []
+        if [len(ids) for ids in self.completions] != written:
+            raise ValueError(f"LogLikelihood.completions must have {written} tokens, one number per item")
+
+    def __repr__(self) -> str:
+        value = ", ".join(f"{v:.4f}" for v in self.value[:8].tolist()) + (", ..." if len(self.value) > 8 else "")
+        return f"LogLikelihood(value=[{value}], method={self.method!r}, settings={dict(self.settings)})"
+
+    def __float__(self) -> float:
+        """The value of a single item."""
+        if len(self.value) != 1:
+            raise ValueError(f"{len(self.value)} items have no single value; read .value")
+        return float(self.value)
+
+    @property
+    def per_token(self) -> Float[Tensor, "item"]:
+        """Value divided by the number of tokens; exp of minus this is the perplexity (its bound with "mc")."""
+        return self.value / self.tokens
+
+    @property
+    def groups(self) -> Float[Tensor, "item group"]:
+        """With "mc", the mean loss of every stratified group: the losses per batch of the authors' code."""
+        if self.method != "mc":
+            raise ValueError(f"groups of samples exist with method 'mc'; this is {self.method!r}")
+        return torch.stack(self.losses).unflatten(-1, (-1, int(self.settings["strata"]))).mean(-1)
+
+    @property
+    def is_greedy(self) -> Bool[Tensor, "item"]:
+        """With "greedy_completion", whether the model writes exactly the answer."""
+        if self.method != "greedy_completion":
+            raise ValueError(f"is_greedy needs method 'greedy_completion'; this is {self.method!r}")
+        return self.value == 0
+
+
+MOST, FEWEST_GROUPS = 16, 4
+
+
+def strata_of(samples: int, strata: int | None) -> int:
+    """How many samples share one stratified draw.
+
+    Raises:
+        ValueError: the samples do not divide into groups of that size.
+    """
+    if strata is None:
+        most = max(1, min(MOST, samples // FEWEST_GROUPS))
+        return next(size for size in range(most, 0, -1) if samples % size == 0)
+    if strata < 1 or samples % strata:
+        raise ValueError(
+            f"{samples} samples do not divide into groups of {strata} (strata, and batch_size with "
+            "reference_quirks); choose samples as a multiple of it"
+        )
+    return strata
+
+
+class _Samples(NamedTuple):
+    """An item's samples: which of its different masks each is, and the rate that drew it."""
+
+    different: Bool[Tensor, "mask position"]
+    which: Int[Tensor, "sample"]
+    rate: Float[Tensor, "sample"]
+
+
+def monte_carlo(
+    scorer: Scorer, pairs: Sequence[Pair], items: Iterable[int], corruption: Corruption, record: Mapping[str, Any]
+) -> LogLikelihood:
+    """Mean over the samples of the cross entropies of what is masked, divided by the masking rate.
+
+    A mask that an item draws several times (all of them, if its answer is one token) is evaluated once.
+    """
+    shared = torch.Generator().manual_seed(record["seeds"][0]) if record["reference_quirks"] else None
+    drawn: dict[int, _Samples] = {}
+
+    def queries() -> Iterator[Query]:
+        for item in items:
+            generator = shared or torch.Generator().manual_seed(record["seeds"][item])
+            drawn[item] = _draw(pairs[item], corruption, record, generator)
+            sums[item] = torch.zeros(len(drawn[item].different), dtype=torch.float64)
+            for number, mask in enumerate(drawn[item].different):
+                if mask.any():
+                    yield Query(item, pairs[item], mask, mask, number)
+
+    sums: dict[int, Float[Tensor, "mask"]] = {}
+    for query, loss in scorer.losses(queries()):
+        sums[query.item][query.term] = loss.sum()
+    losses = tuple(_per_sample(drawn[item], sums[item]) for item in range(len(pairs)))
+    groups = torch.stack(losses).unflatten(-1, (-1, record["strata"])).mean(-1)
+    spread = groups.std(-1) if groups.shape[1] > 1 else torch.full((len(pairs),), torch.nan, dtype=torch.float64)
+    return LogLikelihood(
+        -groups.mean(-1),
+        spread / groups.shape[1] ** 0.5,
+        losses,
+        torch.tensor([len(pair.answer) for pair in pairs]),
+        "mc",
+        record,
+    )
+
+
+def _draw(pair: Pair, corruption: Corruption, record: Mapping[str, Any], generator: torch.Generator) -> _Samples:
+    size = record["strata"]
+    groups = [corruption.draw(pair, size, generator) for _ in range(record["samples"] // size)]
+    different, which = torch.cat([group.masked for group in groups]).unique(dim=0, return_inverse=True)
+    return _Samples(different, which, torch.cat([group.rate for group in groups]))
+
+
+def _per_sample(samples: _Samples, sums: Float[Tensor, "mask"]) -> Float[Tensor, "sample"]:
+    some = samples.different.any(-1)
+    # A rate of 0 masks nothing, and nothing masked is no loss.
+    return torch.where(some[samples.which], sums[samples.which] / samples.rate.double(), 0.0)
+
+
+METHODS = ("mc", "chain_rule", "greedy_completion")
+
+CORRUPTIONS: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
+    "llada": (CountCorruption, {}),
+    "dream": (RateCorruption, {"eps": 1e-3, "protect_ends": True}),
+    "smdm": (RateCorruption, {}),
+}
+"""Sampling algorithm -> how its authors mask texts for a likelihood, and with which settings."""
+
+
+@checked_arguments()
+@torch.no_grad()
+@exclusive
+def log_likelihood(
+    model: Any,
+    prompt: Any,
+    answer: Any,
+    method: str | None = None,
+    *,
+    samples: int = 128,
+    cfg_scale: float = 0.0,
+    seed: int | list[int] = 0,
+    strata: int | None = None,
+    batch_size: int | None = None,
+    progress: bool = False,
+    reference_quirks: bool = False,
+    **settings: Any,
+) -> LogLikelihood:
+    """Log-likelihood of given answers, ln p(answer | prompt) in nats.
+
+    "mc" estimates the lower bound E[sum over masked positions of ln p(token | canvas) / masking rate] from
+    random masks, drawn as by the family's authors but for a bias of LLaDA's (ML-GSAI/LLaDA,
+    get_log_likelihood.py; HKUNLP/Dream, eval/eval.py; ML-GSAI/SMDM, evaluate_diff.py). "chain_rule" sums
+    ln p(token i | prompt, answer before i, everything else masked); of an AR model it is exact, in one forward.
+    "greedy_completion" writes the answer's positions one by one, the surest first, and says whether the answer
+    comes out.
+
+    Items are independent: each has a random generator of its own, so that a value depends neither on the
+    other items nor on the batches. The same seed gives answers of equal length the same masks.
+
+    Args:
+        model: from `dlm_lens.load`.
+        prompt: as for `denoise`: text, chat messages, token ids, or a list of any of them.
+        answer: text, token ids, or a list of either; one per prompt, or several for one prompt.
+        method: "mc", "chain_rule" or "greedy_completion"; None for "mc", and "chain_rule" of an AR model.
+        samples: random masks per item, for "mc".
+        cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); u sees a masked prompt.
+        seed: one number, or one per item.
+        strata: samples of one stratified draw (the authors' batch size); a divisor of `samples`. None for the
+            largest one up to 16 that leaves four draws, from which the standard error comes.
+        batch_size: canvases per forward; None for as many as fit into bounded memory. The values do not
+            depend on it.
+        progress: show a progress bar.
+        reference_quirks: the authors' evaluation loops: one random stream over all items in their order (needs
+            a single seed), `batch_size` is `strata` too, LLaDA's numbers of masks rounded half to even (a bias),
+            [MASK] allowed in a greedy completion.
+        **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream and SMDM: eps,
+            protect_ends, scope ("answer" or "both"); "chain_rule": order ("left_to_right" or "right_to_left").
+
+    Raises:
+        ValueError: items or settings that cannot work, before anything is computed.
+        NonFiniteLogitsError: naming the item and the position.
+    """
+    check_model(model)
+    algorithm = family_of(model.config.model_type).sampler_of(model.config)
+    causal = algorithm == "causal"
+    method = method or ("chain_rule" if causal else "mc")
+    if "mc_num" in settings:
+        raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
+    _check(method, algorithm, samples, cfg_scale, batch_size)
+    pairs = read_pairs(model, prompt, answer)
+    seeds = row_seeds(seed, len(pairs))
+    if reference_quirks and len(set(seeds)) > 1:
+        raise ValueError("reference_quirks has one random stream for all items; give a single seed")
+    warn_beyond_context(model, max(len(pair.tokens) for pair in pairs))
+    scorer = Scorer(model, cfg_scale, batch_size, shift=True if causal else None)
+    order = _longest_first(pairs, answers=method == "greedy_completion")
+    bar = tqdm(order, desc="likelihood", unit="item", disable=not progress)
+    record = {"sampler": algorithm, "cfg_scale": cfg_scale, "reference_quirks": reference_quirks}
+    if method == "greedy_completion":
+        _known(settings, (), method, algorithm)
+        return _greedy(scorer, pairs, bar, causal, record)
+    if method == "chain_rule":
+        _known(settings, () if causal else ("order",), method, algorithm)
+        return _chain_rule(scorer, pairs, bar, causal, settings.get("order", "left_to_right"), record)
+    corruption = _corruption(algorithm, settings, pairs, cfg_scale, reference_quirks)
+    if reference_quirks:
+        strata = strata or batch_size
+        bar = tqdm(range(len(pairs)), desc="likelihood", unit="item", disable=not progress)
+    record |= {"samples": samples, "strata": strata_of(samples, strata), "seeds": seeds, **asdict(corruption)}
+    return monte_carlo(scorer, pairs, bar, corruption, record)
+
+
+def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:
+    """Like sizes share a batch, and what does not fit into memory fails at once; `answers`: their length first."""
+    return sorted(
+        range(len(pairs)), key=lambda item: (-len(pairs[item].answer) * answers, -len(pairs[item].tokens))
+    )
+
+
+def _check(method: str, algorithm: str, samples: int, cfg_scale: float, batch_size: int | None) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+    if algorithm == "causal" and method == "mc":
+        raise ValueError("an AR model has no masks to draw, its likelihood is exact; use method='chain_rule'")
+    if algorithm == "causal" and cfg_scale:
+        raise ValueError(f"cfg_scale is {cfg_scale}, but an AR model has no mask token to guide with; leave it out")
+    if method == "mc" and algorithm not in CORRUPTIONS:
+        raise ValueError(f"no mc likelihood is known for the sampler {algorithm!r}; use method='chain_rule'")
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; at least one random mask is needed")
+    if cfg_scale < 0:
+        raise ValueError(f"cfg_scale is {cfg_scale}; it must be 0 (no guidance) or positive")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None")
+
+
+def _known(settings: Mapping[str, Any], names: Sequence[str], method: str, algorithm: str) -> None:
+    for name in settings:
+        if name not in names:
+            has = ", ".join(names) or "none"
+            raise ValueError(f"the {method} likelihood of {algorithm} has no setting {name!r}; it has {has}")
+
+
+def _corruption(
+    algorithm: str, settings: Mapping[str, Any], pairs: Sequence[Pair], cfg_scale: float, reference_quirks: bool
+) -> Any:
+    kind, defaults = CORRUPTIONS[algorithm]
+    _known(settings, [field.name for field in fields(kind)], "mc", algorithm)
+    quirks = {"rounding": "half_to_even"} if reference_quirks and kind is CountCorruption else {}
+    corruption = kind(**{**defaults, **quirks, **settings})
+    values = asdict(corruption)
+    if cfg_scale and values.get("scope") == "both":
+        raise ValueError("guidance masks the prompt, which scope='both' scores; use scope='answer' or cfg_scale=0")
+    if values.get("protect_ends") and values["scope"] == "answer" and not reference_quirks:
+        for item, pair in enumerate(pairs):
+            if len(pair.answer) == 1:
+                raise ValueError(
+                    f"answer {item} has a single token, and protect_ends never masks the last position: nothing "
+                    "would be scored; use method='chain_rule' or protect_ends=False"
+                )
+    return corruption
+
+
+def _chain_rule(
+    scorer: Scorer, pairs: Sequence[Pair], items: Any, causal: bool, order: str, record: Mapping[str, Any]
+) -> LogLikelihood:
+    def queries(item: int) -> list[Query]:
+        pair = pairs[item]
+        if causal:
+            return [Query(item, pair, torch.zeros_like(pair.in_answer), pair.in_answer)]
+        masks = zip(*chain_masks(pair, order), strict=True)
+        return [Query(item, pair, *both, term) for term, both in enumerate(masks)]
+
+    terms: dict[tuple[int, int], Float[Tensor, "scored"]] = {}
+    for query, loss in scorer.losses(query for item in items for query in queries(item)):
+        terms[query.item, query.term] = loss
+    losses = tuple(
+        torch.cat([terms[item, term] for term in range(1 if causal else len(pair.answer))])
+        for item, pair in enumerate(pairs)
+    )
+    value = -torch.stack([loss.sum() for loss in losses])
+    return LogLikelihood(
+        value,
+        torch.zeros_like(value),
+        losses,
+        torch.tensor([len(pair.answer) for pair in pairs]),
+        "chain_rule",
+        {**record, "order": order},
+    )
+
+
+def _greedy(
+    scorer: Scorer, pairs: Sequence[Pair], items: Any, causal: bool, record: Mapping[str, Any]
+) -> LogLikelihood:
+    allow = bool(record["reference_quirks"])
+    written = dict(greedy_completions(scorer, pairs, items, causal=causal, allow_mask=allow))
+    same = torch.tensor([written[item].equal(pair.answer) for item, pair in enumerate(pairs)])
+    value = torch.zeros(len(pairs), dtype=torch.float64).masked_fill(~same, -torch.inf)
+    return LogLikelihood(
+        value,
+        torch.zeros_like(value),
+        (value.new_empty(0),) * len(pairs),
+        torch.tensor([len(pair.answer) for pair in pairs]),
+        "greedy_completion",
+        record,
+        tuple(written[item] for item in range(len(pairs))),
+    )

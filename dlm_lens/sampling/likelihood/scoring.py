@@ -1,0 +1,193 @@
+"""Cross entropies of many corrupted texts, packed into batches of bounded size."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.placement import execution_device, input_device
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError
+from dlm_lens.sampling.prompts import padding_id
+
+POSITIONS = {"cpu": 1024, "cuda": 8192}
+"""Canvas positions of one forward, where the caller does not say how many canvases. More only costs memory."""
+LOGITS = 2**26
+"""Logits of one forward likewise: 256 MiB in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """A text with some positions masked, and which positions' tokens are asked for: a term of an item's sum."""
+
+    item: int
+    pair: Pair
+    masked: Bool[Tensor, "position"]
+    scored: Bool[Tensor, "position"]
+    term: int = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row(Query):
+    """Stands for queries that see the same canvas; `scored` is what any of them asks for."""
+
+    queries: list[Query]
+
+
+AnyQuery = TypeVar("AnyQuery", bound=Query)
+
+
+class Batch(NamedTuple):
+    """Left-padded rows on the model's device."""
+
+    canvas: Int[Tensor, "row position"]
+    content: Bool[Tensor, "row position"]
+    prompt: Bool[Tensor, "row position"]
+    scored: Bool[Tensor, "row position"]
+    targets: Int[Tensor, "scored"]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Evaluates queries: one forward per batch, the head on the scored positions only.
+
+    Queries of one prompt that follow each other and see the same canvas share a row: the answers of a multiple
+    choice have their fully masked canvas in common if they are equally long, single letters every canvas.
+
+    Args:
+        model: from `dlm_lens.load`.
+        cfg_scale: guidance; the unconditional canvas masks the prompt.
+        batch_size: canvases per forward; None for as many as `POSITIONS`, `LOGITS` and padding allow.
+        shift: as `CanvasLogits` has it; True for an AR model.
+    """
+
+    model: Any
+    cfg_scale: float = 0.0
+    batch_size: int | None = None
+    shift: bool | None = None
+
+    def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
+        """Every query with minus the log-probabilities of its scored tokens, float64, as they are computed.
+
+        Raises:
+            NonFiniteLogitsError: naming the item and the position.
+        """
+        for batch in self.batches(shared(queries)):
+            yield from self._evaluate(batch)
+
+    def batches(self, queries: Iterable[AnyQuery]) -> Iterator[list[AnyQuery]]:
+        """Cut the stream where the next one would not fit any more."""
+        batch: list[AnyQuery] = []
+        width = scored = 0
+        for query in queries:
+            wider, more = max(width, len(query.masked)), scored + int(query.scored.sum())
+            if batch and not self._fits(len(batch) + 1, wider, more, len(query.masked)):
+                yield batch
+                batch, wider, more = [], len(query.masked), int(query.scored.sum())
+            batch.append(query)
+            width, scored = wider, more
+        if batch:
+            yield batch
+
+    def network(self, content: Bool[Tensor, "row position"], prompt: Bool[Tensor, "row position"]) -> CanvasLogits:
+        """The logits of a batch."""
+        return CanvasLogits(
+            self.model,
+            content,
+            cfg_scale=self.cfg_scale,
+            fixed=prompt | ~content,
+            mask_token_id=getattr(self.model.config, "mask_token_id", None),
+            shift=self.shift,
+        )
+
+    def _fits(self, rows: int, width: int, scored: int, shortest: int) -> bool:
+        if self.batch_size is not None:
+            return rows <= self.batch_size
+        halves = 2 if self.cfg_scale else 1
+        head = self.model.get_output_embeddings()
+        most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
+        # A forward that is half full is better finished than padded by more than an eighth.
+        wasteful = 2 * halves * (rows - 1) * width > most and 8 * (width - shortest) > width
+        return halves * rows * width <= most and halves * scored * head.weight.shape[0] <= LOGITS and not wasteful
+
+    def _evaluate(self, rows: Sequence[Row]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
+        batch = assemble(self.model, rows)
+        logits = self.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
+        check_items(logits, batch.scored, batch.content, rows)
+        where, targets = _asked(rows)
+        # With a device map the head may live elsewhere than the embedding.
+        logs = logits.float().log_softmax(-1)[where.to(logits.device), targets.to(logits.device)]
+        queries = [query for row in rows for query in row.queries]
+        losses = (-logs).double().cpu().split([int(query.scored.sum()) for query in queries])
+        yield from zip(queries, losses, strict=True)
+
+
+def shared(queries: Iterable[Query]) -> Iterator[Row]:
+    """Put queries that see the same canvas into one row, among those with one prompt that follow each other."""
+    for _, group in groupby(queries, lambda query: (len(query.masked), _digest(query.pair.prompt))):
+        same: dict[bytes, list[Query]] = {}
+        for query in group:
+            same.setdefault(_digest(query.pair.tokens.masked_fill(query.masked, -1)), []).append(query)
+        for each in same.values():
+            first, scored = each[0], torch.stack([query.scored for query in each]).any(0)
+            yield Row(first.item, first.pair, first.masked, scored, queries=each)
+
+
+def _digest(ids: Int[Tensor, "n"]) -> bytes:
+    """Stands for the ids, of which a group holds thousands of rows at a time."""
+    return sha256(ids.numpy().tobytes()).digest()
+
+
+def _asked(rows: Sequence[Row]) -> tuple[Int[Tensor, "asked"], Int[Tensor, "asked"]]:
+    """Which of the batch's scored positions each query asks for, and the tokens that it asks about."""
+    where, targets, before = [], [], 0
+    for row in rows:
+        rank = row.scored.cumsum(-1) - 1 + before
+        before += int(row.scored.sum())
+        where += [rank[query.scored] for query in row.queries]
+        targets += [query.pair.tokens[query.scored] for query in row.queries]
+    return torch.cat(where), torch.cat(targets)
+
+
+def check_items(
+    logits: Float[Tensor, "scored d_vocab"],
+    scored: Bool[Tensor, "row position"],
+    content: Bool[Tensor, "row position"],
+    queries: Sequence[Query],
+) -> None:
+    """Raise if a row has no finite largest logit.
+
+    Raises:
+        NonFiniteLogitsError: naming the item and the position in its text.
+    """
+    bad = ~logits.amax(-1).isfinite()
+    if bool(bad.any()):
+        row, position = scored.nonzero()[int(bad.nonzero()[0, 0])].tolist()
+        position -= int((~content[row]).sum())
+        raise NonFiniteLogitsError(f"item {queries[row].item}: the logits of position {position}")
+
+
+def assemble(model: Any, queries: Sequence[Query]) -> Batch:
+    """Put queries into rows, padded on the left."""
+    device = input_device(model)
+    width = max(len(query.masked) for query in queries)
+
+    def padded(rows: list[Tensor], fill: int) -> Tensor:
+        out = torch.full((len(rows), width), fill, dtype=rows[0].dtype)
+        for line, row in zip(out, rows, strict=True):
+            line[width - len(row) :] = row
+        return out
+
+    tokens = padded([query.pair.tokens for query in queries], padding_id(model))
+    masked = padded([query.masked for query in queries], False)
+    scored = padded([query.scored for query in queries], False)
+    content = padded([torch.ones_like(query.masked) for query in queries], False)
+    prompt = padded([~query.pair.in_answer for query in queries], False)
+    # An AR model has no mask token, and nothing of its text is masked.
+    canvas = tokens.masked_fill(masked, getattr(model.config, "mask_token_id", None) or 0)
+    return Batch(*(part.to(device) for part in (canvas, content, prompt, scored, tokens[scored])))

@@ -1,0 +1,210 @@
+"""LLaDA's sampler: block-wise, low-confidence or random remasking, classifier-free guidance."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.sampling.noise import Noise, add_gumbel
+from dlm_lens.sampling.samplers.base import Proposal, Sampler, Select, SpecialIds, StepPlan
+from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative
+
+REMASKING = ("low_confidence", "random")
+
+
+@dataclass(frozen=True)
+class LLaDASettings:
+    """Settings of LLaDA's sampler (ML-GSAI/LLaDA, generate.py), under its own names, and of MMaDA's copy of it.
+
+    Args:
+        steps: denoising steps in all.
+        gen_length: tokens of the answer.
+        block_length: tokens of a block.
+        temperature: 0 takes the most likely token.
+        cfg_scale: guidance; 0 for none.
+        remasking: "low_confidence" or "random".
+        logits_eos_inf: never propose the end of the text.
+        confidence_eos_eot_inf: write the end of the text or turn last.
+        float64_confidence: softmax of the confidence in float64 (MMaDA; LLaDA before June 2025).
+        eot_token: a row ends behind a block whose last token is this one, and its later blocks stay masked
+            (MMaDA's mmu_generate_fast); None: every row is written to its end.
+        unpadded_guidance: with `reference_quirks`, a run with guidance sees the padding as content (MMaDA).
+
+    Raises:
+        ValueError: lengths and steps do not fit each other, or a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    block_length: int
+    temperature: float = 0.0
+    cfg_scale: float = 0.0
+    remasking: str = "low_confidence"
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    float64_confidence: bool = False
+    eot_token: int | None = None
+    unpadded_guidance: bool = False
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps", "block_length")
+        if self.gen_length % self.block_length:
+            raise ValueError(
+                f"gen_length {self.gen_length} does not divide into blocks of block_length {self.block_length}; "
+                "choose a block_length that divides it"
+            )
+        if self.steps % self.blocks:
+            raise ValueError(
+                f"{self.steps} steps do not divide into {self.blocks} blocks (gen_length {self.gen_length} / "
+                f"block_length {self.block_length}); choose steps as a multiple of {self.blocks}"
+            )
+        not_negative(self, "temperature", zero="greedy")
+        not_negative(self, "cfg_scale", zero="no guidance")
+        known_remasking(self.remasking, REMASKING, REMASKING, "LLaDA")
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks; infilling without an answer (gen_length 0) is one block."""
+        return max(1, self.gen_length // self.block_length)
+
+
+class LLaDAPropose(nn.Module):
+    """x0 = argmax of the (noisy) logits; confidence = softmax probability of x0 under the clean ones.
+
+    The softmax runs in the dtype of the logits, as in the reference since June 2025, or in float64. With random
+    remasking the confidence is a uniform number instead. [MASK] is never an x0, since writing it answers nothing;
+    the reference allows it. `eos`, `eot` serve the two switches that postpone the end.
+    """
+
+    def __init__(
+        self,
+        settings: LLaDASettings,
+        noise: Noise,
+        ids: SpecialIds,
+        reference_quirks: bool,
+    ) -> None:
+        super().__init__()
+        self.settings, self.noise, self.eos = settings, noise, ids.eos
+        self.never = [] if reference_quirks else [ids.mask]
+        # In the reference the EOS suppression lands on the noisy copy of the logits when there is noise, so
+        # that the confidence still sees EOS. By default it is suppressed at every temperature.
+        self.unlikely = [ids.eot] if reference_quirks and settings.temperature > 0 else [ids.eos, ids.eot]
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        if self.settings.logits_eos_inf:
+            logits = _without(logits, [self.eos])
+        scores = logits
+        if self.settings.temperature > 0:
+            uniform = self.noise.columns(evaluated, eligible, logits.shape[-1])
+            scores = add_gumbel(logits, uniform, self.settings.temperature)
+        chosen = _without(scores, self.never).argmax(-1)
+        if self.settings.remasking == "random":
+            confidence = self.noise.positions(eligible).to(canvas.device)
+        else:
+            if self.settings.confidence_eos_eot_inf:
+                logits = _without(logits, self.unlikely)
+            wide = torch.float64 if self.settings.float64_confidence else logits.dtype
+            likely = logits.softmax(-1, dtype=wide).gather(-1, chosen[:, None]).squeeze(-1)
+            likely = likely if self.settings.float64_confidence else likely.float()
+            confidence = likely.new_zeros(canvas.shape).masked_scatter(evaluated, likely)
+        tokens = canvas.masked_scatter(evaluated, chosen)
+        return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+
+def _without(logits: Float[Tensor, "n d_vocab"], ids: Sequence[int | None]) -> Float[Tensor, "n d_vocab"]:
+    if not ids:
+        return logits
+    columns = torch.tensor([i for i in ids if i is not None], dtype=torch.long, device=logits.device)
+    return logits.index_fill(-1, columns, -torch.inf)
+
+
+class LLaDASampler(Sampler):
+    """Blocks from left to right; in each, every step writes its share of what is still masked.
+
+    A block's m masks over s steps: each step writes ceil(left / steps left), which is m // s with one more in
+    the first m % s steps, as in the reference, and catches up with whatever an intervention changed. Masks in
+    front of the block (in the prompt, or put back by an intervention) are eligible and counted.
+    `reference_quirks` fixes the counts when the block starts, from the block alone: masks in the prompt then
+    compete for its budget, and as many are left at the end.
+
+    With `eot_token` a row whose block ends with it is done; `reference_quirks` stops only when all rows are.
+    """
+
+    def __init__(
+        self,
+        settings: LLaDASettings,
+        noise: Noise,
+        ids: SpecialIds,
+        *,
+        reference_quirks: bool = False,
+    ) -> None:
+        super().__init__()
+        needs_eos = settings.logits_eos_inf or settings.confidence_eos_eot_inf
+        if needs_eos and ids.eos is None:
+            raise ValueError(
+                "logits_eos_inf and confidence_eos_eot_inf need an end-of-text token; "
+                "pass eos_token_id= to dlm_lens.load"
+            )
+        self.settings, self.reference_quirks, self.cfg_scale = settings, reference_quirks, settings.cfg_scale
+        self.propose = LLaDAPropose(settings, noise, ids, reference_quirks)
+        self.select = Select()
+        self.unpadded = reference_quirks and settings.unpadded_guidance and settings.cfg_scale > 0
+        self._block_masks: Tensor | None = None
+        self._done: Tensor | None = None
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step: steps / blocks of them for each block."""
+        settings = self.settings
+        each = settings.steps // settings.blocks
+        found = []
+        for index in range(settings.steps):
+            block = index // each
+            stop = positions if settings.gen_length == 0 else prompt_length + (block + 1) * settings.block_length
+            start = 0 if settings.gen_length == 0 else stop - settings.block_length
+            found.append(StepPlan(index, settings.steps, block, (start, stop), each - index % each))
+        return found
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Masked positions up to the end of the block, in rows that go on."""
+        until = masked & (torch.arange(masked.shape[1], device=masked.device) < plan.span[1])
+        return until if self._done is None else until & ~self._done[:, None]
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """How many positions each row writes now."""
+        if not self.reference_quirks:
+            return (eligible.sum(-1) + plan.remaining - 1) // plan.remaining
+        each = self.settings.steps // self.settings.blocks
+        done = each - plan.remaining
+        if done == 0 or self._block_masks is None:
+            self._block_masks = masked[:, slice(*plan.span)].sum(-1)
+        return self._block_masks // each + (done < self._block_masks % each)
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended, and with `reference_quirks` the counts of the block."""
+        found = {"done": self._done, "block_masks": self._block_masks}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from such a state."""
+        self._done, self._block_masks = state.get("done"), state.get("block_masks")
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row ended with this step's block."""
+        if self.settings.eot_token is None or plan.remaining > 1:
+            return False
+        ends = canvas[:, plan.span[1] - 1] == self.settings.eot_token
+        if self.reference_quirks:
+            return bool(ends.all())
+        self._done = ends if self._done is None else self._done | ends
+        return bool(self._done.all())

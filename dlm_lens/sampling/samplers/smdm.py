@@ -1,0 +1,112 @@
+"""SMDM's sampler: Dream's timestep schedule with LLaDA's Gumbel scores, greedy or at random."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.sampling.noise import Noise, add_gumbel
+from dlm_lens.sampling.samplers.base import Proposal, Select, SpecialIds, StepPlan
+from dlm_lens.sampling.samplers.timesteps import TimestepSampler
+from dlm_lens.sampling.settings import at_least_one, inner_eps, known_remasking, not_negative
+
+REMASKING = ("origin", "greedy", "greddy")
+
+
+@dataclass(frozen=True)
+class SMDMSettings:
+    """Settings of SMDM's `diff_sample`; `remasking` is its `alg`, whose "greddy" is our "greedy".
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    temperature: float = 1.0
+    cfg_scale: float = 2.0
+    remasking: str = "origin"
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps")
+        not_negative(self, "temperature", zero="greedy")
+        not_negative(self, "cfg_scale", zero="no guidance")
+        known_remasking(self.remasking, REMASKING, REMASKING[:2], "SMDM")
+        inner_eps(self.eps)
+
+
+class SMDMPropose(nn.Module):
+    """x0 = argmax of the (noisy) logits; confidence = softmax probability of x0 under the clean ones, in float64.
+
+    With `origin` the confidence is not used. [MASK] has no logit. `reference_quirks` draws the noise at
+    temperature 0 too, where nothing comes of it but the place in the stream.
+    """
+
+    def __init__(self, settings: SMDMSettings, noise: Noise, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        scores = logits
+        if self.settings.temperature > 0 or self.reference_quirks:
+            uniform = self.noise.masked_columns(evaluated, eligible, logits.shape[-1])
+            if self.settings.temperature > 0:
+                scores = add_gumbel(logits, uniform, self.settings.temperature)
+        chosen = scores.argmax(-1)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
+        if self.settings.remasking != "origin":
+            likely = logits.softmax(-1, dtype=torch.float64).gather(-1, chosen[:, None]).squeeze(-1)
+            confidence = confidence.masked_scatter(evaluated, likely)
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+
+class SelectAcrossRows(Select):
+    """One ranking for the whole batch, as in the reference; `count` holds the batch's number in every row."""
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions to write now."""
+        chosen = super().forward(confidence.reshape(1, -1), eligible.reshape(1, -1), count[:1])
+        return chosen.reshape(eligible.shape)
+
+
+class SMDMSampler(TimestepSampler):
+    """The timestep schedule, truncated: with greedy remasking a row writes its most confident proposals.
+
+    The number is taken of each row's own masks; `reference_quirks` takes it of all masks of the batch, which
+    then compete for it in one ranking. Guidance masks the whole prompt, what was written into its holes included.
+    """
+
+    hides_prompt = True
+
+    def __init__(
+        self, settings: SMDMSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__(settings, noise)
+        self.cfg_scale = settings.cfg_scale
+        self.coupled = reference_quirks and settings.remasking != "origin"
+        self.propose = SMDMPropose(settings, noise, reference_quirks)
+        self.select = SelectAcrossRows() if self.coupled else Select()
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """How many positions each row (or the batch) writes now; float32 arithmetic, truncated."""
+        left = eligible.sum(-1)
+        masks = left.sum().expand(len(left)) if self.coupled else left
+        if plan.remaining == 1:
+            return masks
+        return (masks * self.fractions[plan.index].to(masks.device)).long()

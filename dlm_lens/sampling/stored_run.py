@@ -1,0 +1,135 @@
+"""`StoredRun`: the network of a finished run, step by step on the canvases that it saw."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.adapters import family_of
+from dlm_lens.adapters.head import head_logits
+from dlm_lens.attention import Hook
+from dlm_lens.placement import input_device
+from dlm_lens.sampling.denoising import ALGORITHMS
+from dlm_lens.sampling.denoising_run import Denoised
+from dlm_lens.sampling.network import CanvasLogits, network_inputs
+from dlm_lens.sampling.observers import HookRunner
+from dlm_lens.sampling.samplers.base import Sampler, StepPlan
+from dlm_lens.sampling.settings import check_model
+from dlm_lens.sampling.token_text import tokenizer_of
+
+
+class StoredRun:
+    """Runs a model again over the canvases of a run, with its guidance, padding and logit shift.
+
+    The canvases stay fixed. A pass goes over all rows of a step; an AR step sees the prefix and predicts one
+    position.
+
+    Args:
+        model: from `dlm_lens.load`, the run's.
+        run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
+
+    Raises:
+        TypeError: the run is no `Denoised`.
+        ValueError: a run of another model or of another kind.
+    """
+
+    def __init__(self, model: Any, run: Denoised) -> None:
+        if not isinstance(run, Denoised):
+            raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+        check_model(model)
+        name = str(run.settings.get("sampler"))
+        if name not in ("causal", *ALGORITHMS):
+            raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")
+        own = family_of(model.config.model_type).sampler_of(model.config)
+        rows, highest = model.get_input_embeddings().weight.shape[0], int(run.canvases.max())
+        if name != own or highest >= rows:
+            raise ValueError(
+                f"the run has the sampler {name!r} and token ids up to {highest}; the model samples with {own!r} "
+                f"and embeds {rows} tokens: is it another model's?"
+            )
+        run = replace(run, tokenizer=tokenizer_of(run, model))
+        self.model, self.run, self.causal = model, run, name == "causal"
+        self.device = input_device(model)
+        self.content = run.attention_mask.to(self.device)
+        self._sampler = None if self.causal else _sampler_like(run, name)
+        self._network = None if self.causal else self._canvas_logits(name)
+
+    @property
+    def halves(self) -> int:
+        """How often the network sees every row: twice with guidance."""
+        return 2 if self._sampler is not None and self._sampler.cfg_scale else 1
+
+    def length(self, step: int) -> int:
+        """Canvas positions that the network sees at a step."""
+        return self.run.spans[step][0] + step if self.causal else int(self.run.canvases.shape[-1])
+
+    def plan(self, step: int) -> StepPlan:
+        """Where the run stood."""
+        run = self.run
+        return StepPlan(step, run.steps, run.blocks[step], run.spans[step], run.steps - step)
+
+    def asked(self, step: int) -> Bool[Tensor, "batch position"]:
+        """The positions that the step's logits are about: every masked one, in an AR run the next one.
+
+        A row that has ended has none.
+        """
+        if not self.causal:
+            return self.run.masked[step].to(self.device)
+        asked = torch.zeros_like(self.content)
+        asked[:, self.length(step)] = (self.run.row_steps > step).to(self.device)
+        return asked
+
+    def states(self, step: int) -> Float[Tensor, "half asked d_model"]:
+        """A forward pass over the canvas of a step: what the head reads for the positions asked, row by row."""
+        canvas = self.run.canvases[step].to(self.device)
+        if self._network is not None:
+            return self._network.states(canvas, self.asked(step))
+        last: Tensor = self._prefix(canvas[:, : self.length(step)]).last_hidden_state[:, -1]
+        return last[None].to(self.device)
+
+    def logits(self, states: Float[Tensor, "half asked d_model"]) -> Float[Tensor, "asked d_vocab"]:
+        """Logits of (some of) the states, guided as in the run."""
+        if self._network is not None:
+            return self._network.head(states)
+        logits: Tensor = head_logits(self.model, states[0])
+        return logits.to(self.device)
+
+    def runner(self, hooks: Sequence[Hook]) -> HookRunner:
+        """What runs `hooks` over these steps: `with runner: enter(runner, step); states(step)`."""
+        forward = self._prefix if self._network is None else self._network.forward
+        runner = HookRunner(self.model, hooks, forward)
+        runner.start(self._sampler, self.content)
+        runner.answer = self.run.masked[0].to(self.device)
+        return runner
+
+    def enter(self, runner: HookRunner, step: int) -> None:
+        """Tell the hooks of a runner which step comes."""
+        canvas, masked = self.run.canvases[step], self.run.masked[step]
+        runner.step(self.plan(step), canvas.to(self.device), masked.to(self.device))
+
+    def _prefix(self, canvas: Int[Tensor, "batch prefix"]) -> Any:
+        return self.model.get_decoder()(input_ids=canvas, **network_inputs(self.content[:, : canvas.shape[1]]))
+
+    def _canvas_logits(self, name: str) -> CanvasLogits:
+        run, sampler = self.run, self._sampler
+        scale = 0.0 if sampler is None else sampler.cfg_scale
+        fixed = ~run.masked[0]
+        if ALGORITHMS[name][1].hides_prompt:
+            fixed = (torch.arange(fixed.shape[1]) < run.prompt_length).expand_as(fixed)
+        unpadded = scale and run.settings.get("reference_quirks") and run.settings.get("unpadded_guidance")
+        content = torch.ones_like(self.content) if unpadded else self.content
+        mask_id = self.model.config.mask_token_id
+        return CanvasLogits(
+            self.model, content, cfg_scale=scale, fixed=fixed.to(self.device), mask_token_id=mask_id
+        )
+
+
+def _sampler_like(run: Denoised, name: str) -> Sampler:
+    """What hosts ask of a sampler: how it guides."""
+    sampler = Sampler()
+    default = getattr(ALGORITHMS[name][0], "cfg_scale", 0.0)
+    sampler.cfg_scale = float(run.settings.get("cfg_scale") or 0.0) if "cfg_scale" in run.settings else default
+    return sampler

@@ -1,0 +1,1 @@
+"""Analyses of sinks: one file per question."""

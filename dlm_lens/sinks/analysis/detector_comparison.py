@@ -1,0 +1,187 @@
+"""Detectors side by side: agreement, the share of keys that each keeps, sweeps over eps, and the sink rate."""
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.sinks.detection import Sinks, find_sinks
+from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.received import Level, Received
+from dlm_lens.sinks.statistics import ratio_by_prompt
+
+ENTRIES_AT_ONCE = 2**19
+
+
+def sink_rate(sinks: Sinks, position: int | None = None) -> Float[Tensor, "*rows"]:
+    """Share of (layer, head) that have a sink, per step and sequence.
+
+    2410.10781, Eq. 2 with `MeanAttention(0.3)` and a position (the first token there): sink rate_k =
+    1 / L sum_l 1 / H sum_h 1(alpha_k > 0.3). Since the sinks of a DLM have no fixed place, by default any key
+    counts. Patterns in which nothing has a score (or not the position) are left out; NaN if that leaves none.
+
+    Args:
+        sinks: of any detector; the axes layer and head, where they are, are averaged over.
+        position: a canvas position; None for any key.
+
+    Raises:
+        ValueError: the position is not on the canvas.
+    """
+    keys = sinks.is_sink.shape[-1]
+    if position is not None and not -(keys - sinks.sinks) <= position < keys - sinks.sinks:
+        raise ValueError(f"position {position} of a canvas of {keys - sinks.sinks} positions")
+    start = 0 if position is None else position % (keys - sinks.sinks)
+    wanted = slice(None) if position is None else slice(start, start + 1)
+    passes = sinks.is_sink[..., wanted].any(-1).double()
+    passes[sinks.scores[..., wanted].isnan().all(-1)] = torch.nan
+    axes = [axis for axis, name in enumerate(sinks.dims) if name in ("layer", "head")]
+    return passes.nanmean(axes) if axes else passes
+
+
+def compare_detectors(
+    attention: Received | Tensor | None, detectors: Sequence[Detector | Sinks], *, level: Level = "head"
+) -> pd.DataFrame:
+    """How far detectors agree: for every pair the Jaccard index of their sinks and the share of keys each keeps.
+
+    J = |A and B| / |A or B| over all keys that both judge, all patterns together; NaN where neither finds a sink.
+    Columns: `first`, `second`; `jaccard` with its 95% interval `low`, `high` (bootstrap by sequence; NaN for one
+    sequence); `kept_first`, `kept_second`, the share of keys that are sinks; `same_main`, the share of the patterns
+    with a sink by both in which the largest is the same; `n` keys and `sequences`.
+
+    Args:
+        attention: what `find_sinks` takes; None if all `detectors` are `Sinks`.
+        detectors: rules, or what a rule found on something else (hidden states) for the same run.
+        level: whose patterns the rules judge.
+
+    Raises:
+        TypeError: a rule, but no attention.
+        ValueError: fewer than two, or sinks on other axes.
+    """
+    found = []
+    for rule in detectors:
+        if not isinstance(rule, Sinks):
+            if attention is None:
+                raise TypeError(f"{rule!r} needs attention to judge; give a Received, or Sinks instead of the rule")
+            rule = find_sinks(attention, rule, level=level)
+        found.append((repr(rule.detector), rule.is_sink, ~rule.scores.isnan(), rule.main(), rule.dims))
+    if len(found) < 2:
+        raise ValueError(f"{len(found)} detectors; it takes two to compare")
+    for name, is_sink, _, _, dims in found[1:]:
+        if dims != found[0][4] or is_sink.shape != found[0][1].shape:
+            raise ValueError(
+                f"{name} has sinks on {dims} of shape {list(is_sink.shape)}, {found[0][0]} on {found[0][4]} of "
+                f"shape {list(found[0][1].shape)}; compare what has the same axes"
+            )
+    return pd.DataFrame([_pair(first, second) for first, second in combinations(found, 2)])
+
+
+def _pair(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
+    (name, a, a_defined, a_main, dims), (other, b, b_defined, b_main, _) = first, second
+    both = a_defined & b_defined
+    a, b = a & both, b & both
+    batch = dims.index("batch") if "batch" in dims else None
+
+    def per_sequence(mask: Tensor) -> Any:
+        rows = mask[None] if batch is None else mask.movedim(batch, 0)
+        return rows.flatten(1).sum(1).double().numpy()
+
+    jaccard, low, high = ratio_by_prompt(per_sequence(a & b), per_sequence(a | b))
+    n, compared = int(both.sum()), (a_main >= 0) & (b_main >= 0)
+    same = (a_main == b_main)[compared].double().mean()
+    return {
+        "first": name,
+        "second": other,
+        "jaccard": float(jaccard),
+        "low": float(low),
+        "high": float(high),
+        "kept_first": int(a.sum()) / max(n, 1),
+        "kept_second": int(b.sum()) / max(n, 1),
+        "same_main": float(same),
+        "n": n,
+        "sequences": 1 if batch is None else a.shape[batch],
+    }
+
+
+def eps_sweep(
+    received: Received | Iterable[Received],
+    eps_values: Sequence[float],
+    *,
+    level: Level = "head",
+    literal: bool = False,
+) -> pd.DataFrame:
+    """Share of keys that are sinks, and that are left out, as eps of Eq. 3 grows (2510.15731, Figure 10).
+
+    The figure is for sequences of S = 64; the same eps means something else at another length (docs/sinks.md), so
+    that sequences of different lengths are never mixed: one line per S and eps.
+
+    Columns: `S`, how many keys of a sequence ever have a score; `eps`; `kept` with its 95% interval `low`, `high`
+    (bootstrap by sequence; NaN for one) and `removed` = 1 - kept; `with_sink`, the share of patterns with at least
+    one sink; `n` keys, `patterns`, `sequences`; `scale`, `level`.
+
+    Args:
+        received: of one run, or of several.
+        eps_values: thresholds.
+        level: whose patterns are judged.
+        literal: Eq. 3 on A-bar from 0 to 1, as `AboveMean(eps, literal=True)`.
+
+    Raises:
+        ValueError: no or no finite eps.
+    """
+    rules = [AboveMean(float(eps), literal=literal) for eps in eps_values]
+    if not rules:
+        raise ValueError("eps_values is empty; give at least one threshold")
+    runs = [received] if isinstance(received, Received) else list(received)
+    counts, labels = [], []
+    for run in runs:
+        given = run.at_level(level)
+        labels.append(given.part(slice(0, 0)).read(rules[0].quantity)[1])
+        counts += [_count_row(given.part(rows=slice(row, row + 1)), rules) for row in range(given.values.shape[1])]
+    lines = []
+    for length in sorted({row["S"] for row in counts}):
+        rows = [row for row in counts if row["S"] == length]
+        kept, low, high = ratio_by_prompt(
+            np.stack([row["kept"] for row in rows]),
+            np.stack([np.full(len(rules), float(row["n"])) for row in rows]),
+        )
+        patterns = sum(row["patterns"] for row in rows)
+        with_sink = sum(row["with_sink"] for row in rows) / max(patterns, 1)
+        lines.append(
+            pd.DataFrame(
+                {"S": length, "eps": [rule.eps for rule in rules], "kept": kept, "low": low, "high": high}
+            ).assign(
+                removed=1 - kept,
+                with_sink=with_sink,
+                n=sum(row["n"] for row in rows),
+                patterns=patterns,
+                sequences=len(rows),
+                scale=labels[0],
+                level=level,
+            )
+        )
+    return pd.concat(lines, ignore_index=True)
+
+
+def _count_row(row: Received, rules: Sequence[AboveMean]) -> dict[str, Any]:
+    """Keys, patterns, and what every rule keeps of them in one sequence, a few heads at a time."""
+    steps, _, layers, heads, keys = row.values.shape
+    at_once = max(1, ENTRIES_AT_ONCE // max(1, steps * keys))
+    kept, with_sink = np.zeros(len(rules)), np.zeros(len(rules))
+    scored, n, patterns = torch.zeros(keys, dtype=torch.bool), 0, 0
+    for layer in range(layers):
+        for head in range(0, heads, at_once):
+            part = row.part(layers=slice(layer, layer + 1), heads=slice(head, head + at_once))
+            scores = part.read(rules[0].quantity)[0].float()
+            # Above the mean of the others by how much: every rule compares this with its own eps.
+            excess = scores - AboveMean(0.0).thresholds(scores)
+            highest = excess.nan_to_num(nan=-torch.inf).amax(-1)
+            kept += [int(torch.count_nonzero(excess > rule.eps)) for rule in rules]
+            with_sink += [int((highest > rule.eps).sum()) for rule in rules]
+            defined = ~scores.isnan()
+            scored |= defined.flatten(0, -2).any(0)
+            n, patterns = n + int(torch.count_nonzero(defined)), patterns + int(defined.any(-1).sum())
+    return {"S": int(scored.sum()), "kept": kept, "with_sink": with_sink, "n": n, "patterns": patterns}

@@ -1,0 +1,243 @@
+"""What sinks stand on: classes of tokens and of places, against a random key of the same step."""
+
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlm_lens.sampling.token_text import FRAGMENT, TokenTexts
+from dlm_lens.sinks.lifetimes import Floats, Ints
+from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
+from dlm_lens.sinks.statistics import ratio_by_prompt
+
+TOKEN_CLASSES = (
+    "mask", "end of text", "special", "learned sink", "whitespace", "punctuation", "digits", "words", "other",
+)  # fmt: skip
+PLACES = ("prompt", "written", "masked", "in the block", "behind the block", "learned sink")
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """The class of every key at every step; one key may be in several classes (places)."""
+
+    names: tuple[str, ...]
+    member: NDArray[np.bool_]
+    """[class, step, batch, key]"""
+
+
+def class_of(text: str) -> str:
+    """The class of a token's text: "whitespace", "punctuation" (symbols too), "digits", "words" or "other".
+
+    By the Unicode categories of its characters, blanks around them left out (LLaDA's and Qwen's tokens carry a
+    leading one): all punctuation (P) or symbols (S); all numbers (N); at least one letter (L); none of these, or
+    bytes that are no character.
+    """
+    if FRAGMENT.fullmatch(text):
+        return "other"
+    stripped = text.strip(" \t\r\n\u2581\u0120\u010a")
+    if not stripped:
+        return "whitespace" if text else "other"
+    kinds = {unicodedata.category(character)[0] for character in stripped}
+    if kinds <= {"P", "S"}:
+        return "punctuation"
+    if kinds == {"N"}:
+        return "digits"
+    return "words" if "L" in kinds else "other"
+
+
+def token_enrichment(
+    paths: Trajectories,
+    by: By = "all",
+    *,
+    classes: Mapping[int, str] | Callable[[int], str] | None = None,
+    eos_token_ids: Sequence[int] = (),
+) -> pd.DataFrame:
+    """Which tokens are sinks: the share of each class among sinks, over its share among all keys.
+
+    2510.15731 (section 4.2) sees LLaDA's sinks on punctuation, whitespace and end-of-text tokens; "One Token Is
+    Enough" (section 1) on masks. Every step of a sink counts, on the token that it stood on then. The base is what
+    a random key of the same step and sequence would be, so that early steps full of masks do not favour them:
+    base_c = sum over sinks of the share of class c among the keys with a score at that step, over the number of
+    sinks. enrichment = share / base: 1 for no preference.
+
+    Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
+    95% interval `low`, `high` (bootstrap over sequences; NaN for one); `sequences`. The classes exclude each other,
+    in the order of `TOKEN_CLASSES`; see `class_of`.
+
+    Args:
+        paths: from `trajectories`, with tokens.
+        by: "all", "layer", "head" or "pattern" (a (layer, head) of one sequence, without intervals).
+        classes: your own class of every token id, instead of these; masked positions are "mask" in any case.
+        eos_token_ids: ids that end a text, beside the tokenizer's (`run.eos_token_ids`).
+
+    Raises:
+        ValueError: no tokens, or neither a tokenizer nor classes.
+    """
+    if paths.tokens is None:
+        raise ValueError("these trajectories know no tokens; follow a Received that has them (received_over_steps)")
+    if classes is None and paths.tokenizer is None:
+        raise ValueError("no tokenizer tells the tokens' text; give classes=, a class for every token id")
+    tokens = paths.tokens.numpy()
+    ids, inverse = np.unique(tokens, return_inverse=True)
+    texts = TokenTexts(paths.tokenizer)
+    of_id = [_class_of_id(int(i), paths, texts, classes, eos_token_ids) for i in ids]
+    names = TOKEN_CLASSES if classes is None else tuple(dict.fromkeys(["mask", *sorted(set(of_id))]))
+    labels = np.asarray([names.index(name) for name in of_id])[inverse.reshape(tokens.shape)]
+    if paths.masked is not None:
+        labels = np.where(paths.masked.numpy(), names.index("mask"), labels)
+    member = np.stack([labels == number for number in range(len(names))])
+    return _enrichment(paths, _Labels(names, member), by)
+
+
+def _class_of_id(
+    token: int,
+    paths: Trajectories,
+    texts: TokenTexts,
+    classes: Mapping[int, str] | Callable[[int], str] | None,
+    eos_token_ids: Sequence[int],
+) -> str:
+    if classes is not None:
+        return classes(token) if callable(classes) else classes[token]
+    if token < 0:
+        return "learned sink"
+    tokenizer = paths.tokenizer
+    if token == getattr(tokenizer, "mask_token_id", None):
+        return "mask"
+    if token in eos_token_ids or token == getattr(tokenizer, "eos_token_id", None):
+        return "end of text"
+    if token in getattr(tokenizer, "all_special_ids", ()):
+        return "special"
+    return class_of(texts.exact(token))
+
+
+def place_enrichment(
+    paths: Trajectories, by: By = "all", *, spans: Sequence[tuple[int, int]] | None = None
+) -> pd.DataFrame:
+    """Where sinks are, past or future: in the prompt, on written answer positions, or on masked ones.
+
+    "Masked" is what is not yet written at the step, the future of 2510.15731, section 5.3. With `spans`, the masked
+    positions of the block being decoded ("in the block") and those beyond it ("behind the block") are counted apart
+    as well. Columns as in `token_enrichment`, the base again a random key of the same step.
+
+    Args:
+        paths: from `trajectories`, with masks.
+        by: as in `token_enrichment`.
+        spans: the block at each step as (start, stop), `run.spans`.
+
+    Raises:
+        ValueError: nothing is known of masks, or not one span per step.
+    """
+    if paths.masked is None:
+        raise ValueError("these trajectories know no masks; follow a Received that has them (received_over_steps)")
+    masked = paths.masked.numpy()
+    position = np.arange(masked.shape[-1])
+    learned = np.broadcast_to(position >= paths.canvas, masked.shape)
+    prompt = np.broadcast_to(~masked[0] & ~learned[0], masked.shape)
+    member = {"prompt": prompt, "written": ~masked & ~prompt & ~learned, "masked": masked}
+    if spans is not None:
+        if len(spans) != len(masked):
+            raise ValueError(f"{len(spans)} spans for {len(masked)} steps; give one per step, run.spans")
+        start, stop = np.asarray(spans).T[:, :, None, None]
+        member["in the block"] = masked & (position >= start) & (position < stop)
+        member["behind the block"] = masked & (position >= stop)
+    if paths.sinks:
+        member["learned sink"] = learned
+    return _enrichment(paths, _Labels(tuple(member), np.stack(list(member.values()))), by)
+
+
+def _enrichment(paths: Trajectories, labels: _Labels, by: By) -> pd.DataFrame:
+    if by not in GROUPS:
+        raise ValueError(f"by={by!r}; it must be one of {', '.join(GROUPS)}")
+    seen, base = _observed(paths, labels), _expected(paths, labels)
+    groups = [name for name in GROUPS[by] if name in paths.dims and name != "batch"]
+    merged = tuple(axis + 1 for axis, name in enumerate(("layer", "head")) if name not in groups)
+    seen, base = seen.sum(merged), base.sum(merged)
+    total = seen_total(paths).sum(merged)
+    sequences: list[tuple[dict[str, int], Floats, Floats, Floats]] = (
+        [
+            ({"batch": row}, seen[row : row + 1], base[row : row + 1], total[row : row + 1])
+            for row in range(len(seen))
+        ]
+        if by == "pattern"
+        else [({}, seen, base, total)]
+    )
+    lines = [
+        {**row, **where, **line}
+        for row, numbers, bases, totals in sequences
+        for where, index in _group_indices(paths, groups, numbers.shape[1:-1])
+        for line in _lines(labels.names, numbers[index], bases[index], totals[index])
+    ]
+    return pd.DataFrame(lines)
+
+
+def _group_indices(
+    paths: Trajectories, groups: list[str], shape: tuple[int, ...]
+) -> list[tuple[dict[str, int], Any]]:
+    """What each group is, and where it is behind the axis of sequences."""
+    found = []
+    for index in np.ndindex(*shape):
+        where = dict(zip(groups, index, strict=True))
+        if "layer" in where and paths.layers:
+            where["layer"] = paths.layers[where["layer"]]
+        found.append((where, (slice(None), *index)))
+    return found
+
+
+def _lines(names: tuple[str, ...], seen: Floats, base: Floats, total: Floats) -> list[dict[str, object]]:
+    ratio, low, high = ratio_by_prompt(seen, base)
+    everything = max(total.sum(), 1.0)
+    return [
+        {
+            "class": name,
+            "sinks": int(seen[:, number].sum()),
+            "share": seen[:, number].sum() / everything,
+            "base": base[:, number].sum() / everything,
+            "enrichment": ratio[number],
+            "low": low[number],
+            "high": high[number],
+            "sequences": len(seen),
+        }
+        for number, name in enumerate(names)
+        if base[:, number].sum() > 0
+    ]
+
+
+def sink_steps(paths: Trajectories) -> tuple[Ints, Ints, Ints]:
+    """Step, pattern and position of every sink at every step that it is on."""
+    lives = paths.lives
+    owner = np.repeat(np.arange(len(lives)), lives.steps)
+    start = np.cumsum(lives.steps) - lives.steps
+    step = np.arange(len(owner)) - start[owner] + lives.first[owner]
+    return step, lives.pattern[owner], lives.position[owner]
+
+
+def seen_total(paths: Trajectories) -> Floats:
+    """How many sink-steps every pattern has, [batch, layer, head]."""
+    return paths.counts.sum(0).numpy().astype(float)
+
+
+def _observed(paths: Trajectories, labels: _Labels) -> Floats:
+    """Sink-steps per [batch, layer, head, class]."""
+    step, pattern, position = sink_steps(paths)
+    shape = paths.static_share.shape
+    row = np.unravel_index(pattern, shape)[0]
+    size = paths.static_share.numel()
+    return np.stack(
+        [
+            np.bincount(pattern, weights=member[step, row, position], minlength=size).reshape(shape)
+            for member in labels.member
+        ],
+        -1,
+    )
+
+
+def _expected(paths: Trajectories, labels: _Labels) -> Floats:
+    """The same if every sink stood on a random key that has a score at its step."""
+    scored = paths.scored.numpy()
+    count = np.maximum(scored.sum(-1), 1)
+    share = (labels.member & scored).sum(-1) / count
+    return np.einsum("tblh,ctb->blhc", paths.counts.numpy().astype(float), share)

@@ -1,0 +1,168 @@
+"""`frontier_alignment`: how close the largest sink stays to where unmasking happens, and to block borders."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlm_lens.sinks.lifetimes import Floats
+from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
+from dlm_lens.sinks.statistics import ratio_by_prompt
+
+POINTS = ("leftmost mask", "rightmost mask", "block start", "block end")
+"""References that are one position at every step; the others are the nearest of several."""
+
+
+def frontier_alignment(
+    paths: Trajectories, by: By = "all", *, spans: Sequence[tuple[int, int]] | None = None
+) -> pd.DataFrame:
+    """Distance of the largest sink to the unmasking frontier and to block borders, against a random key.
+
+    2510.15731, section 4.2: Dream's sinks start at the rightmost masked token and follow the frontier to the left;
+    LLaDA's move right with the blocks. References at step t, from the masks of that step: the "leftmost mask" and
+    the "rightmost mask"; the "frontier", the nearest position next to which masked and written content meet;
+    "written now", the nearest position written at the step; with `spans`, "block start", "block end" and the
+    nearest "block border" of both.
+
+    Columns: layer, head (by `by`); `reference`; `distance` in positions, mean over steps and patterns; `chance`,
+    the same for a random key with a score at the step; `ratio` = distance / chance (1: unrelated, below 1: closer)
+    with its 95% interval `low`, `high` (bootstrap over sequences; NaN for one); `within_1`, part of the steps at
+    most one position away, and `chance_within_1`; `correlation` of sink position and reference over steps (Pearson,
+    mean over the patterns where both vary; references that are one position only), and `n` steps of patterns. The
+    steps after a row's last written position, as behind MMaDA's `eot_token`, do not count.
+
+    Args:
+        paths: from `trajectories`, with masks.
+        by: "all", "layer" or "head".
+        spans: the block at each step as (start, stop), `run.spans`.
+
+    Raises:
+        ValueError: nothing is known of masks, not one span per step, or an unknown grouping.
+    """
+    if paths.masked is None:
+        raise ValueError("these trajectories know no masks; follow a Received that has them (received_over_steps)")
+    if by not in GROUPS or by == "pattern":
+        raise ValueError(f"by={by!r}; it must be 'all', 'layer' or 'head'")
+    masked = paths.masked.numpy()[..., : paths.canvas]
+    scored = paths.scored.numpy()[..., : paths.canvas]
+    decided = _decided(paths, masked)
+    if spans is not None and len(spans) != len(masked):
+        raise ValueError(f"{len(spans)} spans for {len(masked)} steps; give one (start, stop) per step, run.spans")
+    groups = [name for name in GROUPS[by] if name in paths.dims]
+    # A row that ended early (`eot_token`) keeps masks that nothing decides any more: its run is over.
+    going = np.flip(np.logical_or.accumulate(np.flip(decided.any(-1), 0), 0), 0)[..., None]
+    references = _references(masked, scored, decided, spans)
+    tables = [_against(paths, scored, name, where & going, groups) for name, where in references.items()]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _references(
+    masked: NDArray[np.bool_],
+    scored: NDArray[np.bool_],
+    decided: NDArray[np.bool_],
+    spans: Sequence[tuple[int, int]] | None,
+) -> dict[str, NDArray[np.bool_]]:
+    """Which positions are the reference, [step, batch, key]."""
+    position = np.arange(masked.shape[-1])
+    some = masked.any(-1, keepdims=True)
+    left = (position == masked.argmax(-1)[..., None]) & some
+    right = (position == masked.shape[-1] - 1 - masked[..., ::-1].argmax(-1)[..., None]) & some
+    meets = np.zeros_like(masked)
+    # Padding and what has no score is not written content.
+    content = scored | masked
+    meet = (masked[..., 1:] != masked[..., :-1]) & content[..., 1:] & content[..., :-1]
+    meets[..., 1:] |= meet
+    meets[..., :-1] |= meet
+    found = {"leftmost mask": left, "rightmost mask": right, "frontier": meets, "written now": decided}
+    if spans is not None:
+        start, stop = np.asarray(spans).T[:, :, None, None]
+        first = np.broadcast_to(position == start, masked.shape)
+        last = np.broadcast_to(position == stop - 1, masked.shape)
+        found |= {"block start": first, "block end": last, "block border": first | last}
+    return found
+
+
+def _decided(paths: Trajectories, masked: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Positions written at each step; at the last one all masks, but those that stay in the finished text."""
+    written = np.zeros_like(masked)
+    written[:-1] = masked[:-1] & ~masked[1:]
+    written[-1] = masked[-1]
+    if paths.tokens is not None and paths.final_tokens is not None:
+        left = (paths.tokens[-1] == paths.final_tokens).numpy()[..., : paths.canvas]
+        written[-1] &= ~left
+    return written
+
+
+def _against(
+    paths: Trajectories, scored: NDArray[np.bool_], name: str, reference: NDArray[np.bool_], groups: list[str]
+) -> pd.DataFrame:
+    main = paths.main.numpy()
+    distance = _nearest(reference)
+    reachable = np.asarray(np.isfinite(distance).all(-1))[..., None, None]
+    known = reachable & (main >= 0) & (main < paths.canvas)
+    at = np.where(known, main, 0)
+    steps, rows = np.ogrid[: main.shape[0], : main.shape[1]]
+    found = np.where(known, distance[steps[..., None, None], rows[..., None, None], at], 0)
+    count = np.maximum(scored.sum(-1), 1)
+    finite = np.where(np.isfinite(distance), distance, 0)
+    chance = ((finite * scored).sum(-1) / count)[..., None, None] * known
+    near = ((finite <= 1) & scored).sum(-1) / count
+    sums = {
+        "distance": found.sum(0),
+        "chance": chance.sum(0),
+        "within_1": ((found <= 1) & known).sum(0),
+        "chance_within_1": (near[..., None, None] * known).sum(0),
+        "n": known.sum(0),
+    }
+    merged = tuple(axis + 1 for axis, axis_name in enumerate(("layer", "head")) if axis_name not in groups)
+    totals = {key: value.sum(merged).astype(float) for key, value in sums.items()}
+    ratio, low, high = ratio_by_prompt(totals["distance"], totals["chance"])
+    n = totals["n"].sum(0)
+    columns: dict[str, object] = _columns(paths, groups, n.shape) | {"reference": name}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for key in ("distance", "chance"):
+            columns[key] = np.ravel(totals[key].sum(0) / n)
+        columns |= {"ratio": np.ravel(ratio), "low": np.ravel(low), "high": np.ravel(high)}
+        for key in ("within_1", "chance_within_1"):
+            columns[key] = np.ravel(totals[key].sum(0) / n)
+    correlation = _correlation(main, reference, known) if name in POINTS else np.full(main.shape[1:], np.nan)
+    columns["correlation"] = np.ravel(_nanmean(correlation, (0, *merged)))
+    columns["n"] = np.ravel(n).astype(int)
+    return pd.DataFrame(columns)
+
+
+def _columns(paths: Trajectories, groups: list[str], shape: tuple[int, ...]) -> dict[str, object]:
+    at: dict[str, Any] = dict(zip(groups, map(np.ravel, np.indices(shape)), strict=True))
+    if "layer" in at and paths.layers:
+        at["layer"] = np.asarray(paths.layers)[at["layer"]]
+    return at
+
+
+def _nearest(reference: NDArray[np.bool_]) -> Floats:
+    """Distance of every position to the nearest reference position, inf where there is none."""
+    length = reference.shape[-1]
+    far = np.where(reference, 0.0, np.inf)
+    ahead, behind = far.copy(), far.copy()
+    for place in range(1, length):
+        behind[..., place] = np.minimum(far[..., place], behind[..., place - 1] + 1)
+        back = length - 1 - place
+        ahead[..., back] = np.minimum(far[..., back], ahead[..., back + 1] + 1)
+    return np.minimum(ahead, behind)
+
+
+def _correlation(main: NDArray[np.int64], reference: NDArray[np.bool_], known: NDArray[np.bool_]) -> Floats:
+    """Pearson's, over the steps of each pattern; NaN where either stays where it is."""
+    place = np.broadcast_to(reference.argmax(-1)[..., None, None], main.shape)
+    count = np.maximum(known.sum(0), 1)
+    sink, other = (np.where(known, v - np.where(known, v, 0).sum(0) / count, 0) for v in (main, place))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = np.sqrt((sink**2).sum(0) * (other**2).sum(0))
+        return np.where(scale > 1e-9, (sink * other).sum(0) / scale, np.nan)
+
+
+def _nanmean(values: Floats, axes: tuple[int, ...]) -> Floats:
+    there = np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.where(there, values, 0).sum(axes) / there.sum(axes))

@@ -1,0 +1,257 @@
+"""`position_or_token`: does a sink stay where it is, or go with its token?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments, shown
+from dlm_lens.attention import exclusive
+from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.settings import check_model
+from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
+from dlm_lens.sinks.detection import Sinks, find_sinks
+from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.from_rerun import received_over_steps
+from dlm_lens.sinks.received import MERGED, Level
+from dlm_lens.sinks.statistics import ratio_by_prompt
+
+OUTCOMES = ("token", "position", "both", "neither")
+
+
+@dataclass(frozen=True, eq=False)
+class PositionOrToken:
+    """What became of main sinks when their tokens were moved, from `position_or_token`.
+
+    Args:
+        trials: one line per (step, batch, layer, head, change): `position` p of the main sink, `token`; `to`, the
+            position q that the token went to; `change` "swap", "shift" or "control"; `at_token`, whether q is a
+            sink now; `at_position`, whether p still is; `outcome`: "token" (q alone), "position" (p alone),
+            "both", "neither". p and q count from the prompt's first token; `canvas_position` and `canvas_to` are
+            those on the canvas.
+        detector: the rule.
+        level: whose patterns.
+    """
+
+    trials: pd.DataFrame
+    detector: Detector
+    level: Level
+
+    def __repr__(self) -> str:
+        return f"PositionOrToken({len(self.trials)} trials; {self.detector}; level: {self.level})"
+
+    def table(self) -> pd.DataFrame:
+        """Every trial."""
+        return self.trials
+
+    def summary(self, by: Sequence[str] = ()) -> pd.DataFrame:
+        """Share of each outcome per change, with 95% intervals (bootstrap over sequences; NaN for one).
+
+        Of the control, which leaves the sink's token alone, "position" and "both" say how often a sink outlives
+        any swap, and "token" and "both" how often a bystander becomes a sink by it: compare with these.
+
+        Args:
+            by: further columns to group by, such as ("layer", "head") or ("token",).
+
+        Raises:
+            ValueError: there was no trial.
+        """
+        if self.trials.empty:
+            raise ValueError("no trial: no pattern had a sink on the canvas at these steps; try another detector")
+        sequences = sorted(self.trials["batch"].unique())
+        lines = []
+        for names, group in self.trials.groupby([*by, "change"], sort=True):
+            n = np.array([(group["batch"] == row).sum() for row in sequences], dtype=float)
+            line = dict(zip([*by, "change"], names if isinstance(names, tuple) else (names,), strict=True))
+            for outcome in OUTCOMES:
+                hits = group["outcome"] == outcome
+                count = np.array([(hits & (group["batch"] == row)).sum() for row in sequences], dtype=float)
+                share, low, high = ratio_by_prompt(count[:, None], n[:, None])
+                line |= {
+                    outcome: float(share[0]),
+                    f"{outcome}_low": float(low[0]),
+                    f"{outcome}_high": float(high[0]),
+                }
+            lines.append({**line, "n": len(group), "sequences": len(sequences)})
+        return pd.DataFrame(lines)
+
+
+@checked_arguments(steps=INDICES, level=LEVEL, seed=ONE_SEED)
+@exclusive
+def position_or_token(
+    model: Any,
+    run: Denoised,
+    detector: Detector | None = None,
+    *,
+    steps: Sequence[int] | None = None,
+    level: Level = "head",
+    seed: int = 0,
+    min_viewers: int = 8,
+) -> PositionOrToken:
+    """Move the token under each main sink and see whether the sink follows (2510.15731, section 5.1).
+
+    The paper asks whether sinks are driven by the position or by the token. On the canvas of a step, for every
+    position p that is some pattern's main sink, a position q is drawn whose token is another and which is no sink
+    in any of these patterns. "swap" exchanges the tokens of p and q; "shift" takes p's token out and puts it in at
+    q, so that those between move up by one; "control" exchanges q's token with that of a second such position and
+    leaves p alone. One forward pass each; a sink is what the detector finds, before and after.
+
+    A swap between a masked and a written position moves the mask. The changed canvas may be one that the model
+    never saw in training, so that "neither" is no evidence for either answer.
+
+    Args:
+        model: the model of the run.
+        run: from `denoise`.
+        detector: the rule; `AboveMean(3.0)` by default.
+        steps: whose canvases, negative from the end; by default the first, the last and two between.
+        level: whose main sinks.
+        seed: of the drawn positions.
+        min_viewers: as in `received_over_steps`.
+
+    Raises:
+        ValueError: a step that is not there.
+    """
+    check_model(model)
+    if not isinstance(run, Denoised):
+        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    rule = AboveMean(3.0) if detector is None else detector
+    if isinstance(rule, type) or not isinstance(rule, Detector):
+        raise TypeError(f"{shown(rule)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
+    chosen = [0, run.steps // 3, 2 * run.steps // 3, run.steps - 1] if steps is None else list(steps)
+    if not chosen:
+        raise ValueError("steps is empty; give at least one, or None")
+    for step in chosen:
+        if not -run.steps <= step < run.steps:
+            raise ValueError(f"step {step} of {run.steps}; steps go from 0 to {run.steps - 1}")
+    chosen = sorted({step % run.steps for step in chosen})
+    generator = np.random.default_rng(seed)
+    lines: list[dict[str, Any]] = []
+    for row in range(len(run.tokens)):
+        base = _judge(model, _canvases_of(run, row, chosen), rule, level, min_viewers)
+        plan = [change for number in range(len(chosen)) for change in _plan(base, number, generator)]
+        if plan:
+            lines += _trials(model, run, row, chosen, base, plan, rule, level, min_viewers)
+    axes = [name for name in ("layer", "head") if name not in MERGED[level]]
+    columns = ["step", "batch", *axes, "change", "position", "token", "to", "at_token", "at_position"]
+    table = pd.DataFrame(lines, columns=columns)
+    table = from_prompt(table, run.padding, run.tokens.shape[1], ("position", "to"))
+    at_token, at_position = table["at_token"].astype(bool), table["at_position"].astype(bool)
+    outcome = np.select([at_token & at_position, at_token, at_position], ["both", "token", "position"], "neither")
+    return PositionOrToken(table.assign(outcome=outcome), rule, level)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One changed canvas: which of the chosen steps, what is done, the order of the old tokens, p and q."""
+
+    number: int
+    name: str
+    order: Int[Tensor, "position"]
+    sink: int
+    to: int
+
+
+def _canvases_of(run: Denoised, row: int, steps: Sequence[int], orders: Sequence[Tensor] | None = None) -> Denoised:
+    """A run of one sequence whose steps see these canvases, each with its positions in a new order."""
+    index = torch.tensor([*steps, steps[-1]])
+    canvases, masked = run.canvases[index, row], run.masked[index, row]
+    if orders is not None:
+        order = torch.stack([*orders, orders[-1]])
+        canvases, masked = canvases.gather(1, order), masked.gather(1, order)
+    canvases, masked = canvases[:, None], masked[:, None]
+    return replace(
+        run,
+        canvases=canvases,
+        masked=masked,
+        proposals=canvases[:-1],
+        confidence=torch.zeros(canvases[:-1].shape),
+        selected=torch.zeros_like(masked[:-1]),
+        attention_mask=run.attention_mask[row : row + 1],
+        rows_ran=None,
+        spans=tuple(run.spans[step] for step in steps),
+        blocks=tuple(run.blocks[step] for step in steps),
+    )
+
+
+def _judge(model: Any, run: Denoised, rule: Detector, level: Level, min_viewers: int) -> Sinks:
+    return find_sinks(received_over_steps(model, run, min_viewers=min_viewers), rule, level=level)
+
+
+def _plan(base: Sinks, number: int, generator: np.random.Generator) -> list[_Change]:
+    """The changes at one step: three for every canvas position that is some pattern's main sink."""
+    canvas = base.is_sink.shape[-1] - base.sinks
+    tokens = cast(Tensor, base.tokens)[number, 0, :canvas]
+    main, found = base.main()[number], base.is_sink[number]
+    scored = (~base.scores[number].isnan()).flatten(0, -2).any(0)[:canvas]
+    changes = []
+    for sink in sorted(set(main.flatten().tolist()) & set(range(canvas))):
+        free = scored & ~found[main == sink].any(0)[:canvas]
+        others = (free & (tokens != tokens[sink])).nonzero().flatten().numpy()
+        if len(others) < 2:
+            continue
+        to, second = (int(place) for place in generator.choice(others, size=2, replace=False))
+        for name, order in {
+            "swap": _swapped(canvas, sink, to),
+            "shift": _shifted(canvas, sink, to),
+            "control": _swapped(canvas, to, second),
+        }.items():
+            changes.append(_Change(number, name, order, sink, to))
+    return changes
+
+
+def _swapped(canvas: int, first: int, second: int) -> Int[Tensor, "position"]:
+    order = torch.arange(canvas)
+    order[first], order[second] = second, first
+    return order
+
+
+def _shifted(canvas: int, start: int, to: int) -> Int[Tensor, "position"]:
+    order = torch.arange(canvas).tolist()
+    order.insert(to, order.pop(start))
+    return torch.tensor(order)
+
+
+def _trials(
+    model: Any,
+    run: Denoised,
+    row: int,
+    steps: Sequence[int],
+    base: Sinks,
+    plan: Sequence[_Change],
+    rule: Detector,
+    level: Level,
+    min_viewers: int,
+) -> list[dict[str, Any]]:
+    changed = _canvases_of(run, row, [steps[change.number] for change in plan], [change.order for change in plan])
+    after = _judge(model, changed, rule, level, min_viewers)
+    text = TokenTexts(tokenizer_of(run, model))
+    names = [name for name in base.dims if name in ("layer", "head")]
+    lines = []
+    for trial, change in enumerate(plan):
+        main, found = base.main()[change.number, 0], after.is_sink[trial, 0]
+        token = int(run.canvases[steps[change.number], row, change.sink])
+        for place in (main == change.sink).nonzero().tolist():
+            at = dict(zip(names, place, strict=True))
+            if "layer" in at:
+                at["layer"] = base.layers[at["layer"]]
+            sinks = found[tuple(place)]
+            lines.append(
+                {
+                    "step": steps[change.number],
+                    "batch": row,
+                    **at,
+                    "change": change.name,
+                    "position": change.sink,
+                    "token": text(token),
+                    "to": change.to,
+                    "at_token": bool(sinks[change.to]),
+                    "at_position": bool(sinks[change.sink]),
+                }
+            )
+    return lines

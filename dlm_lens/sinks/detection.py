@@ -1,0 +1,252 @@
+"""`find_sinks`: from attention, received or raw, to `Sinks`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, Unpack
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, shown
+from dlm_lens.recording import Recording
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
+from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.from_patterns import received_from_pattern
+from dlm_lens.sinks.from_recording import judged_of
+from dlm_lens.sinks.key_statistics import KeyStatistic
+from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Level, Received, Scale
+
+
+@dataclass(frozen=True, eq=False)
+class Sinks:
+    """The sinks that a detector found.
+
+    Args:
+        is_sink: True for the columns that are sinks; its axes are `dims`.
+        scores: what was judged, on `scale`; NaN where undefined.
+        threshold: what each score was compared with; NaN where the rule has none.
+        scale: unit of scores and threshold.
+        level: whose pattern a score describes: "head", "layer" (mean over heads) or "model" (mean over all).
+        detector: the rule.
+        dims: names of the axes, in the order step, batch, layer, head, key; merged or absent ones are left out.
+        tokens: ids of the keys, on the step, batch and key axes among `dims`; None if unknown.
+        masked: which keys are still masked, on the same axes; None if unknown.
+        layers: index of each layer in the model; empty without a layer axis.
+        queries: which queries count, in words.
+        sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
+        tokenizer: decodes token ids; None if there is none.
+        padding: how many keys of each row of the batch stand before its first token; None for none.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    is_sink: Bool[Tensor, "*axes key"]
+    scores: Float[Tensor, "*axes key"]
+    threshold: Float[Tensor, "*axes key"]
+    scale: Scale
+    level: Level
+    detector: Detector
+    dims: tuple[str, ...]
+    tokens: Int[Tensor, "*rows key"] | None = None
+    masked: Bool[Tensor, "*rows key"] | None = None
+    layers: tuple[int, ...] = ()
+    queries: str = "all"
+    sinks: int = 0
+    tokenizer: Any = field(default=None, repr=False)
+    padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.is_sink.shape)
+        if len(shape) != len(self.dims) or tuple(d for d in AXES if d in self.dims) != self.dims:
+            raise ValueError(f"Sinks.is_sink has shape {list(shape)}, which does not fit the axes {self.dims}")
+        rows = tuple(size for d, size in zip(self.dims, shape, strict=True) if d not in ("layer", "head"))
+        wanted = {"scores": shape, "threshold": shape, "tokens": rows, "masked": rows}
+        for name, expected in wanted.items():
+            given = getattr(self, name)
+            if given is not None and tuple(given.shape) != expected:
+                raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink asks for {list(expected)}")
+        if "layer" in self.dims and len(self.layers) != shape[self.dims.index("layer")]:
+            raise ValueError(f"{len(self.layers)} layer indices for is_sink of shape {list(shape)} {self.dims}")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
+        defined = int((~self.scores.isnan()).sum())
+        return f"Sinks({int(self.is_sink.sum())} of {defined} columns by {self.rule}; {sizes})"
+
+    @property
+    def rule(self) -> str:
+        """Rule, scale, level and counted queries in words, for captions."""
+        return f"{self.detector}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
+
+    def main(self) -> Int[Tensor, "*axes"]:
+        """Key of the largest sink of every pattern; -1 where there is none. Of equals, the earlier one.
+
+        Of `LowKeyNorm`, whose sinks have low scores, the lowest. A key is a canvas position, or, behind the canvas,
+        a learned sink token.
+        """
+        scores = -self.scores if getattr(self.detector, "low_is_strong", False) else self.scores
+        best = scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
+        return best.masked_fill(~self.is_sink.any(-1), -1)
+
+    def table(self, top: int | None = None, sort: Literal["score", "place"] = "score") -> pd.DataFrame:
+        """One line per sink and step: where, token, masked, score, threshold, scale, level.
+
+        Columns: step, batch, layer, head, position, canvas_position, token, masked, score, threshold, scale, level.
+        Axes that were merged or never there have no column, nor have token and masked where they are unknown.
+        `token` is text as every table shows it (a space as ␣; `token_text`) if there is a tokenizer, else the id.
+        `step` counts from 0, `layer` as in the model, `position` from the prompt's first token, the padding on its
+        left left out; where any row has padding, `canvas_position` beside it is the index on the canvas, which
+        indexes tensors. Both are missing (NA) for a learned sink token, whose token is "sink(0)".
+
+        Args:
+            top: the strongest so many sinks, each (batch, layer, head, position) once: at the step at which it is
+                strongest (the first of equals), with `steps`, at how many steps it is a sink.
+            sort: "score", strongest first (of `LowKeyNorm` the lowest, else the highest), or "place", by step,
+                batch, layer, head, position.
+
+        Raises:
+            ValueError: an unknown order, or a negative number of lines.
+        """
+        if sort not in ("score", "place") or (top is not None and top < 0):
+            raise ValueError(f"table(top={top!r}, sort={sort!r}): sort is 'score' or 'place', top at least 0")
+        where = self.is_sink.nonzero(as_tuple=True)
+        columns: dict[str, Any] = {
+            "position" if name == "key" else name: index.tolist()
+            for name, index in zip(self.dims, where, strict=True)
+        }
+        if "layer" in columns:
+            columns["layer"] = [self.layers[i] for i in columns["layer"]]
+        rows = tuple(i for name, i in zip(self.dims, where, strict=True) if name not in ("layer", "head"))
+        if self.tokens is not None:
+            text = TokenTexts(self.tokenizer)
+            columns["token"] = [text(i) for i in self.tokens[rows].tolist()]
+        if self.masked is not None:
+            columns["masked"] = self.masked[rows].tolist()
+        columns["score"] = self.scores[where].tolist()
+        columns["threshold"] = self.threshold[where].tolist()
+        table = pd.DataFrame(columns).assign(scale=self.scale, level=self.level)
+        low = bool(getattr(self.detector, "low_is_strong", False))
+        by_score = table.sort_values("score", ascending=low, kind="stable")
+        if top is not None:
+            by_score = self._once(by_score).head(top)
+        table = by_score if sort == "score" else by_score.sort_index()
+        return from_prompt(table.reset_index(drop=True), self.padding, self.is_sink.shape[-1] - self.sinks)
+
+    def _once(self, ordered: pd.DataFrame) -> pd.DataFrame:
+        """Of the lines of one sink at several steps the first, with their number."""
+        place = [name for name in ("batch", "layer", "head", "position") if name in ordered]
+        if "step" not in ordered:
+            return ordered
+        steps = ordered.groupby(place)["step"].transform("size")
+        return ordered.assign(steps=steps).drop_duplicates(place)
+
+
+class PatternSettings(TypedDict, total=False):
+    """Arguments of `received_from_pattern`, which `find_sinks` hands on."""
+
+    dims: Sequence[str] | None
+    visible: Bool[Tensor, "*leading query key"] | None
+    queries: Bool[Tensor, "*rows query"] | None
+    attention_mask: Int[Tensor, "*rows key"] | Bool[Tensor, "*rows key"] | None
+    causal: bool
+    tokens: Int[Tensor, "*rows key"] | None
+    masked: Bool[Tensor, "*rows key"] | None
+    tokenizer: Any
+    layers: Sequence[int] | None
+    min_viewers: int
+
+
+@checked_arguments(
+    attention=None,
+    level=LEVEL,
+    dims=Rule("names of axes, or None", lambda dims: all(isinstance(name, str) for name in dims)),
+    **dict.fromkeys(
+        ("visible", "queries", "attention_mask", "tokens", "masked"), instance(Tensor, "a tensor, or None")
+    ),
+)
+def find_sinks(
+    attention: Received | Recording | KeyStatistic | Float[Tensor, "*leading query key"],
+    detector: Detector,
+    *,
+    level: Level = "head",
+    relative: bool | None = None,
+    **pattern_settings: Unpack[PatternSettings],
+) -> Sinks:
+    """Apply a detector to received attention: a sink is a key whose score passes the rule (2510.15731, Eq. 3).
+
+    Args:
+        attention: a `Received`, a `Recording` (of all queries; `received_of` for others), or a pattern
+            [head, query, key], [batch, head, query, key], [step, batch, head, query, key] or
+            [step, batch, layer, head, query, key] (other axes: `dims=`); or a `KeyStatistic` of hidden states, for
+            `AboveMedian` and `LowKeyNorm`.
+        detector: `AboveMean(eps)`, `AboveStd(k)`, `Share(x)`, `MeanAttention(x)`, `SoftSigmoid()`, `TopK(k)` or
+            your own `Detector`.
+        level: judge every "head", the head-mean pattern of a "layer", or the mean pattern of the "model": the
+            mean of r_j over heads (and layers), divided by e_j. A `KeyStatistic` has its own level.
+        relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern
+            and for the scale that a `Received` has. `Share` always reads shares, `MeanAttention` means.
+        **pattern_settings: for patterns, the arguments of `received_from_pattern`: visible, queries,
+            attention_mask, causal, tokens, masked, tokenizer, layers, min_viewers, dims.
+
+    Returns:
+        Sinks whose axes are those of the input without query and without the merged ones.
+
+    Raises:
+        TypeError: no detector, no attention, or settings of a pattern beside a `Received`.
+        ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have.
+    """
+    if isinstance(detector, type) or not isinstance(detector, Detector):
+        raise TypeError(
+            f"{shown(detector)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)"
+        )
+    if "min_viewers" in pattern_settings:
+        RULES["min_viewers"].check("min_viewers", pattern_settings["min_viewers"])
+    if isinstance(attention, Recording):
+        attention = judged_of(attention, detector.quantity)
+    if isinstance(attention, KeyStatistic):
+        if pattern_settings or relative is not None or level not in ("head", attention.level):
+            raise TypeError(f"{attention!r} is of the {attention.level} level and takes no settings of patterns")
+        return _judge(attention, detector)
+    if isinstance(attention, Received):
+        if pattern_settings:
+            raise TypeError(f"{', '.join(pattern_settings)}: for patterns only; this Received is already summed")
+        received = attention
+        if relative is not None:
+            received = received.on_scale(RELATIVE if relative else COLUMN_SUM)
+    else:
+        received = received_from_pattern(attention, relative=relative is not False, **pattern_settings)
+    return _judge(received.at_level(level), detector)
+
+
+def _judge(given: Received | KeyStatistic, detector: Detector) -> Sinks:
+    scores, scale = given.read(detector.quantity)
+    judge: Any = detector
+    # What a statistic of hidden states is compared with may be more than its own scores tell.
+    extra = {} if isinstance(given, Received) or given.median is None else {"median": given.median}
+    return Sinks(
+        is_sink=_squeeze(judge.detect(scores, **extra), given, AXES),
+        scores=_squeeze(scores, given, AXES),
+        threshold=_squeeze(judge.thresholds(scores, **extra), given, AXES),
+        scale=scale,
+        level=given.level,
+        detector=detector,
+        dims=given.dims,
+        tokens=_squeeze(given.tokens, given, ("step", "batch", "key")),
+        masked=_squeeze(given.masked, given, ("step", "batch", "key")),
+        layers=given.layers,
+        queries=given.queries if isinstance(given, Received) else "none (hidden states)",
+        sinks=given.sinks,
+        padding=given.padding,
+        tokenizer=given.tokenizer,
+    )
+
+
+def _squeeze(tensor: Any, received: Received | KeyStatistic, axes: tuple[str, ...]) -> Any:
+    """Drop the axes that mean nothing."""
+    if tensor is None:
+        return None
+    return tensor.squeeze([axis for axis, name in enumerate(axes) if name not in received.dims])

@@ -1,0 +1,449 @@
+"""`trajectories`: where sinks appear, how long they live, and where they go."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_lens.arguments import LEVEL, checked_arguments, shown
+from dlm_lens.recording import Recording
+from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.token_text import TokenTexts
+from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks.detection import Sinks
+from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.from_recording import received_of
+from dlm_lens.sinks.lifetimes import (
+    KINDS,
+    TRANSIENT_STEPS,
+    Followed,
+    Ints,
+    Lives,
+    follow,
+    kinds_of,
+    life_counts,
+    link_lives,
+    main_path,
+    switch_on,
+)
+from dlm_lens.sinks.received import AXES, Level, Received, Scale
+
+By = Literal["pattern", "head", "layer", "all"]
+"""What a line of a summary is: one pattern of one sequence, a (layer, head) or a layer over sequences, or all."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "pattern": ("batch", "layer", "head"),
+    "head": ("layer", "head"),
+    "layer": ("layer",),
+    "all": (),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectories:
+    """Sinks followed over steps, from `trajectories`; definitions there.
+
+    All axes are always there; `dims` names those that mean something, the others have size 1. A pattern is one
+    (batch, layer, head), and its index counts over them in this order.
+
+    Args:
+        lives: every spell of a position as a sink, ordered by pattern, first step and position.
+        before: for each life the one that it comes from by a move; -1 for none.
+        trajectory: for each life its trajectory; lives joined by moves share one.
+        main: position of the largest sink; -1 where there is none.
+        main_score: its score; NaN where there is none.
+        counts: how many sinks are on.
+        defined: whether any key has a score.
+        switched: whether the largest sink changed although the old and the new one were on before and are on now.
+        static_position: the position that is on at most steps (-1: no sink ever), and
+        static_share: at which part of the steps that have a sink.
+        scored: which keys have a score.
+        tokens, masked, final_tokens, scale, level, layers, queries, sinks, tokenizer: as in `Received`.
+        padding: how many keys of each row stand before its first token; None for none.
+        detector: the rule that switches a sink on.
+        hysteresis: part of its threshold below which it switches off.
+        dims: names of the axes that mean something.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    lives: Lives
+    before: Ints
+    trajectory: Ints
+    main: Int[Tensor, "step batch layer head"]
+    main_score: Float[Tensor, "step batch layer head"]
+    counts: Int[Tensor, "step batch layer head"]
+    defined: Bool[Tensor, "step batch layer head"]
+    switched: Bool[Tensor, "step batch layer head"]
+    static_position: Int[Tensor, "batch layer head"]
+    static_share: Float[Tensor, "batch layer head"]
+    scored: Bool[Tensor, "step batch key"]
+    scale: Scale
+    level: Level
+    detector: Detector
+    hysteresis: float
+    dims: tuple[str, ...]
+    tokens: Int[Tensor, "step batch key"] | None = None
+    masked: Bool[Tensor, "step batch key"] | None = None
+    final_tokens: Int[Tensor, "batch key"] | None = None
+    layers: tuple[int, ...] = ()
+    queries: str = "all"
+    sinks: int = 0
+    tokenizer: Any = field(default=None, repr=False)
+    padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
+        if not len(self.lives) == len(self.before) == len(self.trajectory):
+            raise ValueError(
+                f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories, {len(self.lives)} lives"
+            )
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{int((self.kinds == kind).sum())} {kind}" for kind in KINDS)
+        transient = int((self.lives.steps <= TRANSIENT_STEPS).sum())
+        patterns = f"{self.kinds.size} patterns over {len(self.main)} steps: {counts}"
+        return (
+            f"Trajectories({len(self.lives)} lives ({transient} transient), {int((self.before >= 0).sum())} moves, "
+            f"{int(self.switched.sum())} switches; {patterns}; {self.rule})"
+        )
+
+    @property
+    def rule(self) -> str:
+        """Rule, hysteresis, scale, level and counted queries in words, for captions."""
+        off = f"off below {self.hysteresis:g} of its threshold" if self.hysteresis != 1 else "no hysteresis"
+        return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
+
+    @property
+    def canvas(self) -> int:
+        """How many of the keys are canvas positions; learned sink tokens stand behind them."""
+        return self.scored.shape[-1] - self.sinks
+
+    @cached_property
+    def kinds(self) -> NDArray[np.str_]:
+        """Each pattern's kind: "none", "static", "moving" or "unsettled" (sinks come and go without a move)."""
+        moves = np.bincount(self.lives.pattern, weights=self.before >= 0, minlength=self.static_share.numel())
+        steps = (self.counts > 0).sum(0).numpy()
+        shape = self.static_share.shape
+        return kinds_of(steps, self.static_share.numpy(), np.asarray(moves, dtype=float).reshape(shape))
+
+    def place(self, pattern: Ints) -> dict[str, Ints]:
+        """Batch row, layer (as in the model) and head of patterns, of the axes that mean something."""
+        at = dict(zip(GROUPS["pattern"], np.unravel_index(pattern, self.static_share.shape), strict=True))
+        if self.layers:
+            at["layer"] = np.asarray(self.layers)[at["layer"]]
+        return {name: index for name, index in at.items() if name in self.dims}
+
+    def table(self) -> pd.DataFrame:
+        """One line per life, ordered by pattern, first step and position.
+
+        Columns: batch, layer, head (those that there are); `position`, counted from the prompt's first token, and
+        `canvas_position` on the canvas (NA for a learned sink token); `token` when
+        it switched on and `token_last` at its last step, `masked` when it switched on (where known); `first_step`,
+        `last_step`, `steps`; `peak` and `mean` score, `peak_step`; `main_steps`, at how many steps it was the
+        largest; `transient` (at most 2 steps); `born` and `died`, whether it was seen to switch on and off (not at
+        the ends of the run); `trajectory`, which lives joined by moves share; `came_from` (on the canvas
+        `canvas_came_from`) and `moved_by`, the position before the move and the distance (right above 0), NA
+        without a move.
+        """
+        lives = self.lives
+        columns: dict[str, Any] = dict(self.place(lives.pattern))
+        row = np.unravel_index(lives.pattern, self.static_share.shape)[0]
+        position = pd.Series(lives.position, dtype="Int64")
+        columns["position"] = position
+        if self.tokens is not None:
+            text, ids = TokenTexts(self.tokenizer), self.tokens.numpy()
+            columns["token"] = [text(int(i)) for i in ids[lives.first, row, lives.position]]
+            columns["token_last"] = [text(int(i)) for i in ids[lives.last, row, lives.position]]
+        if self.masked is not None:
+            columns["masked"] = self.masked.numpy()[lives.first, row, lives.position]
+        columns |= {"first_step": lives.first, "last_step": lives.last, "steps": lives.steps}
+        columns |= {"peak": lives.peak, "mean": lives.mean, "peak_step": lives.peak_step}
+        columns |= {"main_steps": lives.main_steps, "transient": lives.steps <= TRANSIENT_STEPS}
+        columns |= {"born": lives.born, "died": lives.died, "trajectory": self.trajectory}
+        came_from = pd.Series(lives.position[self.before], dtype="Int64").mask(self.before < 0)
+        columns |= {"came_from": came_from, "moved_by": position - came_from}
+        table = pd.DataFrame({**columns, "row": row})
+        table = from_prompt(table, self.padding, self.canvas, ("position", "came_from"), rows="row")
+        return table.drop(columns="row")
+
+    def switches(self) -> pd.DataFrame:
+        """One line per switch: the largest sink became another one, while both were sinks before and are now.
+
+        Columns: batch, layer, head (those that there are); `step`, the first at which the new one is the largest;
+        `from_position` and `to_position`, counted from the prompt's first token (NA for a learned sink token), with
+        `canvas_from_position` and `canvas_to_position` on the canvas; `moved_by`, the distance (right above 0);
+        `from_token` and `to_token` at that step, where known.
+        """
+        step, pattern = (index.numpy() for index in self.switched.flatten(1).nonzero(as_tuple=True))
+        order = np.lexsort((step, pattern))
+        step, pattern = step[order], pattern[order]
+        row = np.unravel_index(pattern, self.static_share.shape)[0]
+        main = self.main.flatten(1).numpy()
+        columns: dict[str, Any] = {**self.place(pattern), "step": step}
+        keys = {"from": main[step - 1, pattern], "to": main[step, pattern]}
+        for name, key in keys.items():
+            position = pd.Series(key, dtype="Int64")
+            columns[f"{name}_position"] = position
+        on_canvas = {
+            name: column.mask(column >= self.canvas) for name, column in columns.items() if "position" in name
+        }
+        columns["moved_by"] = on_canvas["to_position"] - on_canvas["from_position"]
+        if self.tokens is not None:
+            text, ids = TokenTexts(self.tokenizer), self.tokens.numpy()
+            for name, key in keys.items():
+                columns[f"{name}_token"] = [text(int(i)) for i in ids[step, row, key]]
+        table = pd.DataFrame({**columns, "row": row})
+        table = from_prompt(table, self.padding, self.canvas, ("from_position", "to_position"), rows="row")
+        return table.drop(columns="row")
+
+    def summary(self, by: By = "head") -> pd.DataFrame:
+        """What the sinks do, per pattern, per (layer, head), per layer, or overall: means over the patterns in it.
+
+        Columns: `patterns`, how many; `with_sink`, part of the steps that have a sink; `sinks`, how many are on;
+        `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, mean steps of a life; `transient`, part of
+        the lives; `move_rate` and `switch_rate`, per pair of neighbouring steps; `moves_right`, part of the moves;
+        `jump`, mean distance of a move; `static_share`, the part of its steps with a sink that the steadiest
+        position is on, which a pattern's line names as `static_position`, from the prompt's first token, and
+        `canvas_static_position`; of the largest sink's path `moved_over_run`, `displacement`, `drift`,
+        `drift_right` (part of the patterns with a drift that go right), `variance`, `changes`, `change` (see
+        `movement.main_path`;
+        the variance of the sink's position is what 2602.17664 looks at); and the part of the patterns of each kind.
+        Means leave out patterns where a quantity is not defined.
+
+        Raises:
+            ValueError: an unknown grouping.
+        """
+        if by not in GROUPS:
+            raise ValueError(f"summary(by={by!r}); by is one of {', '.join(GROUPS)}")
+        table = self.measures.assign(**{kind: (self.measures["kind"] == kind).astype(float) for kind in KINDS})
+        names = [name for name in GROUPS[by] if name in self.dims]
+        if by == "pattern":
+            return table.drop(columns=["patterns", *KINDS])
+        table = table.drop(columns=["kind", "static_position", "canvas_static_position"], errors="ignore")
+        groups = table.groupby(names, sort=True) if names else table.groupby(lambda _: "all")
+        result = (
+            groups.mean(numeric_only=True)
+            .assign(patterns=groups.size())
+            .drop(columns=[name for name in GROUPS["pattern"] if name not in names], errors="ignore")
+        )
+        return result.reset_index() if names else result.reset_index(drop=True)
+
+    @cached_property
+    def measures(self) -> pd.DataFrame:
+        """One line per pattern: what `summary` averages."""
+        index = np.arange(self.static_share.numel())
+        defined = self.defined.sum(0).flatten().numpy()
+        pairs = np.where(defined > 1, defined - 1, np.nan)
+        sink_steps = (self.counts > 0).sum(0).flatten().numpy()
+        lives = life_counts(self.lives, self.before, self.trajectory, len(index))
+        switches = self.switched.sum(0).flatten().numpy()
+        path = main_path(self.main.flatten(1).numpy(), self.canvas, self.defined.flatten(1).numpy())
+        with np.errstate(invalid="ignore", divide="ignore"):
+            part, mean = sink_steps / defined, self.counts.sum(0).flatten().numpy() / defined
+        drift = np.where(path["drift"] == 0, np.nan, path["drift"])
+        columns: dict[str, Any] = self.place(index) | {"patterns": np.ones(len(index), dtype=int)}
+        columns |= {"kind": self.kinds.flatten(), "with_sink": part, "sinks": mean} | lives
+        columns |= {"switches": switches, "move_rate": lives["moves"] / pairs, "switch_rate": switches / pairs}
+        columns |= {
+            "static_position": self.static_position.flatten().numpy(),
+            "row": np.unravel_index(index, self.static_share.shape)[0],
+            "static_share": self.static_share.flatten().numpy(),
+        }
+        columns |= path | {"drift_right": np.where(np.isnan(drift), np.nan, drift > 0)}
+        table = pd.DataFrame(columns)
+        return from_prompt(table, self.padding, self.canvas, ("static_position",), rows="row").drop(columns="row")
+
+
+HYSTERESIS = 0.75
+"""A sink that is on switches off below this part of its threshold eps."""
+
+ENTRIES_AT_ONCE = 2**20
+"""Scores in work at a time, 4 MiB in float32: what is made of them needs no fresh memory for every piece."""
+
+
+@checked_arguments(level=LEVEL)
+def trajectories(
+    sinks: Received | Recording | Sinks,
+    detector: Detector | None = None,
+    *,
+    level: Level = "head",
+    hysteresis: float = HYSTERESIS,
+) -> Trajectories:
+    """Follow sinks over steps: when each appears, moves and vanishes, in every pattern (2510.15731, section 4.2).
+
+    A position switches on when the detector finds it and off when it falls below the detector's threshold with
+    eps times `hysteresis` (k for `AboveStd`, x for `Share`). A spell of being on is a **life**. A sink **moved**
+    if a position switches off within one step of another switching on; lives joined by moves are one trajectory.
+    A pattern is **static** if one position is on in at least 90% of the steps that have a sink, **moving** if it
+    is not static and a sink moved. A life of at most 2 steps is **transient**. A change of the largest sink
+    between two that both stay on is a **switch**, no move.
+
+    A step without any score (a class of queries that ran out) belongs to no life, and a life that ends in front
+    of it was not seen to switch off. Works through the input piece by piece, also where that is a memory map.
+
+    Args:
+        sinks: a `Received` with a step axis, or a `Recording` (of all queries; `received_of` for others), and a
+            detector, which takes less memory; or `Sinks`.
+        detector: the rule for a `Received` or a `Recording`; `Sinks` have theirs.
+        level: of a `Received`: follow the sinks of every "head", of the head-mean pattern of a "layer", or of the
+            "model" mean. `Sinks` have theirs.
+        hysteresis: part of the threshold below which a sink switches off; 1 for none.
+
+    Raises:
+        TypeError: neither of the two, no detector, a second one, or one without `holds`.
+        ValueError: there is no step axis, hysteresis is not in (0, 1], or a level that is not there.
+    """
+    if not 0 < hysteresis <= 1:
+        raise ValueError(f"hysteresis is {hysteresis}; it is a part of the threshold, above 0 and at most 1")
+    source = _source(sinks, detector, level)
+    if "step" not in source.dims:
+        raise ValueError(f"the sinks have the axes {source.dims}; trajectories need a step axis")
+    shape = source.scores.shape
+    found = [
+        (index, follow(scores, switch_on(scores, source.detector, hysteresis, entered)))
+        for index, scores, entered in source.pieces()
+    ]
+    lives = _joined([(index, piece.lives) for index, piece in found])
+    gathered: dict[str, Any] = {name: _gathered(found, name, shape) for name in _PER_STEP + _PER_PATTERN}
+    before, trajectory = link_lives(lives, lives.position < shape[-1] - source.context["sinks"])
+    return Trajectories(
+        lives=lives,
+        before=before,
+        trajectory=trajectory,
+        **gathered,
+        scored=source.scored(),
+        scale=source.scale,
+        detector=source.detector,
+        hysteresis=hysteresis,
+        dims=tuple(name for name in source.dims if name != "key"),
+        **source.context,
+    )
+
+
+_CARRIED = ("sinks", "tokenizer", "padding")
+_PER_STEP = ("main", "main_score", "counts", "defined", "switched")
+_PER_PATTERN = ("static_position", "static_share")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Scores on all five axes, and what is known of them."""
+
+    scores: Float[Tensor, "step batch layer head key"]
+    received: Received | None
+    entered: Bool[Tensor, "step batch layer head key"] | None
+    scale: Scale
+    detector: Detector
+    dims: tuple[str, ...]
+    context: dict[str, Any]
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Some patterns at a time: their indices over (batch, layer, head), scores and detections."""
+        steps, batch, layers, heads, keys = self.scores.shape
+        index = torch.arange(batch * layers * heads).view(batch, layers, heads)
+        room = max(1, ENTRIES_AT_ONCE // max(1, steps * keys))
+        heads_at_once = min(room, heads)
+        layers_at_once = min(max(1, room // heads), layers)
+        rows_at_once = min(max(1, room // (heads * layers)), batch)
+        for row, layer, head in product(
+            range(0, batch, rows_at_once), range(0, layers, layers_at_once), range(0, heads, heads_at_once)
+        ):
+            part = (
+                slice(row, row + rows_at_once),
+                slice(layer, layer + layers_at_once),
+                slice(head, head + heads_at_once),
+            )
+            entered = None if self.entered is None else self.entered[:, *part].flatten(1, 3)
+            yield index[part].flatten(), self._read(part).float().flatten(1, 3), entered
+
+    def _read(self, part: tuple[slice, slice, slice]) -> Tensor:
+        if self.received is None:
+            return self.scores[:, *part]
+        return self.received.part(*part).read(self.detector.quantity)[0]
+
+    def scored(self) -> Bool[Tensor, "step batch key"]:
+        """Which keys have a score in any pattern."""
+        scored = torch.zeros(*self.scores.shape[:2], self.scores.shape[-1], dtype=torch.bool)
+        for layer in range(self.scores.shape[2]):
+            for head in range(self.scores.shape[3]):
+                scored |= ~self.scores[:, :, layer, head].isnan()
+        return scored
+
+
+def _source(sinks: Any, detector: Detector | None, level: Level) -> _Source:
+    if isinstance(sinks, Recording):
+        sinks = received_of(sinks)
+    if isinstance(sinks, Received):
+        if isinstance(detector, type) or not isinstance(detector, Detector):
+            raise TypeError(f"a Received needs a detector such as AboveMean(eps=3.0), not {shown(detector)}")
+        received = sinks.at_level(level)
+        scale = received.part(slice(0, 0)).read(detector.quantity)[1]
+        context = {
+            name: getattr(received, name)
+            for name in (
+                "tokens",
+                "masked",
+                "final_tokens",
+                "level",
+                "layers",
+                "queries",
+                "sinks",
+                "tokenizer",
+                "padding",
+            )
+        }
+        return _Source(received.values, received, None, scale, detector, received.dims, context)
+    if not isinstance(sinks, Sinks):
+        raise TypeError(f"trajectories of a {type(sinks).__name__}; give a Received and a detector, or Sinks")
+    if getattr(sinks.detector, "low_is_strong", False):
+        raise TypeError(f"{sinks.detector} has sinks with low scores; trajectories follow high ones")
+    if detector is not None or level not in ("head", sinks.level):
+        raise TypeError(
+            f"these Sinks were found by {sinks.detector} at level {sinks.level}, which stay as they are"
+        )
+    context = {
+        "tokens": _widened(sinks.tokens, sinks.dims, ("step", "batch", "key")),
+        "masked": _widened(sinks.masked, sinks.dims, ("step", "batch", "key")),
+        "final_tokens": None,
+        **{name: getattr(sinks, name) for name in ("level", "layers", "queries", *_CARRIED)},
+    }
+    scores, entered = (_widened(tensor, sinks.dims, AXES) for tensor in (sinks.scores, sinks.is_sink))
+    return _Source(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)
+
+
+def _widened(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...]) -> Any:
+    """Put axes of size 1 back where `dims` has none."""
+    if tensor is not None:
+        for place, name in enumerate(axes):
+            tensor = tensor if name in dims else tensor.unsqueeze(place)
+    return tensor
+
+
+def _joined(pieces: list[tuple[Tensor, Lives]]) -> Lives:
+    """The lives of all pieces in one list, ordered by pattern, first step and position."""
+    owners = np.concatenate([index.numpy()[lives.pattern] for index, lives in pieces])
+    values = {
+        name.name: np.concatenate([getattr(lives, name.name) for _, lives in pieces]) for name in fields(Lives)
+    }
+    values["pattern"] = owners
+    order = np.lexsort((values["position"], values["first"], owners))
+    return Lives(**{name: value[order] for name, value in values.items()})
+
+
+def _gathered(found: list[tuple[Tensor, Followed]], name: str, shape: tuple[int, ...]) -> Tensor:
+    """One quantity of all pieces, on the axes (step,) batch, layer, head."""
+    index = torch.cat([index for index, _ in found])
+    values = torch.cat([getattr(piece, name) for _, piece in found], -1)
+    ordered = torch.empty_like(values)
+    ordered[..., index] = values
+    return ordered.unflatten(-1, shape[1:4])

@@ -1,0 +1,107 @@
+"""The network of a run: converted, continued, or new."""
+
+import math
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dlm_lens.adapters import family_of, load
+from dlm_lens.adapters.families.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
+from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.tokenizer_files import load_tokenizer
+from dlm_lens.training.conversion import convert
+from dlm_lens.training.objective import NextToken
+from dlm_lens.training.settings import ModelSettings, TrainingSettings
+
+SCRATCH = "smdm-"
+
+
+def build_model(settings: TrainingSettings) -> PreTrainedModel:
+    """The network that the settings ask for, in float32.
+
+    Raises:
+        ValueError: an unknown size, options of a conversion for a model that is a DLM already, or no start.
+    """
+    chosen = settings.model
+    if not chosen.start:
+        raise ValueError("model.start is empty; name an AR checkpoint, a DLM, or a size such as smdm-472M")
+    if chosen.start.startswith(SCRATCH):
+        return new_smdm(chosen, settings.seed)
+    model = load(chosen.start, dtype=torch.float32)
+    if family_of(model.config.model_type).causal:
+        if isinstance(settings.objective, NextToken):
+            return model
+        return convert(
+            model,
+            chosen.sinks,
+            chosen.position,
+            chosen.zero_value,
+            chosen.gated,
+            chosen.shift,
+            softmax=cast(Any, chosen.softmax),
+            seed=settings.seed,
+        )
+    options = [field for field in fields(chosen) if field.name not in ("start", "tokenizer")]
+    changed = [f"model.{field.name}" for field in options if getattr(chosen, field.name) != field.default]
+    if changed:
+        raise ValueError(
+            f"{chosen.start} is a DLM already; {', '.join(changed)} can only be chosen for an AR checkpoint or a "
+            "new model: leave them out"
+        )
+    return model
+
+
+def smdm_config(chosen: ModelSettings) -> SMDMConfig:
+    """The config of one of SMDM's sizes, with sinks or a gate.
+
+    Raises:
+        ValueError: no such size, or a softmax that its kernel does not have.
+    """
+    size = chosen.start.removeprefix(SCRATCH)
+    if size not in SIZES:
+        known = ", ".join(SCRATCH + name for name in SIZES)
+        raise ValueError(f"model.start {chosen.start!r} is no size of SMDM's; there are {known}")
+    if chosen.softmax != "standard":
+        raise ValueError(f"SMDM's layers have no softmax {chosen.softmax!r}; it goes with Qwen2 and Llama")
+    return SMDMConfig(
+        **SIZES[size],
+        num_sinks=chosen.sinks,
+        sink_placement=chosen.position,
+        zero_sink_value=chosen.zero_value,
+        gated_attention=chosen.gated,
+        eos_token_id=2,
+        bos_token_id=1,
+        tie_word_embeddings=False,
+    )
+
+
+def new_smdm(chosen: ModelSettings, seed: int) -> PreTrainedModel:
+    """An untrained SMDM, initialised as its authors do (ML-GSAI/SMDM, diffmodel.py)."""
+    config = smdm_config(chosen)
+    family = family_of(config.model_type)
+    prepare_config(config, family)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = SMDMForMaskedLM(config)
+        initialise_smdm(model)
+    tokenizer = load_tokenizer(chosen.tokenizer, {}) if chosen.tokenizer else None
+    if chosen.tokenizer and tokenizer is None:
+        raise ValueError(
+            f"model.tokenizer is {chosen.tokenizer!r}, which holds none: give a directory or a hub name that does"
+        )
+    return attach(model, family, tokenizer)
+
+
+@torch.no_grad()
+def initialise_smdm(model: Any) -> None:
+    """Normal weights: deviation sqrt(2 / (5 d)), and 1 / (n sqrt(d)) for what writes into the residual stream."""
+    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            writes = name.endswith(("o_proj", "down_proj"))
+            module.weight.normal_(0.0, 1 / math.sqrt(width) / layers if writes else math.sqrt(2 / 5 / width))
+    if model.config.num_sinks:
+        model.model.embed_tokens.sinks.normal_(0.0, math.sqrt(2 / 5 / width))

@@ -1,0 +1,186 @@
+"""Sink statistics at a fixed probe batch: how sinks emerge while a model trains."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.attention import SinkLayout, column_sums, listening
+from dlm_lens.placement import input_device
+from dlm_lens.training.batches import Example, Rows
+
+LEVELS = (0.9, 0.6, 0.3)
+"""Masking shares of the probe's canvases, from the most masked to the least, as along a denoising run."""
+
+PROBE_SEED = 20_250_102
+
+MEANS = ("learned_share", "main_share", "sink_norm", "other_norm", "learned_norm", "canvas_norm")
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeBatch:
+    """The same sequences at falling masking levels; what is masked at a level was masked at the one before.
+
+    Args:
+        canvases: what the network sees.
+        masked: its masks.
+        visible: content or padding.
+    """
+
+    canvases: Int[Tensor, "level row position"]
+    masked: Bool[Tensor, "level row position"]
+    visible: Bool[Tensor, "row position"]
+
+
+@dataclass(frozen=True, eq=False)
+class SinkStatistics:
+    """What one probe found; the mean over levels and rows where they do not appear.
+
+    Args:
+        learned_share: part of all attention of the canvas that the learned sinks receive; NaN without sinks.
+        main_share: part that the key receives which receives most (a learned sink or a canvas position).
+        sink_norm: value norm of that key.
+        other_norm: mean value norm of the canvas positions that are masked like it (all, for a learned sink).
+        learned_norm: mean value norm of the learned sinks; NaN without sinks.
+        canvas_norm: mean value norm of all canvas positions.
+        main: which key receives most; learned sinks are counted behind the canvas.
+        learned: whether the model has learned sinks.
+    """
+
+    learned_share: Float[Tensor, "layer"]
+    main_share: Float[Tensor, "layer"]
+    sink_norm: Float[Tensor, "layer"]
+    other_norm: Float[Tensor, "layer"]
+    learned_norm: Float[Tensor, "layer"]
+    canvas_norm: Float[Tensor, "layer"]
+    main: Int[Tensor, "level row layer head"]
+    learned: bool
+
+    def moved(self) -> float:
+        """Share of the (row, layer, head) maps whose main sink differs between the first and the last level."""
+        return float((self.main[0] != self.main[-1]).double().mean())
+
+    def metrics(self, before: "SinkStatistics | None" = None) -> dict[str, float]:
+        """Names and values for a log; with the probe `before`, the share of maps whose main sink is another now."""
+        found = {
+            "sink/main_share": float(self.main_share.mean()),
+            "sink/moved": self.moved(),
+            "sink/value_norm": float(self.sink_norm.mean()),
+            "sink/value_norm_others": float(self.other_norm.mean()),
+            "sink/value_norm_ratio": float((self.sink_norm / self.other_norm).mean()),
+        }
+        shares = self.main_share
+        if self.learned:
+            found["sink/learned_share"] = float(self.learned_share.mean())
+            found["sink/learned_norm_ratio"] = float((self.learned_norm / self.canvas_norm).mean())
+            shares = self.learned_share
+        if before is not None:
+            found["sink/changed"] = float((self.main != before.main).double().mean())
+        for layer, share in enumerate(shares.tolist()):
+            found[f"sink_share/layer_{layer:02d}"] = share
+            found[f"sink_norm_ratio/layer_{layer:02d}"] = float(self.sink_norm[layer] / self.other_norm[layer])
+        return found
+
+
+def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> ProbeBatch:
+    """Canvases of fixed sequences at `LEVELS`; an AR baseline sees the text itself, once."""
+    rows = Rows.of(examples, source.length, source.padding)
+    mask = getattr(objective, "mask_token_id", None)
+    if mask is None:
+        return ProbeBatch(rows.tokens[None], torch.zeros_like(rows.visible)[None], rows.visible)
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    draws = torch.rand(rows.tokens.shape, generator=generator)
+    masked = torch.stack([(draws < level) & rows.answer for level in LEVELS])
+    return ProbeBatch(rows.tokens.expand(len(LEVELS), -1, -1).masked_fill(masked, mask), masked, rows.visible)
+
+
+@torch.no_grad()
+def sink_statistics(
+    model: Any, batch: ProbeBatch, forward: Callable[[Tensor], object] | None = None
+) -> SinkStatistics:
+    """Run the probe, one canvas at a time, so that only one pattern [head, query, key] is held.
+
+    Received attention counts the canvas's queries; the value norm is 2601.19657's, Eq. 15, per key/value head.
+
+    Args:
+        model: any model with hook points.
+        batch: from `probe_batch`.
+        forward: runs the network on ids, for weights that are split among processes; None for the decoder.
+    """
+    if forward is None:
+        decoder = model.get_decoder()
+        forward = partial(decoder, use_cache=False)
+    was_training = model.training
+    model.eval()
+    try:
+        found = [
+            [_canvas(model, batch, level, row, forward) for row in range(batch.canvases.shape[1])]
+            for level in range(len(batch.canvases))
+        ]
+    finally:
+        model.train(was_training)
+    parts = {
+        name: torch.stack([torch.stack([one[name] for one in rows]) for rows in found]) for name in (*MEANS, "main")
+    }
+    means = {name: parts[name].double().nanmean((0, 1, 3)) for name in MEANS}
+    return SinkStatistics(**means, main=parts["main"], learned=SinkLayout.of(model).count > 0)
+
+
+def _canvas(
+    model: Any, batch: ProbeBatch, level: int, row: int, forward: Callable[[Tensor], object]
+) -> dict[str, Tensor]:
+    """Statistics [layer, head] of one canvas, without its padding."""
+    shown = batch.visible[row]
+    ids, masked = batch.canvases[level, row, shown].to(input_device(model)), batch.masked[level, row, shown]
+    layout, layers = SinkLayout.of(model), model.get_decoder().layers
+    length = len(ids) + layout.count
+    queries = ~layout.is_sink(length, ids.device)
+    received: list[Tensor] = []
+    norms: list[Tensor] = []
+    with listening(model), _watching(layers, received, norms, queries):
+        forward(ids[None])
+    # Learned sinks behind the canvas, wherever they stand.
+    order = torch.cat([torch.arange(length)[layout.canvas(length)], torch.arange(length)[layout.sinks(length)]])
+    share = torch.stack(received).cpu()[..., order] / len(ids)
+    norm = torch.stack(norms).cpu()[..., order]
+    norm = norm.repeat_interleave(share.shape[1] // norm.shape[1], 1)
+    main = share.argmax(-1)
+    learned = torch.arange(length) >= len(ids)
+    state = torch.cat([masked.cpu(), torch.zeros(layout.count, dtype=torch.bool)])
+    alike = ((state == state[main][..., None]) | (main[..., None] >= len(ids))) & ~learned
+    alike &= torch.arange(length) != main[..., None]
+    others = (norm * alike).sum(-1) / alike.sum(-1).clamp(min=1)
+    missing = torch.full(main.shape, torch.nan)
+    return {
+        "main": main,
+        "main_share": share.amax(-1),
+        "learned_share": share[..., learned].sum(-1) if layout.count else missing,
+        "sink_norm": norm.gather(-1, main[..., None]).squeeze(-1),
+        "other_norm": torch.where(alike.any(-1), others, torch.nan),
+        "learned_norm": norm[..., learned].mean(-1) if layout.count else missing,
+        "canvas_norm": norm[..., ~learned].mean(-1),
+    }
+
+
+@contextmanager
+def _watching(
+    layers: Any, received: list[Tensor], norms: list[Tensor], queries: Bool[Tensor, "position"]
+) -> Iterator[None]:
+    """Collect column sums and value norms of every layer in order."""
+
+    def columns(module: Any, args: Any, pattern: Tensor) -> None:
+        received.append(column_sums(pattern[0], queries))
+
+    def lengths(module: Any, args: Any, values: Tensor) -> None:
+        norms.append(values[0].float().norm(dim=-1).T)
+
+    with ExitStack() as stack:
+        for layer in layers:
+            for point, watch in (("hook_pattern", columns), ("hook_v", lengths)):
+                stack.callback(layer.self_attn.get_submodule(point).register_forward_hook(watch).remove)
+        yield

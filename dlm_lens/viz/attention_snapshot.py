@@ -1,0 +1,150 @@
+"""`snapshot`: one layer's attention at one step of a run, from one forward pass."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from dlm_lens.attention import exclusive, hooked_attentions, layer_windows, listening
+from dlm_lens.sampling import Denoised
+from dlm_lens.sampling.token_text import tokenizer_of
+from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
+from dlm_lens.sinks.from_rerun import Canvases, points_of
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Attention of one layer over the content of one sequence at one step.
+
+    Padding is left out, and in an AR baseline what is not yet written. Learned sink tokens stand behind the canvas,
+    as queries and as keys.
+
+    Args:
+        pattern: A, the rows of which sum to 1.
+        value_norms: ||v_j||_2 of every query head's value.
+        tokens: ids; learned sink i is -1 - i.
+        masked: what is still [MASK].
+        positions: canvas positions; as long as the canvas part.
+        padding: how many canvas positions stand before the row's first token; shown positions count from there.
+        sinks: how many of the keys, the last ones, are learned sink tokens.
+        causal: a query sees only itself and what stands before it.
+        window: how many keys, its own among them, it sees by the layer's sliding window; None without one.
+        layer, step, row: where this is.
+        tokenizer: decodes ids.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    pattern: Float[Tensor, "head query key"]
+    value_norms: Float[Tensor, "head key"]
+    tokens: list[int]
+    masked: Bool[Tensor, "key"]
+    positions: list[int]
+    sinks: int
+    causal: bool
+    layer: int
+    step: int
+    row: int
+    padding: int = 0
+    tokenizer: Any = field(default=None, repr=False)
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_shapes(self, key=len(self.tokens), query=len(self.tokens))
+        if len(self.positions) + self.sinks != len(self.tokens):
+            raise ValueError(
+                f"{len(self.positions)} positions and {self.sinks} sink tokens are not {len(self.tokens)} keys"
+            )
+
+    def received(self) -> Received:
+        """Received attention of every head, relative to uniform; the learned sinks' own rows do not count."""
+        queries = len(self.positions)
+        visible = torch.ones(queries, len(self.tokens), dtype=torch.bool)
+        visible = visible.tril() if self.causal else visible
+        visible = visible if self.window is None else visible.triu(1 - self.window)
+        return received_from_pattern(self.pattern[:, :queries], dims=("head",), visible=visible)
+
+    def sinks_of(self, detector: Detector, head: int | None) -> list[int]:
+        """Keys that are sinks of a head (None: of the head-mean pattern), the largest first."""
+        received = self.received()
+        level = received.at_level("layer") if head is None else received.part(heads=slice(head, head + 1))
+        found = find_sinks(level, detector, level=level.level)
+        scores = found.scores.flatten().nan_to_num(nan=-torch.inf)
+        order = scores.argsort(descending=True, stable=True)
+        return [int(key) for key in order if bool(found.is_sink.flatten()[key])]
+
+
+@torch.no_grad()
+@exclusive
+def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) -> Snapshot:
+    """Run the model on the canvas that a step saw, and keep one layer's pattern and values.
+
+    Raises:
+        TypeError: the run is not a `Denoised`.
+        ValueError: a step, layer or row that is not there, or a run of another model.
+    """
+    if not isinstance(run, Denoised):
+        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    for name, index, count in (("step", step, run.steps), ("row", row, len(run.tokens))):
+        if not 0 <= index < count:
+            raise ValueError(f"{name} {index} of {count}: {name}s go from 0 to {count - 1}")
+    if step >= (ended := int(run.row_steps[row])):
+        raise ValueError(f"step {step}: row {row} ended after {ended} steps; its steps go from 0 to {ended - 1}")
+    (place, point), *_ = points_of(model, [layer]).items()
+    host = hooked_attentions(model)[place]
+    canvases = Canvases(model, run, "all")
+    index = step * len(run.tokens) + row
+    seen = _watched(model, canvases.view(index, index + 1).inputs, point, host.get_submodule("hook_v"))
+    # To the canvas first, the learned sinks behind it, without what nobody sees.
+    length = seen["pattern"].shape[-1]
+    order = torch.arange(length)
+    if canvases.layout.count:
+        order = torch.cat([order[canvases.layout.canvas(length)], order[canvases.layout.sinks(length)]])
+    if length != canvases.length + canvases.layout.count:
+        raise ValueError(
+            f"the pattern has {length} keys, the run {canvases.length} positions; is it another model's?"
+        )
+    positions = canvases.seen[index].nonzero().flatten()
+    kept = torch.cat([positions, torch.arange(canvases.length, length)])
+    pattern, values = seen["pattern"][0].float().cpu(), seen["values"][0].float().cpu()
+    norms = values.norm(dim=-1).T.repeat_interleave(pattern.shape[0] // values.shape[1], 0)
+    chosen = order[kept]
+    return Snapshot(
+        pattern=pattern[:, chosen][..., chosen],
+        value_norms=norms[:, chosen],
+        tokens=canvases.beside_sinks(run.canvases[step, row], canvases.sink_ids)[kept].tolist(),
+        masked=canvases.beside_sinks(run.masked[step, row], 0)[kept],
+        positions=positions.tolist(),
+        sinks=canvases.layout.count,
+        causal=canvases.causal,
+        layer=place,
+        step=step,
+        row=row,
+        padding=int(run.padding[row]),
+        tokenizer=tokenizer_of(run, model),
+        window=layer_windows(model)[place],
+    )
+
+
+def _watched(model: Any, inputs: Any, pattern: nn.Module, values: nn.Module) -> dict[str, Tensor]:
+    """What passes two hook points in one forward pass."""
+    seen: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        stack.enter_context(listening(model))
+        for name, point in (("pattern", pattern), ("values", values)):
+
+            def watch(module: nn.Module, args: Any, value: Tensor, name: str = name) -> None:
+                seen[name] = value.detach()
+
+            stack.callback(point.register_forward_hook(watch).remove)
+        model.get_decoder()(**inputs)
+    if len(seen) < 2:
+        raise ValueError(
+            "no pattern came by: something replaced the attention (a host's bridge?); use the model as loaded"
+        )
+    return seen

@@ -1,0 +1,143 @@
+"""`score_distribution`: Figures 3 and 9 of 2510.15731, a few keys receive very much and most almost nothing."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from numpy.typing import NDArray
+
+from dlm_lens.recording import Recording
+from dlm_lens.sinks import AboveMean, Detector, Received
+from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.viz.figures.labels import PLAIN, caption, level_label
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import as_received, index_of, level_of
+
+POINTS = 200
+DASHES = ("-", "--", "-.", ":")
+
+
+def score_distribution(
+    received: Received | Recording,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    parts: int = 4,
+    detector: Detector | None = None,
+    title: str = "",
+) -> Figure:
+    """Share of keys whose score is at least x, on logarithmic axes, for early to late steps.
+
+    After Figures 3 and 9 of 2510.15731, as the tail of the distribution, in which 1 of 1,000 keys can be read.
+    Without a layer every head counts on its own; with a layer its heads, with a head that head alone. Bands are
+    95% intervals (bootstrap over sequences; none for one sequence). The grey line is the median threshold of the
+    rule.
+
+    Args:
+        received: from `received_over_steps`, or a recording with ReceivedAttention.
+        layer: index of the layer in the model; None for all layers.
+        head: index of the head; None for all heads.
+        parts: in how many equal parts of the run the steps are taken together, at most 4.
+        detector: the rule of the threshold; `AboveMean(3.0)`, Eq. 3, by default.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: neither a `Received` nor a `Recording`.
+        ValueError: a layer or head that is not there, an unknown number of parts, a rule of another quantity.
+    """
+    received, rule = as_received(received), AboveMean(3.0) if detector is None else detector
+    level_of(layer, head)
+    if not 1 <= parts <= len(DASHES):
+        raise ValueError(f"parts is {parts}; it is 1 to {len(DASHES)}")
+    received = _part(received, layer, head)
+    groups = np.array_split(np.arange(len(received.values)), min(parts, len(received.values)))
+    counts = _count(received, rule, groups)
+    figure = NotebookFigure(figsize=(5.6, 3.9), layout="constrained")
+    axes = figure.add_subplot()
+    for number, steps in enumerate(groups):
+        colour = colormaps["viridis"](0.75 * number / max(1, len(groups) - 1))
+        above, low, high = ratio_by_prompt(counts.above[:, number], counts.defined[:, number])
+        label = f"steps {steps[0]} to {steps[-1]}"
+        shown = np.where(above > 0, above, np.nan)
+        axes.plot(counts.x, shown, DASHES[number], color=colour, linewidth=1.6, label=label, gid="tail")
+        axes.fill_between(counts.x, low, high, color=colour, alpha=0.2, linewidth=0)
+    if np.isfinite(counts.threshold):
+        axes.axvline(counts.threshold, color="0.45", linewidth=1.0, label=f"threshold of {rule}", gid="threshold")
+    _name_axes(axes, counts.scale)
+    shape = received.values.shape
+    where = "all heads of all layers" if layer is None else f"all heads of layer {layer}"
+    sentences = [
+        *([title] if title else []),
+        "Scores of all keys",
+        f"scale: {counts.scale}",
+        level_label("head", layer, head) if head is not None else f"level: {received.level}, {where}",
+        f"queries: {received.queries}",
+        f"n = {int(counts.defined[..., 0].sum())} keys in {shape[0]} steps of {shape[1]} "
+        f"sequence{'s' * (shape[1] > 1)}",
+    ]
+    axes.set_title(caption(sentences, 5.6), loc="left", fontsize=8, **PLAIN)
+    return figure
+
+
+def _part(received: Received, layer: int | None, head: int | None) -> Received:
+    """One layer, one head, or all."""
+    if layer is not None:
+        place = index_of("layer", layer, received.layers)
+        received = received.part(layers=slice(place, place + 1))
+    if head is not None:
+        place = index_of("head", head, range(received.values.shape[3]))
+        received = received.part(heads=slice(place, place + 1))
+    return received
+
+
+def _name_axes(axes: Axes, scale: str) -> None:
+    """Both logarithmic, with plain numbers."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(lambda score, _: f"{score:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axes.set_ylim(top=1.4)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.tick_params(labelsize=7)
+    axes.set_xlabel(f"score x ({scale})", fontsize=8)
+    axes.set_ylabel("share of keys with a score of at least x", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How many keys have a score of at least x: above and defined are [sequence, part, x]."""
+
+    x: NDArray[np.float64]
+    above: NDArray[np.float64]
+    defined: NDArray[np.float64]
+    threshold: float
+    scale: str
+
+
+def _count(received: Received, rule: Detector, groups: list[NDArray[np.int64]]) -> _Counts:
+    scores, scale = received.read(rule.quantity)
+    known = scores[~scores.isnan()]
+    if not len(known):
+        raise ValueError("no key has a score; nothing to draw")
+    top, lowest = float(known.max()), float(known[known > 0].min())
+    x = np.geomspace(max(lowest, top * 1e-4), top, POINTS)
+    above = np.zeros((scores.shape[1], len(groups), POINTS))
+    defined = np.zeros_like(above)
+    thresholds = []
+    for row in range(scores.shape[1]):
+        for number, steps in enumerate(groups):
+            values = scores[torch.as_tensor(steps), row]
+            ordered = values[~values.isnan()].double().sort().values.numpy()
+            above[row, number] = len(ordered) - np.searchsorted(ordered, x * (1 - 1e-9))
+            defined[row, number] = len(ordered)
+            thresholds.append(rule.thresholds(values).flatten())
+    limits = torch.cat(thresholds)
+    limits = limits[limits.isfinite()]
+    return _Counts(x, above, defined, float(limits.median()) if len(limits) else float("nan"), scale)

@@ -1,0 +1,97 @@
+"""`sinks_over_eps`: Figure 10 of 2510.15731, how many keys are sinks as the threshold grows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dlm_lens.recording import Recording
+from dlm_lens.sinks import Level, Received, eps_sweep
+from dlm_lens.viz.figures.labels import PLAIN, caption, note
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import as_received
+
+EPS = tuple(round(0.25 * i, 2) for i in range(1, 65))
+"""0.25 to 16 in quarters."""
+
+DASHES = ("-", "--", "-.", ":")
+
+
+def sinks_over_eps(
+    sweep: pd.DataFrame | Received | Recording,
+    eps_values: Sequence[float] | None = None,
+    *,
+    level: Level = "head",
+    marked: float | None = 3.0,
+    title: str = "",
+) -> Figure:
+    """Share of keys that are sinks by Eq. 3, and of patterns that have one, as eps grows.
+
+    After Figure 10 of 2510.15731. One line for every sequence length S, since the same eps means something else at
+    another length. Bands are 95% intervals (bootstrap over sequences; none for one sequence).
+
+    Args:
+        sweep: the table of `eps_sweep`, or what it takes.
+        eps_values: thresholds for a `Received` or a recording; 0.25 to 16 in quarters by default.
+        level: whose patterns are judged; for a table, its own.
+        marked: the eps to draw a line at, 3 in the paper; None for none.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: something else, or eps_values beside a table.
+        ValueError: a table of something else.
+    """
+    if isinstance(sweep, pd.DataFrame):
+        if eps_values is not None:
+            raise TypeError("the table has its own eps; eps_values go with a Received or a Recording")
+        table = sweep
+    else:
+        table = eps_sweep(as_received(sweep), EPS if eps_values is None else eps_values, level=level)
+    wanted = {"S", "eps", "kept", "low", "high", "with_sink", "n", "sequences", "scale", "level"}
+    if not wanted <= set(table) or table.empty:
+        raise ValueError(f"the table has the columns {', '.join(map(str, table))}; give that of eps_sweep")
+    figure = NotebookFigure(figsize=(7.6, 3.7), layout="constrained")
+    keys, patterns = figure.subplots(1, 2, sharex=True)
+    lengths = sorted(table["S"].unique())
+    for number, length in enumerate(lengths):
+        lines = table[table["S"] == length].sort_values("eps")
+        eps, dash = lines["eps"].to_numpy(), DASHES[number % len(DASHES)]
+        colour = colormaps["viridis"](0.8 * number / max(1, len(lengths) - 1))
+        sequences = int(lines["sequences"].iloc[0])
+        label = f"S = {length} ({sequences} sequence{'s' * (sequences > 1)})"
+        kept = np.where(lines["kept"] > 0, lines["kept"], np.nan)
+        keys.plot(eps, kept, dash, color=colour, linewidth=1.6, label=label, gid="kept")
+        keys.fill_between(eps, lines["low"].clip(lower=1e-9), lines["high"], color=colour, alpha=0.2, linewidth=0)
+        patterns.plot(eps, lines["with_sink"], dash, color=colour, linewidth=1.6, gid="with sink")
+    keys.set_yscale("log")
+    lowest = table.loc[table["kept"] > 0, "kept"].min()
+    keys.set_ylim(bottom=0.5 * lowest if np.isfinite(lowest) else None, top=1.0)
+    patterns.set_ylim(0, 1.02)
+    for axes, what in ((keys, "keys that are sinks"), (patterns, "patterns with a sink")):
+        _name_axes(axes, what, table["scale"].iloc[0], marked)
+    keys.legend(fontsize=7, frameon=False)
+    if not bool((table["kept"] > 0).any()):
+        note(keys, "no key is a sink at any of these eps")
+    sentences = [
+        *([title] if title else []),
+        "Sinks by score > mean of the others + eps",
+        f"scale: {table['scale'].iloc[0]}",
+        f"level: {table['level'].iloc[0]}",
+        f"n = {int(table.groupby('S')['n'].first().sum())} keys of "
+        f"{int(table.groupby('S')['sequences'].first().sum())} sequences, all steps",
+    ]
+    figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def _name_axes(axes: Axes, what: str, scale: str, marked: float | None) -> None:
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axes.set_ylabel(what, fontsize=8)
+    axes.set_xlabel(f"eps ({scale})", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.9", linewidth=0.6)
+    if marked is not None:
+        axes.axvline(marked, color="0.45", linewidth=1.0, label=f"eps = {marked:g}", gid="marked")

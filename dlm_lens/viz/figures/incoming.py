@@ -1,0 +1,148 @@
+"""`incoming_attention`: Figure 1 of 2510.15731, what every token receives, step by step."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool
+from matplotlib import colormaps
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from dlm_lens.recording import Recording
+from dlm_lens.sinks import Received
+from dlm_lens.viz.figures.labels import (
+    PLAIN,
+    SCALE_LABELS,
+    WRITTEN_LATER,
+    caption,
+    counted_keys,
+    level_label,
+    note,
+    token_labels,
+)
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import Shown, as_received, choose
+
+COLOURS = "viridis"
+UNDEFINED = "#d9d9d9"
+
+
+def incoming_attention(
+    received: Received | Recording,
+    *,
+    layer: int | None,
+    head: int | None,
+    row: int = 0,
+    steps: Sequence[int] | None = None,
+    title: str = "",
+) -> Figure:
+    """Heat map of the attention that every position receives (across) at every step (down).
+
+    After Figure 1 of 2510.15731. The tokens on the axis are the final text; a dot marks a cell whose position
+    is still masked at that step, a grey cell has no defined score. Padding is left out.
+
+    Args:
+        received: from `received_over_steps`, or a recording with ReceivedAttention.
+        layer: index of the layer in the model; None for the mean over layers and heads.
+        head: index of the head; None for the mean over heads.
+        row: which sequence of the batch.
+        steps: the steps to show, in this order; None for all that the row ran.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: neither a `Received` nor a `Recording`.
+        ValueError: a layer, head, row or step that is not there.
+    """
+    received = as_received(received)
+    shown = choose(received, layer, head, row)
+    chosen = _steps(shown, steps)
+    positions = shown.content.tolist()
+    scores = shown.scores[chosen][:, shown.content].numpy()
+    width = min(20.0, max(5.5, 0.125 * len(positions) + 1.6))
+    figure = NotebookFigure(figsize=(width, min(14.0, max(3.6, 0.1 * len(chosen) + 2.0))), layout="constrained")
+    axes = figure.add_subplot()
+    colours = colormaps[COLOURS].with_extremes(bad=UNDEFINED)
+    mesh = axes.pcolormesh(np.ma.masked_invalid(scores), cmap=colours, vmin=0)
+    axes.invert_yaxis()
+    masked = None if shown.masked is None else shown.masked[chosen][:, shown.content].numpy()
+    if masked is not None:
+        _mark_masked(axes, masked)
+    bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.04)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(f"{SCALE_LABELS[received.scale]}\n{level_label(shown.level, layer, head)}", fontsize=8, **PLAIN)
+    _name_axes(axes, shown, positions, chosen)
+    dots = masked is not None and bool(masked.any())
+    if not bool(np.isfinite(scores).any()):
+        note(axes, "no key has a score at these steps")
+    _explain(figure, received.min_viewers, masked=dots, undefined=bool(np.isnan(scores).any()))
+    sentences = [
+        *([title] if title else []),
+        "Incoming attention",
+        f"scale: {received.scale}",
+        level_label(shown.level, layer, head),
+        f"queries: {received.queries}",
+        f"{counted_keys(len(positions), received.sinks)}, {len(chosen)} steps, n = 1 sequence (row {row})",
+    ]
+    axes.set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
+    return figure
+
+
+def _steps(shown: Shown, steps: Sequence[int] | None) -> list[int]:
+    count = len(shown.scores)
+    # Behind the end of a row there is nothing to show.
+    chosen = list(range(shown.steps)) if steps is None else [int(step) for step in steps]
+    for step in chosen:
+        if not 0 <= step < count:
+            raise ValueError(f"step {step} is not there; steps go from 0 to {count - 1}")
+    if not chosen:
+        raise ValueError("steps is empty; give at least one, or None for all")
+    return chosen
+
+
+def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
+    step, position = masked.nonzero()
+    # White with a dark rim: visible on both ends of the colour map.
+    size = 5.0 if max(masked.shape) <= 128 else 0.6
+    axes.scatter(position + 0.5, step + 0.5, s=size, c="white", edgecolors="black", linewidths=0.25, gid="masked")
+
+
+def _name_axes(axes: Axes, shown: Shown, positions: list[int], chosen: list[int]) -> None:
+    """Tokens below, positions from the prompt's first token above, steps on the left."""
+    every = -(-len(positions) // 110)
+    named = range(0, len(positions), every)
+    if shown.final is None:
+        axes.set_xticks([])
+    else:
+        tokens = token_labels([shown.final[positions[i]] for i in named], shown.received.tokenizer)
+        axes.set_xticks([i + 0.5 for i in named], tokens, rotation=90, fontsize=6.5, **PLAIN)
+        axes.set_xlabel("token in the final text", fontsize=8)
+    above = axes.secondary_xaxis("top")
+    sinks = shown.received.sinks
+    if sinks:
+        axes.axvline(len(positions) - sinks, color="white", linewidth=2.5, gid="sinks")
+    first = positions[0] if positions else 0
+    shown_at = [position - first for position in positions[: len(positions) - sinks]]
+    numbered = [i for i, position in enumerate(shown_at) if position % (8 * every) == 0]
+    above.set_xticks([i + 0.5 for i in numbered], [str(shown_at[i]) for i in numbered], fontsize=7)
+    above.set_xlabel("position", fontsize=8)
+    skip = -(-len(chosen) // 16)
+    axes.set_yticks([i + 0.5 for i in range(0, len(chosen), skip)], [str(s) for s in chosen[::skip]], fontsize=7)
+    axes.set_ylabel("step", fontsize=8)
+
+
+def _explain(figure: Figure, viewers: int, *, masked: bool, undefined: bool) -> None:
+    """Legend of the marks that occur."""
+    handles: list[Artist] = []
+    if masked:
+        dot = Line2D([], [], linestyle="", marker="o", markersize=4, mfc="white", mec="black", mew=0.4)
+        dot.set_label(WRITTEN_LATER)
+        handles.append(dot)
+    if undefined:
+        handles.append(
+            Patch(facecolor=UNDEFINED, label=f"undefined (seen by fewer than {viewers} counted queries)")
+        )
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=7, frameon=False)

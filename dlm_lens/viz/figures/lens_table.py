@@ -1,0 +1,144 @@
+"""`lens_table`: what a lens reads in every layer, over steps at one position or over positions at one step."""
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor
+
+from dlm_lens.probes import LogitLens
+from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.positions import MASKED
+
+MOST_COLUMNS = 20
+RIGHT = "#b2182b"
+
+
+def lens_table(
+    lens: LogitLens, *, position: int | None = None, step: int | None = None, row: int = 0, title: str = ""
+) -> Figure:
+    """Likeliest token by layer (up) and step or position (across), coloured by its probability.
+
+    A red frame marks a cell whose likeliest token is the one finally written; only columns that the model was asked
+    to fill (blue strip: masked at the step) can have one, since the loss never trained what the others say. Below,
+    the token that the step saw. At most 20 columns, spread evenly, are drawn; the caption says of how many.
+
+    Args:
+        lens: from `logit_lens`.
+        position: one canvas position, over the steps; learned sink tokens stand behind the canvas. The figure
+            counts it from the prompt's first token.
+        step: or one step, over the positions.
+        row: which sequence of the batch.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: not a `LogitLens`.
+        ValueError: both or neither of position and step, or nothing read there.
+    """
+    if not isinstance(lens, LogitLens):
+        raise TypeError(f"the first argument is a {type(lens).__name__}; give the LogitLens of logit_lens")
+    if (position is None) == (step is None):
+        raise ValueError(
+            f"position={position}, step={step}: give one of them, a position over steps or a step's positions"
+        )
+    here = lens.batch == row
+    here = here & (lens.step == step if position is None else lens.position == position)
+    entries = here.nonzero().flatten()
+    across = lens.position if position is None else lens.step
+    entries = entries[across[entries].argsort(stable=True)]
+    padding = int(lens.run.padding[row]) if 0 <= row < len(lens.run.tokens) else 0
+    shown = None if position is None else _shown(lens, position, padding)
+    if not len(entries):
+        what = f"step {step}" if position is None else str(shown)
+        raise ValueError(f"the lens has read nothing at {what} of sequence {row}")
+    count = len(entries)
+    if count > MOST_COLUMNS:
+        entries = entries[[round(i * (count - 1) / (MOST_COLUMNS - 1)) for i in range(MOST_COLUMNS)]]
+    width = min(18.0, max(5.0, 0.52 * len(entries) + 1.8))
+    figure = NotebookFigure(
+        figsize=(width, min(12.0, max(2.8, 0.24 * len(lens.layers) + 1.9))), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    mesh = axes.pcolormesh(lens.top_probabilities[entries, :, 0].T.numpy(), cmap="viridis", vmin=0, vmax=1)
+    _write_tokens(axes, lens, entries)
+    _name_axes(axes, lens, entries, across, position is None, padding)
+    bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.03)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label("probability of the\nlikeliest token", fontsize=8)
+    frame = Line2D([], [], linestyle="", marker="s", markersize=7, mfc="none", mec=RIGHT, mew=1.4)
+    frame.set_label("the token finally written")
+    asked = Patch(facecolor=MASKED, label="masked where it predicts (asked)")
+    figure.legend(handles=[frame, asked], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
+    many = "s" * (count > 1)
+    where = f"step {step}, {count} position{many}" if position is None else f"{shown}, {count} step{many}"
+    if count > len(entries):
+        where += f", {len(entries)} shown"
+    hooks = [f"hooks: {', '.join(lens.hooks)}"] if lens.hooks else []
+    sentences = [
+        *([title] if title else []),
+        lens.lens.capitalize() if lens.lens == "logit lens" else lens.lens,
+        "scale: probability",
+        "level: residual stream behind each layer",
+        *hooks,
+        f"{where}, n = 1 sequence (row {row})",
+    ]
+    axes.set_title(caption(sentences, width), loc="left", fontsize=8, pad=12, **PLAIN)
+    return figure
+
+
+def _shown(lens: LogitLens, position: int, padding: int) -> str:
+    canvas = lens.run.tokens.shape[1]
+    return f"position {position - padding}" if position < canvas else f"sink({position - canvas})"
+
+
+def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
+    """The tokens in their cells, red frames, and a strip above the columns that were asked."""
+    viridis = colormaps["viridis"]
+    layers = len(lens.layers)
+    for column, entry in enumerate(entries.tolist()):
+        names = token_labels(lens.top_tokens[entry, :, 0].tolist(), lens.run.tokenizer, length=7)
+        asked = bool(lens.asked[entry])
+        for layer, name in enumerate(names):
+            probability = float(lens.top_probabilities[entry, layer, 0])
+            red, green, blue, _ = viridis(probability)
+            colour = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
+            axes.text(
+                column + 0.5, layer + 0.5, name, ha="center", va="center", fontsize=6, color=colour, clip_on=True,
+                **PLAIN,
+            )  # fmt: skip
+            if asked and int(lens.rank[entry, layer]) == 0:
+                corner = (column + 0.04, layer + 0.06)
+                axes.add_patch(
+                    Rectangle(corner, 0.92, 0.88, fill=False, edgecolor=RIGHT, linewidth=1.4, gid="right")
+                )
+        if asked:
+            axes.add_patch(
+                Rectangle((column, layers + 0.08), 1, 0.25, facecolor=MASKED, edgecolor="none", gid="asked")
+            )
+    axes.set_ylim(0, layers + 0.4)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _name_axes(axes: Axes, lens: LogitLens, entries: Tensor, across: Tensor, positions: bool, padding: int) -> None:
+    layers = len(lens.layers)
+    every = -(-layers // 40)
+    axes.set_yticks(
+        [i + 0.5 for i in range(0, layers, every)],
+        [str(lens.layers[i]) for i in range(0, layers, every)],
+        fontsize=7,
+    )
+    axes.set_ylabel("layer", fontsize=8)
+    canvas = lens.run.tokens.shape[1]
+    seen = token_labels(lens.tokens()[entries].tolist(), lens.run.tokenizer, length=8)
+    numbers = across[entries].tolist()
+    if positions:
+        numbers = ["" if number >= canvas else number - padding for number in numbers]
+    labels = [f"{number}\n{token}" for number, token in zip(numbers, seen, strict=True)]
+    axes.set_xticks([i + 0.5 for i in range(len(labels))], labels, fontsize=6, **PLAIN)
+    if len(labels) > 12 or max(map(len, seen)) > 6:
+        for label in axes.get_xticklabels():
+            label.set_rotation(90)
+    axes.set_xlabel(f"{'position' if positions else 'step'}, and the token that it saw", fontsize=8)

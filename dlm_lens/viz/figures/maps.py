@@ -1,0 +1,187 @@
+"""`attention_maps`: the pattern itself at two steps, with the sinks marked (2510.15731, Figures 4, 6 and 8)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from dlm_lens.sampling import Denoised
+from dlm_lens.sinks import AboveMean, Detector
+from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
+from dlm_lens.viz.figures.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.positions import MASKED, SINK
+from dlm_lens.viz.selection import index_of
+
+INVISIBLE = "#d9d9d9"
+MOST_MAPS = 4
+MOST_LABELS = 40
+
+
+def attention_maps(
+    model: Any,
+    run: Denoised,
+    *,
+    steps: Sequence[int],
+    layer: int,
+    head: int | None,
+    row: int = 0,
+    detector: Detector | None = None,
+    title: str = "",
+) -> Figure:
+    """Attention A_ij of query i (down) on key j (across) at a few steps side by side, with the sinks marked.
+
+    After Figures 4, 6 and 8 of 2510.15731 and Figure 1 of "One Token Is Enough". A filled triangle stands over the
+    largest sink, hollow ones over the other sinks by the rule; blue strips along the edges are masked positions.
+    Colours follow the root of A_ij, so that weak attention shows beside a sink; the maps share one scale. Learned
+    sink tokens stand behind the canvas, behind a white line. The steps are run again on what they saw.
+
+    Args:
+        model: the model of the run, as `dlm_lens.load` returned it.
+        run: from `denoise`.
+        steps: one to four steps.
+        layer: index of the layer.
+        head: index of the head; None for the mean over heads.
+        row: which sequence of the batch.
+        detector: the rule of the marked sinks, on this map's scores; `AboveMean(3.0)`, Eq. 3, by default.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: the run is not a `Denoised`.
+        ValueError: no or too many steps; a step, layer, head or row that is not there.
+    """
+    if not 1 <= len(steps) <= MOST_MAPS:
+        raise ValueError(f"{len(steps)} steps; give one to {MOST_MAPS} to stand side by side")
+    rule = AboveMean(3.0) if detector is None else detector
+    shots = [snapshot(model, run, step=int(step), layer=layer, row=row) for step in steps]
+    heads = shots[0].pattern.shape[0]
+    maps = [_of_head(shot, head, heads) for shot in shots]
+    width = 1.4 + 4.1 * len(shots)
+    figure = NotebookFigure(figsize=(width, 5.3), layout="constrained")
+    norm = PowerNorm(0.5, vmin=0, vmax=max(float(values.max()) for values in maps))
+    colours = colormaps["viridis"].with_extremes(bad=INVISIBLE)
+    panels = figure.subplots(1, len(shots), squeeze=False)[0]
+    found = []
+    for axes, shot, values in zip(panels, shots, maps, strict=True):
+        sinks = shot.sinks_of(rule, head)
+        found.append(sinks)
+        mesh = axes.pcolormesh(_visible(shot, values), cmap=colours, norm=norm)
+        _frame(axes, shot)
+        _mark_masked(axes, shot)
+        _mark_sinks(axes, shot, sinks)
+        _name_tokens(axes, shot, sinks)
+        axes.set_title(_panel_title(shot, sinks), fontsize=8, pad=3, **PLAIN)
+    bar = figure.colorbar(mesh, ax=list(panels), pad=0.01, fraction=0.03)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label("attention $A_{ij}$ (rows sum to 1; root scale)", fontsize=8)
+    masked = any(bool(shot.masked.any()) for shot in shots)
+    _explain(figure, masked=masked, sinks=any(found), causal=shots[0].causal)
+    counts = dict.fromkeys(counted_keys(len(shot.tokens), shot.sinks) for shot in shots)
+    level = level_label("layer" if head is None else "head", shots[0].layer, head)
+    sentences = [
+        *([title] if title else []),
+        "Attention maps",
+        level,
+        f"rule: {rule} on received attention relative to uniform",
+        f"{' / '.join(counts)}, n = 1 sequence (row {row})",
+    ]
+    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def _of_head(shot: Snapshot, head: int | None, heads: int) -> torch.Tensor:
+    """The canvas's queries of a head, or of the mean over heads."""
+    rows = shot.pattern[:, : len(shot.positions)]
+    return rows.mean(0) if head is None else rows[index_of("head", head, range(heads))]
+
+
+def _visible(shot: Snapshot, values: torch.Tensor) -> np.ma.MaskedArray:
+    """The map without what a causal model's queries do not see."""
+    hidden = torch.ones_like(values).triu(1).bool().numpy() if shot.causal else False
+    return np.ma.masked_array(values.numpy(), mask=hidden)
+
+
+def _frame(axes: Axes, shot: Snapshot) -> None:
+    """Room for the strips and marks around the map, queries from above."""
+    keys, queries = len(shot.tokens), len(shot.positions)
+    axes.set_xlim(-0.03 * keys, keys)
+    axes.set_ylim(queries, -0.075 * queries)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    if shot.sinks:
+        axes.axvline(keys - shot.sinks, color="white", linewidth=2.0, gid="sinks")
+
+
+def _mark_masked(axes: Axes, shot: Snapshot) -> None:
+    """Strips above the keys and beside the queries that are masked."""
+    masked = shot.masked.float()
+    colours = ListedColormap(["white", MASKED])
+    keys, queries = len(shot.tokens), len(shot.positions)
+    edges = torch.arange(keys + 1).numpy()
+    above, beside = (-0.03 * queries, -0.008 * queries), (-0.03 * keys, -0.008 * keys)
+    axes.pcolormesh(edges, above, masked[None].numpy(), cmap=colours, vmin=0, vmax=1, gid="masked")
+    axes.pcolormesh(beside, edges[: queries + 1], masked[:queries, None].numpy(), cmap=colours, vmin=0, vmax=1)
+
+
+def _mark_sinks(axes: Axes, shot: Snapshot, sinks: list[int]) -> None:
+    height = -0.052 * len(shot.positions)
+    for name, keys, face in (("sink", sinks[:1], SINK), ("sinks", sinks[1:], "white")):
+        axes.scatter(
+            [key + 0.5 for key in keys],
+            [height] * len(keys),
+            marker="v",
+            s=26,
+            facecolors=face,
+            edgecolors=SINK,
+            linewidths=0.9,
+            gid=name,
+            zorder=4,
+        )
+
+
+def _name_tokens(axes: Axes, shot: Snapshot, sinks: list[int]) -> None:
+    """Every token on both axes, or of a long canvas every few; below, the main sink is named in any case."""
+    names = token_labels(shot.tokens, shot.tokenizer, length=8)
+    every = -(-len(names) // MOST_LABELS)
+    below = [key for key in range(len(names)) if key % every == 0 or key >= len(shot.positions)]
+    main = sinks[:1]
+    below = sorted({key for key in below if not main or abs(key - main[0]) >= every or key == main[0]} | set(main))
+    axes.set_xticks([key + 0.5 for key in below], [names[key] for key in below], rotation=90, fontsize=6, **PLAIN)
+    left = range(0, len(shot.positions), every)
+    axes.set_yticks([query + 0.5 for query in left], [names[query] for query in left], fontsize=6, **PLAIN)
+    for label, key in zip(axes.get_xticklabels(), below, strict=True):
+        if main and key == main[0]:
+            label.set_color(SINK)
+            label.set_fontweight("bold")
+    axes.tick_params(length=1.5, pad=1)
+    axes.set_xlabel("key", fontsize=8)
+    axes.set_ylabel("query", fontsize=8)
+
+
+def _panel_title(shot: Snapshot, sinks: list[int]) -> str:
+    if not sinks:
+        return f"step {shot.step}: no sink by the rule"
+    main = sinks[0]
+    name = token_labels([shot.tokens[main]], shot.tokenizer)[0]
+    name = f'"{name}" at position {shot.positions[main] - shot.padding}' if main < len(shot.positions) else name
+    return f"step {shot.step}: largest of {len(sinks)} sink{'s' * (len(sinks) > 1)} is {name}"
+
+
+def _explain(figure: Figure, *, masked: bool, sinks: bool, causal: bool) -> None:
+    handles: list[Artist] = []
+    if sinks:
+        mark: dict[str, Any] = {"linestyle": "", "marker": "v", "markersize": 5, "color": SINK}
+        handles += [Line2D([], [], label="largest sink", **mark), Line2D([], [], mfc="white", label="sink", **mark)]
+    if masked:
+        handles.append(Patch(facecolor=MASKED, label=WRITTEN_LATER))
+    if causal:
+        handles.append(Patch(facecolor=INVISIBLE, label="not visible to the query"))
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=7, frameon=False)

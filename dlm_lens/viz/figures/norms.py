@@ -1,0 +1,153 @@
+"""`value_norm_scatter` and `value_norm_layers`: Figures 1 and 3 of "One Token Is Enough" (2601.19657)."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from dlm_lens.probes import ValueNorms
+from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+
+SINKS, OTHERS = "#b2182b", "#2166ac"
+MOST_POINTS = 4000
+
+
+def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
+    """Norms of the values of sinks beside those of matched other tokens, with their means.
+
+    After the scatter plots of Figure 1 of 2601.19657: left every drawn pair, spread sideways at random; right how
+    many have which norm. The bar is the mean, with its 95% interval (bootstrap over prompts) as a box.
+
+    Args:
+        norms: from `value_norms`.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: not a `ValueNorms`.
+    """
+    _check(norms)
+    figure = NotebookFigure(figsize=(6.8, 3.9), layout="constrained")
+    points, counts = figure.subplots(1, 2, sharey=True, width_ratios=(1.5, 1))
+    _draw_points(points, norms)
+    table = norms.distribution(bins=24)
+    edges = np.append(table["low"].to_numpy(), table["high"].iloc[-1])
+    for name, colour, dashes in (("sinks", SINKS, "-"), ("others", OTHERS, "--")):
+        share = table[name] / max(1, table[name].sum())
+        counts.stairs(
+            share, edges, orientation="horizontal", color=colour, linestyle=dashes, label=name, linewidth=1.4
+        )
+    points.set_xlim(-0.5, 1.5)
+    points.set_ylim(bottom=0)
+    points.set_xticks([0, 1], ["sinks", "matched others"], fontsize=8)
+    points.set_ylabel(f"norm {norms.formula.split(' (')[0]}", fontsize=8, **PLAIN)
+    counts.set_xlabel("share of tokens", fontsize=8)
+    counts.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    counts.legend(fontsize=7, frameon=False)
+    for axes in (points, counts):
+        axes.tick_params(labelsize=7)
+    prompts = len(set(norms.prompt.tolist()))
+    sentences = [
+        *([title] if title else []),
+        f"Value norms, {norms.formula}",
+        f"sinks: {norms.rule}",
+        "others: same prompt, step, layer and head" + (", masked alike" if norms.alike == "masked" else ""),
+        f"ratio {norms.ratio.value:.2f}" + _interval(norms.ratio.low, norms.ratio.high),
+        f"n = {len(norms.sink)} pairs of {norms.found} sinks, {prompts} prompt{'s' * (prompts > 1)}",
+    ]
+    figure.suptitle(caption(sentences, 6.8), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
+    """Mean value norm of sinks and of others per layer, and the share of attention that the sinks receive.
+
+    After Figure 3 of 2601.19657. Bands are 95% intervals (bootstrap over prompts; none for one).
+
+    Args:
+        norms: from `value_norms`.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: not a `ValueNorms`.
+    """
+    _check(norms)
+    profile = norms.profile
+    shares = "share" in profile
+    figure = NotebookFigure(figsize=(7.6 if shares else 4.2, 3.5), layout="constrained")
+    panels = list(figure.subplots(1, 2 if shares else 1, squeeze=False).flat)
+    lines = [(panels[0], "norm_sink", "sinks", SINKS, "o-"), (panels[0], "norm_other", "others", OTHERS, "^--")]
+    lines += [(panels[1], "share", "sinks", SINKS, "o-")] if shares else []
+    for axes, name, label, colour, style in lines:
+        layer = profile["layer"].to_numpy()
+        axes.plot(layer, profile[name], style, color=colour, markersize=4, linewidth=1.4, label=label, gid=name)
+        low, high = profile[f"{name}_low"], profile[f"{name}_high"]
+        axes.fill_between(layer, low, high, color=colour, alpha=0.2, linewidth=0)
+    panels[0].set_ylabel("mean value norm", fontsize=8)
+    panels[0].legend(fontsize=7, frameon=False)
+    if shares:
+        panels[1].set_ylabel("attention received by the sinks", fontsize=8)
+        panels[1].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("layer", fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.tick_params(labelsize=7)
+        axes.grid(color="0.92", linewidth=0.6)
+    sentences = [
+        *([title] if title else []),
+        f"Value norms per layer, {norms.formula}",
+        f"sinks: {norms.rule}",
+        "scale of the right: share of all counted attention" if shares else "",
+        f"n = {norms.found} sinks, {norms.mean_sink.prompts} prompts, all steps",
+    ]
+    figure.suptitle(
+        caption([s for s in sentences if s], figure.get_figwidth()), fontsize=8, x=0.01, ha="left", **PLAIN
+    )
+    return figure
+
+
+def _draw_points(points: Axes, norms: ValueNorms) -> None:
+    """Every pair, spread sideways, and the means with their intervals."""
+    spread = np.random.default_rng(norms.seed)
+    groups = (
+        ("sinks", norms.sink, norms.mean_sink, SINKS, "o"),
+        ("others", norms.other, norms.mean_other, OTHERS, "^"),
+    )
+    for place, (name, values, mean, colour, marker) in enumerate(groups):
+        drawn = values[:MOST_POINTS].numpy()
+        sideways = place + spread.uniform(-0.32, 0.32, len(drawn))
+        points.scatter(
+            sideways,
+            drawn,
+            s=5 if len(drawn) > 500 else 16,
+            marker=marker,
+            c=colour,
+            alpha=0.25 if len(drawn) > 500 else 0.7,
+            linewidths=0,
+            gid=name,
+            rasterized=True,
+        )
+        points.plot([place - 0.42, place + 0.42], [mean.value] * 2, color="black", linewidth=1.8, zorder=4)
+        points.fill_between(
+            [place - 0.42, place + 0.42],
+            mean.low,
+            mean.high,
+            facecolor="0.6",
+            edgecolor="black",
+            alpha=0.5,
+            zorder=3,
+        )
+        points.annotate(
+            f"mean {mean.value:.2f}", (place + 0.43, mean.value), ha="right", va="bottom", fontsize=7, zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8},
+        )  # fmt: skip
+
+
+def _check(norms: ValueNorms) -> None:
+    if not isinstance(norms, ValueNorms):
+        raise TypeError(f"the first argument is a {type(norms).__name__}; give the ValueNorms of value_norms")
+
+
+def _interval(low: float, high: float) -> str:
+    return f" ({low:.2f} to {high:.2f})" if np.isfinite(low) else ""

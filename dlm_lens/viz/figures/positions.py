@@ -1,0 +1,181 @@
+"""`sink_positions`: Figure 7 of 2510.15731, where the largest sink is at every step."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from dlm_lens.recording import Recording
+from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
+from dlm_lens.viz.figures.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, note, token_labels
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import most_moving
+from dlm_lens.viz.sink_tracks import Track, followed, track_of
+
+SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
+
+
+def sink_positions(
+    sinks: Received | Recording | Sinks | Trajectories,
+    detector: Detector | None = None,
+    *,
+    layer: int | Literal["moving"] | None = "moving",
+    head: int | Literal["moving"] | None = "moving",
+    row: int = 0,
+    blocks: Sequence[tuple[int, int]] | None = None,
+    title: str = "",
+) -> Figure:
+    """Position of the key that receives most, at every step: filled where it is a sink, hollow where it is not.
+
+    After Figure 7 of 2510.15731. Shaded cells are masked at that step. The tokens of the positions that hold
+    the largest sink at some step stand on the right, as they are in the end. Positions count from the prompt's
+    first token.
+
+    Args:
+        sinks: from `received_over_steps`, a recording with ReceivedAttention, what `find_sinks` found with a step
+            axis, or `trajectories`, which know the largest key only where it is a sink.
+        detector: the rule for a `Received` or a recording; `AboveMean(3.0)`, Eq. 3, by default.
+        layer: index of the layer in the model; None for the mean over layers and heads. Left out, as the head: the
+            layer and head whose sinks move most often, which the caption says.
+        head: index of the head; None for the mean over heads.
+        row: which sequence of the batch.
+        blocks: the block being decoded at each step as (start, stop), `Denoised.spans`, to draw the borders.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: something else, or a detector beside `Sinks` or `Trajectories`.
+        ValueError: a layer, head or row that is not there, one of layer and head without the other, another level,
+            not one block per step, or no head with a sink to choose.
+    """
+    chosen = layer == head == "moving"
+    if layer == "moving" or head == "moving":
+        if not chosen:
+            raise ValueError(f"layer={layer!r}, head={head!r}: give both, or neither for the head that moves most")
+        layer, head = most_moving(followed(sinks, detector), row)
+    track = track_of(sinks, detector, layer, head, row)
+    steps, positions = len(track.largest), len(track.content)
+    if blocks is not None and len(blocks) != steps:
+        raise ValueError(f"{len(blocks)} blocks for {steps} steps; give one (start, stop) per step, run.spans")
+    width, height = min(14.0, max(6.0, 0.09 * steps + 2.5)), min(10.0, max(3.4, 0.055 * positions + 1.6))
+    figure = NotebookFigure(figsize=(width, height), layout="constrained")
+    draw_track(figure.add_subplot(), track, height, blocks or ())
+    explain_track(figure, masked=track.masked is not None, blocks=bool(blocks))
+    sentences = [
+        *([title] if title else []),
+        "Position that receives most",
+        f"rule: {track.rule}",
+        level_label(track.level, layer, head) + ", whose sinks move most" * chosen,
+        f"{counted_keys(positions, track.sinks)}, {sum(track.defined)} steps, n = 1 sequence (row {row})",
+        f"sink in {sum(track.passes)} of {sum(track.defined)} steps",
+    ]
+    figure.axes[0].set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
+    return figure
+
+
+def draw_track(axes: Axes, track: Track, height: float, blocks: Sequence[tuple[int, int]] = ()) -> None:
+    """One model's largest key over steps, in axes of about `height` inches."""
+    _shade_masked(axes, track)
+    _draw_blocks(axes, track.blocks(blocks) if blocks else ())
+    _draw_marks(axes, track)
+    _name_axes(axes, track, height)
+    if not any(track.passes):
+        note(axes, "no sink by the rule at any step", 0.93)
+
+
+def _shade_masked(axes: Axes, track: Track) -> None:
+    if track.masked is None:
+        return
+    steps, keys = track.masked.shape
+    axes.pcolormesh(
+        torch.arange(steps + 1).numpy() - 0.5,
+        torch.arange(keys + 1).numpy() - 0.5,
+        track.masked.T.numpy().astype(float),
+        cmap=ListedColormap(["white", MASKED]),
+        vmin=0,
+        vmax=1,
+        zorder=0,
+    )
+
+
+def _draw_blocks(axes: Axes, blocks: Sequence[tuple[int, int] | None]) -> None:
+    """Outline every block over the steps at which it is decoded."""
+    first = 0
+    for step in range(1, len(blocks) + 1):
+        if step == len(blocks) or blocks[step] != blocks[first]:
+            if (block := blocks[first]) is None:
+                first = step
+                continue
+            start, stop = block
+            corner = (first - 0.5, start - 0.5)
+            axes.add_patch(
+                Rectangle(
+                    corner, step - first, stop - start, fill=False, edgecolor=BLOCK, linestyle="--", linewidth=0.8
+                )
+            )
+            first = step
+
+
+def _draw_marks(axes: Axes, track: Track) -> None:
+    steps = range(len(track.largest))
+    sinks = [t for t in steps if track.passes[t]]
+    others = [t for t in steps if track.largest[t] >= 0 and not track.passes[t]]
+    for name, chosen, face, edge in (("sink", sinks, SINK, SINK), ("largest", others, "white", LARGEST)):
+        places = [track.largest[t] for t in chosen]
+        axes.scatter(chosen, places, s=16, linewidths=0.9, zorder=3, facecolors=face, edgecolors=edge, gid=name)
+
+
+def _name_axes(axes: Axes, track: Track, height: float) -> None:
+    axes.set_xlim(-0.5, len(track.largest) - 0.5)
+    low, high = (min(track.content), max(track.content)) if track.content else (0, 0)
+    if track.sinks:
+        # Behind the canvas, a row of its own for every learned sink token.
+        axes.axhline(high + 0.5 - track.sinks, color="black", linewidth=1.2, gid="sinks")
+    axes.set_ylim(low - 0.8, high + 0.8)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize=7)
+    axes.set_xlabel("step", fontsize=8)
+    learned = "; above the line: learned sink" if track.sinks else ""
+    axes.set_ylabel(f"position{learned}", fontsize=8)
+    if track.tokens is not None:
+        _name_tokens(axes, track, spacing=(high - low + 2) / (height * 7))
+
+
+def explain_track(figure: Figure, *, masked: bool, blocks: bool) -> None:
+    """Legend of the marks that can occur."""
+    handles: list[Artist] = [
+        Line2D([], [], linestyle="", marker="o", markersize=4, color=SINK, label="largest, a sink by the rule"),
+        Line2D(
+            [], [], linestyle="", marker="o", markersize=4, color=LARGEST, mfc="white", label="largest, no sink"
+        ),
+    ]
+    if masked:
+        handles.append(Patch(facecolor=MASKED, label=WRITTEN_LATER))
+    if blocks:
+        handles.append(Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=7, frameon=False)
+
+
+def _name_tokens(axes: Axes, track: Track, spacing: float) -> None:
+    """Tokens on the right, at their positions; those too close for lines of their own share one."""
+    assert track.tokens is not None
+    lines: dict[int, list[int]] = {}
+    first = -1
+    for position in sorted({p for p in track.largest if p >= 0}):
+        if not lines or position - first >= spacing:
+            first = position
+        lines.setdefault(first, []).append(track.tokens[position])
+    texts = []
+    for tokens in lines.values():
+        shown = token_labels(tokens[:3], track.tokenizer) + ["…"] * (len(tokens) > 3)
+        texts.append(", ".join(shown))
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(list(lines), texts, fontsize=6.5, **PLAIN)
+    right.tick_params(length=2)

@@ -1,0 +1,187 @@
+"""`region_mass`: where attention goes over the steps, by region of keys (2510.15731, sections 5.1 and 5.3)."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_lens.recording import CLASSES, KEY_REGIONS, QueryClass, Recording
+from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.viz.figures.labels import PLAIN, caption, note
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import index_of, level_of
+
+QUERY_STYLES: dict[str, tuple[str, str]] = {
+    "all": ("black", "-"),
+    "masked": ("#2166ac", "--"),
+    "unmasked": ("#b2182b", "-."),
+    "prompt": ("#7f7f7f", ":"),
+    "block": ("#e08214", (0, (5, 1, 1, 1, 1, 1))),  # type: ignore[dict-item]
+}
+"""Colour and dashes of a class of queries; the dashes tell them apart without colour."""
+
+NEXT_TO_NOTHING = 0.001
+"""A region on which nobody puts so much of its attention is said to be nearly empty."""
+
+
+def region_mass(
+    recording: Recording,
+    *,
+    queries: tuple[QueryClass, ...] = ("masked", "unmasked"),
+    layer: int | None = None,
+    head: int | None = None,
+    title: str = "",
+) -> Figure:
+    """Share of its attention that a query of each class puts on each region of keys, over the steps.
+
+    One panel per region of keys: prompt, masked, unmasked and block are sets of positions that may overlap; sink is
+    what `RegionMass(sinks=...)` says; self, past and future are relative to the query. Lines are means over layers,
+    heads and sequences, bands 95% intervals (bootstrap over sequences; none for one). The thin grey line is what
+    even attention would put there, where that is known without the pattern: below it a region is avoided, above it
+    preferred. Where sequences end at different steps (dotted lines), or run out of queries of a class, the lines
+    are interrupted: the mean is over other sequences from there on. A panel without attention says so.
+
+    Args:
+        recording: with `RegionMass`.
+        queries: which classes of queries to draw.
+        layer: index of the layer; None for the mean over layers.
+        head: index of the head; None for the mean over heads.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: not a `Recording`.
+        ValueError: no RegionMass in it; a class, layer or head that is not there.
+    """
+    if not isinstance(recording, Recording):
+        raise TypeError(f"the first argument is a {type(recording).__name__}; give a Recording (dlm_lens.record)")
+    if "region_mass" not in recording.specs:
+        raise ValueError(
+            f"this recording has no region_mass; record with RegionMass(), it has {', '.join(recording.specs)}"
+        )
+    if not queries or not set(queries) <= set(CLASSES):
+        raise ValueError(f"queries is {queries!r}; give some of {', '.join(CLASSES)}")
+    mass = _chosen(recording, layer, head)
+    even, spec, ends = _even(recording), recording.specs["region_mass"], _ends(recording)
+    figure = NotebookFigure(figsize=(9.6, 4.9), layout="constrained")
+    panels = list(figure.subplots(2, 4, sharex=True).flat)
+    for number, (axes, region) in enumerate(zip(panels, KEY_REGIONS, strict=True)):
+        if region in even:
+            axes.plot(
+                recording.steps, even[region], color="0.55", linewidth=0.9, label="even attention", gid="even"
+            )
+        for name in queries:
+            _line(axes, recording.steps, mass[..., CLASSES.index(name), number], name)
+        axes.set_title(f"on {region}", fontsize=8)
+        # From nothing to a little above the highest line, and never down to rounding errors.
+        axes.set_ylim(0, max(1.06 * axes.dataLim.y1, 0.001))
+        _say_if_empty(axes, mass[..., [CLASSES.index(name) for name in queries], number], region)
+        for step in ends:
+            axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label="a sequence ends", gid="ends")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axes.tick_params(labelsize=7)
+        axes.grid(color="0.92", linewidth=0.6)
+    for axes in panels[4:]:
+        axes.set_xlabel("step", fontsize=8)
+    named = {
+        label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=6, fontsize=7, frameon=False)
+    where = "all layers" if layer is None else f"layer {layer}"
+    level = f"level: head (layer {layer}, head {head})" if head is not None else f"mean over the heads of {where}"
+    rows, left = len(recording.rows), int((recording.run.row_steps == len(recording.steps)).sum())
+    some = f" ({left} to the end)" if ends else ""
+    absent = [name for name in queries if not bool(mass[..., CLASSES.index(name), :].isfinite().any())]
+    sentences = [
+        *([title] if title else []),
+        "Attention by region of keys",
+        "scale: share of a query's attention",
+        level,
+        f"sinks: {'learned sink tokens alone' if _learned_alone(recording) else spec.reducer}",
+        *([f"there are no {' and no '.join(absent)} queries"] if absent else []),
+        f"n = {rows} sequence{'s' * (rows > 1)}{some}, {len(recording.steps)} steps",
+    ]
+    figure.suptitle(caption(sentences, 9.6), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def _chosen(
+    recording: Recording, layer: int | None, head: int | None
+) -> Float[Tensor, "step batch query_region key_region"]:
+    """The mass of one layer and head, or means over them."""
+    level_of(layer, head)
+    mass: Tensor = recording.region_mass.double()
+    if layer is not None:
+        place = index_of("layer", layer, recording.layers)
+        mass = mass[:, :, place : place + 1]
+    if head is not None:
+        place = index_of("head", head, range(mass.shape[3]))
+        mass = mass[:, :, :, place : place + 1]
+    return mass.nanmean((2, 3))
+
+
+def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"], name: str) -> None:
+    """Mean over the sequences in which the class has queries, with its interval."""
+    values = mass.T.numpy()
+    there = np.isfinite(values)
+    mean, low, high = ratio_by_prompt(np.where(there, values, 0.0), there.astype(float))
+    colour, dashes = QUERY_STYLES[name]
+    # Where a sequence ends, or the class has no queries left in it, the mean is over others: no line leads across.
+    breaks = np.flatnonzero((there[:, 1:] != there[:, :-1]).any(0)) + 1
+    x, mean, low, high = (np.insert(np.asarray(v, dtype=float), breaks, np.nan) for v in (steps, mean, low, high))
+    known = np.pad(np.isfinite(mean), 1)
+    alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
+    style: dict[str, Any] = {"marker": "o", "markersize": 2.5, "markevery": alone} if alone else {}
+    axes.plot(x, mean, linestyle=dashes, color=colour, linewidth=1.4, label=f"{name} queries", gid=name, **style)
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _say_if_empty(axes: Axes, mass: Float[Tensor, "step batch query_region"], region: str) -> None:
+    """A word where there is no such region, or next to nothing on it."""
+    known = mass[mass.isfinite()]
+    if not len(known):
+        note(axes, "no queries")
+    elif float(known.max()) < 1e-6:
+        note(axes, f"nothing on {region}")
+    elif float(known.max()) < NEXT_TO_NOTHING:
+        note(axes, f"at most {float(known.max()):.1g} of the attention")
+
+
+def _ends(recording: Recording) -> list[float]:
+    """Between which steps a sequence ends before the last step, in the coordinates of the steps."""
+    counts = sorted(set(recording.run.row_steps.tolist()) - {len(recording.steps), 0})
+    return [(recording.steps[count - 1] + recording.steps[count]) / 2 for count in counts]
+
+
+def _learned_alone(recording: Recording) -> bool:
+    """Whether the region of sinks is the learned sink tokens, and no detector's."""
+    return "sinks=None" in recording.specs["region_mass"].reducer
+
+
+def _even(recording: Recording) -> dict[str, NDArray[np.float64]]:
+    """What even attention would put on each region, mean over sequences; empty for a causal model."""
+    if recording.causal:
+        return {}
+    facts = recording.facts_of(recording.layers[0])
+    valid = facts.valid
+    keys = (valid.sum(-1) + recording.sinks).clamp(min=1)
+    regions = {
+        "prompt": facts.prompt,
+        "masked": facts.masked & valid,
+        "unmasked": ~facts.masked & valid,
+        "block": facts.block & valid,
+    }
+    shares = {name: region.sum(-1) / keys for name, region in regions.items()}
+    shares["self"] = 1 / keys
+    if _learned_alone(recording):
+        shares["sink"] = torch.full_like(keys, recording.sinks) / keys
+    running = torch.arange(len(recording.steps))[:, None] < recording.run.row_steps
+    return {
+        name: share.double().masked_fill(~running, torch.nan).nanmean(-1).numpy() for name, share in shares.items()
+    }

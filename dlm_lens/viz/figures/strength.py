@@ -1,0 +1,101 @@
+"""`sink_strength`: Figure 5 of 2510.15731, the main sink's score in every layer and head."""
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from dlm_lens.recording import Recording
+from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
+from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import as_received
+
+UNDEFINED = "#d9d9d9"
+
+
+def sink_strength(
+    sinks: SinkProfile | Received | Recording, detector: Detector | None = None, *, title: str = ""
+) -> Figure:
+    """Score of the main sink per layer (down) and head (across), averaged over steps, beside sinks per layer.
+
+    After Figure 5 of 2510.15731. The map of a small model has its numbers written in. The lines beside the map are
+    means over steps and sequences: sinks in one head's pattern, and positions that are a sink in any head.
+
+    Args:
+        sinks: from `sink_profile`, or what it takes.
+        detector: the rule for a `Received` or a recording; `AboveMean(3.0)` by default.
+        title: what stands in front of the caption, such as the model's name.
+
+    Raises:
+        TypeError: something else, or a detector beside a profile.
+        ValueError: no layer and head axes.
+    """
+    if isinstance(sinks, SinkProfile):
+        if detector is not None:
+            raise TypeError(f"this profile was made by {sinks.detector}; a detector goes with a Received")
+        profile = sinks
+    else:
+        profile = sink_profile(as_received(sinks), detector)
+    layers, heads = profile.score.shape
+    width = min(13.0, max(6.4, 0.3 * heads + 4.2))
+    figure = NotebookFigure(figsize=(width, min(10.0, max(3.0, 0.24 * layers + 1.6))), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(max(1.5, 0.3 * heads / 2.2), 1))
+    scores = profile.score.double().numpy()
+    colours = colormaps["viridis"].with_extremes(bad=UNDEFINED)
+    mesh = left.pcolormesh(np.ma.masked_invalid(scores), cmap=colours, vmin=0)
+    _write_numbers(left, scores)
+    left.invert_yaxis()
+    skip_layers, skip_heads = -(-layers // 32), -(-heads // 32)
+    shown = range(0, layers, skip_layers)
+    left.set_yticks([i + 0.5 for i in shown], [str(profile.layers[i]) for i in shown], fontsize=7)
+    left.set_xticks(
+        [i + 0.5 for i in range(0, heads, skip_heads)], [str(i) for i in range(0, heads, skip_heads)], fontsize=7
+    )
+    left.set_xlabel("head", fontsize=8)
+    left.set_ylabel("layer", fontsize=8)
+    bar = figure.colorbar(mesh, ax=left, pad=0.01, fraction=0.05)
+    bar.ax.tick_params(labelsize=7)
+    whose = "each head's main sink" if profile.main == "head" else "the model's main sink"
+    bar.set_label(f"score of {whose}\n({profile.scale})", fontsize=8, **PLAIN)
+    _draw_counts(right, profile)
+    sentences = [
+        *([title] if title else []),
+        "Main sink per layer and head",
+        f"scale: {profile.scale}",
+        f"level: head, {whose}",
+        f"rule of the counts: {profile.detector}",
+        f"mean over n = {profile.steps} steps of {profile.sequences} sequence{'s' * (profile.sequences > 1)}",
+    ]
+    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def _write_numbers(axes: Axes, scores: np.ndarray) -> None:
+    """The scores in their cells, of small models."""
+    if scores.size > 64:
+        return
+    top = np.nanmax(scores) if np.isfinite(scores).any() else 1.0
+    for (layer, head), score in np.ndenumerate(scores):
+        if np.isfinite(score):
+            colour = "black" if score > 0.6 * top else "white"
+            axes.text(head + 0.5, layer + 0.5, f"{score:.1f}", ha="center", va="center", fontsize=7, color=colour)
+
+
+def _draw_counts(axes: Axes, profile: SinkProfile) -> None:
+    places = np.arange(len(profile.layers)) + 0.5
+    per_head = profile.sinks.nanmean(-1).numpy()
+    axes.plot(
+        per_head, places, "o-", color="black", markersize=3.5, linewidth=1.2, label="sinks per head", gid="per head"
+    )
+    axes.plot(
+        profile.positions.numpy(), places, "s--", color="#b2182b", markersize=3.5, linewidth=1.2,
+        label="positions, any head", gid="positions",
+    )  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_xlabel("sinks (mean over steps)", fontsize=8)
+    axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=1)

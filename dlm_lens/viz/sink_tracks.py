@@ -1,0 +1,173 @@
+"""Where the largest sink of one pattern is at every step, whatever it is read from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from dlm_lens.recording import Recording
+from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
+from dlm_lens.viz.selection import as_received, choose, index_of, level_of
+
+Source = Received | Recording | Sinks | Trajectories
+
+
+@dataclass(frozen=True)
+class Track:
+    """What the picture shows of one pattern: per step the largest key (-1: none defined) and if it passes.
+
+    Keys count from the row's first token, before which `padding` canvas positions stand. `defined` says which steps
+    have a score at all: a row that has ended has none.
+    """
+
+    largest: list[int]
+    passes: list[bool]
+    masked: Bool[Tensor, "step key"] | None
+    content: list[int]
+    tokens: list[int] | None
+    tokenizer: Any
+    rule: str
+    level: Level
+    sinks: int
+    defined: list[bool]
+    padding: int = 0
+
+    def from_first_token(self, padding: int) -> "Track":
+        """The same with keys that count from the row's first token."""
+        return replace(
+            self,
+            largest=[key - padding if key >= 0 else key for key in self.largest],
+            masked=None if self.masked is None else self.masked[:, padding:],
+            content=[key - padding for key in self.content],
+            tokens=None if self.tokens is None else self.tokens[padding:],
+            padding=padding,
+        )
+
+    def blocks(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int] | None]:
+        """The row's own part of the block of every step, as (start, stop); None where the row has ended."""
+        canvas = self.content[: len(self.content) - self.sinks]
+        low, high = (min(canvas), max(canvas) + 1) if canvas else (0, 0)
+        own = [(max(start - self.padding, low), min(stop - self.padding, high)) for start, stop in spans]
+        return [span if here and span[0] < span[1] else None for span, here in zip(own, self.defined, strict=True)]
+
+
+def track_of(given: Source, detector: Detector | None, layer: int | None, head: int | None, row: int) -> Track:
+    """The track of one layer, head and row.
+
+    Raises:
+        TypeError: something without steps, or a detector beside what was already judged.
+        ValueError: a layer, head or row that is not there, or another level.
+    """
+    if isinstance(given, Sinks | Trajectories):
+        if detector is not None:
+            raise TypeError(
+                f"these {type(given).__name__} were found by {given.detector}; a detector goes with a Received"
+            )
+        return (
+            _of_sinks(given, layer, head, row) if isinstance(given, Sinks) else _followed(given, layer, head, row)
+        )
+    shown = choose(given, layer, head, row)
+    padding = 0 if shown.received.padding is None else int(shown.received.padding[0])
+    rule = AboveMean(3.0) if detector is None else detector
+    found = find_sinks(shown.received, rule, level=shown.level)
+    return _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
+
+
+def followed(given: Source, detector: Detector | None) -> Trajectories:
+    """The paths of the sinks, by the rule of `track_of`.
+
+    Raises:
+        TypeError: something without steps, or a detector beside what was already judged.
+    """
+    if isinstance(given, Trajectories):
+        return given
+    if isinstance(given, Sinks):
+        return trajectories(given, detector)
+    return trajectories(as_received(given), AboveMean(3.0) if detector is None else detector)
+
+
+def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Track:
+    """One layer, head and row of Sinks."""
+    if "step" not in sinks.dims:
+        raise TypeError(f"{sinks!r} has no steps to follow; give a Received or Sinks with a step axis")
+    _check_level("Sinks", sinks.level, layer, head)
+    sizes = dict(zip(sinks.dims, sinks.is_sink.shape, strict=True))
+    wanted: dict[str, tuple[int | None, Sequence[int]]] = {
+        "batch": (row, range(sizes.get("batch", 1))),
+        "layer": (layer, sinks.layers),
+        "head": (head, range(sizes.get("head", 1))),
+    }
+    place = {n: index_of(n, i, there) for n, (i, there) in wanted.items() if n in sizes and i is not None}
+    there = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
+    if sinks.masked is not None:
+        there = there | _at(sinks.masked, _rows(sinks), place).any(0)
+    tokens = None if sinks.tokens is None else _at(sinks.tokens, _rows(sinks), place)[-1].tolist()
+    padding = 0 if sinks.padding is None else int(sinks.padding[row])
+    return _track(sinks, place, there.nonzero().flatten().tolist(), tokens).from_first_token(padding)
+
+
+def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list[int] | None) -> Track:
+    scores = _at(sinks.scores, sinks.dims, place)
+    is_sink = _at(sinks.is_sink, sinks.dims, place)
+    largest = scores.nan_to_num(nan=-torch.inf).argmax(-1)
+    passes = is_sink.gather(-1, largest[:, None]).squeeze(-1)
+    return Track(
+        largest=largest.masked_fill(scores.isnan().all(-1), -1).tolist(),
+        passes=passes.tolist(),
+        masked=None if sinks.masked is None else _at(sinks.masked, _rows(sinks), place),
+        content=content,
+        tokens=tokens,
+        tokenizer=sinks.tokenizer,
+        rule=f"{sinks.detector}; scale: {sinks.scale}; queries: {sinks.queries}",
+        level=sinks.level,
+        sinks=sinks.sinks,
+        defined=(~scores.isnan()).any(-1).tolist(),
+    )
+
+
+def _followed(paths: Trajectories, layer: int | None, head: int | None, row: int) -> Track:
+    """One layer, head and row of Trajectories, whose largest key is known where it is a sink."""
+    _check_level("Trajectories", paths.level, layer, head)
+    layers = 0 if layer is None else index_of("layer", layer, paths.layers)
+    heads = 0 if head is None else index_of("head", head, range(paths.main.shape[3]))
+    row = index_of("row", row, range(paths.main.shape[1]))
+    largest = paths.main[:, row, layers, heads].tolist()
+    there = paths.scored[:, row].any(0)
+    masked = None if paths.masked is None else paths.masked[:, row]
+    if masked is not None:
+        there = there | masked.any(0)
+    final = paths.final_tokens
+    if final is None and paths.tokens is not None:
+        final = paths.tokens[-1]
+    return Track(
+        largest=largest,
+        passes=[position >= 0 for position in largest],
+        masked=masked,
+        content=there.nonzero().flatten().tolist(),
+        tokens=None if final is None else final[row].tolist(),
+        tokenizer=paths.tokenizer,
+        rule=f"{paths.detector}; scale: {paths.scale}; queries: {paths.queries}",
+        level=paths.level,
+        sinks=paths.sinks,
+        defined=paths.defined[:, row, layers, heads].tolist(),
+    ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
+
+
+def _check_level(what: str, level: Level, layer: int | None, head: int | None) -> None:
+    if level_of(layer, head) != level:
+        raise ValueError(
+            f"these {what} are of level {level!r}, but layer={layer}, head={head} asks for "
+            f"{level_of(layer, head)!r}; find_sinks again with level="
+        )
+
+
+def _rows(sinks: Sinks) -> tuple[str, ...]:
+    return tuple(name for name in sinks.dims if name not in ("layer", "head"))
+
+
+def _at(tensor: Tensor, dims: Sequence[str], place: dict[str, int]) -> Tensor:
+    """[step, key] of a tensor with more axes."""
+    return tensor[tuple(slice(None) if name in ("step", "key") else place.get(name, 0) for name in dims)]

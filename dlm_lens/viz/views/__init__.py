@@ -1,0 +1,1 @@
+"""Views of one step in a browser or a terminal."""

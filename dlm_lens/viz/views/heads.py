@@ -1,0 +1,178 @@
+"""circuitsvis views of one step: every head of a layer, one head with its values, weighted by value norms."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.sampling import Denoised
+from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
+from dlm_lens.viz.selection import index_of
+from dlm_lens.viz.views.view import Piece, View, web_labels
+
+ENTRIES = 2**18
+"""Most entries of all patterns of one view; a browser draws a rectangle for each."""
+
+COLOUR = "#08519c"
+
+
+def attention_heads(
+    run: Denoised,
+    model: Any,
+    *,
+    step: int,
+    layer: int,
+    row: int = 0,
+    positions: Sequence[int] | None = None,
+) -> View:
+    """Patterns of all heads of a layer at one step, small to choose from and large to read.
+
+    The full square, since a DLM attends in both directions; the query is the destination, the key the source.
+
+    Args:
+        run: from `denoise`.
+        model: the model of the run, as `dlm_lens.load` returned it.
+        step: the step, run again on what it saw.
+        layer: index of the layer.
+        row: which sequence of the batch.
+        positions: canvas positions to show; None for all, or as many around the block being decoded as a browser
+            draws in time (the view says so).
+
+    Raises:
+        TypeError: the run is not a `Denoised`.
+        ValueError: a step, layer, row or position that is not there.
+    """
+    shot = snapshot(model, run, step=step, layer=layer, row=row)
+    kept, said = _cropped(shot, run, positions, len(shot.pattern))
+    names = [f"head {head}" for head in range(len(shot.pattern))]
+    props = _props(shot, shot.pattern, kept) | {"attentionHeadNames": names}
+    about = (_where(shot, "level: head"), _scale("attention A_ij, rows sum to 1", props), *said)
+    return View(f"Attention heads of layer {shot.layer} at step {step}", about, (Piece("AttentionHeads", props),))
+
+
+def attention_pattern(
+    run: Denoised,
+    model: Any,
+    *,
+    step: int,
+    layer: int,
+    head: int,
+    row: int = 0,
+    positions: Sequence[int] | None = None,
+) -> View:
+    """Pattern of one head at one step; hovering shows positions, tokens and A_ij.
+
+    Args and raises: as `attention_heads`; `head` is the index of the head.
+    """
+    shot = snapshot(model, run, step=step, layer=layer, row=row)
+    return _one_head(shot, run, head, positions, shot.pattern, "Attention", "attention A_ij, rows sum to 1")
+
+
+def value_weighted_pattern(
+    run: Denoised,
+    model: Any,
+    *,
+    step: int,
+    layer: int,
+    head: int,
+    row: int = 0,
+    positions: Sequence[int] | None = None,
+) -> View:
+    """A_ij ||v_j|| of one head at one step: what reaches query i of key j, which for a sink is little.
+
+    After the value-weighted patterns of 2004.10102 (there with the output projection), in the units of the values.
+
+    Args and raises: as `attention_heads`; `head` is the index of the head.
+    """
+    shot = snapshot(model, run, step=step, layer=layer, row=row)
+    weighted, unit = shot.pattern * shot.value_norms[:, None], "A_ij ||v_j||, in the units of the values"
+    return _one_head(shot, run, head, positions, weighted, "Value-weighted attention", unit)
+
+
+def _one_head(
+    shot: Snapshot,
+    run: Denoised,
+    head: int,
+    positions: Sequence[int] | None,
+    values: Float[Tensor, "head query key"],
+    name: str,
+    unit: str,
+) -> View:
+    """The view of what one head's queries have for its keys."""
+    place = index_of("head", head, range(len(values)))
+    kept, said = _cropped(shot, run, positions, 1)
+    props = _props(shot, values[place], kept) | {"showAxisLabels": True}
+    about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *said)
+    title = f"{name} of layer {shot.layer}, head {head} at step {shot.step}"
+    return View(title, about, (Piece("AttentionPattern", props),))
+
+
+def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tensor) -> dict[str, Any]:
+    """Tokens and values in the shape of circuitsvis; never its triangle, which hides half of a DLM's attention."""
+    shown = values[..., kept, :][..., kept]
+    labels = web_labels([shot.tokens[i] for i in kept.tolist()], shot.tokenizer)
+    top = max(float(shown.max()), 1e-9)
+    return {
+        "tokens": labels,
+        "attention": _rounded(shown),
+        "maxValue": top,
+        "minValue": -top,
+        "positiveColor": COLOUR,
+        "maskUpperTri": False,
+    }
+
+
+def _rounded(values: Tensor) -> Any:
+    """Nested lists with four decimals (of a share; of anything else, four digits of the largest)."""
+    scale = max(1.0, float(values.abs().max()))
+    decimals = 4 if scale <= 1 else max(0, 4 - len(str(int(scale))))
+    return (
+        [_rounded(v) for v in values] if values.ndim > 1 else [round(v, decimals) for v in values.double().tolist()]
+    )
+
+
+def _cropped(
+    shot: Snapshot, run: Denoised, positions: Sequence[int] | None, patterns: int
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Which keys to show, and a sentence if not all."""
+    count, sinks = len(shot.positions), torch.arange(len(shot.positions), len(shot.tokens))
+    if positions is not None:
+        wanted = [int(position) for position in positions]
+        missing = [position for position in wanted if position not in shot.positions]
+        if missing or not wanted:
+            raise ValueError(
+                f"positions {missing or wanted}: give canvas positions among {shot.positions[0]} to "
+                f"{shot.positions[-1]}"
+            )
+        kept = torch.tensor([shot.positions.index(position) for position in wanted])
+    else:
+        room = max(8, int((ENTRIES / patterns) ** 0.5) - shot.sinks)
+        if room >= count:
+            return torch.arange(len(shot.tokens)), ()
+        start, stop = run.spans[shot.step]
+        inside = [i for i, position in enumerate(shot.positions) if start <= position < stop] or [count // 2]
+        first = min(max(0, (inside[0] + inside[-1] + 1 - room) // 2), count - room)
+        kept = torch.arange(first, first + room)
+    shown = [shot.positions[i] for i in kept.tolist()]
+    first, last = min(shown), max(shown)
+    canvas = f" ({first} to {last} on the canvas)" if shot.padding else ""
+    sentence = (
+        f"Shown are {len(shown)} of {count} positions, {first - shot.padding} to {last - shot.padding}{canvas}; "
+        "rows sum to less than 1 by what is left out. Give canvas positions= for others."
+    )
+    return torch.cat([kept, sinks]), (sentence,)
+
+
+def _scale(unit: str, props: dict[str, Any]) -> str:
+    return f"scale: {unit}; white is 0, the darkest {props['maxValue']:.3g}"
+
+
+def _where(shot: Snapshot, level: str) -> str:
+    learned = f", and {shot.sinks} learned sink token{'s' * (shot.sinks > 1)} behind them" if shot.sinks else ""
+    masked = int(shot.masked.sum())
+    return (
+        f"{level}; layer {shot.layer}; step {shot.step}; sequence {shot.row}; {len(shot.positions)} positions, "
+        f"{masked} of them masked{learned}. Rows (destination) are queries, columns (source) keys."
+    )

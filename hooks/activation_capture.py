@@ -1,0 +1,272 @@
+"""`capture`: keep activations of some steps of a run, to look at or to patch into another one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from dlm_lens.attention import (
+    SITES,
+    Hook,
+    HookContext,
+    SinkLayout,
+    Site,
+    attention_blocks,
+    attention_of,
+    exclusive,
+    head_width,
+    run_of,
+)
+from dlm_lens.sampling import Denoised, Follower, Sampler, StepPlan, denoise
+from dlm_lens.sampling.stored_run import StoredRun
+
+MAX_BYTES = 4 * 2**30
+"""What a capture may hold unless told otherwise."""
+
+Key = tuple[Site, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """Activations of a run; `activations[site, layer, step]` is one, [batch, position, ...] as the model had it.
+
+    With guidance the rows are the conditional ones and then the unconditional ones; in a sink model positions count
+    the sink tokens (`sinks.canvas(length)` is the canvas). `stacked(site, layer)` is [step, batch, ...].
+
+    Args:
+        values: (site, layer, step) -> the activation.
+        run: the run that they are from.
+        sinks: where the model's sink tokens stand.
+
+    Raises:
+        ValueError: nothing is there, or a step that the run does not have.
+    """
+
+    values: Mapping[Key, Tensor] = field(repr=False)
+    run: Denoised = field(repr=False)
+    sinks: SinkLayout = field(default_factory=SinkLayout)
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("Activations: nothing was kept")
+        beyond = [step for *_, step in self.values if not 0 <= step < self.run.steps]
+        if beyond:
+            raise ValueError(f"Activations: step {beyond[0]} of a run with {self.run.steps} steps")
+
+    def __repr__(self) -> str:
+        steps = f"{self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else str(self.steps[0])
+        return (
+            f"Activations({', '.join(self.sites)}; layers {list(self.layers)}, {len(self.steps)} steps ({steps}), "
+            f"{self.nbytes / 2**20:.3g} MiB)"
+        )
+
+    def __getitem__(self, key: Key) -> Tensor:
+        site, layer, step = key
+        count = max(self.layers) + 1
+        found = self.values.get((site, layer % count if layer < 0 else layer, step))
+        if found is None:
+            raise KeyError(
+                f"{key} was not kept; there are sites {', '.join(self.sites)}, layers {list(self.layers)}, steps "
+                f"{list(self.steps)}"
+            )
+        return found
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites kept."""
+        return tuple(site for site in SITES if any(site == one for one, _, _ in self.values))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers kept."""
+        return tuple(sorted({layer for _, layer, _ in self.values}))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps kept."""
+        return tuple(sorted({step for _, _, step in self.values}))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all activations."""
+        return sum(value.numel() * value.element_size() for value in self.values.values())
+
+    def stacked(self, site: Site, layer: int) -> Tensor:
+        """All steps of one activation, [step, batch, ...].
+
+        Raises:
+            KeyError: it was not kept.
+            ValueError: the steps have unequal lengths (an AR run).
+        """
+        found = [self[site, layer, step] for step in self.steps]
+        if len({value.shape for value in found}) > 1:
+            raise ValueError(f"{site}: the steps have {found[0].shape[1]} to {found[-1].shape[1]} positions")
+        return torch.stack(found)
+
+
+@dataclass(eq=False)
+class _Keeper(Follower):
+    """Keeps activations as they go by, and refuses a run whose activations do not fit."""
+
+    model: Any
+    sites: tuple[Site, ...]
+    layers: tuple[int, ...]
+    wanted: Any
+    device: Any
+    limit: int
+    values: dict[Key, Tensor] = field(default_factory=dict)
+    steps: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        super().__init__(self.model)
+
+    def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
+        """The first step says how long the run is."""
+        if plan.index == 0:
+            halves = 2 if self.sampler is not None and self.sampler.cfg_scale else 1
+            self.check(plan.total, halves * len(canvas), canvas.shape[1])
+        return canvas
+
+    def start(self, sampler: Sampler | None, content: Bool[Tensor, "batch position"]) -> None:
+        """A run begins."""
+        self.sampler = sampler
+
+    def check(self, total: int, rows: int, positions: int) -> None:
+        """Fix the steps.
+
+        Raises:
+            MemoryError: with the number of bytes and what to do.
+            ValueError: a step that the run does not have.
+        """
+        self.steps = frozenset(chosen_steps(self.wanted, total))
+        each = sum(_bytes(self.model, site, rows, positions) for site in self.sites)
+        needed = each * len(self.layers) * len(self.steps)
+        if needed > self.limit:
+            raise MemoryError(
+                f"these activations would take {needed / 1e9:.3g} GB ({each / 1e6:.3g} MB a step and layer, "
+                f"{len(self.layers)} layers, {len(self.steps)} steps), and {self.limit / 1e9:.3g} GB are allowed; "
+                "give fewer cache_steps=, layers= or sites, or a larger max_bytes="
+            )
+
+    def hooks(self) -> list["_Keep"]:
+        """What keeps, at every site."""
+        return [_Keep(site, self.layers, self) for site in self.sites]
+
+
+@dataclass(frozen=True, eq=False)
+class _Keep:
+    """Keeps one site's activation; a hook that changes nothing."""
+
+    site: Site
+    layers: tuple[int, ...]
+    keeper: _Keeper
+
+    def __repr__(self) -> str:
+        return f"capture({self.site!r})"
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        step, keeper = run_of(hook, self).step, self.keeper
+        if step in keeper.steps and hook is not None:
+            # A copy: what the model edits in place later is not what passed here.
+            kept = (
+                tensor.detach().clone() if keeper.device is None else tensor.detach().to(keeper.device, copy=True)
+            )
+            keeper.values[self.site, hook.layer(), step] = kept
+        return tensor
+
+
+@torch.no_grad()
+@exclusive
+def capture(
+    model: Any,
+    prompt: Any,
+    sites: Site | Sequence[Site] = "resid",
+    *,
+    cache_steps: int | slice | Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    hooks: Sequence[Hook] = (),
+    device: Any = "cpu",
+    max_bytes: int = MAX_BYTES,
+    **settings: Any,
+) -> Activations:
+    """Denoise, or go over a finished run again, and keep activations.
+
+    Args:
+        model: from `dlm_lens.load`.
+        prompt: as for `dlm_lens.denoise`, or a `Denoised`, whose canvases are then run again as they were.
+        sites: "q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"; several in
+            a list. Scores and patterns are materialised for it.
+        cache_steps: the steps to keep: an index, a slice or indices, negative from the end; None for all.
+        layers: indices, negative from the end; None for all.
+        hooks: interventions under which to run; they act before activations are kept.
+        device: where activations go at once; None to leave them where they are.
+        max_bytes: what they may take in all.
+        **settings: of `dlm_lens.denoise`, beside a prompt.
+
+    Raises:
+        MemoryError: they would take more, told before the first forward pass.
+        ValueError: a site, a layer, a step, a prompt or a setting that cannot be; settings beside a `Denoised`.
+    """
+    wanted: tuple[Any, ...] = (sites,) if isinstance(sites, str) else tuple(sites)
+    for site in wanted:
+        if site not in SITES:
+            raise ValueError(f"capture: site is {site!r}; it must be one of {', '.join(SITES)}")
+    count = len(attention_blocks(model))
+    for layer in layers or ():
+        if not -count <= layer < count:
+            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
+    chosen = tuple(range(count)) if layers is None else tuple(sorted({layer % count for layer in layers}))
+    keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes)
+    if isinstance(prompt, Denoised):
+        if settings:
+            raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")
+        _go_over(StoredRun(model, prompt), keeper, hooks)
+        return Activations(keeper.values, prompt, SinkLayout.of(model))
+    run = denoise(model, prompt, hooks=[*hooks, *keeper.hooks()], host=keeper, **settings)
+    return Activations(keeper.values, run, SinkLayout.of(model))
+
+
+def chosen_steps(steps: int | slice | Sequence[int] | None, total: int) -> tuple[int, ...]:
+    """Step indices below `total`, in order; negative ones count from the end.
+
+    Raises:
+        ValueError: a step that the run does not have, or none.
+    """
+    if steps is None or isinstance(steps, slice):
+        found = list(range(total)[steps or slice(None)])
+    else:
+        found = [steps] if isinstance(steps, int) else [int(step) for step in steps]
+    for step in found:
+        if not -total <= step < total:
+            raise ValueError(f"step {step} is not there: the run has {total} steps, 0 to {total - 1}")
+    if not found:
+        raise ValueError(f"cache_steps={steps!r} names none of the run's {total} steps; give at least one")
+    return tuple(sorted({step % total for step in found}))
+
+
+def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[Hook]) -> None:
+    run = stored.run
+    keeper.check(run.steps, stored.halves * len(run.tokens), run.tokens.shape[1])
+    runner = stored.runner([*hooks, *keeper.hooks()])
+    # Hooks may remember: with any, every step up to the last one runs.
+    for step in range(max(keeper.steps) + 1) if hooks else sorted(keeper.steps):
+        with runner:
+            stored.enter(runner, step)
+            stored.states(step)
+
+
+def _bytes(model: Any, site: Site, rows: int, positions: int) -> int:
+    """Bytes of one activation."""
+    block: Any = attention_blocks(model)[0]
+    attention, heads = attention_of(block), model.config.num_attention_heads
+    key_heads = getattr(model.config, "num_key_value_heads", heads)
+    length = positions + SinkLayout.of(model).count
+    width = {
+        **dict.fromkeys(("q", "rot_q", "z"), heads * head_width(attention)),
+        **dict.fromkeys(("k", "v", "rot_k"), key_heads * head_width(attention)),
+        **dict.fromkeys(("scores", "pattern"), heads * length),
+    }.get(site, model.config.hidden_size)
+    return int(rows * length * width * model.dtype.itemsize)

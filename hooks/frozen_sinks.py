@@ -1,0 +1,113 @@
+"""`freeze_sinks`: hide from some step on what was a sink then."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlm_lens.attention import Columns, Hidden, HookContext, Place, RunStep, SinkToken, Stage, run_of
+from dlm_lens.hooks.column_base import HidesColumns
+from dlm_lens.hooks.column_counts import grown
+from dlm_lens.hooks.limits import Limited, at_steps
+from dlm_lens.hooks.position_masking import mask_positions
+from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
+from dlm_lens.sinks import Detector
+
+
+@dataclass(frozen=True, repr=False)
+class FreezeSinks(HidesColumns):
+    """Hide from `step` on the columns that were sinks at `step`; build it with `freeze_sinks`."""
+
+    sinks: MaskSinks
+    step: int
+
+    def __repr__(self) -> str:
+        inside = repr(self.sinks).removeprefix("mask_sinks(").removesuffix(")")
+        return f"freeze_sinks({inside}, step={self.step})"
+
+    @property
+    def stage(self) -> Stage:  # type: ignore[override]
+        """That of the mask."""
+        return self.sinks.stage
+
+    @property
+    def needs_clean(self) -> bool:
+        """Whether the sinks are looked for in a pass without hooks."""
+        return self.sinks.needs_clean
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it has to see every layer."""
+        return self.sinks.everywhere
+
+    @property
+    def padding_safe(self) -> bool:
+        """As the mask."""
+        return self.sinks.padding_safe
+
+    def check_run(self, run: RunStep) -> None:
+        """Refuse a step that the run does not have.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if not -run.total <= self.step < run.total:
+            raise ValueError(f"{self}: step {self.step} is not there; the run has steps 0 to {run.total - 1}")
+
+    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+        """What was found at the step; nothing before it."""
+        run, step = self._at(hook)
+        if run.step <= step:
+            self.observe(keys, columns, hook)
+        if run.step < step:
+            return None
+        assert hook is not None
+        held: dict[int, torch.Tensor | None] = run.memory.get(self._key(hook), {})
+        if hook.layer() not in held:
+            raise ValueError(f"{self} has not seen step {step} in layer {hook.layer()}: apply it there too")
+        found = held[hook.layer()]
+        if found is None:
+            return None
+        most = self.sinks.bounds["most"]
+        return Hidden(grown(found, keys), self.stage, self.sinks.keep_self, self.sinks.renormalise, most=most)
+
+    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+        """Look for the sinks at the step, also where a wrapper keeps the hook from acting."""
+        run, step = self._at(hook)
+        if run.step == step:
+            assert hook is not None
+            run.memory.setdefault(self._key(hook), {})[hook.layer()] = self.sinks.found(keys, columns, hook)
+        else:
+            self.sinks.observe(keys, columns, hook)
+
+    def _key(self, hook: HookContext | None) -> tuple[str, Place | None, "FreezeSinks"]:
+        """Where the sinks of this hook are kept; an equal one at another place of the run has its own."""
+        return "frozen", getattr(hook, "place", None), self
+
+    def _at(self, hook: HookContext | None) -> tuple[RunStep, int]:
+        run = run_of(hook, self)
+        self.check_run(run)
+        return run, self.step % run.total
+
+
+def freeze_sinks(
+    detector: Detector | Sequence[int | SinkToken] | None = None, *, step: int, **settings: Any
+) -> FreezeSinks | Limited:
+    """Hide from `step` on, that step among them, the columns that were sinks at `step`, wherever sinks move then.
+
+    Set beside `mask_sinks`, which follows the sinks. Found in every layer and head as `mask_sinks` finds them, in
+    the step's own pass by default. Positions instead of a detector are hidden from `step` on in every head.
+
+    Args:
+        detector: the rule, or positions.
+        step: counted from the most masked canvas, negative from the run's end.
+        **settings: of `mask_sinks`: top, per, source, stage, renormalise, keep_self, relative; for positions of
+            `mask_positions`.
+
+    Raises:
+        ValueError: settings that cannot work.
+    """
+    if isinstance(detector, Sequence):
+        return at_steps(mask_positions(*detector, **settings), slice(step, None))
+    return FreezeSinks(mask_sinks(detector, **settings), step)

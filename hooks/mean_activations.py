@@ -1,0 +1,198 @@
+"""`MeanActivations`: what an activation is on average, per layer, class of positions and progress of the run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dlm_lens.attention import Hook, HookContext, RunStep, Site, attention_blocks, exclusive, run_of
+from dlm_lens.files.atomic_writes import remove_stale
+from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
+from dlm_lens.hooks.token_positions import ActivationSite, activation_site, layout_of, run_rows
+from dlm_lens.sampling import denoise
+
+CLASSES = ("masked", "visible", "sink")
+"""Masked positions, content that is no mask, learned sink tokens."""
+
+BINS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class MeanActivations:
+    """Means of one activation; measure them with `mean_activations`.
+
+    `a + b` are the means over both measurements.
+
+    Args:
+        site: which activation.
+        means: per layer, class of positions ("masked", "visible", "sink") and bin of progress; bin b of B holds
+            steps with progress in [b / B, (b + 1) / B).
+        counts: positions that each mean is over; 0 where nothing was seen.
+
+    Raises:
+        ValueError: an unknown site, or shapes that contradict each other.
+    """
+
+    site: Site
+    means: Float[Tensor, "layer klass bin *features"] = field(repr=False)
+    counts: Int[Tensor, "klass bin"] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        activation_site(self.site, "MeanActivations")
+        means, counts = self.means.shape, self.counts.shape
+        if len(means) < 4 or means[1] != len(CLASSES) or means[1:3] != counts:
+            raise ValueError(
+                f"MeanActivations: means of shape {list(means)} and counts of {list(counts)}; they are "
+                f"[layer, {len(CLASSES)}, bin, ...] and [{len(CLASSES)}, bin]"
+            )
+
+    def __repr__(self) -> str:
+        seen = ", ".join(f"{name}: {int(n)}" for name, n in zip(CLASSES, self.counts.sum(-1), strict=True))
+        return f"MeanActivations({self.site!r}, layers={len(self.means)}, bins={self.bins}; {seen})"
+
+    def __add__(self, other: "MeanActivations") -> "MeanActivations":
+        if (self.site, self.means.shape) != (other.site, other.means.shape):
+            raise ValueError(f"{self} and {other} are of different sites or shapes and have no common mean")
+        both = self.counts + other.counts
+        wide = (*self.counts.shape, *[1] * (self.means.ndim - 3))
+        parts = (one.means.double() * one.counts.reshape(wide) for one in (self, other))
+        means = sum(parts) / both.reshape(wide).clamp(min=1)
+        return MeanActivations(self.site, torch.as_tensor(means).to(self.means.dtype), both)
+
+    @property
+    def bins(self) -> int:
+        """Number of bins of progress."""
+        return self.counts.shape[1]
+
+    def at(self, layer: int, classes: Int[Tensor, "row position"], bins: Int[Tensor, "row"]) -> Tensor:
+        """Means of a layer for every row and position; a bin in which a class never was has the class's mean.
+
+        Raises:
+            ValueError: a layer that is not there, or a class that was never seen.
+        """
+        if not 0 <= layer < len(self.means):
+            raise ValueError(f"{self} has no layer {layer}")
+        counts = self.counts.sum(-1)
+        unseen = [CLASSES[i] for i in classes.unique().tolist() if not counts[i]]
+        if unseen:
+            raise ValueError(f"{self} has seen no {unseen[0]} position; measure it over runs that have some")
+        means, weights = self.means[layer].double(), self.counts.double()
+        wide = (*weights.shape, *[1] * (means.ndim - 2))
+        overall = (means * weights.reshape(wide)).sum(1) / counts.clamp(min=1).reshape(wide[0], *wide[2:])
+        found = torch.where((self.counts > 0).reshape(wide), means, overall[:, None])
+        device = classes.device
+        return found.float().to(device)[classes, bins.to(device)[:, None].expand_as(classes)]
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file."""
+        remove_stale(Path(path).parent)
+        metadata = {"kind": "MeanActivations", "site": self.site}
+        write_tensors(Path(path), {"means": self.means, "counts": self.counts}, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "MeanActivations":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: no such file, another kind of file, or a damaged one.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is no file; write one with mean_activations(...).save(path)")
+        remedy = "write one with mean_activations(...).save(path)"
+        if metadata_of(Path(path), remedy).get("kind") != "MeanActivations":
+            raise ValueError(f"{path} holds no MeanActivations; {remedy}")
+        tensors, metadata = read_with_metadata(Path(path), remedy)
+        if set(tensors) != {"means", "counts"}:
+            raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
+        site: Any = metadata.get("site")
+        return cls(site, tensors["means"], tensors["counts"])
+
+
+def classes_of(run: RunStep, tensor: Tensor, hook: Any) -> Int[Tensor, "row position"]:
+    """The class of every network position; padding counts as visible, and nobody asks for it."""
+    layout, length = layout_of(hook), tensor.shape[1]
+    classes = torch.full(tensor.shape[:2], CLASSES.index("sink"), device=tensor.device)
+    classes[:, layout.canvas(length)] = (~run.masked).long().to(tensor.device)
+    return classes
+
+
+def bins_of(run: RunStep, bins: int) -> Int[Tensor, "row"]:
+    """The bin of progress of every row."""
+    # Progress is a quotient of counts in float32: a little more puts the borders where they belong.
+    return (run.progress * bins + 1e-5).long().clamp(max=bins - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Summing:
+    """Adds up an activation as it goes by; a hook that changes nothing."""
+
+    site: Site
+    bins: int
+    halves: int
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"mean_activations({self.site!r}, bins={self.bins})"
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        run = run_rows(hook, *tensor.shape[:2]) or run_of(hook, self)
+        kind = torch.nn.functional.one_hot(classes_of(run, tensor, hook), len(CLASSES)).double()
+        at_bin = torch.nn.functional.one_hot(bins_of(run, self.bins), self.bins).double().to(kind.device)
+        kind[:, layout_of(hook).canvas(tensor.shape[1])] *= run.valid[..., None].to(kind.device)
+        # With guidance the second half of the rows has a masked prompt.
+        kind[len(tensor) // self.halves :] = 0
+        weights = torch.einsum("rpc,rb->cbrp", kind, at_bin)
+        layer = 0 if hook is None else hook.layer()
+        added = (weights.flatten(2) @ tensor.flatten(0, 1).flatten(1).double()).unflatten(-1, tensor.shape[2:])
+        count = weights.sum((2, 3)).round().long()
+        self.sums[layer] = self.sums[layer] + added if layer in self.sums else added
+        self.counts[layer] = self.counts[layer] + count if layer in self.counts else count
+        return tensor
+
+
+@torch.no_grad()
+@exclusive
+def mean_activations(
+    model: Any,
+    prompts: Any,
+    site: ActivationSite,
+    *,
+    bins: int = BINS,
+    hooks: Sequence[Hook] = (),
+    **settings: Any,
+) -> MeanActivations:
+    """Measure an activation's means over a denoising run of `prompts`, for `ablate(site, value=means)`.
+
+    Positions that are masked, that are no mask, and learned sink tokens have means of their own, in every layer and
+    in equal bins of progress, since a mean over all would mix states that never occur together. Padding does not
+    count, nor does guidance's second half. Memory beyond the run: [layer, 3, bins] activations in float64. Add up
+    the means of several calls with `+`.
+
+    Args:
+        model: from `dlm_lens.load`.
+        prompts: as for `dlm_lens.denoise`.
+        site: "q", "k", "v", "z", "attn_out", "mlp_out" or "resid".
+        bins: bins of progress.
+        hooks: interventions under which to measure.
+        **settings: of `dlm_lens.denoise`.
+
+    Raises:
+        ValueError: a site or a number of bins that cannot be, a prompt or a setting that cannot work.
+    """
+    activation_site(site, "mean_activations")
+    if bins < 1:
+        raise ValueError(f"mean_activations: bins is {bins}; take at least 1")
+    guided = settings.get("cfg_scale", getattr(model, "sampler_defaults", {}).get("cfg_scale"))
+    summing = _Summing(site, bins, 2 if guided else 1)
+    denoise(model, prompts, hooks=[*hooks, summing], **settings)
+    layers = range(len(attention_blocks(model)))
+    counts = summing.counts[0].cpu()
+    wide = (*counts.shape, *[1] * (summing.sums[0].ndim - 2))
+    # With a device map the layers' sums lie on several devices.
+    means = torch.stack([summing.sums[layer].cpu() / counts.clamp(min=1).reshape(wide) for layer in layers])
+    return MeanActivations(site, means.float(), counts)

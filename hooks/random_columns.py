@@ -1,0 +1,258 @@
+"""`mask_random`: the control, columns chosen by chance: as many, or with as much attention."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.attention import (
+    ColumnHook,
+    Columns,
+    Hidden,
+    HookContext,
+    RunStep,
+    SinkLayout,
+    Site,
+    Stage,
+    top_columns,
+)
+from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
+from dlm_lens.hooks.limits import Limited
+from dlm_lens.hooks.sink_masking import MaskSinks
+from dlm_lens.hooks.window import KeepOnly
+
+Match = Literal["columns", "mass"]
+"""What a control shares with its hook: how many columns go, or what these receive."""
+
+
+@dataclass(frozen=True, repr=False)
+class MaskRandom(HidesColumns):
+    """Hide columns chosen by chance; build it with `mask_random`.
+
+    Raises:
+        ValueError: neither a number nor a hook that hides columns, or both; a mass where there is none to match.
+    """
+
+    k: int | None = None
+    like: Any = None
+    seed: int = 0
+    stage: Stage = "before_softmax"
+    renormalise: bool = False
+    keep_self: bool = False
+    match: Match = "columns"
+
+    def __post_init__(self) -> None:
+        check_stage(self.stage, self.renormalise)
+        if (self.k is None) == (self.like is None):
+            raise ValueError(f"mask_random(k={self.k!r}, like={self.like!r}): give one of the two")
+        if self.k is not None and (isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1):
+            raise ValueError(f"mask_random(k={self.k!r}): k must be a whole number of at least 1")
+        if self.like is not None and (isinstance(self.like, type) or not isinstance(self.like, ColumnHook)):
+            raise ValueError(f"mask_random(like={self.like!r}): it must be a hook that hides columns")
+        if self.like is not None and (self.stage, self.renormalise, self.keep_self) != (
+            "before_softmax",
+            False,
+            False,
+        ):
+            raise ValueError("mask_random(like=...) takes stage, renormalise and keep_self from the hook")
+        if self.match not in get_args(Match):
+            raise ValueError(f"match is {self.match!r}; it must be one of {', '.join(map(repr, get_args(Match)))}")
+        if self.match == "mass" and (self.like is None or isinstance(_innermost(self.like), KeepOnly)):
+            raise ValueError(
+                f"mask_random(k={self.k!r}, like={self.like!r}, match='mass'): a mass is matched to like=, a hook "
+                "that hides the same columns from every query, such as mask_top_sinks(1)"
+            )
+
+    def __repr__(self) -> str:
+        return written(self, "mask_random")
+
+    @property
+    def site(self) -> Site:
+        """That of the hook it stands beside, or of its stage."""
+        site: Site = self.like.site if self.like is not None else super().site
+        return site
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Those of the hook it stands beside."""
+        layers: tuple[int, ...] | None = getattr(self.like, "layers", None)
+        return layers
+
+    @property
+    def needs_clean(self) -> bool:
+        """As the hook it stands beside."""
+        return bool(getattr(self.like, "needs_clean", False))
+
+    @property
+    def everywhere(self) -> bool:
+        """As the hook it stands beside."""
+        return bool(getattr(self.like, "everywhere", False))
+
+    @property
+    def padding_safe(self) -> bool:
+        """As the hook it stands beside; numbers are drawn for the row's own positions."""
+        return self.like is None or bool(getattr(self.like, "padding_safe", False))
+
+    def check_run(self, run: RunStep) -> None:
+        """What the hook it stands beside refuses.
+
+        Raises:
+            ValueError: whatever that is.
+        """
+        if hasattr(self.like, "check_run"):
+            self.like.check_run(run)
+
+    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+        """Let the hook it stands beside see a step at which it does not act."""
+        if hasattr(self.like, "observe"):
+            self.like.observe(keys, columns, hook)
+
+    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+        """Content positions of the canvas, matched to the columns of content that the hook hides; never those."""
+        content = _content(keys, columns, hook)
+        if self.like is None:
+            assert self.k is not None
+            numbers = _numbers(self.seed, content, _heads(columns, hook), hook)
+            chosen = top_columns(numbers.masked_fill(~content[:, None], torch.nan), self.k)
+            return Hidden(chosen, self.stage, self.keep_self, self.renormalise, most=self.k)
+        real: Hidden | None = self.like.hidden(keys, columns, hook)
+        if real is None:
+            return None
+        wanted = real.columns.to(content.device)
+        layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
+        gone = wanted & (content | layout.is_sink(keys, content.device))[:, None]
+        free = content[:, None] & ~wanted
+        numbers = _numbers(self.seed, content, wanted.shape[1], hook)
+        order = numbers.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        if self.match == "columns":
+            ranked = torch.arange(keys, device=order.device) < gone.sum(-1, keepdim=True)
+        else:
+            mass = _received(self.like, keys, columns, hook, wanted.shape[1]).to(order.device)
+            ranked = _nearest(mass.expand(order.shape).gather(-1, order), free.gather(-1, order), mass, gone)
+        chosen = torch.zeros_like(free).scatter(-1, order, ranked) & free
+        return replace(real, columns=chosen, most=real.most if self.match == "columns" else None, leaves_one=False)
+
+
+def mask_random(
+    k: int | None = None,
+    *,
+    like: Any = None,
+    seed: int = 0,
+    stage: Stage = "before_softmax",
+    renormalise: bool = False,
+    keep_self: bool = False,
+    match: Match = "columns",
+) -> MaskRandom:
+    """Hide columns chosen by chance: the control for a hook that chooses them for a reason.
+
+    With `like=hook` as many columns of content in every map as that hook would hide there (learned sink tokens
+    counted), at its site, stage, steps, layers and heads, and never those that it would hide; where too few
+    others are left, all of them. With `k`, so many in every head. Chosen are content positions of the canvas, never
+    padding nor learned sink tokens.
+
+    With `match="mass"` as much attention as that hook would hide, T = sum_j r_j over its columns: in random order
+    every column is taken with which the sum of r_j stays within T; then the smallest of the others, if that brings
+    the sum nearer to T. r_j is that of the statistics in which `mask_sinks` ranks (its `source` and `per`); for
+    other hooks, and for sinks known beforehand, this pass's in front of the control. Where all others together
+    receive less than T, all of them go. `run.settings["mass_hidden"]` says what this came to.
+
+    The choice follows from seed, step, layer, head and the row's prompt, on positions counted from the row's first
+    token: a row is what it is alone, and both halves of guidance agree. Outside a run the step is 0, and rows are
+    equal.
+
+    Raises:
+        ValueError: neither k nor like, both, a hook that hides no columns, or a mass of `keep_only`, which hides
+            other columns from every query.
+    """
+    return MaskRandom(k, like, seed, stage, renormalise, keep_self, match)
+
+
+def _innermost(hook: Any) -> Any:
+    """The hook inside `at_steps`, `at_layers`, `at_heads` and `when`."""
+    while isinstance(hook, Limited):
+        hook = hook.hook
+    return hook
+
+
+def _received(
+    like: Any, keys: int, columns: Callable[[], Columns], hook: HookContext | None, heads: int
+) -> Float[Tensor, "batch #head key"]:
+    """R_j by which the mass is matched; the mean over heads where all heads lose the same columns."""
+    inner = _innermost(like)
+    sums = inner.received(keys, columns, hook) if isinstance(inner, MaskSinks) else columns().sums
+    return (sums if sums.shape[1] == heads else sums.mean(1, keepdim=True)).double()
+
+
+def _nearest(
+    ordered: Float[Tensor, "batch #head key"],
+    free: Bool[Tensor, "batch #head key"],
+    mass: Float[Tensor, "batch #head key"],
+    gone: Bool[Tensor, "batch #head key"],
+) -> Bool[Tensor, "batch #head key"]:
+    """Which of the columns in random order go, so that their mass is nearest to that of `gone`.
+
+    Args:
+        ordered: what each column receives, in random order.
+        free: which of them may be taken; they stand first.
+        mass: what each column receives, in the canvas's order.
+        gone: the columns whose mass is matched, in the canvas's order.
+    """
+    gap = (mass * gone).sum(-1, keepdim=True)
+    left = free & gone.any(-1, keepdim=True)
+    taken = torch.zeros_like(left)
+    # In rounds up to the first that does not fit: the gap only shrinks, so that one passed over never fits again.
+    while bool((fits := left & (ordered <= gap)).any()):
+        now = fits & ((ordered * fits).cumsum(-1) <= gap)
+        taken, left = taken | now, fits & ~now
+        gap = gap - (ordered * now).sum(-1, keepdim=True)
+    others = ordered.masked_fill(~free | taken, torch.inf)
+    last = torch.zeros_like(taken).scatter(-1, others.argmin(-1, keepdim=True), True)
+    return taken | last & (others < 2 * gap)
+
+
+def _content(keys: int, columns: Callable[[], Columns], hook: Any) -> Bool[Tensor, "batch key"]:
+    """Content positions of the canvas, in the network's order; outside a run, what is seen by anybody."""
+    layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
+    run = getattr(hook, "run", None)
+    if run is None:
+        given = columns()
+        content = (given.viewers > 0).any(1).expand(len(given.sums), keys)
+        return content & ~layout.is_sink(keys, content.device)
+    content = torch.zeros(len(run.valid), keys, dtype=torch.bool, device=run.valid.device)
+    content[:, layout.canvas(keys)] = run.valid
+    return content
+
+
+def _heads(columns: Callable[[], Columns], hook: Any) -> int:
+    """How many heads choose for themselves."""
+    config = getattr(getattr(hook, "run", None), "config", None)
+    known: int | None = getattr(config, "num_attention_heads", None)
+    return known or columns().sums.shape[1]
+
+
+def _numbers(
+    seed: int, content: Bool[Tensor, "batch key"], heads: int, hook: Any
+) -> Float[Tensor, "batch head key"]:
+    """Random numbers of every head and position, the same for a row in any batch."""
+    run, device = getattr(hook, "run", None), content.device
+    position = torch.arange(content.shape[-1], device=device) - content.int().argmax(-1, keepdim=True)
+    row = torch.zeros(len(content), dtype=torch.long, device=device)
+    if run is not None:
+        where = torch.arange(run.tokens.shape[1], device=device) - run.valid.int().argmax(-1, keepdim=True)
+        row = (_mixed(_mixed(where) + run.tokens) * run.prompt).sum(-1)
+    key = torch.full((), seed, device=device)
+    for number in (getattr(run, "step", 0), hook.layer() if hook is not None else 0):
+        key = _mixed(key + number)
+    head = _mixed(key + torch.arange(heads, device=device))
+    return _mixed(_mixed(head[:, None] + row[:, None, None]) + _mixed(position)[:, None]).double()
+
+
+def _mixed(value: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """A number that looks random for every number (the finaliser of splitmix64), alike on every device."""
+    value = value + -0x61C8864680B583EB
+    value = (value ^ (value >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    value = (value ^ (value >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return value ^ (value >> 31 & (1 << 33) - 1)

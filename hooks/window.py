@@ -1,0 +1,134 @@
+"""`keep_only`: every query keeps the sinks and a window, and loses the rest of the context."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.attention import Columns, Hidden, HookContext, SinkLayout, SinkToken, Stage
+from dlm_lens.hooks.column_base import HidesColumns, check_stage
+from dlm_lens.hooks.position_masking import MaskPositions
+from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
+from dlm_lens.sinks import Detector, TopK
+
+
+@dataclass(frozen=True, repr=False)
+class KeepOnly(HidesColumns):
+    """Hide everything but sinks and a window; build it with `keep_only`.
+
+    Raises:
+        ValueError: an empty window, or a negative reach ahead.
+    """
+
+    sinks: MaskSinks | MaskPositions | None
+    window: int
+    ahead: int | None = None
+    stage: Stage = "before_softmax"
+    renormalise: bool = False
+
+    def __post_init__(self) -> None:
+        check_stage(self.stage, self.renormalise)
+        for name, value, least in (("window", self.window, 1), ("ahead", self.ahead, 0)):
+            wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
+            if wrong and (name, value) != ("ahead", None):
+                raise ValueError(f"keep_only({name}={value!r}): it must be a whole number of at least {least}")
+
+    def __repr__(self) -> str:
+        kept = "()" if self.sinks is None else _inside(self.sinks)
+        parts = [kept, f"window={self.window}"] + [f"ahead={self.ahead}"] * (self.ahead is not None)
+        parts += [f"stage={self.stage!r}"] * (self.stage == "after") + ["renormalise=True"] * self.renormalise
+        return f"keep_only({', '.join(parts)})"
+
+    @property
+    def needs_clean(self) -> bool:
+        """Whether the sinks are looked for in a pass without hooks."""
+        return bool(getattr(self.sinks, "needs_clean", False))
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it has to see every layer."""
+        return bool(getattr(self.sinks, "everywhere", False))
+
+    @property
+    def padding_safe(self) -> bool:
+        """As what finds the sinks; a window moves with its query."""
+        return self.sinks is None or self.sinks.padding_safe
+
+    @property
+    def of_one_pass(self) -> bool:
+        """As what finds the sinks."""
+        return self.sinks is None or self.sinks.of_one_pass
+
+    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden:
+        """All columns but the sinks, of which every query spares its window."""
+        layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
+        found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)
+        run = getattr(hook, "run", None)
+        device = None if run is None else run.tokens.device
+        gone = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if found is None else ~found.columns
+        spare = partial(in_window, window=self.window, ahead=self.ahead, layout=layout)
+        return Hidden(gone, self.stage, renormalise=self.renormalise, spare=spare)
+
+    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+        """See a step at which a wrapper keeps the hook from acting."""
+        if isinstance(self.sinks, MaskSinks):
+            self.sinks.observe(keys, columns, hook)
+
+
+def in_window(
+    own: Int[Tensor, "query"], keys: int, *, window: int, ahead: int | None, layout: SinkLayout
+) -> Bool[Tensor, "query key"]:
+    """Whether key j lies in query i's window: i - window < j <= i + ahead; a sink token is in its own only."""
+    key = torch.arange(keys, device=own.device)
+    distance = key - own[:, None]
+    near = (distance > -window) & (distance <= (keys if ahead is None else ahead))
+    sink = layout.is_sink(keys, own.device)
+    return near & ~(sink | sink[own][:, None]) | (distance == 0)
+
+
+def _inside(sinks: MaskSinks | MaskPositions) -> str:
+    if isinstance(sinks, MaskPositions):
+        return repr(list(sinks.positions))
+    return repr(sinks).removeprefix("mask_sinks(").removesuffix(")")
+
+
+def keep_only(
+    sinks: Detector | int | Sequence[int | SinkToken] = (),
+    window: int = 64,
+    *,
+    ahead: int | None = None,
+    stage: Stage = "before_softmax",
+    renormalise: bool = False,
+    **settings: Any,
+) -> KeepOnly:
+    """Leave every query the sinks and a window, and hide the rest of the context.
+
+    Query i sees key j if j is a sink or i - window < j <= i + ahead. In an AR model that is StreamingLLM's
+    (2309.17453): sinks and the last `window` positions, its own among them. In a bidirectional model all that comes
+    later stays visible by default: only the past context is discarded (2510.15731, section 5.3); with `ahead`
+    only so many positions, 0 for none. A learned sink token is in no window: name it, or let the detector find it.
+    Its own row sees itself.
+
+    Args:
+        sinks: a detector, a number (the so many strongest), or positions; () for a window alone.
+        window: positions up to the query's own, itself among them.
+        ahead: positions behind it in the text; None for all.
+        stage: "before_softmax" or "after".
+        renormalise: with "after", rows sum to 1 again.
+        **settings: of `mask_sinks`, for a detector or a number: top, per, source, relative.
+
+    Raises:
+        ValueError: settings that cannot work.
+    """
+    kept: MaskSinks | MaskPositions | None
+    if isinstance(sinks, Sequence):
+        if settings:
+            raise ValueError(f"{', '.join(settings)}: for a detector; these sinks are positions")
+        kept = MaskPositions(tuple(sinks)) if sinks else None
+    else:
+        kept = mask_sinks(TopK(sinks) if isinstance(sinks, int) else sinks, **settings)
+    return KeepOnly(kept, window, ahead, stage, renormalise)
