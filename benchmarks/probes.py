@@ -23,7 +23,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     runs = {name: recorded(name) for name in ("toy", "toy-sink", "toy-gated", "toy-ar")}
     for name, (model, rec, sinks) in runs.items():
-        norms = probes.value_norms(rec, sinks, alike="any" if name == "toy-ar" else "masked")
+        norms = probes.value_norms(rec, sinks, match="any" if name == "toy-ar" else "masked")
         updates = probes.sink_updates(model, rec.run, sinks, attends=0.3).table().query("measure == 'relative'")
         relative = [
             f"{layer}: {ratio:.2f}"

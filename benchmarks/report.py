@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 import dlm_lens
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Received
 
 STEPS, LAYERS, HEADS, KEYS, PROMPT = 64, 32, 32, 128, 64
 
 
-def run_of(steps: int, keys: int, prompt: int) -> Denoised:
+def run_of(steps: int, keys: int, prompt: int) -> DenoisingRun:
     """A run that writes its answer in a random order, the same number of positions at every step."""
     generator = torch.Generator().manual_seed(0)
     order = prompt + torch.randperm(keys - prompt, generator=generator)
@@ -33,12 +33,12 @@ def run_of(steps: int, keys: int, prompt: int) -> Denoised:
     step_of[order] = torch.arange(keys - prompt) * steps // (keys - prompt)
     masked = step_of >= torch.arange(steps + 1)[:, None]
     tokens = torch.randint(1, 30000, (keys,), generator=generator)
-    return Denoised(
+    return DenoisingRun(
         canvases=torch.where(masked, 0, tokens)[:, None],
         masked=masked[:, None],
         proposals=tokens.expand(steps, 1, keys),
         confidence=torch.zeros(steps, 1, keys),
-        selected=(step_of == torch.arange(steps)[:, None])[:, None],
+        unmasked=(step_of == torch.arange(steps)[:, None])[:, None],
         attention_mask=torch.ones(1, keys, dtype=torch.bool),
         prompt_length=prompt,
         spans=((prompt, keys),) * steps,
@@ -47,10 +47,10 @@ def run_of(steps: int, keys: int, prompt: int) -> Denoised:
     )
 
 
-def received_of(run: Denoised, kind: str, layers: int, heads: int) -> Received:
+def received_of(run: DenoisingRun, kind: str, layers: int, heads: int) -> Received:
     """Scores that sum to the number of keys: "sinks" that drift over the steps, or independent "noise"."""
     generator = torch.Generator().manual_seed(0)
-    steps, _, keys = run.selected.shape
+    steps, _, keys = run.unmasked.shape
     shape = (steps, 1, layers, heads, keys)
     if kind == "noise":
         logits = torch.randn(shape, generator=generator)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import machine
 from dlm_lens.testing import tiny
-from dlm_lens.training import Example, MaskedDiffusion, Rows, masked_loss
+from dlm_lens.training import Example, MaskedDiffusionLoss, Rows, masked_loss
 
 VOCABULARY = 151_936
 
@@ -63,7 +63,7 @@ def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(layers, length).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    objective = MaskedDiffusion(low_discrepancy=True).for_model(model, batch)
+    objective = MaskedDiffusionLoss(low_discrepancy=True).for_model(model, batch)
     loss_of = masked_loss if side == "ours" else lambda model, **asked: all_logits(model, asked)
     generator = torch.Generator().manual_seed(0)
     losses, seconds = [], []

@@ -140,7 +140,7 @@ RULES: Mapping[str, Rule] = {
         flag(),
     ),
     **dict.fromkeys(
-        ("remasking", "scope", "rounding", "order", "method", "queries", "quantity", "alike"),
+        ("remasking", "scope", "rounding", "order", "method", "queries", "quantity", "match"),
         instance(str, "a name, as a text"),
     ),
     **dict.fromkeys(("on_logits", "on_canvas"), function()),

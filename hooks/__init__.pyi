@@ -3,7 +3,7 @@ from .ablation import ablate as ablate
 from .activation_capture import Activations as Activations
 from .activation_capture import capture as capture
 from .attaching import PointContext as PointContext
-from .attaching import attached as attached
+from .attaching import attach_hooks as attach_hooks
 from .attaching import sink as sink
 from .expressions import parse_hooks as parse_hooks
 from .frozen_sinks import FreezeSinks as FreezeSinks
@@ -12,8 +12,8 @@ from .limits import Limited as Limited
 from .limits import LimitedColumns as LimitedColumns
 from .limits import at_heads as at_heads
 from .limits import at_layers as at_layers
+from .limits import at_progress as at_progress
 from .limits import at_steps as at_steps
-from .limits import when as when
 from .mean_activations import MeanActivations as MeanActivations
 from .mean_activations import mean_activations as mean_activations
 from .patching import PatchFrom as PatchFrom
@@ -61,8 +61,9 @@ __all__ = [
     "ablate",
     "at_heads",
     "at_layers",
+    "at_progress",
     "at_steps",
-    "attached",
+    "attach_hooks",
     "capture",
     "freeze_sinks",
     "keep_only",
@@ -78,6 +79,5 @@ __all__ = [
     "sink",
     "splice",
     "steer",
-    "when",
     "zero_value",
 ]

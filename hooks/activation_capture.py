@@ -20,7 +20,7 @@ from dlm_lens.attention import (
     head_width,
     run_of,
 )
-from dlm_lens.sampling import Denoised, Follower, Sampler, StepPlan, denoise
+from dlm_lens.sampling import DenoisingRun, Sampler, StepObserver, StepPlan, denoise
 from dlm_lens.sampling.stored_run import StoredRun
 
 MAX_BYTES = 4 * 2**30
@@ -46,7 +46,7 @@ class Activations:
     """
 
     values: Mapping[Key, Tensor] = field(repr=False)
-    run: Denoised = field(repr=False)
+    run: DenoisingRun = field(repr=False)
     sinks: SinkLayout = field(default_factory=SinkLayout)
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Activations:
 
 
 @dataclass(eq=False)
-class _Keeper(Follower):
+class _Keeper(StepObserver):
     """Keeps activations as they go by, and refuses a run whose activations do not fit."""
 
     model: Any
@@ -196,7 +196,7 @@ def capture(
 
     Args:
         model: from `dlm_lens.load`.
-        prompt: as for `dlm_lens.denoise`, or a `Denoised`, whose canvases are then run again as they were.
+        prompt: as for `dlm_lens.denoise`, or a `DenoisingRun`, whose canvases are then run again as they were.
         sites: "q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"; several in
             a list. Scores and patterns are materialised for it.
         cache_steps: the steps to keep: an index, a slice or indices, negative from the end; None for all.
@@ -208,7 +208,7 @@ def capture(
 
     Raises:
         MemoryError: they would take more, told before the first forward pass.
-        ValueError: a site, a layer, a step, a prompt or a setting that cannot be; settings beside a `Denoised`.
+        ValueError: a site, a layer, a step, a prompt or a setting that cannot be; settings beside a `DenoisingRun`.
     """
     wanted: tuple[Any, ...] = (sites,) if isinstance(sites, str) else tuple(sites)
     for site in wanted:
@@ -220,12 +220,12 @@ def capture(
             raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
     chosen = tuple(range(count)) if layers is None else tuple(sorted({layer % count for layer in layers}))
     keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes)
-    if isinstance(prompt, Denoised):
+    if isinstance(prompt, DenoisingRun):
         if settings:
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")
         _go_over(StoredRun(model, prompt), keeper, hooks)
         return Activations(keeper.values, prompt, SinkLayout.of(model))
-    run = denoise(model, prompt, hooks=[*hooks, *keeper.hooks()], host=keeper, **settings)
+    run = denoise(model, prompt, hooks=[*hooks, *keeper.hooks()], observers=keeper, **settings)
     return Activations(keeper.values, run, SinkLayout.of(model))
 
 

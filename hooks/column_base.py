@@ -15,7 +15,7 @@ class HidesColumns:
 
     Called, it edits scores or a pattern; where nobody reads these, attention asks `hidden` and needs no pattern.
 
-    `padding_safe` and `of_one_pass` let others put runs together and cut them short; a hook without them is taken
+    `padding_safe` and `stateless` let others put runs together and cut them short; a hook without them is taken
     for neither.
     """
 
@@ -27,7 +27,7 @@ class HidesColumns:
         return True
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """Whether what it does follows from the pass at hand, not from the step, nor from what came before."""
         return False
 
@@ -41,7 +41,8 @@ class HidesColumns:
     ) -> Float[Tensor, "batch head query key"]:
         """Return the scores or the pattern without the hidden columns.
 
-        A bare call knows neither sink tokens nor padding nor the run; `attached`, `denoise` and `attn.apply` do.
+        A bare call knows neither sink tokens nor padding nor the run; `attach_hooks`, `denoise` and `attn.apply`
+        do.
 
         Raises:
             ValueError: the hook needs to know what a bare call does not tell.

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import MIN_VIEWERS, Columns
+from dlm_lens.attention import MIN_VIEWERS, ColumnStats
 from dlm_lens.sinks.detectors import Quantity
 from dlm_lens.sinks.received import Level
 
@@ -15,7 +15,7 @@ QUANTITIES: tuple[Quantity, ...] = ("received", "share", "mean attention")
 
 
 def scores_of(
-    given: Sequence[Columns], per: Level, quantity: Quantity, relative: bool
+    given: Sequence[ColumnStats], per: Level, quantity: Quantity, relative: bool
 ) -> Float[Tensor, "batch #head key"]:
     """Scores of the keys from the statistics of one layer, or of all layers for per="model".
 
@@ -36,7 +36,7 @@ def scores_of(
     return scores.masked_fill(_undefined([columns.viewers for columns in given], per), torch.nan)
 
 
-def received_by(given: Sequence[Columns], per: Level, keys: int) -> Float[Tensor, "batch #head keys"]:
+def received_by(given: Sequence[ColumnStats], per: Level, keys: int) -> Float[Tensor, "batch #head keys"]:
     """Column sums r_j at a level, on a canvas of `keys` positions; 0 for keys that were not there yet."""
     sums = _merged([columns.sums for columns in given], per)
     return torch.nn.functional.pad(sums, (0, keys - sums.shape[-1]))

@@ -19,7 +19,7 @@ DEEPEST = 20
 """Levels of calls, lists and minus signs inside each other."""
 MOST = 100_000
 """Numbers in the ranges of an expression."""
-NO_HOOKS = ("attached", "capture", "mean_activations", "parse_hooks")
+NO_HOOKS = ("attach_hooks", "capture", "mean_activations", "parse_hooks")
 """Functions of the hooks room that make no hook."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dlm_lens.attention import Columns, Hidden, HookContext, Place, RunStep, SinkToken, Stage, run_of
+from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, HookKey, RunStep, SinkToken, Stage, run_of
 from dlm_lens.hooks.column_base import HidesColumns
 from dlm_lens.hooks.column_counts import grown
 from dlm_lens.hooks.limits import Limited, at_steps
@@ -32,14 +32,14 @@ class FreezeSinks(HidesColumns):
         return self.sinks.stage
 
     @property
-    def needs_clean(self) -> bool:
+    def needs_clean_pass(self) -> bool:
         """Whether the sinks are looked for in a pass without hooks."""
-        return self.sinks.needs_clean
+        return self.sinks.needs_clean_pass
 
     @property
-    def everywhere(self) -> bool:
+    def sees_all_layers(self) -> bool:
         """Whether it has to see every layer."""
-        return self.sinks.everywhere
+        return self.sinks.sees_all_layers
 
     @property
     def padding_safe(self) -> bool:
@@ -55,7 +55,7 @@ class FreezeSinks(HidesColumns):
         if not -run.total <= self.step < run.total:
             raise ValueError(f"{self}: step {self.step} is not there; the run has steps 0 to {run.total - 1}")
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
         """What was found at the step; nothing before it."""
         run, step = self._at(hook)
         if run.step <= step:
@@ -70,9 +70,9 @@ class FreezeSinks(HidesColumns):
         if found is None:
             return None
         most = self.sinks.bounds["most"]
-        return Hidden(grown(found, keys), self.stage, self.sinks.keep_self, self.sinks.renormalise, most=most)
+        return ColumnMask(grown(found, keys), self.stage, self.sinks.keep_self, self.sinks.renormalise, most=most)
 
-    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
         """Look for the sinks at the step, also where a wrapper keeps the hook from acting."""
         run, step = self._at(hook)
         if run.step == step:
@@ -81,7 +81,7 @@ class FreezeSinks(HidesColumns):
         else:
             self.sinks.observe(keys, columns, hook)
 
-    def _key(self, hook: HookContext | None) -> tuple[str, Place | None, "FreezeSinks"]:
+    def _key(self, hook: HookContext | None) -> tuple[str, HookKey | None, "FreezeSinks"]:
         """Where the sinks of this hook are kept; an equal one at another place of the run has its own."""
         return "frozen", getattr(hook, "place", None), self
 

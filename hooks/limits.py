@@ -8,7 +8,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import ColumnHook, Columns, Hidden, Hook, HookContext, RunStep, Site, hide_columns, run_of
+from dlm_lens.attention import (
+    ColumnHook,
+    ColumnMask,
+    ColumnStats,
+    Hook,
+    HookContext,
+    RunStep,
+    Site,
+    hide_columns,
+    run_of,
+)
 from dlm_lens.attention.hook_attachment import checked
 
 Active = bool | Bool[Tensor, "row"]
@@ -34,7 +44,7 @@ class Limit(Protocol):
         ...
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """Whether it heeds neither step nor progress."""
         ...
 
@@ -59,7 +69,7 @@ class _Anywhere:
         return True
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         return False
 
     @property
@@ -75,7 +85,7 @@ class _Anywhere:
 
 
 @dataclass(frozen=True)
-class Steps(_Anywhere):
+class StepLimit(_Anywhere):
     """Some steps of the run; `bounds` are those of a slice, which may reach beyond the run."""
 
     steps: range | tuple[int, ...] = ()
@@ -108,13 +118,13 @@ class Steps(_Anywhere):
 
 
 @dataclass(frozen=True)
-class Layers(_Anywhere):
+class LayerLimit(_Anywhere):
     """Some layers of the model."""
 
     indices: tuple[int, ...]
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """It heeds no step."""
         return True
 
@@ -126,7 +136,7 @@ class Layers(_Anywhere):
     def active(self, hook: Any, who: Any) -> Active:
         """Whether the point is in one of the layers."""
         if hook is None:
-            raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attached")
+            raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attach_hooks")
         count = _count(hook, "num_hidden_layers")
         if count is None and min(self.indices) < 0:
             raise ValueError(f"{who}: without a run the number of layers is unknown; count them from 0")
@@ -142,13 +152,13 @@ class Layers(_Anywhere):
 
 
 @dataclass(frozen=True)
-class Heads(_Anywhere):
+class HeadLimit(_Anywhere):
     """Some heads of every layer."""
 
     indices: tuple[int, ...]
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """It heeds no step."""
         return True
 
@@ -173,7 +183,7 @@ class Heads(_Anywhere):
 
 
 @dataclass(frozen=True)
-class Progress(_Anywhere):
+class ProgressLimit(_Anywhere):
     """Rows whose progress lies in [low, high); `high` = 1 includes 1. Or rows that a function chooses."""
 
     low: float = 0.0
@@ -200,7 +210,7 @@ class Progress(_Anywhere):
 
     def call(self, hook: str) -> str:
         """As written."""
-        return f"when({hook}, {(self.low, self.high) if self.chosen is None else self.chosen})"
+        return f"at_progress({hook}, {(self.low, self.high) if self.chosen is None else self.chosen})"
 
 
 def _count(hook: Any, name: str) -> int | None:
@@ -222,7 +232,7 @@ HEAD_AXIS: dict[str, int] = {"scores": 1, "pattern": 1, **dict.fromkeys(("q", "k
 
 @dataclass(frozen=True, repr=False)
 class Limited:
-    """A hook that acts only where its limit says; build it with `at_steps`, `at_layers`, `at_heads` or `when`."""
+    """A hook that acts only where its limit says; `at_steps`, `at_layers`, `at_heads`, `at_progress` make it."""
 
     hook: Any
     limit: Any
@@ -240,20 +250,20 @@ class Limited:
     def layers(self) -> tuple[int, ...] | None:
         """The layers in which it need run."""
         inner: tuple[int, ...] | None = getattr(self.hook, "layers", None)
-        if self.everywhere:
+        if self.sees_all_layers:
             return None
         own: tuple[int, ...] | None = self.limit.layers
         return inner if own is None else own
 
     @property
-    def needs_clean(self) -> bool:
+    def needs_clean_pass(self) -> bool:
         """Whether the hook wants statistics of a pass without hooks."""
-        return bool(getattr(self.hook, "needs_clean", False))
+        return bool(getattr(self.hook, "needs_clean_pass", False))
 
     @property
-    def everywhere(self) -> bool:
+    def sees_all_layers(self) -> bool:
         """Whether the hook has to see every layer, also those in which it does not act."""
-        return bool(getattr(self.hook, "everywhere", False))
+        return bool(getattr(self.hook, "sees_all_layers", False))
 
     @property
     def padding_safe(self) -> bool:
@@ -261,9 +271,9 @@ class Limited:
         return bool(getattr(self.hook, "padding_safe", False)) and self.limit.padding_safe
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """Whether the hook is, and the limit heeds no step."""
-        return bool(getattr(self.hook, "of_one_pass", False)) and self.limit.of_one_pass
+        return bool(getattr(self.hook, "stateless", False)) and self.limit.stateless
 
     def check_run(self, run: RunStep) -> None:
         """Refuse what the run or its model do not have.
@@ -316,20 +326,20 @@ class LimitedColumns(Limited):
         """The scores or the pattern without the columns that the hook hides where it acts."""
         return hide_columns(self, tensor, hook)
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
         """What the hook hides, in the heads and rows in which it acts."""
         active = self.limit.active(hook, self)
         if not self._any(active, hook):
             self.observe(keys, columns, hook)
             return None
-        hidden: Hidden | None = self.hook.hidden(keys, columns, hook)
+        hidden: ColumnMask | None = self.hook.hidden(keys, columns, hook)
         if hidden is None:
             return None
         if isinstance(active, Tensor):
             hidden = hidden.only_rows(active)
         return hidden if self.limit.heads is None else hidden.only_heads(self.limit.heads)
 
-    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
         """Let the hook see a step at which it does not act."""
         observe: Callable[..., None] | None = getattr(self.hook, "observe", None)
         if observe is not None:
@@ -347,11 +357,11 @@ def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
     """
     checked([hook])
     if isinstance(steps, slice):
-        return _limited(hook, Steps(bounds=(steps.start, steps.stop, steps.step)))
+        return _limited(hook, StepLimit(bounds=(steps.start, steps.stop, steps.step)))
     found = steps if isinstance(steps, range) else _indices([steps] if isinstance(steps, int) else steps, "step")
     if not found:
         raise ValueError(f"at_steps(..., {steps!r}): there is no step in it")
-    return _limited(hook, Steps(found))
+    return _limited(hook, StepLimit(found))
 
 
 def at_layers(hook: Hook, layers: int | Sequence[int]) -> Limited:
@@ -361,7 +371,7 @@ def at_layers(hook: Hook, layers: int | Sequence[int]) -> Limited:
         ValueError: no hook, no layers.
     """
     checked([hook])
-    return _limited(hook, Layers(_indices([layers] if isinstance(layers, int) else layers, "layer")))
+    return _limited(hook, LayerLimit(_indices([layers] if isinstance(layers, int) else layers, "layer")))
 
 
 def at_heads(hook: Hook, heads: int | Sequence[int]) -> Limited:
@@ -375,10 +385,10 @@ def at_heads(hook: Hook, heads: int | Sequence[int]) -> Limited:
         raise ValueError(
             f"{hook} belongs at {hook.site!r}, which has no heads; heads are at {', '.join(HEAD_AXIS)}"
         )
-    return _limited(hook, Heads(_indices([heads] if isinstance(heads, int) else heads, "head")))
+    return _limited(hook, HeadLimit(_indices([heads] if isinstance(heads, int) else heads, "head")))
 
 
-def when(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "row"]], Any]) -> Limited:
+def at_progress(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "row"]], Any]) -> Limited:
     """The hook in rows whose progress, the share of the answer that is written, lies in [low, high).
 
     `high` = 1 includes 1. Instead of (low, high): a function from the progress of all rows, a tensor, to one
@@ -389,13 +399,13 @@ def when(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "ro
     """
     checked([hook])
     if callable(progress):
-        return _limited(hook, Progress(chosen=progress))
+        return _limited(hook, ProgressLimit(chosen=progress))
     pair = tuple(progress) if isinstance(progress, tuple | list) else ()
     plain = all(isinstance(end, int | float) and not isinstance(end, bool) for end in pair)
     if len(pair) != 2 or not plain or not 0 <= pair[0] < pair[1] <= 1:
         raise ValueError(f"progress is {progress!r}; it must be an interval (low, high) within 0 and 1")
     low, high = pair
-    return _limited(hook, Progress(low, high))
+    return _limited(hook, ProgressLimit(low, high))
 
 
 def _limited(hook: Hook, limit: Limit) -> Limited:

@@ -92,7 +92,7 @@ class PatchFrom:
         if (self.step is not None and now != self.step) or (self.step is None and now not in self.source.steps):
             return tensor
         if hook is None:
-            raise ValueError(f"{self}: a bare call does not know its layer; run it with attached(model, ...)")
+            raise ValueError(f"{self}: a bare call does not know its layer; run it with attach_hooks(model, ...)")
         layer = hook.layer()
         if layer not in self.layers:
             return tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dlm_lens.attention import Columns, Hidden, HookContext, SinkLayout, SinkToken, Stage
+from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, SinkLayout, SinkToken, Stage
 from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
 
 
@@ -41,7 +41,7 @@ class MaskPositions(HidesColumns):
         return written(self, "mask_positions", ("positions",))
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """Yes: the positions are settings."""
         return True
 
@@ -50,19 +50,19 @@ class MaskPositions(HidesColumns):
         """Where the positions are sink tokens or counted from the end, which padding on the left does not shift."""
         return all(isinstance(position, SinkToken) or position < 0 for position in self.positions)
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask:
         """The columns at the positions, in every row and head."""
         layout: SinkLayout | None = getattr(hook, "sinks", None)
         if layout is None and any(isinstance(position, SinkToken) for position in self.positions):
             raise ValueError(
-                f"{self}: where a sink stands depends on the model; run it with dlm_lens.hooks.attached(model, ...)"
+                f"{self}: the position of a sink depends on the model; use dlm_lens.hooks.attach_hooks(model, ...)"
             )
         run = getattr(hook, "run", None)
         hidden = torch.zeros(1, 1, keys, dtype=torch.bool, device=None if run is None else run.tokens.device)
         for position in self.positions:
             place = (layout or SinkLayout()).locate(position, keys)
             hidden[..., place : place + 1] = True
-        return Hidden(hidden, self.stage, self.keep_self, self.renormalise, most=len(self.positions))
+        return ColumnMask(hidden, self.stage, self.keep_self, self.renormalise, most=len(self.positions))
 
 
 def mask_positions(

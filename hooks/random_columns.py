@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dlm_lens.attention import (
     ColumnHook,
-    Columns,
-    Hidden,
+    ColumnMask,
+    ColumnStats,
     HookContext,
     RunStep,
     SinkLayout,
@@ -82,14 +82,14 @@ class MaskRandom(HidesColumns):
         return layers
 
     @property
-    def needs_clean(self) -> bool:
+    def needs_clean_pass(self) -> bool:
         """As the hook it stands beside."""
-        return bool(getattr(self.like, "needs_clean", False))
+        return bool(getattr(self.like, "needs_clean_pass", False))
 
     @property
-    def everywhere(self) -> bool:
+    def sees_all_layers(self) -> bool:
         """As the hook it stands beside."""
-        return bool(getattr(self.like, "everywhere", False))
+        return bool(getattr(self.like, "sees_all_layers", False))
 
     @property
     def padding_safe(self) -> bool:
@@ -105,20 +105,20 @@ class MaskRandom(HidesColumns):
         if hasattr(self.like, "check_run"):
             self.like.check_run(run)
 
-    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
         """Let the hook it stands beside see a step at which it does not act."""
         if hasattr(self.like, "observe"):
             self.like.observe(keys, columns, hook)
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
         """Content positions of the canvas, matched to the columns of content that the hook hides; never those."""
         content = _content(keys, columns, hook)
         if self.like is None:
             assert self.k is not None
             numbers = _numbers(self.seed, content, _heads(columns, hook), hook)
             chosen = top_columns(numbers.masked_fill(~content[:, None], torch.nan), self.k)
-            return Hidden(chosen, self.stage, self.keep_self, self.renormalise, most=self.k)
-        real: Hidden | None = self.like.hidden(keys, columns, hook)
+            return ColumnMask(chosen, self.stage, self.keep_self, self.renormalise, most=self.k)
+        real: ColumnMask | None = self.like.hidden(keys, columns, hook)
         if real is None:
             return None
         wanted = real.columns.to(content.device)
@@ -171,14 +171,14 @@ def mask_random(
 
 
 def _innermost(hook: Any) -> Any:
-    """The hook inside `at_steps`, `at_layers`, `at_heads` and `when`."""
+    """The hook inside `at_steps`, `at_layers`, `at_heads` and `at_progress`."""
     while isinstance(hook, Limited):
         hook = hook.hook
     return hook
 
 
 def _received(
-    like: Any, keys: int, columns: Callable[[], Columns], hook: HookContext | None, heads: int
+    like: Any, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None, heads: int
 ) -> Float[Tensor, "batch #head key"]:
     """R_j by which the mass is matched; the mean over heads where all heads lose the same columns."""
     inner = _innermost(like)
@@ -213,7 +213,7 @@ def _nearest(
     return taken | last & (others < 2 * gap)
 
 
-def _content(keys: int, columns: Callable[[], Columns], hook: Any) -> Bool[Tensor, "batch key"]:
+def _content(keys: int, columns: Callable[[], ColumnStats], hook: Any) -> Bool[Tensor, "batch key"]:
     """Content positions of the canvas, in the network's order; outside a run, what is seen by anybody."""
     layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
     run = getattr(hook, "run", None)
@@ -226,7 +226,7 @@ def _content(keys: int, columns: Callable[[], Columns], hook: Any) -> Bool[Tenso
     return content
 
 
-def _heads(columns: Callable[[], Columns], hook: Any) -> int:
+def _heads(columns: Callable[[], ColumnStats], hook: Any) -> int:
     """How many heads choose for themselves."""
     config = getattr(getattr(hook, "run", None), "config", None)
     known: int | None = getattr(config, "num_attention_heads", None)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import Columns, Hidden, HookContext, Stage, run_of, top_columns
+from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, Stage, run_of, top_columns
 from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
 from dlm_lens.hooks.column_counts import QUANTITIES, grown, received_by, scores_of
 from dlm_lens.hooks.precomputed_sinks import KnownSource, known_columns
@@ -50,12 +50,12 @@ class MaskSinks(HidesColumns):
         return written(self, "mask_sinks", () if self.detector is None else ("detector",))
 
     @property
-    def needs_clean(self) -> bool:
+    def needs_clean_pass(self) -> bool:
         """Whether the run takes the statistics of a pass without hooks before each step."""
         return self.source == "clean"
 
     @property
-    def everywhere(self) -> bool:
+    def sees_all_layers(self) -> bool:
         """Whether it has to see every layer, also those in which it does not act."""
         return self.per == "model" and self.source == "previous"
 
@@ -65,18 +65,22 @@ class MaskSinks(HidesColumns):
         return isinstance(self.source, str)
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """Where the sinks are those of this pass, or of one without hooks."""
         return self.source in ("current", "clean")
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
         """The columns of the sinks."""
         found = self.found(keys, columns, hook)
-        return None if found is None else Hidden(found, self.stage, self.keep_self, self.renormalise, **self.bounds)
+        return (
+            None
+            if found is None
+            else ColumnMask(found, self.stage, self.keep_self, self.renormalise, **self.bounds)
+        )
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """What is known of the number of columns before any is looked for: `Hidden.most` and `leaves_one`."""
+        """What is known of the number of columns before any is looked for: `ColumnMask.most` and `leaves_one`."""
         most = self.detector.k if isinstance(self.detector, TopK) else None
         if self.top is not None:
             most = self.top if most is None else min(self.top, most)
@@ -84,13 +88,13 @@ class MaskSinks(HidesColumns):
         above = isinstance(self.detector, AboveMean | AboveStd) and self.source == "current" and self.per == "head"
         return {"most": most, "leaves_one": above}
 
-    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
         """See a step at which a wrapper keeps the hook from acting: the next one may ask for its statistics."""
         if self.source == "previous":
             self._remember(columns(), hook)
 
     def found(
-        self, keys: int, columns: Callable[[], Columns], hook: HookContext | None
+        self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None
     ) -> Bool[Tensor, "batch #head key"] | None:
         """The sinks; None where the statistics that they are judged by are not there yet."""
         if isinstance(self.source, Received | Sinks):
@@ -107,13 +111,15 @@ class MaskSinks(HidesColumns):
         return grown(found, keys)
 
     def received(
-        self, keys: int, columns: Callable[[], Columns], hook: HookContext | None
+        self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None
     ) -> Float[Tensor, "batch #head key"]:
         """R_j in the statistics that the sinks are judged by; of known sinks (`source=sinks`), in this pass."""
         given = None if isinstance(self.source, Received | Sinks) else self._statistics(columns, hook)
         return received_by([columns()] if given is None else given, self.per, keys)
 
-    def _statistics(self, columns: Callable[[], Columns], hook: HookContext | None) -> Sequence[Columns] | None:
+    def _statistics(
+        self, columns: Callable[[], ColumnStats], hook: HookContext | None
+    ) -> Sequence[ColumnStats] | None:
         if self.source == "current":
             return [columns()]
         run = run_of(hook, self)
@@ -129,13 +135,13 @@ class MaskSinks(HidesColumns):
             return list(before.values()) or None
         return [before.get(hook.layer(), now)]
 
-    def _remember(self, columns: Columns, hook: HookContext | None) -> dict[int, Columns]:
+    def _remember(self, columns: ColumnStats, hook: HookContext | None) -> dict[int, ColumnStats]:
         """Keep this step's statistics of the layer; returns those of the step before, by layer."""
         run = run_of(hook, self)
         assert hook is not None
         # Equal hooks of a run see different things: each stands where the ones before it have hidden something.
         place = getattr(hook, "place", None)
-        held: dict[int, dict[int, Columns]] = run.memory.setdefault(("received", place, self), {})
+        held: dict[int, dict[int, ColumnStats]] = run.memory.setdefault(("received", place, self), {})
         for step in [step for step in held if step not in (run.step - 1, run.step)]:
             del held[step]
         held.setdefault(run.step, {})[hook.layer()] = columns

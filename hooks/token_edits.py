@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dlm_lens.attention import Columns, Hidden, HookContext, RunStep, SinkLayout, Stage, run_of
+from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, RunStep, SinkLayout, Stage, run_of
 from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.analysis.enrichment import class_of
@@ -46,11 +46,11 @@ class MaskTokens(HidesColumns):
         return written(self, "mask_tokens", ("classes",))
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """Unless it asks for the prompt, which a pass alone does not tell."""
         return "prompt" not in self.classes
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask:
         """The positions, in all heads; learned sink tokens are on no canvas and stay."""
         run = run_of(hook, self)
         layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
@@ -58,7 +58,7 @@ class MaskTokens(HidesColumns):
         chosen = run.once(("chosen", self), lambda: self._chosen(run))
         hidden[:, 0, layout.canvas(keys)] = chosen
         most = run.once(("most", self), lambda: int(chosen.sum(-1).max()))
-        return Hidden(hidden, self.stage, self.keep_self, self.renormalise, most=most)
+        return ColumnMask(hidden, self.stage, self.keep_self, self.renormalise, most=most)
 
     def _chosen(self, run: RunStep) -> Bool[Tensor, "row position"]:
         chosen = torch.zeros_like(run.masked)

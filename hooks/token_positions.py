@@ -97,7 +97,7 @@ def where(positions: Positions, tensor: Tensor, hook: Any, who: Any) -> Bool[Ten
     else:
         if getattr(hook, "sinks", None) is None and any(isinstance(one, SinkToken) for one in positions):
             raise ValueError(
-                f"{who}: where a sink stands depends on the model; run it with dlm_lens.hooks.attached(model, ...)"
+                f"{who}: the position of a sink depends on the model; use dlm_lens.hooks.attach_hooks(model, ...)"
             )
         for position in positions:
             place = layout.locate(position, length)

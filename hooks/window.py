@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import Columns, Hidden, HookContext, SinkLayout, SinkToken, Stage
+from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, SinkLayout, SinkToken, Stage
 from dlm_lens.hooks.column_base import HidesColumns, check_stage
 from dlm_lens.hooks.position_masking import MaskPositions
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
@@ -44,9 +44,9 @@ class KeepOnly(HidesColumns):
         return f"keep_only({', '.join(parts)})"
 
     @property
-    def needs_clean(self) -> bool:
+    def needs_clean_pass(self) -> bool:
         """Whether the sinks are looked for in a pass without hooks."""
-        return bool(getattr(self.sinks, "needs_clean", False))
+        return bool(getattr(self.sinks, "needs_clean_pass", False))
 
     @property
     def everywhere(self) -> bool:
@@ -59,11 +59,11 @@ class KeepOnly(HidesColumns):
         return self.sinks is None or self.sinks.padding_safe
 
     @property
-    def of_one_pass(self) -> bool:
+    def stateless(self) -> bool:
         """As what finds the sinks."""
-        return self.sinks is None or self.sinks.of_one_pass
+        return self.sinks is None or self.sinks.stateless
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask:
         """All columns but the sinks, of which every query spares its window."""
         layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
         found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)
@@ -71,9 +71,9 @@ class KeepOnly(HidesColumns):
         device = None if run is None else run.tokens.device
         gone = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if found is None else ~found.columns
         spare = partial(in_window, window=self.window, ahead=self.ahead, layout=layout)
-        return Hidden(gone, self.stage, renormalise=self.renormalise, spare=spare)
+        return ColumnMask(gone, self.stage, renormalise=self.renormalise, spare=spare)
 
-    def observe(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
         """See a step at which a wrapper keeps the hook from acting."""
         if isinstance(self.sinks, MaskSinks):
             self.sinks.observe(keys, columns, hook)

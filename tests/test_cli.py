@@ -251,7 +251,7 @@ WRONG = [
     (["paths", "nowhere"], "nowhere holds no recording"),
     (["paths", "nowhere", "--by", "heads"], "--by is 'heads'; did you mean head?"),
     (["paths", "nowhere", "--csv", "x"], "--csv is 'x'"),
-    (["norms", "nowhere", "--alike", "x"], "--alike is 'x'"),
+    (["norms", "nowhere", "--match", "x"], "--match is 'x'"),
     (["lens", "nowhere", "--steps", "a"], "--steps takes whole numbers"),
     (["lens", "nowhere", "--hooks", "bogus(1)"], "'bogus' is no hook"),
     (["plot", "nothing", "nowhere"], "there is no picture 'nothing'"),

@@ -55,7 +55,7 @@ def predicting_position(content: Bool[Tensor, "batch position"]) -> Int[Tensor, 
     return (index - 1).maximum(content.int().argmax(-1, keepdim=True))
 
 
-class MaskedDiffusion(nn.Module):
+class MaskedDiffusionMixin(nn.Module):
     """Mixin in front of a transformers causal LM: the same layers, seeing the whole canvas.
 
     The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on

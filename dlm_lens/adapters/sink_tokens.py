@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.masked_diffusion import MaskedDiffusion
+from dlm_lens.adapters.masked_diffusion import MaskedDiffusionMixin
 from dlm_lens.attention import Placement, SinkLayout
 from dlm_lens.attention.softmax_variants import Softmax, check_softmax
 
@@ -170,5 +170,5 @@ class SinkDecoder(nn.Module):
         return output
 
 
-class SinkMaskedDiffusion(MaskedDiffusion):
+class SinkMaskedDiffusion(MaskedDiffusionMixin):
     """Mixin in front of a causal LM: inside are S + num_sinks positions, the logits are the canvas's."""

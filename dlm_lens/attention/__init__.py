@@ -1,8 +1,8 @@
 """Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
 
 from dlm_lens.attention.column_masking import (
-    Columns,
-    Hidden,
+    ColumnMask,
+    ColumnStats,
     Stage,
     columns_of,
     counted_queries,
@@ -18,7 +18,7 @@ from dlm_lens.attention.column_stats import (
 )
 from dlm_lens.attention.functions import attend, hooked_attention
 from dlm_lens.attention.hook import SITES, ColumnHook, Hook, HookContext, Site
-from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attached
+from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks
 from dlm_lens.attention.hook_context import PointContext, RunStep, run_of
 from dlm_lens.attention.hook_points import HookPoint, Reader
 from dlm_lens.attention.inputs import AttentionInputs
@@ -29,7 +29,7 @@ from dlm_lens.attention.layers import (
     head_width,
     output_weight,
 )
-from dlm_lens.attention.masking_stats import Place, hidden_mass, hidden_per_map, places_of
+from dlm_lens.attention.masking_stats import HookKey, hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use, listening
 from dlm_lens.attention.points import (
     HOOK_POINTS,
@@ -56,12 +56,12 @@ __all__ = [
     "AttentionPass",
     "ColumnCall",
     "ColumnHook",
-    "Columns",
-    "Hidden",
+    "ColumnMask",
+    "ColumnStats",
     "Hook",
     "HookContext",
+    "HookKey",
     "HookPoint",
-    "Place",
     "Placement",
     "PointContext",
     "Reader",
@@ -72,7 +72,7 @@ __all__ = [
     "Stage",
     "add_hook_points",
     "adding_module",
-    "attached",
+    "attach_hooks",
     "attend",
     "attends_causally",
     "attention_blocks",
@@ -90,6 +90,7 @@ __all__ = [
     "hidden_mass",
     "hidden_per_map",
     "hide_columns",
+    "hook_keys",
     "hook_point",
     "hooked_attention",
     "hooked_attentions",
@@ -99,7 +100,6 @@ __all__ = [
     "listening",
     "output_weight",
     "pattern_tiles",
-    "places_of",
     "received_attention",
     "received_by_class",
     "received_sums",

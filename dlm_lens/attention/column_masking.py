@@ -22,7 +22,7 @@ Stage = Literal["before_softmax", "after"]
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class ColumnStats:
     """What the keys of one layer receive at one step, in the network's order of positions.
 
     Args:
@@ -37,23 +37,23 @@ class Columns:
     viewers: Float[Tensor, "batch #head key"]
     counted: Int[Tensor, "batch"]
 
-    def of_rows(self, rows: Int[Tensor, "row"]) -> "Columns":
+    def of_rows(self, rows: Int[Tensor, "row"]) -> "ColumnStats":
         """Those of some rows of the batch."""
-        return Columns(self.sums[rows], self.expected[rows], self.viewers[rows], self.counted[rows])
+        return ColumnStats(self.sums[rows], self.expected[rows], self.viewers[rows], self.counted[rows])
 
 
-class AskedColumns:
+class DeferredColumnStats:
     """Statistics that are computed when a hook asks for them, and once.
 
     Args:
         compute: the pass over the scores.
     """
 
-    def __init__(self, compute: Callable[[], Columns]) -> None:
+    def __init__(self, compute: Callable[[], ColumnStats]) -> None:
         self.compute = compute
-        self.found: Columns | None = None
+        self.found: ColumnStats | None = None
 
-    def __call__(self) -> Columns:
+    def __call__(self) -> ColumnStats:
         """The statistics."""
         if self.found is None:
             self.found = self.compute()
@@ -61,7 +61,7 @@ class AskedColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class Hidden:
+class ColumnMask:
     """Columns to hide from the queries.
 
     A row that would end empty keeps its own position; with `keep_self` every row does. (A padding row, which
@@ -91,15 +91,15 @@ class Hidden:
     leaves_one: bool = False
     edge: int | None = None
 
-    def only_heads(self, heads: tuple[int, ...]) -> "Hidden":
+    def only_heads(self, heads: tuple[int, ...]) -> "ColumnMask":
         """The same in some heads, nothing in the others."""
         return replace(self, heads=(*self.heads, heads))
 
-    def only_rows(self, rows: Bool[Tensor, "batch"]) -> "Hidden":
+    def only_rows(self, rows: Bool[Tensor, "batch"]) -> "ColumnMask":
         """The same in some rows of the batch, nothing in the others."""
         return replace(self, rows=rows if self.rows is None else self.rows & rows)
 
-    def settled(self, heads: int, device: torch.device) -> "Hidden":
+    def settled(self, heads: int, device: torch.device) -> "ColumnMask":
         """The same on `device` with `heads` and `rows` worked into the columns of a module of so many heads.
 
         Raises:
@@ -178,11 +178,11 @@ def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | Non
     seen = visible.any((1, 2)) if known is None else known.seen_by_any(rows)
     queries = counted_queries(len(tensor), tensor.shape[2], tensor.shape[3], context, tensor.device, seen)
 
-    def statistics() -> Columns:
+    def statistics() -> ColumnStats:
         pattern = (known or AttentionPass()).softmax(tensor, rows) if before else tensor.float()
         return columns_of(pattern, visible, queries)
 
-    columns = AskedColumns(statistics)
+    columns = DeferredColumnStats(statistics)
     with torch.no_grad():
         hidden = hook.hidden(tensor.shape[-1], columns, context)
     if hidden is None:
@@ -215,9 +215,9 @@ def columns_of(
     pattern: Float[Tensor, "batch head query key"],
     visible: Bool[Tensor, "batch #head query key"],
     queries: Bool[Tensor, "batch query"],
-) -> Columns:
+) -> ColumnStats:
     """The statistics of a materialised pattern."""
-    return Columns(
+    return ColumnStats(
         column_sums(pattern, queries),
         expected_received(visible, queries),
         viewers(visible, queries),

@@ -5,7 +5,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor
 
-from dlm_lens.attention.column_masking import Columns, Hidden
+from dlm_lens.attention.column_masking import ColumnMask, ColumnStats
 
 Site = Literal["q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"]
 """Where a hook belongs: a hook point of attention, what attention or MLP add to the residual stream, or the
@@ -56,7 +56,7 @@ class ColumnHook(Hook, Protocol):
     with statistics taken in stream, and runs the fused kernel on what is left. The numbers are the same.
     """
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
         """Which of the `keys` columns to hide in this layer, now; None for none.
 
         `columns` computes what each key receives, at the cost of a pass over the scores.

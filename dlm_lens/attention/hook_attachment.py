@@ -11,7 +11,7 @@ from dlm_lens.arguments import is_array, shown
 from dlm_lens.attention.hook import SITES, ColumnHook, Hook
 from dlm_lens.attention.hook_context import PointContext, RunStep
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
-from dlm_lens.attention.masking_stats import Place, places_of
+from dlm_lens.attention.masking_stats import HookKey, hook_keys
 from dlm_lens.attention.model_access import listening
 from dlm_lens.attention.points import HOOK_POINTS, hook_point
 from dlm_lens.attention.sink_layout import SinkLayout
@@ -74,7 +74,7 @@ NAMES = {
 
 
 @contextmanager
-def attached(
+def attach_hooks(
     model: Any,
     *hooks: Hook,
     layers: Sequence[int] | None = None,
@@ -104,12 +104,12 @@ def attached(
     sinks = SinkLayout.of(model)
     with ExitStack() as handles:
         handles.enter_context(listening(model))
-        for hook, place in zip(hooks, places_of(hooks), strict=True):
+        for hook, place in zip(hooks, hook_keys(hooks), strict=True):
             for layer in sorted(wanted & _layers(getattr(hook, "layers", None), len(blocks))):
                 name, module = f"blocks.{layer}.{NAMES[hook.site]}", _module(hook, blocks[layer])
 
                 def context(
-                    name: str = name, layer: int = layer, module: nn.Module = module, place: Place = place
+                    name: str = name, layer: int = layer, module: nn.Module = module, place: HookKey = place
                 ) -> PointContext:
                     known = getattr(module, "attention_pass", None)
                     return PointContext(name, layer, sinks, causal, run(), len(blocks), known, place=place)

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention.column_masking import Columns
-from dlm_lens.attention.masking_stats import Place
+from dlm_lens.attention.column_masking import ColumnStats
+from dlm_lens.attention.masking_stats import HookKey
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.visibility import AttentionPass
 
@@ -52,7 +52,7 @@ class RunStep:
     tokenizer: Any = field(default=None, repr=False)
     memory: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
     known: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
-    clean: Callable[[], Mapping[int, Columns]] | None = field(default=None, repr=False)
+    clean: Callable[[], Mapping[int, ColumnStats]] | None = field(default=None, repr=False)
 
     @property
     def prompt(self) -> Bool[Tensor, "row position"]:
@@ -114,7 +114,7 @@ class PointContext:
     depth: int | None = None
     attention_pass: AttentionPass | None = field(default=None, repr=False)
     rows: Int[Tensor, "row"] | None = field(default=None, repr=False)
-    place: Place | None = field(default=None, repr=False)
+    place: HookKey | None = field(default=None, repr=False)
 
     def layer(self) -> int:
         """Index of the layer."""

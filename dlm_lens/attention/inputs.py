@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention.column_masking import Hidden
+from dlm_lens.attention.column_masking import ColumnMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class AttentionInputs:
     visible: Bool[Tensor, "batch #head #query key"] | None = None
     causal: bool = False
     own_start: int | None = None
-    dropped: Hidden | None = None
+    dropped: ColumnMask | None = None
     pattern: Float[Tensor, "batch head query key"] | None = None
     z: Float[Tensor, "batch query head d_head"] | None = None
     window: int | None = None

@@ -9,11 +9,11 @@ from torch import Tensor
 from dlm_lens.attention.sink_layout import SinkLayout
 
 if TYPE_CHECKING:
-    from dlm_lens.attention.column_masking import Columns, Hidden
+    from dlm_lens.attention.column_masking import ColumnMask, ColumnStats
 
 COLUMNS, MASS = "columns hidden", "attention hidden"
 
-Place = tuple[Any, int]
+HookKey = tuple[Any, int]
 """What tells a hook of a run from the others: itself, and how many equal ones stand before it."""
 
 Memory = Mapping[Any, Any]
@@ -21,7 +21,7 @@ Memory = Mapping[Any, Any]
 
 
 def count_hidden(
-    hook: Any, hidden: "Hidden", rows: int, heads: int, context: Any, given: "Columns | None" = None
+    hook: Any, hidden: "ColumnMask", rows: int, heads: int, context: Any, given: "ColumnStats | None" = None
 ) -> None:
     """Add to the run's memory how many columns of content were hidden, and in how many maps (row and head).
 
@@ -43,26 +43,26 @@ def count_hidden(
         _add(run.memory, (MASS, _key(hook), place), received.sum(), maps)
 
 
-def places_of(hooks: Iterable[Any]) -> list[Place]:
+def hook_keys(hooks: Iterable[Any]) -> list[HookKey]:
     """The place of every hook: what tells it, and the hooks inside it, from equal ones of the same list."""
-    found: list[Place] = []
+    found: list[HookKey] = []
     for hook in hooks:
         key = _key(hook)
         found.append((key, sum(key == other for other, _ in found)))
     return found
 
 
-def hidden_per_map(memory: Memory | Sequence[Memory], hook: Any, place: Place | None = None) -> float | None:
+def hidden_per_map(memory: Memory | Sequence[Memory], hook: Any, place: HookKey | None = None) -> float | None:
     """Columns that `hook` hid so far in the runs of these memories, on average over the maps that it looked at.
 
     A map is one pattern: of one head in one layer, row and step (with guidance both halves' rows). Steps, layers,
     heads and rows in which a wrapper kept the hook from acting do not count. None if it looked at none. Equal hooks
-    of one run count together, unless `place` names one of them (`places_of`).
+    of one run count together, unless `place` names one of them (`hook_keys`).
     """
     return _per_map(memory, COLUMNS, _key(hook), place)
 
 
-def hidden_mass(memory: Memory | Sequence[Memory], hook: Any, place: Place | None = None) -> float | None:
+def hidden_mass(memory: Memory | Sequence[Memory], hook: Any, place: HookKey | None = None) -> float | None:
     """Share of the attention that went to what `hook` hid so far in these runs, in front of the hook.
 
     sum_j r_j / n over the hidden columns j, r_j what the n counted queries give to j; the mean over the maps of
@@ -78,7 +78,7 @@ def _add(memory: Any, key: Any, total: Tensor, maps: int | Tensor) -> None:
     held[0], held[1] = held[0] + total.to(device), held[1] + (maps.to(device) if isinstance(maps, Tensor) else maps)
 
 
-def _per_map(memory: Memory | Sequence[Memory], what: str, hook: Any, place: Place | None) -> float | None:
+def _per_map(memory: Memory | Sequence[Memory], what: str, hook: Any, place: HookKey | None) -> float | None:
     memories = [memory] if isinstance(memory, Mapping) else memory
     held = [
         value

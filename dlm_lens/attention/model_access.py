@@ -101,7 +101,7 @@ class ModelLock:
             if not lock.owner.is_alive():
                 raise RuntimeError(
                     f"the thread {lock.owner.name} has ended while its hooks are still on the model; close what it "
-                    "opened (`with attached(...)`, `with record_forward(...)`), or load the model again"
+                    "opened (`with attach_hooks(...)`, `with record_forward(...)`), or load the model again"
                 )
             lock = _waiting.get(lock.owner)
 

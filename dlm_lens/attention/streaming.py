@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention.column_masking import AskedColumns, Columns, Hidden, counted_queries
+from dlm_lens.attention.column_masking import ColumnMask, ColumnStats, DeferredColumnStats, counted_queries
 from dlm_lens.attention.column_stats import expected_received, viewers
 from dlm_lens.attention.hook_attachment import ColumnCall
 from dlm_lens.attention.hook_context import PointContext
@@ -42,7 +42,7 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
         context = call.context()
         keys = inputs.k.shape[2]
         counted = counted_queries(len(inputs.q), keys, keys, context, inputs.q.device, seen)[:, inputs.own]
-        columns = AskedColumns(partial(stream_columns, inputs, counted))
+        columns = DeferredColumnStats(partial(stream_columns, inputs, counted))
         with torch.no_grad():
             hidden = call.hook.hidden(keys, columns, context)
         if hidden is None:
@@ -68,8 +68,8 @@ class _Least:
 
     hidden: int | None = 0
 
-    def edge(self, hidden: Hidden, inputs: AttentionInputs, context: PointContext) -> int | None:
-        """`Hidden.edge` of the next hook."""
+    def edge(self, hidden: ColumnMask, inputs: AttentionInputs, context: PointContext) -> int | None:
+        """`ColumnMask.edge` of the next hook."""
         before = self.hidden
         counts = hidden.most is not None and not hidden.keep_self and hidden.spare is None
         self.hidden = before + (hidden.most or 0) if counts and before is not None else None
@@ -90,18 +90,18 @@ class _Least:
         return 0 if gone < content else None
 
 
-def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> Columns:
+def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> ColumnStats:
     """What each key receives from the counted queries, summed in tiles of queries."""
     sums = received_by_class(inputs, queries[:, None].float()).squeeze(1)
     visible = inputs.seen()
     if visible is None:
         visible = torch.ones(1, 1, 1, sums.shape[-1], dtype=torch.bool, device=sums.device)
     if visible.shape[-2] > 1:
-        return Columns(sums, expected_received(visible, queries), viewers(visible, queries), queries.sum(-1))
+        return ColumnStats(sums, expected_received(visible, queries), viewers(visible, queries), queries.sum(-1))
     # Every query sees the same keys.
     seen, count = visible.squeeze(-2), queries.sum(-1)[:, None, None]
     expected = seen / seen.sum(-1, keepdim=True).clamp(min=1) * count
-    return Columns(sums, expected, seen * count.float(), queries.sum(-1))
+    return ColumnStats(sums, expected, seen * count.float(), queries.sum(-1))
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def _fused(inputs: AttentionInputs, values: Tensor) -> Float[Tensor, "batch head
     )
 
 
-def _left_visible(inputs: AttentionInputs, hidden: Hidden) -> Bool[Tensor, "batch head #query key"]:
+def _left_visible(inputs: AttentionInputs, hidden: ColumnMask) -> Bool[Tensor, "batch head #query key"]:
     """What stays visible. While no row ends empty the query axis keeps size 1: S times less memory."""
     seen = inputs.seen()
     if not hidden.keep_self and hidden.spare is None and (seen is None or seen.shape[-2] == 1):
@@ -167,7 +167,7 @@ def _left_visible(inputs: AttentionInputs, hidden: Hidden) -> Bool[Tensor, "batc
     return seen & ~hidden.entries(seen, inputs.own)
 
 
-def _with_kept_rows(inputs: AttentionInputs, dropped: Hidden, z: Tensor) -> Tensor:
+def _with_kept_rows(inputs: AttentionInputs, dropped: ColumnMask, z: Tensor) -> Tensor:
     """Rows that keep an entry of a dropped column get their z from their pattern."""
     keeping = _keeping_rows(inputs, dropped)
     grouped_values = inputs.v.float().unsqueeze(2)
@@ -181,7 +181,7 @@ def _with_kept_rows(inputs: AttentionInputs, dropped: Hidden, z: Tensor) -> Tens
     return z
 
 
-def _keeping_rows(inputs: AttentionInputs, dropped: Hidden) -> Int[Tensor, "row"]:
+def _keeping_rows(inputs: AttentionInputs, dropped: ColumnMask) -> Int[Tensor, "row"]:
     """Queries that keep something of a dropped column: their own edge, or all of a row that would end empty."""
     queries = inputs.q.shape[2]
     if dropped.spare is not None:

@@ -24,7 +24,7 @@ from dlm_lens.bridging.step_cache import Keeper, NamesFilter, StepCache, Steps, 
 from dlm_lens.bridging.steps import BridgeRun, Placed
 from dlm_lens.bridging.weight_sharing import twin_of
 from dlm_lens.placement import input_device, is_quantised
-from dlm_lens.sampling import Denoised, denoise
+from dlm_lens.sampling import DenoisingRun, denoise
 
 
 class DiffusionBridge(TransformerBridge):
@@ -92,7 +92,7 @@ class DiffusionBridge(TransformerBridge):
         fwd_hooks: Sequence[Placed] = (),
         hooks: Sequence[Hook] = (),
         **settings: Any,
-    ) -> Denoised:
+    ) -> DenoisingRun:
         """Denoise with the family's own sampler under hooks; without any, the run is that of `dlm_lens.denoise`.
 
         Hooks are called as (tensor, hook) in every forward pass. `hook` is TransformerLens's HookPoint with the
@@ -127,7 +127,7 @@ class DiffusionBridge(TransformerBridge):
         fwd_hooks: Sequence[Placed] = (),
         hooks: Sequence[Hook] = (),
         **settings: Any,
-    ) -> tuple[Denoised, StepCache]:
+    ) -> tuple[DenoisingRun, StepCache]:
         """Denoise, and keep activations: `cache[name, step]`, `cache[name]` as [step, ...], `cache.at(step)`.
 
         Nothing outside the filter is kept. What the cache will take is computed before the first step
@@ -208,7 +208,7 @@ class DiffusionBridge(TransformerBridge):
 
     def _denoise(
         self, run: BridgeRun, hooks: Sequence[Hook], prompt: Any, attention_mask: Any, settings: dict[str, Any]
-    ) -> Denoised:
+    ) -> DenoisingRun:
         if family_of(self.original_model.config.model_type).causal and settings.setdefault("use_cache", False):
             raise ValueError(
                 "use_cache=True hides all positions but the newest from hooks; leave it out in a bridge"
@@ -216,7 +216,7 @@ class DiffusionBridge(TransformerBridge):
         host = settings.pop("host", ())
         hosts = (run, *(host if isinstance(host, Sequence) else (host,)))
         with in_use(self.original_model), run:
-            done = denoise(self.original_model, prompt, attention_mask, host=hosts, **settings)
+            done = denoise(self.original_model, prompt, attention_mask, observers=hosts, **settings)
         return replace(done, settings={**done.settings, **run.record(hooks)})
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dlm_lens.attention import AttentionInputs, SinkLayout
 from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
-from dlm_lens.recording.layer_taps import Shown, chosen_layers
+from dlm_lens.recording.layer_taps import LayerInputs, chosen_layers
 from dlm_lens.recording.recorder import Storage
 
 
@@ -25,7 +25,7 @@ class BridgeTap:
         ValueError: a layer that is not there.
     """
 
-    def __init__(self, bridge: Any, layers: Sequence[int] | None, show: Callable[[Shown], None]) -> None:
+    def __init__(self, bridge: Any, layers: Sequence[int] | None, show: Callable[[LayerInputs], None]) -> None:
         self.bridge, self.show = bridge, show
         self.layers = chosen_layers(layers, len(bridge.blocks))
         self.layout = SinkLayout.of(bridge.original_model)
@@ -88,7 +88,7 @@ class BridgeTap:
                 pattern=pattern[:, :, canvas],
                 z=z[:, canvas],
             )
-            self.show(Shown(inputs, resid, added))
+            self.show(LayerInputs(inputs, resid, added))
 
         return show
 

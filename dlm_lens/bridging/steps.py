@@ -11,18 +11,18 @@ from torch import Tensor
 
 from dlm_lens.attention import (
     ColumnHook,
-    Columns,
+    ColumnStats,
     Hook,
-    Place,
+    HookKey,
     RunStep,
     columns_of,
     counted_queries,
+    hook_keys,
     listening,
-    places_of,
     visible_in,
 )
 from dlm_lens.sampling import StepPlan
-from dlm_lens.sampling.observers import Follower, check_hooks, hidden_in
+from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in
 
 HookFunction = Callable[[Any, Any], Any]
 Placed = tuple[str | Callable[[str], bool], HookFunction]
@@ -38,7 +38,7 @@ class StepPoint:
     `total`, `tokens`, `masked`, `valid`, `progress`, ...); `run` is the RunStep itself.
     """
 
-    def __init__(self, point: Any, run: RunStep, place: Place | None = None) -> None:
+    def __init__(self, point: Any, run: RunStep, place: HookKey | None = None) -> None:
         self.point, self.run, self.place = point, run, place
 
     def __getattr__(self, name: str) -> Any:
@@ -50,7 +50,7 @@ class StepPoint:
         return f"StepPoint(name={self.point.name!r}, step={self.run.step})"
 
 
-class BridgeRun(Follower):
+class BridgeRun(StepObserver):
     """Runs hooks on a bridge's hook points for one run, each told of the step; use it as a context.
 
     Args:
@@ -59,7 +59,7 @@ class BridgeRun(Follower):
         on_start: called once, before the first forward pass, as (rows of the network, positions, steps).
     """
 
-    everywhere = True
+    needs_full_logits = True
 
     def __init__(
         self, bridge: Any, hooks: Sequence[Placed], on_start: Callable[[int, int, int], None] | None = None
@@ -76,7 +76,7 @@ class BridgeRun(Follower):
                     fwd_hooks=[(name, self._told(hook, place)) for name, hook, place in self._placed()]
                 )
             )
-            if any(getattr(hook, "needs_clean", False) for _, hook in self.hooks):
+            if any(getattr(hook, "needs_clean_pass", False) for _, hook in self.hooks):
                 stack.callback(self.model.register_forward_pre_hook(self._pass_clean, with_kwargs=True).remove)
             self._stack = stack.pop_all()
         return self
@@ -123,20 +123,20 @@ class BridgeRun(Follower):
         finally:
             self.bridge.silent = False
 
-    def at(self, point: Any, rows: int, place: Place | None = None) -> Any:
+    def at(self, point: Any, rows: int, place: HookKey | None = None) -> Any:
         """The point as the hook at `place` shall see it, with the run's rows as in an activation of so many."""
         if self.now is None:
             return point
         fits = rows > 0 and rows % len(self.now.tokens) == 0
         return StepPoint(point, self.now.for_rows(rows) if fits else self.now, place)
 
-    def _placed(self) -> Iterator[tuple[str | Callable[[str], bool], HookFunction, Place]]:
+    def _placed(self) -> Iterator[tuple[str | Callable[[str], bool], HookFunction, HookKey]]:
         """Every hook at every point, with its place among the hooks of that point."""
         for index, (name, hook) in enumerate(self.hooks):
             here = [other for where, other in self.hooks[: index + 1] if where == name]
-            yield name, hook, places_of(here)[-1]
+            yield name, hook, hook_keys(here)[-1]
 
-    def _told(self, function: HookFunction, place: Place) -> Callable[..., Any]:
+    def _told(self, function: HookFunction, place: HookKey) -> Callable[..., Any]:
         def hook_function(tensor: Any, hook: Any) -> Any:
             if self.bridge.silent:
                 return None
@@ -149,7 +149,7 @@ class BridgeRun(Follower):
         """What every layer's keys receive without hooks: one more pass over the same input, in front of it."""
         if self.bridge.silent or self.now is None or self.now.clean is not None:
             return
-        columns: dict[int, Columns] = {}
+        columns: dict[int, ColumnStats] = {}
 
         def read(scores: Float[Tensor, "batch head query key"], hook: Any) -> None:
             rows, _, length, keys = scores.shape

@@ -18,7 +18,7 @@ from dlm_lens.adapters import embedded_models, load
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.printable import printable
 from dlm_lens.recording import record
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_of, trajectories
 from dlm_lens.viz import emerging_lines, incoming_attention, sink_positions
 from dlm_lens.viz.selection import most_moving, strongest
@@ -40,7 +40,7 @@ SHOWN_SINKS = 10
 class Demo:
     """What the demo computed and where it wrote it; `heads` are the (layer, head) of the figures."""
 
-    run: Denoised
+    run: DenoisingRun
     received: Received
     sinks: Sinks
     heads: dict[str, tuple[int | None, int | None]]
@@ -162,7 +162,7 @@ def _warn_of_unknown_words(console: Console, model: Any, prompt: str) -> None:
         console.print(Text(f"Not in this model's language, and read as {tokenizer.unk_token}: {listed}", "yellow"))
 
 
-def _print_text(console: Console, run: Denoised) -> None:
+def _print_text(console: Console, run: DenoisingRun) -> None:
     every = max(1, -(-run.steps // SHOWN_STEPS))
     steps = sorted({*range(0, run.steps, every), run.steps - 1})
     console.print(
@@ -201,7 +201,7 @@ def _print_sinks(console: Console, sinks: Sinks) -> None:
 def _write(
     out: Path,
     model: str,
-    run: Denoised,
+    run: DenoisingRun,
     received: Received,
     sinks: Sinks,
     heads: dict[str, tuple[int | None, int | None]],
@@ -223,7 +223,7 @@ def _write(
 
 
 def _numbers(
-    model: str, run: Denoised, received: Received, sinks: Sinks, heads: dict[str, tuple[int | None, int | None]]
+    model: str, run: DenoisingRun, received: Received, sinks: Sinks, heads: dict[str, tuple[int | None, int | None]]
 ) -> dict[str, Any]:
     defined = received.values[:, 0].isnan().logical_not().any(-1)
     largest = received.values[:, 0].nan_to_num(nan=-torch.inf)

@@ -75,7 +75,7 @@ def plot(
         check_recording(path)
 
     from dlm_lens.recording import Recording
-    from dlm_lens.viz.plot_options import Asked
+    from dlm_lens.viz.plot_options import PlotOptions
     from dlm_lens.viz.plot_registry import draw
 
     loaded: dict[str, Recording] = {}
@@ -83,8 +83,8 @@ def plot(
         part = Recording.load(path)
         name = Path(part.model).name or path.name
         loaded[name if name not in loaded else f"{name} ({path.name})"] = part
-    asked = Asked(recordings=loaded, title=title, **chosen)  # type: ignore[arg-type]
-    echo(str(draw(kind, asked, file, given)))
+    options = PlotOptions(recordings=loaded, title=title, **chosen)  # type: ignore[arg-type]
+    echo(str(draw(kind, options, file, given)))
 
 
 def _list_kinds() -> None:

@@ -62,22 +62,22 @@ def norms_command(
     eps: Annotated[float | None, EPS] = None,
     level: Annotated[str, typer.Option(help="head (2601.19657, Eq. 15) or layer (Eq. 16).")] = "head",
     learned: Annotated[bool, typer.Option(help="Judge the learned sink tokens instead of detected sinks.")] = False,
-    alike: Annotated[str, typer.Option(help="any, or masked: compare with tokens masked as the sink is.")] = "any",
+    match: Annotated[str, typer.Option(help="any, or masked: compare with tokens masked as the sink is.")] = "any",
     samples: Annotated[int, typer.Option(min=1, help="Pairs of a sink and another token.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Do sinks have short values? Needs a recording with --reducer value-norm, and received for shares."""
     one_of("--level", level, ("head", "layer"))
-    one_of("--alike", alike, ("any", "masked"))
+    one_of("--match", match, ("any", "masked"))
     check_rule(recording, detector, eps, level, "all")
     from dlm_lens.probes.norms import value_norms
 
     rec = read(recording)
     sinks: Any = "learned" if learned else sinks_of(rec, detector, eps, level, "all")
-    norms = value_norms(rec, sinks, samples=samples, alike=alike, seed=seed)  # type: ignore[arg-type]
+    norms = value_norms(rec, sinks, samples=samples, match=match, seed=seed)  # type: ignore[arg-type]
     about = {"rule": norms.rule, "norm": norms.formula, "pairs": len(norms.sink), "found": norms.found}
-    show(as_json, {**about, "alike": alike, "seed": seed}, {"measures": norms.table(), "layers": norms.profile})
+    show(as_json, {**about, "match": match, "seed": seed}, {"measures": norms.table(), "layers": norms.profile})
 
 
 def lens_command(

@@ -82,7 +82,7 @@ class Generator:
     stands in front of the end is the same; the blocks behind it are never computed. AR rows end at a stop sequence.
 
     Other runs of that sampler end behind the block in which the last of their texts ends. With hooks a row leaves
-    early only if all of them are `of_one_pass`, and prompts of unequal length share a run only if all of them are
+    early only if all of them are `stateless`, and prompts of unequal length share a run only if all of them are
     `padding_safe`. With `around` only prompts of equal length do, and every run has all its steps.
 
     Args:
@@ -102,7 +102,7 @@ class Generator:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
         """The results, as they finish, the longest prompts first."""
-        memory = not all(getattr(hook, "of_one_pass", False) for hook in self.hooks)
+        memory = not all(getattr(hook, "stateless", False) for hook in self.hooks)
 
         def kind(job: Job) -> tuple[Any, ...]:
             return job.gen_length, repr(job.settings), 0 if self.padded else len(job.prompt)

@@ -26,10 +26,10 @@ from dlm_lens.evaluation.likelihoods import Around, Likelihoods
 from dlm_lens.evaluation.processes import SharedLM
 from dlm_lens.evaluation.recorded import (
     INDEX,
-    Asked,
     RecordedGenerator,
     RecordedLikelihoods,
     RecordSettings,
+    RequestBatch,
     RequestRecordings,
     read_record,
 )
@@ -170,7 +170,7 @@ class HarnessLM(SharedLM):
         """Log-likelihoods ln p(continuation | context), in nats, and whether greedy decoding writes it."""
         greedy = self.items.asked_greedily(requests, self.greedy_tasks)
         arguments = [[*request.args, asked] for request, asked in zip(requests, greedy, strict=True)]
-        asked = Asked(requests, [request_key("loglikelihood", one) for one in arguments])
+        asked = RequestBatch(requests, [request_key("loglikelihood", one) for one in arguments])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
             items = [self.items.item(index, requests[index].args, greedy[index]) for index in left]
@@ -184,7 +184,7 @@ class HarnessLM(SharedLM):
 
         A text longer than the model's context is cut into windows, each given the tokens before it.
         """
-        asked = Asked(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
+        asked = RequestBatch(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
             windows = [item for index in left for item in self.items.windows(index, requests[index].args[0])]
@@ -207,7 +207,9 @@ class HarnessLM(SharedLM):
             # Further copies fill a process's share up to the largest one: no draws of their own.
             copies = [copy % max(1, one.repeats or 1) for copy, one in zip(copies, requests, strict=True)]
         drawn = zip(requests, copies, strict=True)
-        asked = Asked(requests, [request_key("generate_until", one.args, copy) for one, copy in drawn], copies)
+        asked = RequestBatch(
+            requests, [request_key("generate_until", one.args, copy) for one, copy in drawn], copies
+        )
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
             jobs = [self.jobs.job(index, requests[index].args, copies[index]) for index in left]
@@ -217,7 +219,7 @@ class HarnessLM(SharedLM):
         return [str(text) for text in self._answered("generate_until", asked, run)]
 
     def _answered(
-        self, kind: str, asked: Asked, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
+        self, kind: str, asked: RequestBatch, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
     ) -> list[Any]:
         """Answers in the order of the requests; equal requests are asked once, kept answers not at all."""
         with self.held():
@@ -228,7 +230,7 @@ class HarnessLM(SharedLM):
         return nullcontext() if self.recordings is None else self.recordings.held(shared=self.world_size > 1)
 
     def _computed(
-        self, kind: str, asked: Asked, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
+        self, kind: str, asked: RequestBatch, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
     ) -> list[Any]:
         first = {key: index for index, key in reversed(list(enumerate(asked.keys)))}
         # Where requests are recorded, an answer without a recording does not do.
@@ -244,7 +246,7 @@ class HarnessLM(SharedLM):
                 bar.update(len(new))
         return [answers[key] for key in asked.keys]
 
-    def _kept(self, kind: str, asked: Asked, new: Mapping[int, Any]) -> dict[str, Any]:
+    def _kept(self, kind: str, asked: RequestBatch, new: Mapping[int, Any]) -> dict[str, Any]:
         """New answers by their keys, written wherever answers are kept."""
         named = {asked.keys[index]: answer for index, answer in new.items()}
         if self.recordings is not None:
@@ -256,13 +258,13 @@ class HarnessLM(SharedLM):
             self.cache_hook.add_partial(kind, asked.requests[index].args, whole)
         return named
 
-    def _likelihoods(self, asked: Asked) -> Likelihoods | RecordedLikelihoods:
+    def _likelihoods(self, asked: RequestBatch) -> Likelihoods | RecordedLikelihoods:
         settings: dict[str, Any] = {"batch_size": self.batch_size, "hooks": self.hooks}
         if self.recordings is None:
             return Likelihoods(self.model, self.likelihood, **settings, around=self.around)
         return RecordedLikelihoods(self.recordings, asked, self.likelihood, **settings)
 
-    def _generator(self, asked: Asked) -> Generator | RecordedGenerator:
+    def _generator(self, asked: RequestBatch) -> Generator | RecordedGenerator:
         if self.recordings is None:
             return Generator(self.model, batch_size=self.batch_size, hooks=self.hooks, around=self.around)
         return RecordedGenerator(self.recordings, asked, self.hooks)

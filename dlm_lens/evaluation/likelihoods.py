@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.evaluation.settings import LikelihoodSettings
-from dlm_lens.hooks import attached
+from dlm_lens.hooks import attach_hooks
 from dlm_lens.sampling import log_likelihood
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
@@ -81,7 +81,7 @@ class Likelihoods:
         for chunk in self._chunks(items):
             with ExitStack() as stack:
                 if self.hooks:
-                    stack.enter_context(attached(self.model, *self.hooks))
+                    stack.enter_context(attach_hooks(self.model, *self.hooks))
                 if self.around is not None:
                     stack.enter_context(self.around(self.model))
                 answers = self._answers(chunk)

@@ -23,7 +23,7 @@ from dlm_lens.recording.manifest import StoringRecorder
 from dlm_lens.recording.record_runs import DEFAULT, stored_batch
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.recording.storage import save_recording
-from dlm_lens.sampling import Denoised, Sampler, StepPlan
+from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 
 
 class CanvasRecorder(Recorder):
@@ -105,15 +105,15 @@ class CanvasRecorder(Recorder):
         mask_id = getattr(self.model.config, "mask_token_id", None)
         return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
 
-    def _run(self, canvases: Int[Tensor, "step batch position"], settings: Mapping[str, Any]) -> Denoised:
+    def _run(self, canvases: Int[Tensor, "step batch position"], settings: Mapping[str, Any]) -> DenoisingRun:
         steps, _, positions = canvases.shape
         masked = self._masked(canvases)
-        return Denoised(
+        return DenoisingRun(
             canvases=torch.cat([canvases, canvases[-1:]]),
             masked=torch.cat([masked, masked[-1:]]),
             proposals=canvases,
             confidence=torch.full(canvases.shape, -torch.inf),
-            selected=torch.zeros_like(masked),
+            unmasked=torch.zeros_like(masked),
             attention_mask=torch.ones_like(masked[0]),
             prompt_length=self.context,
             spans=((self.context, positions),) * steps,
@@ -124,7 +124,7 @@ class CanvasRecorder(Recorder):
 
 
 INDEX = "requests.jsonl"
-"""What was asked of every recorded request and where its recordings lie, in the directory of them all."""
+"""What was batch of every recorded request and where its recordings lie, in the directory of them all."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class IndexLine(Document):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestBatch:
     """The requests of one call of the harness, with their keys, and which draw of the same request each is."""
 
     requests: Sequence[Any]
@@ -203,16 +203,16 @@ class Asked:
             found.setdefault(key, []).append(request)
         return found
 
-    def at(self, places: Sequence[int]) -> "Asked":
+    def at(self, places: Sequence[int]) -> "RequestBatch":
         """The requests in these places."""
-        return Asked([self.requests[place] for place in places], [self.keys[place] for place in places])
+        return RequestBatch([self.requests[place] for place in places], [self.keys[place] for place in places])
 
 
 class RequestRecordings:
     """The recordings of an evaluation: TASK/DOCUMENT-REQUEST, each a `Recording`, and the index of them all.
 
     A request counts as recorded when the index has its line, which holds its answer too: what is recorded is
-    never asked again.
+    never batch again.
 
     Args:
         model: from `dlm_lens.load`.
@@ -302,11 +302,11 @@ class RequestRecordings:
         """What was begun last is not recorded: no canvas was evaluated, since no draw masked anything."""
         self._written[directory].pop()
 
-    def settle(self, asked: Asked, place: int, kind: str, answer: Any) -> None:
+    def settle(self, batch: RequestBatch, place: int, kind: str, answer: Any) -> None:
         """Write a request's line: from now on it is recorded."""
         # A text without a token has no recording.
-        names, key = self._written.pop(asked.directory(place), []), asked.keys[place]
-        first, *others = asked.same[key]
+        names, key = self._written.pop(batch.directory(place), []), batch.keys[place]
+        first, *others = batch.same[key]
         line = {
             "kind": kind,
             "task": first.task_name,
@@ -327,14 +327,14 @@ class RecordedLikelihoods:
 
     Args:
         recordings: where to.
-        asked: the requests in their places.
+        batch: the requests in their places.
         settings: the method and its settings.
         batch_size: canvases per forward; None for as many as fit into bounded memory.
         hooks: interventions, in force in every forward.
     """
 
     recordings: RequestRecordings
-    asked: Asked
+    batch: RequestBatch
     settings: LikelihoodSettings
     batch_size: int | None
     hooks: Sequence[Any]
@@ -342,7 +342,7 @@ class RecordedLikelihoods:
     def run(self, items: Sequence[Item]) -> Iterator[list[Answer]]:
         """The results, one by one."""
         for item in items:
-            directory = self.asked.directory(item.place)
+            directory = self.batch.directory(item.place)
             path = self.recordings.begin(directory)
             recorder = CanvasRecorder(
                 self.recordings.model,
@@ -351,12 +351,12 @@ class RecordedLikelihoods:
                 halves=2 if self.settings.cfg_scale else 1,
                 **self.recordings.options,
             )
-            # Whether greedy decoding writes it is asked behind the recording: those canvases are not the value's.
+            # Whether greedy decoding writes it is batch behind the recording: those canvases are not the value's.
             (answer,) = self._answers(item._replace(greedy=False), self.settings, recorder.listening)
             if recorder.canvases:
                 recording = recorder.canvases_of(self._described(item))
                 # In place of one that a killed run left.
-                save_recording(replace(recording, rows=(self.asked.document(item.place),)), path, replace=True)
+                save_recording(replace(recording, rows=(self.batch.document(item.place),)), path, replace=True)
             else:
                 self.recordings.forgo(directory)
             yield [self._greedy(item, answer)]
@@ -367,7 +367,7 @@ class RecordedLikelihoods:
         return [answer for answers in likelihoods.run([item]) for answer in answers]
 
     def _greedy(self, item: Item, answer: Answer) -> Answer:
-        # The exact pass of an AR model and a greedy completion know it without being asked.
+        # The exact pass of an AR model and a greedy completion know it without being batch.
         if (
             not item.greedy
             or self._method == "greedy_completion"
@@ -397,22 +397,22 @@ class RecordedGenerator:
 
     Args:
         recordings: where to.
-        asked: the requests in their places.
+        batch: the requests in their places.
         hooks: interventions, in force in every run.
     """
 
     recordings: RequestRecordings
-    asked: Asked
+    batch: RequestBatch
     hooks: Sequence[Any]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
         """The results, one by one."""
         model, settings = self.recordings.model, self.recordings.settings
         for job in jobs:
-            path = self.recordings.begin(self.asked.directory(job.place))
+            path = self.recordings.begin(self.batch.directory(job.place))
             recorder = StoringRecorder(model, settings.reducers, path, **self.recordings.options)
             given = {**dict(job.settings), "gen_length": job.gen_length}
-            rows = (self.asked.document(job.place),)
+            rows = (self.batch.document(job.place),)
             run = stored_batch(recorder, [tuple(job.prompt)], rows, [job.seed], self.hooks, given, False).run
             ids = run.tokens[0][run.attention_mask[0]].tolist()
             text = cut(model.tokenizer, ids[len(job.prompt) :], end_ids(model.config), job.until).text

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dlm_lens.attention.hook_context import NoRunError
-from dlm_lens.hooks import attached
+from dlm_lens.hooks import attach_hooks
 from dlm_lens.placement import input_device
 
 TRIED = 16
@@ -24,7 +24,7 @@ def refuse_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
     canvas = torch.zeros(1, TRIED, dtype=torch.long, device=device)
     for hook in hooks:
         try:
-            with attached(model, hook):
+            with attach_hooks(model, hook):
                 model.get_decoder()(input_ids=canvas, use_cache=False)
         except NoRunError:
             raise ValueError(

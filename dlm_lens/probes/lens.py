@@ -15,9 +15,9 @@ from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, instance, s
 from dlm_lens.attention import Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.probes.lens_head import Head, StreamReader, change, numbers, reading
-from dlm_lens.probes.lens_positions import Places, places_of
+from dlm_lens.probes.lens_positions import LensPositions, places_of
 from dlm_lens.probes.tuned_lens import TunedLens
-from dlm_lens.sampling import Denoised, HookRunner, StoredRun
+from dlm_lens.sampling import DenoisingRun, HookRunner, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -41,16 +41,17 @@ class LogitLens:
         position: on the canvas; learned sink tokens stand behind it.
         predicts: the position that its prediction is about; -1 for none.
         masked: whether the position itself is masked at the step.
-        asked: whether the one that it predicts is; the loss has never trained the others. In an AR run: whether it
-            is the next one to be written.
+        predicted: whether the one that it predicts is; the loss has never trained the others. In an AR run: whether
+            it is the next one to be written.
         sink: whether it is a sink in any of the layers; False for controls and other positions.
         sink_layer: in which layers.
         top_tokens: the likeliest tokens.
         top_probabilities: their probabilities.
         entropy: of the whole distribution, in nats.
-        kl: KL(model's own output || lens) at the same position, in nats; NaN where not asked. 0 in the last layer.
+        kl: KL(model's own output || lens) at the same position, in nats; NaN where not predicted. 0 in the last
+            layer.
         rank: how many tokens are likelier than the one that was finally written where it predicts; -1 where not
-            asked or never written.
+            predicted or never written.
         lens: "logit lens" or the tuned one.
         hooks: the hooks that ran, as they print themselves; () for none.
         hooked: the same entries with hooks; None without hooks.
@@ -61,14 +62,14 @@ class LogitLens:
         ValueError: the shapes contradict each other.
     """
 
-    run: Denoised = field(repr=False)
+    run: DenoisingRun = field(repr=False)
     layers: tuple[int, ...]
     step: Int[Tensor, "entry"]
     batch: Int[Tensor, "entry"]
     position: Int[Tensor, "entry"]
     predicts: Int[Tensor, "entry"]
     masked: Bool[Tensor, "entry"]
-    asked: Bool[Tensor, "entry"]
+    predicted: Bool[Tensor, "entry"]
     sink: Bool[Tensor, "entry"]
     sink_layer: Bool[Tensor, "entry layer"]
     top_tokens: Int[Tensor, "entry layer top"]
@@ -89,8 +90,9 @@ class LogitLens:
 
     def __repr__(self) -> str:
         return (
-            f"LogitLens({len(self.step)} entries, {int(self.sink.sum())} of them sinks, "
-            f"{int(self.asked.sum())} asked; layers {self.layers}; {self.lens}; hooks=[{', '.join(self.hooks)}])"
+            f"{int(self.predicted.sum())} predicted; layers {self.layers}; {self.lens}; "
+            f"hooks=[{', '.join(self.hooks)}])"
+            f"{int(self.predicted.sum())} predicted; layers {self.layers}; {self.lens}; hooks=[{', '.join(self.hooks)}])"
         )
 
     def table(self, layer: int | None = None) -> pd.DataFrame:
@@ -136,17 +138,17 @@ class LogitLens:
         """Per layer, for sinks and others, masked and visible: means with their 95% intervals over prompts.
 
         `entropy` over all entries of the group; `kl` and `found`, the share whose likeliest token is the one that
-        was finally written, over the asked ones; `change` with hooks. Compare sinks with others of the same class:
-        the loss never trained what visible positions say, and their numbers are no predictions.
+        was finally written, over the predicted ones; `change` with hooks. Compare sinks with others of the same
+        class: the loss never trained what visible positions say, and their numbers are no predictions.
         """
         first = self.rank.eq(0).double()
         measures: dict[str, tuple[Tensor, Tensor]] = {
-            "entropy": (self.entropy, torch.ones_like(self.asked)),
-            "kl": (self.kl, self.asked),
-            "found": (first, self.asked & (self.rank[:, 0] >= 0)),
+            "entropy": (self.entropy, torch.ones_like(self.predicted)),
+            "kl": (self.kl, self.predicted),
+            "found": (first, self.predicted & (self.rank[:, 0] >= 0)),
         }
         if self.change is not None:
-            measures["change"] = (self.change, torch.ones_like(self.asked))
+            measures["change"] = (self.change, torch.ones_like(self.predicted))
         lines = []
         for place, layer in enumerate(self.layers):
             for sink in (True, False):
@@ -193,7 +195,7 @@ class LogitLens:
 @exclusive
 def logit_lens(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None = None,
     *,
     steps: Sequence[int] | None = None,
@@ -232,7 +234,7 @@ def logit_lens(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `Denoised`.
+        TypeError: the run is no `DenoisingRun`.
         ValueError: a step, layer or position that is not there, sinks of another run, or another model's lens.
     """
     for name, value in (("positions", positions), ("steps", steps), ("layers", layers)):
@@ -277,7 +279,7 @@ class _Entries:
         self,
         stored: StoredRun,
         head: Head,
-        places: Places,
+        places: LensPositions,
         layers: tuple[int, ...],
         top: int,
         tuned: TunedLens | None,
@@ -290,9 +292,9 @@ class _Entries:
     def at(self, step: int, runner: HookRunner | None) -> dict[str, Tensor]:
         """Every number of a step's entries, those with hooks under hooked_..., what they change under change."""
         place = self._places(step)
-        written, asked = place["written"], place["asked"]
+        written, predicted = place["written"], place["predicted"]
         plain = self._streams(step, place, None)
-        given = (self.layers, written, asked, self.top, self.translate)
+        given = (self.layers, written, predicted, self.top, self.translate)
         found = numbers(self.head, plain, *given)
         if runner is not None:
             hooked = self._streams(step, place, runner)
@@ -312,10 +314,10 @@ class _Entries:
         predicts = position + 1 if self.shifted else position
         predicts = predicts.masked_fill((position >= canvas) | (predicts >= canvas), -1)
         masked = run.masked[step, batch, position.clamp(max=canvas - 1)] & (position < canvas)
-        asked = run.masked[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
+        predicted = run.masked[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
         written = run.tokens[batch, predicts.clamp(min=0)]
         written = written.masked_fill((predicts < 0) | run.masked[-1, batch, predicts.clamp(min=0)], -1)
-        return place | {"predicts": predicts, "masked": masked, "asked": asked, "written": written}
+        return place | {"predicts": predicts, "masked": masked, "predicted": predicted, "written": written}
 
     def _streams(self, step: int, place: dict[str, Tensor], runner: HookRunner | None) -> list[Tensor]:
         """The stream behind each layer, and behind the last one."""
@@ -331,7 +333,7 @@ class _Entries:
         return [reader.streams[layer] for layer in layers]
 
 
-def _steps(run: Denoised, steps: Sequence[int] | None) -> list[int]:
+def _steps(run: DenoisingRun, steps: Sequence[int] | None) -> list[int]:
     for step in steps or ():
         if not -run.steps <= step < run.steps:
             raise ValueError(

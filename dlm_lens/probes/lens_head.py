@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import final_norm, head_logits
-from dlm_lens.attention import HookContext, SinkLayout, Site, attached
+from dlm_lens.attention import HookContext, SinkLayout, Site, attach_hooks
 from dlm_lens.placement import execution_device
 
 ENTRIES_AT_ONCE = 2**22
@@ -67,21 +67,21 @@ def numbers(
     streams: Sequence[Float[Tensor, "entry d_model"]],
     layers: Sequence[int],
     written: Int[Tensor, "entry"],
-    asked: Bool[Tensor, "entry"],
+    predicted: Bool[Tensor, "entry"],
     top: int,
     translate: Translate,
 ) -> dict[str, Tensor]:
     """What the streams of the layers say, a few entries at a time; the last of `streams` is the network's end.
 
     Returns top_tokens and top_probabilities [entry, layer, top], entropy, kl and rank [entry, layer]; kl and rank
-    are blank (NaN, -1) where not `asked` or, for the rank, where nothing was written (-1).
+    are blank (NaN, -1) where not `predicted` or, for the rank, where nothing was written (-1).
     """
     rows = head.rows_at_once
     parts = []
     for start in range(0, len(written), rows):
         part = slice(start, start + rows)
         final = head.log_probabilities(streams[-1][part])
-        token, wanted = written[part].to(final.device), asked[part].to(final.device)
+        token, wanted = written[part].to(final.device), predicted[part].to(final.device)
         parts.append(
             [
                 _numbers(head, head.log_probabilities(translate(layer, stream[part])), final, token, wanted, top)
@@ -98,13 +98,13 @@ def numbers(
 
 
 def _numbers(
-    head: Head, logs: Tensor, final: Tensor, token: Int[Tensor, "part"], asked: Bool[Tensor, "part"], top: int
+    head: Head, logs: Tensor, final: Tensor, token: Int[Tensor, "part"], predicted: Bool[Tensor, "part"], top: int
 ) -> dict[str, Tensor]:
     best = logs.topk(top, dim=-1)
-    rank = head.ranked(logs, token.clamp(min=0)).masked_fill(~asked | (token < 0), -1)
+    rank = head.ranked(logs, token.clamp(min=0)).masked_fill(~predicted | (token < 0), -1)
     found = {"top_tokens": best.indices, "top_probabilities": best.values.exp().float()}
     found |= {"entropy": torch.special.entr(logs.exp()).sum(-1).float(), "rank": rank}
-    found["kl"] = divergence(final, logs).masked_fill(~asked, torch.nan).float()
+    found["kl"] = divergence(final, logs).masked_fill(~predicted, torch.nan).float()
     return {name: value.cpu() for name, value in found.items()}
 
 
@@ -157,5 +157,5 @@ class StreamReader:
 @contextmanager
 def reading(model: Any, reader: StreamReader, layers: Sequence[int]) -> Iterator[None]:
     """Let the reader see the forward passes of the block."""
-    with attached(model, reader, layers=layers):
+    with attach_hooks(model, reader, layers=layers):
         yield

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Sinks
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class LensPositions:
     """Positions of a run, one entry each.
 
     Args:
@@ -31,14 +31,14 @@ class Places:
 
 
 def places_of(
-    run: Denoised,
+    run: DenoisingRun,
     positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None,
     steps: Sequence[int],
     layers: tuple[int, ...],
     learned: int,
     controls: bool,
     seed: int,
-) -> Places:
+) -> LensPositions:
     """The entries to read, in the order of steps, rows and positions; controls stand behind all sinks.
 
     Raises:
@@ -63,12 +63,12 @@ def places_of(
 
 
 def _given(
-    run: Denoised,
+    run: DenoisingRun,
     positions: Bool[Tensor, "batch position"],
     steps: Sequence[int],
     layers: tuple[int, ...],
     keys: int,
-) -> Places:
+) -> LensPositions:
     """The positions of each row that are True."""
     if positions.dtype != torch.bool or tuple(positions.shape) != (len(run.tokens), keys):
         raise ValueError(
@@ -80,9 +80,9 @@ def _given(
 
 
 def _of_sinks(
-    run: Denoised, sinks: Sinks, steps: Sequence[int], layers: tuple[int, ...], controls: bool, seed: int
-) -> Places:
-    if sinks.dims[:2] != ("step", "batch") or sinks.is_sink.shape[:2] != run.selected.shape[:2]:
+    run: DenoisingRun, sinks: Sinks, steps: Sequence[int], layers: tuple[int, ...], controls: bool, seed: int
+) -> LensPositions:
+    if sinks.dims[:2] != ("step", "batch") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; a run of {run.steps} steps and "
             f"{len(run.tokens)} rows asks for sinks of this run, found at every step"
@@ -107,11 +107,11 @@ def _of_sinks(
         name: torch.cat([getattr(entries, name), getattr(others, name)])
         for name in ("step", "batch", "position", "sink_layer")
     }
-    return Places(**sinks_first, sink=torch.arange(len(entries.step) + len(others.step)) < len(entries.step))
+    return LensPositions(**sinks_first, sink=torch.arange(len(entries.step) + len(others.step)) < len(entries.step))
 
 
 def _controls(
-    run: Denoised,
+    run: DenoisingRun,
     found: Bool[Tensor, "step batch key"],
     anywhere: Bool[Tensor, "step batch key"],
     steps: Sequence[int],
@@ -133,11 +133,11 @@ def _controls(
     return chosen
 
 
-def _entries(wanted: Tensor, steps: Sequence[int], by_layer: Bool[Tensor, "step batch layer key"]) -> Places:
+def _entries(wanted: Tensor, steps: Sequence[int], by_layer: Bool[Tensor, "step batch layer key"]) -> LensPositions:
     place, batch, position = wanted.nonzero(as_tuple=True)
     sink_layer = by_layer[place, batch, :, position]
-    return Places(torch.tensor(list(steps))[place], batch, position, sink_layer.any(-1), sink_layer)
+    return LensPositions(torch.tensor(list(steps))[place], batch, position, sink_layer.any(-1), sink_layer)
 
 
-def _content(run: Denoised, learned: int) -> Bool[Tensor, "batch key"]:
+def _content(run: DenoisingRun, learned: int) -> Bool[Tensor, "batch key"]:
     return torch.nn.functional.pad(run.attention_mask.byte(), (0, learned), value=1).bool()

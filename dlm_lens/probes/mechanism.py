@@ -19,7 +19,7 @@ from dlm_lens.probes.rerun import record_run
 from dlm_lens.probes.sink_mass import SinkMass
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import ReceivedAttention
-from dlm_lens.sampling import Comparison, Denoised, denoise
+from dlm_lens.sampling import Comparison, DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
 
@@ -35,8 +35,8 @@ class SinkMechanism:
     Args:
         run: without hooks.
         dependence: share of each query's attention that goes to sinks.
-        asked: the masked positions.
-        confidence: with the sinks masked minus without, on the same canvas; NaN where not asked.
+        predicted: the masked positions.
+        confidence: with the sinks masked minus without, on the same canvas; NaN where not predicted.
         confidence_control: the same with as many random columns masked, mean over the controls' seeds.
         later: step at which a position was written with the sinks masked minus without, in a run of its own; NaN
             outside the answer.
@@ -50,9 +50,9 @@ class SinkMechanism:
         ValueError: the shapes contradict each other.
     """
 
-    run: Denoised = field(repr=False)
+    run: DenoisingRun = field(repr=False)
     dependence: Float[Tensor, "step batch position"]
-    asked: Bool[Tensor, "step batch position"]
+    predicted: Bool[Tensor, "step batch position"]
     confidence: Float[Tensor, "step batch position"]
     confidence_control: Float[Tensor, "step batch position"]
     later: Float[Tensor, "batch position"]
@@ -63,22 +63,22 @@ class SinkMechanism:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        step, batch, position = self.run.selected.shape
+        step, batch, position = self.run.unmasked.shape
         check_shapes(self, step=step, batch=batch, position=position, kind=2)
 
     def __repr__(self) -> str:
-        steps, rows, _ = self.asked.shape
+        steps, rows, _ = self.predicted.shape
         return f"SinkMechanism({rows} prompts, {steps} steps; {len(self.controls)} controls; sinks by {self.rule})"
 
     @property
     def dependent(self) -> Bool[Tensor, "step batch position"]:
         """Masked positions whose dependence is above the median of their step and row."""
-        return self.asked & (self.dependence > _median(self.dependence, self.asked))
+        return self.predicted & (self.dependence > _median(self.dependence, self.predicted))
 
     @property
     def mean_dependence(self) -> Float[Tensor, "batch position"]:
         """A position's dependence, mean over the steps at which it was masked; NaN where it never was."""
-        return self.dependence.masked_fill(~self.asked, torch.nan).nanmean(0)
+        return self.dependence.masked_fill(~self.predicted, torch.nan).nanmean(0)
 
     def table(self) -> pd.DataFrame:
         """One line per measure, with sinks masked and with the control: dependent positions and others.
@@ -92,15 +92,21 @@ class SinkMechanism:
         answer = self.later.isfinite() & self.later_control.isfinite() & mean.isfinite()
         late = answer & (mean > _median(mean, answer))
         parts = {
-            "confidence": (self.confidence, self.confidence_control, self.dependence, self.asked, self.dependent),
+            "confidence": (
+                self.confidence,
+                self.confidence_control,
+                self.dependence,
+                self.predicted,
+                self.dependent,
+            ),
             "steps later": (self.later[None], self.later_control[None], mean[None], answer[None], late[None]),
         }
         lines = []
-        for name, (sinks, control, dependence, asked, dependent) in parts.items():
-            both = [self._sums(values, asked, dependent) for values in (sinks, control)]
+        for name, (sinks, control, dependence, predicted, dependent) in parts.items():
+            both = [self._sums(values, predicted, dependent) for values in (sinks, control)]
             beyond = estimate(np.concatenate(both, -1), _beyond, seed=self.seed)
             for masked, sums, values in (("sinks", both[0], sinks), ("random", both[1], control)):
-                rho = self._correlation(dependence, values, asked)
+                rho = self._correlation(dependence, values, predicted)
                 lines.append({"measure": name, "masked": masked, **self._line(sums, rho)})
             lines[-2] |= {"beyond": beyond.value, "beyond_low": beyond.low, "beyond_high": beyond.high}
         return pd.DataFrame(lines)
@@ -117,18 +123,18 @@ class SinkMechanism:
             line |= {name: e.value, f"{name}_low": e.low, f"{name}_high": e.high}
         return line
 
-    def _sums(self, values: Tensor, asked: Tensor, dependent: Tensor) -> Floats:
+    def _sums(self, values: Tensor, predicted: Tensor, dependent: Tensor) -> Floats:
         """Per prompt: sum and count of the dependent positions, sum and count of the others."""
         columns: list[Any] = []
-        for kept in (dependent, asked & ~dependent):
+        for kept in (dependent, predicted & ~dependent):
             kept = kept & values.isfinite()
             rows = kept.nonzero()[:, 1]
             pairs = torch.stack([values[kept].double(), torch.ones(int(kept.sum())).double()], -1)
             columns.append(summed(pairs, rows, values.shape[1]))
         return np.concatenate(columns, -1)
 
-    def _correlation(self, dependence: Tensor, values: Tensor, asked: Tensor) -> Estimate:
-        rho, defined = spearman(dependence, values, asked & values.isfinite())
+    def _correlation(self, dependence: Tensor, values: Tensor, predicted: Tensor) -> Estimate:
+        rho, defined = spearman(dependence, values, predicted & values.isfinite())
         pairs = torch.stack([rho[defined], torch.ones(int(defined.sum())).double()], -1)
         return estimate(summed(pairs, defined.nonzero()[:, 1], values.shape[1]), mean_of, seed=self.seed)
 
@@ -200,7 +206,7 @@ def sink_mechanism(
     return SinkMechanism(
         run=plain,
         dependence=mass.mean((2, 3)),
-        asked=_asked(plain),
+        predicted=_predicted(plain),
         confidence=replayed(known),
         confidence_control=torch.stack([replayed(mask_random(like=known, seed=s)) for s in controls]).mean(0),
         later=with_sinks.step_change,
@@ -211,7 +217,7 @@ def sink_mechanism(
     )
 
 
-def _asked(run: Denoised) -> Tensor:
+def _predicted(run: DenoisingRun) -> Tensor:
     return run.masked[:-1] & run.attention_mask
 
 

@@ -16,7 +16,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 
-Alike = Literal["any", "masked"]
+ValueMatch = Literal["any", "masked"]
 
 TIE = 1e-5
 """Norms that differ by less, relatively, are equal: equal tokens have equal values in the first layer, up to a
@@ -43,7 +43,7 @@ class ValueNorms:
         layer: index in the model.
         rule: how the sinks were found.
         formula: which norm this is.
-        alike: what the other token shares beside its place: "any", nothing; "masked", masked as the sink or not.
+        match: what the other token shares beside its place: "any", nothing; "masked", masked as the sink or not.
         found: how many sinks there were to draw from.
         unmatched: how many sinks drawn had no other token to stand beside, and are left out.
         profile: one line per layer, over all sinks and all others: norms, and the share of attention.
@@ -60,7 +60,7 @@ class ValueNorms:
     layer: Int[Tensor, "pair"]
     rule: str
     formula: str
-    alike: Alike
+    match: ValueMatch
     found: int
     unmatched: int
     profile: pd.DataFrame
@@ -167,7 +167,7 @@ def value_norms(
     sinks: Sinks | Literal["learned"],
     *,
     samples: int = SAMPLES,
-    alike: Alike = "any",
+    match: ValueMatch = "any",
     seed: int = 0,
 ) -> ValueNorms:
     """Norms of the values of sinks, against matched other tokens (2601.19657, Figures 1 and 3).
@@ -181,7 +181,7 @@ def value_norms(
         recording: with ValueNorm, and for shares of attention with ReceivedAttention.
         sinks: as `find_sinks` found them in this recording; "learned" for the model's learned sink tokens.
         samples: pairs at most; the paper has 10,000.
-        alike: "masked" for another token that is masked as the sink is, or written as it is.
+        match: "masked" for another token that is masked as the sink is, or written as it is.
         seed: of the draw.
 
     Raises:
@@ -190,9 +190,9 @@ def value_norms(
     """
     if not isinstance(recording, Recording):
         raise TypeError(f"the recording is a {type(recording).__name__}; give one of dlm_lens.record")
-    if samples < 1 or alike not in ("any", "masked"):
+    if samples < 1 or match not in ("any", "masked"):
         raise ValueError(
-            f"value_norms(samples={samples}, alike={alike!r}): samples is at least 1, alike 'any' or 'masked'"
+            f"value_norms(samples={samples}, match={match!r}): samples is at least 1, match 'any' or 'masked'"
         )
     norms, found, undefined = _given(recording, sinks)
     where = found.nonzero()
@@ -201,7 +201,7 @@ def value_norms(
     generator = torch.Generator().manual_seed(seed)
     drawn = where[torch.randperm(len(where), generator=generator)[:samples]]
     rows = max(1, ENTRIES_AT_ONCE // found.shape[-1])
-    parts = [_pairs(norms, found, undefined, recording, part, alike, generator) for part in drawn.split(rows)]
+    parts = [_pairs(norms, found, undefined, recording, part, match, generator) for part in drawn.split(rows)]
     sink, other, percentile = (torch.cat(values) for values in zip(*parts, strict=True))
     kept = other.isfinite()
     layers = torch.tensor(recording.layers)
@@ -213,7 +213,7 @@ def value_norms(
         layer=layers[drawn[kept, 2]],
         rule=_rule(sinks),
         formula="||v_j^m||_2 (2601.19657, Eq. 15)" if found.ndim == 5 else "1/M sum_m ||v_j^m||_2 (Eq. 16)",
-        alike=alike,
+        match=match,
         found=len(where),
         unmatched=int((~kept).sum()),
         profile=_profile(recording, norms, found, undefined, seed),
@@ -286,7 +286,7 @@ def _pairs(
     undefined: Bool[Tensor, "step batch layer *head key"],
     recording: Recording,
     drawn: Int[Tensor, "pair axis"],
-    alike: Alike,
+    match: ValueMatch,
     generator: torch.Generator,
 ) -> tuple[Float[Tensor, "pair"], Float[Tensor, "pair"], Float[Tensor, "pair"]]:
     """Norms of the sinks, of one other each (NaN where there is none), and percentile ranks of the sinks."""
@@ -295,7 +295,7 @@ def _pairs(
     cell = tuple(place.unbind(-1))
     others = ~found[cell] & ~undefined[cell] & values.isfinite()
     others[:, recording.run.tokens.shape[1] :] = False  # learned sink tokens are no tokens to compare with
-    if alike == "masked":
+    if match == "masked":
         masked = recording.masked[place[:, 0], place[:, 1]]
         others &= masked == masked.gather(-1, key)
     sink = values.gather(-1, key)[:, 0]

@@ -11,10 +11,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.attention import MIN_VIEWERS, Columns, Hook, SinkLayout, attention_blocks, exclusive
+from dlm_lens.attention import MIN_VIEWERS, ColumnStats, Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.attention.hook_attachment import checked
-from dlm_lens.probes.residual_reader import Watcher, on_canvas, watching
-from dlm_lens.sampling import Denoised, StoredRun
+from dlm_lens.probes.residual_reader import ResidualReader, on_canvas, watching
+from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -28,13 +28,13 @@ PER_POSITION = ("kl", "confidence", "confidence_hooked", "rank", "rank_hooked", 
 class Replay:
     """A run's canvases with and without hooks, step by step; all on the CPU.
 
-    What is per position is about the positions that a step's logits predict, `asked`: every masked one, in an AR
-    run the next one. Elsewhere numbers are NaN and ranks and tokens -1.
+    What is per position is about the positions that a step's logits predict, `predicted`: every masked one, in an
+    AR run the next one. Elsewhere numbers are NaN and ranks and tokens -1.
 
     Args:
         run: whose canvases these are.
         hooks: the hooks, as they print themselves.
-        asked: which positions the step's logits predict.
+        predicted: which positions the step's logits predict.
         kl: KL(plain || hooked) = sum_v p_v (ln p_v - ln q_v) of the next token at the position, in nats.
         confidence: largest probability of a token, without hooks ([MASK] not among them).
         confidence_hooked: the same with hooks.
@@ -43,19 +43,19 @@ class Replay:
         token: the likeliest token, without hooks.
         token_hooked: the same with hooks.
         layers: indices of the layers watched.
-        residual_change: ||h' - h|| / ||h|| of what a layer leaves, with hooks h' and without h, mean over the asked
-            positions (AR: of the position that predicts); NaN without any.
+        residual_change: ||h' - h|| / ||h|| of what a layer leaves, with hooks h' and without h, mean over the
+            predicted positions (AR: of the position that predicts); NaN without any.
         residual_cosine: cosine of h' and h, likewise.
-        received: received attention without hooks; None if it was not asked for.
+        received: received attention without hooks; None if it was not requested.
         received_hooked: with hooks, divided by the same e_j, so that both are on one scale; a hidden key has 0.
 
     Raises:
         ValueError: the shapes contradict each other.
     """
 
-    run: Denoised = field(repr=False)
+    run: DenoisingRun = field(repr=False)
     hooks: tuple[str, ...]
-    asked: Bool[Tensor, "step batch position"]
+    predicted: Bool[Tensor, "step batch position"]
     kl: Float[Tensor, "step batch position"]
     confidence: Float[Tensor, "step batch position"]
     confidence_hooked: Float[Tensor, "step batch position"]
@@ -70,24 +70,24 @@ class Replay:
     received_hooked: Received | None = None
 
     def __post_init__(self) -> None:
-        step, batch, position = self.run.selected.shape
+        step, batch, position = self.run.unmasked.shape
         check_shapes(self, step=step, batch=batch, position=position, layer=len(self.layers))
         if (self.received is None) != (self.received_hooked is None):
             raise ValueError("Replay has received attention with and without hooks, or neither")
 
     def __repr__(self) -> str:
-        steps, batch, positions = self.asked.shape
-        kl = float(self.kl.nanmean()) if bool(self.asked.any()) else 0.0
+        steps, batch, positions = self.predicted.shape
+        kl = float(self.kl.nanmean()) if bool(self.predicted.any()) else 0.0
         return (
             f"Replay(steps={steps}, batch={batch}, positions={positions}; mean KL {kl:.4g} nats, "
-            f"{float(self.flipped[self.asked].float().mean()):.1%} of the predictions flipped; "
+            f"{float(self.flipped[self.predicted].float().mean()):.1%} of the predictions flipped; "
             f"hooks=[{', '.join(self.hooks)}])"
         )
 
     @property
     def flipped(self) -> Bool[Tensor, "step batch position"]:
         """Where another token is the likeliest one with hooks."""
-        return (self.token != self.token_hooked) & self.asked
+        return (self.token != self.token_hooked) & self.predicted
 
     @property
     def confidence_change(self) -> Float[Tensor, "step batch position"]:
@@ -96,33 +96,33 @@ class Replay:
 
     @property
     def rank_change(self) -> Int[Tensor, "step batch position"]:
-        """Places that the finally written token falls by; 0 where nothing is asked or was written."""
+        """Places that the finally written token falls by; 0 where nothing is predicted or was written."""
         return self.rank_hooked - self.rank
 
     @property
     def kl_per_step(self) -> Float[Tensor, "step batch"]:
-        """Mean KL over the positions asked at a step; NaN without any."""
+        """Mean KL over the positions predicted at a step; NaN without any."""
         return self.kl.nanmean(-1)
 
     @property
     def repair(self) -> Float[Tensor, "step batch"]:
         """1 - change behind the last watched layer / largest change behind any: 1 if later layers undo it all.
 
-        0 where the last layer has the largest change; NaN where nothing changed or nothing is asked.
+        0 where the last layer has the largest change; NaN where nothing changed or nothing is predicted.
         """
         peak = self.residual_change.amax(-1)
         return (1 - self.residual_change[..., -1] / peak).masked_fill(peak == 0, torch.nan)
 
     def table(self) -> pd.DataFrame:
-        """One line per step and position asked, with its numbers and what was finally written there.
+        """One line per step and position predicted, with its numbers and what was finally written there.
 
         `position` counts from the prompt's first token, `canvas_position` on the canvas.
         """
-        where = self.asked.nonzero(as_tuple=True)
+        where = self.predicted.nonzero(as_tuple=True)
         text = TokenTexts(self.run.tokenizer)
         columns: dict[str, Any] = dict(zip(("step", "batch", "position"), (i.tolist() for i in where), strict=True))
         columns["written"] = [text(int(i)) for i in self.run.tokens[where[1], where[2]]]
-        columns["selected"] = self.run.selected[where].tolist()
+        columns["unmasked"] = self.run.unmasked[where].tolist()
         for name in PER_POSITION:
             found = getattr(self, name)[where].tolist()
             columns[name] = [text(i) for i in found] if name.startswith("token") else found
@@ -147,7 +147,7 @@ class Replay:
         `level`, of one layer and head, or of the mean pattern.
 
         Raises:
-            ValueError: attention was not asked for, or an unknown level.
+            ValueError: attention was not requested, or an unknown level.
         """
         one, two = (each.at_level(level) for each in self._pair())
         keys = one.values.shape[-1]
@@ -177,7 +177,7 @@ class Replay:
         counts.
 
         Raises:
-            ValueError: attention was not asked for.
+            ValueError: attention was not requested.
         """
         one, two = (each.on_scale(COLUMN_SUM).values for each in self._pair())
         return (two - one).abs().nansum(-1) / 2 / one.nansum(-1).clamp(min=1e-30)
@@ -188,7 +188,7 @@ class Replay:
         The keys are the canvas's and, behind them, the sink tokens; `level` merges heads (and layers) to size 1.
 
         Raises:
-            ValueError: attention was not asked for, or an unknown level.
+            ValueError: attention was not requested, or an unknown level.
         """
         one, two = (_full(each, detector, level) for each in self._pair())
         return two & ~one
@@ -214,7 +214,7 @@ ENTRIES_AT_ONCE = 2**22
 @exclusive
 def replay(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     hooks: Sequence[Hook],
     *,
     layers: Sequence[int] | None = None,
@@ -230,8 +230,8 @@ def replay(
     padding and Dream's logit shift are those of the run. An AR run is gone over prefix by prefix, without a cache.
 
     Each step takes two forward passes of the run's batch (a third for hooks that want clean statistics). Logits are
-    compared a few positions at a time. Memory beyond a pass: the residual stream of the asked positions in every
-    watched layer, twice; and the result, [step, batch, layer, head, key] twice in float32.
+    compared a few positions at a time. Memory beyond a pass: the residual stream of the predicted positions in
+    every watched layer, twice; and the result, [step, batch, layer, head, key] twice in float32.
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -244,7 +244,7 @@ def replay(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `Denoised`.
+        TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model or sampler, no hook, or a layer or class of queries that is not there.
     """
     stored = StoredRun(model, run)
@@ -258,7 +258,7 @@ def replay(
         for name, value in passes.compared(step).items():
             found.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in found.items()}
-    numbers = {name: stacked[name] for name in ("asked", *PER_POSITION, "residual_change", "residual_cosine")}
+    numbers = {name: stacked[name] for name in ("predicted", *PER_POSITION, "residual_change", "residual_cosine")}
     plain, hooked = _received(stored, passes, stacked, queries, min_viewers) if attention else (None, None)
     return Replay(
         run=stored.run,
@@ -273,8 +273,8 @@ def replay(
 class _Pass(NamedTuple):
     """What one forward pass left."""
 
-    states: Float[Tensor, "half asked d_model"]
-    watcher: Watcher
+    states: Float[Tensor, "half predicted d_model"]
+    watcher: ResidualReader
 
 
 class _Passes:
@@ -293,8 +293,8 @@ class _Passes:
         with self.runner:
             self.stored.enter(self.runner, step)
             hooked = self._run(step)
-        asked = self.stored.asked(step).cpu()
-        found = {"asked": asked, **self._per_position(asked, plain.states, hooked.states)}
+        predicted = self.stored.predicted(step).cpu()
+        found = {"predicted": predicted, **self._per_position(predicted, plain.states, hooked.states)}
         found |= self._residual(step, plain.watcher, hooked.watcher)
         if self.attention:
             found |= self._columns(plain.watcher, hooked.watcher)
@@ -309,21 +309,21 @@ class _Passes:
     def _run(self, step: int) -> _Pass:
         stored = self.stored
         rows = len(stored.run.tokens)
-        watcher = Watcher(self.layout, rows, self._sources(step), self.counted(step), self.layers)
+        watcher = ResidualReader(self.layout, rows, self._sources(step), self.counted(step), self.layers)
         with watching(stored.model, watcher, self.attention):
             return _Pass(stored.states(step), watcher)
 
     def _sources(self, step: int) -> Bool[Tensor, "batch position"]:
-        """Where the residual stream is compared: the asked positions; in an AR run the one that predicts."""
-        asked = self.stored.asked(step)
-        return asked.roll(-1, 1) if self.stored.causal else asked
+        """Where the residual stream is compared: the predicted positions; in an AR run the one that predicts."""
+        predicted = self.stored.predicted(step)
+        return predicted.roll(-1, 1) if self.stored.causal else predicted
 
     def _per_position(
-        self, asked: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor
+        self, predicted: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor
     ) -> dict[str, Float[Tensor, "batch position"]]:
         run = self.stored.run
         # What was never written has no rank.
-        written = run.tokens.masked_fill(run.masked[-1], -1)[asked].to(plain.device)
+        written = run.tokens.masked_fill(run.masked[-1], -1)[predicted].to(plain.device)
         vocabulary = self.stored.model.get_output_embeddings().weight.shape[0]
         size = max(1, ENTRIES_AT_ONCE // vocabulary)
         parts = zip(plain.split(size, 1), hooked.split(size, 1), written.split(size), strict=True)
@@ -333,11 +333,11 @@ class _Passes:
             values = torch.cat([row[name] for row in rows]) if rows else torch.empty(0)
             whole = name.startswith(("rank", "token"))
             dtype, missing = (torch.long, -1) if whole else (torch.float32, torch.nan)
-            empty = torch.full(asked.shape, missing, dtype=dtype)
-            found[name] = empty.masked_scatter(asked, values.to(dtype).cpu())
+            empty = torch.full(predicted.shape, missing, dtype=dtype)
+            found[name] = empty.masked_scatter(predicted, values.to(dtype).cpu())
         return found
 
-    def _numbers(self, plain: Tensor, hooked: Tensor, written: Int[Tensor, "asked"]) -> dict[str, Tensor]:
+    def _numbers(self, plain: Tensor, hooked: Tensor, written: Int[Tensor, "predicted"]) -> dict[str, Tensor]:
         logs = [self.stored.logits(states).double().log_softmax(-1) for states in (plain, hooked)]
         found: dict[str, Tensor] = {"kl": _kl(*logs)}
         mask_id = getattr(self.stored.model.config, "mask_token_id", None)
@@ -352,7 +352,9 @@ class _Passes:
             found |= {f"confidence{name}": best.values.exp(), f"rank{name}": rank, f"token{name}": best.indices}
         return found
 
-    def _residual(self, step: int, plain: Watcher, hooked: Watcher) -> dict[str, Float[Tensor, "batch layer"]]:
+    def _residual(
+        self, step: int, plain: ResidualReader, hooked: ResidualReader
+    ) -> dict[str, Float[Tensor, "batch layer"]]:
         rows = self._sources(step).nonzero()[:, 0].cpu()
         shape = (len(self.stored.run.tokens), len(self.layers))
         change, cosine = torch.zeros(shape), torch.zeros(shape)
@@ -367,10 +369,10 @@ class _Passes:
             for name, value in (("residual_change", change), ("residual_cosine", cosine))
         }
 
-    def _columns(self, plain: Watcher, hooked: Watcher) -> dict[str, Tensor]:
+    def _columns(self, plain: ResidualReader, hooked: ResidualReader) -> dict[str, Tensor]:
         length = int(self.stored.run.canvases.shape[-1])
 
-        def gathered(columns: dict[int, Columns], name: str) -> Tensor:
+        def gathered(columns: dict[int, ColumnStats], name: str) -> Tensor:
             values = [getattr(columns[layer], name) for layer in self.layers]
             rows = len(self.stored.run.tokens)
             return on_canvas([value.expand(rows, *value.shape[1:]) for value in values], self.layout, length)
@@ -383,7 +385,7 @@ class _Passes:
         }
 
 
-def _kl(p: Float[Tensor, "asked d_vocab"], q: Float[Tensor, "asked d_vocab"]) -> Float[Tensor, "asked"]:
+def _kl(p: Float[Tensor, "predicted d_vocab"], q: Float[Tensor, "predicted d_vocab"]) -> Float[Tensor, "predicted"]:
     """sum_v p_v (ln p_v - ln q_v) of log-probabilities; a token that p never takes adds nothing."""
     terms = p.exp() * (p - q)
     return terms.masked_fill(p == -torch.inf, 0.0).sum(-1).clamp(min=0)

@@ -9,14 +9,14 @@ from tqdm.auto import tqdm
 from dlm_lens.attention import exclusive
 from dlm_lens.recording import Recorder, Recording
 from dlm_lens.recording.recorder import Storage
-from dlm_lens.sampling import Denoised, Sampler, StoredRun
+from dlm_lens.sampling import DenoisingRun, Sampler, StoredRun
 
 
 @torch.no_grad()
 @exclusive
 def record_run(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     reducers: Sequence[Any],
     *,
     layers: Sequence[int] | None = None,
@@ -37,7 +37,7 @@ def record_run(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `Denoised`.
+        TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model or sampler, or what `Recorder` refuses.
     """
     stored = StoredRun(model, run)
@@ -56,7 +56,7 @@ def record_run(
     return recorder.recording(run)
 
 
-def _sampler_like(run: Denoised) -> Sampler:
+def _sampler_like(run: DenoisingRun) -> Sampler:
     """What a recorder asks of a sampler: whether the network took padding for content."""
     sampler, settings = Sampler(), run.settings
     guided = bool(settings.get("cfg_scale"))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dlm_lens.attention import (
     AttentionInputs,
-    Columns,
+    ColumnStats,
     HookContext,
     SinkLayout,
     Site,
-    attached,
+    attach_hooks,
     hooked_attentions,
     listening,
     stream_columns,
@@ -23,7 +23,7 @@ from dlm_lens.attention import (
 
 
 @dataclass(eq=False)
-class Watcher:
+class ResidualReader:
     """Reads one pass; a hook at the residual stream that changes nothing, and a reader of attention.
 
     Args:
@@ -40,7 +40,7 @@ class Watcher:
     queries: Bool[Tensor, "batch position"]
     layers: tuple[int, ...]
     residual: dict[int, Float[Tensor, "state d_model"]] = field(default_factory=dict)
-    columns: dict[int, Columns] = field(default_factory=dict)
+    columns: dict[int, ColumnStats] = field(default_factory=dict)
 
     site: Site = "resid"
 
@@ -66,7 +66,7 @@ class Watcher:
 
 
 @contextmanager
-def watching(model: Any, watcher: Watcher, attention: bool) -> Iterator[None]:
+def watching(model: Any, watcher: ResidualReader, attention: bool) -> Iterator[None]:
     """Let a watcher see the forward passes of the block, behind every hook attached so far."""
     modules = hooked_attentions(model) if attention else []
     with listening(model):
@@ -74,7 +74,7 @@ def watching(model: Any, watcher: Watcher, attention: bool) -> Iterator[None]:
         for module in modules:
             module.hook_z.readers = (*module.hook_z.readers, watcher.read)
         try:
-            with attached(model, watcher, layers=watcher.layers):
+            with attach_hooks(model, watcher, layers=watcher.layers):
                 yield
         finally:
             for module, readers in zip(modules, before, strict=True):

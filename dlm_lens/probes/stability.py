@@ -13,7 +13,7 @@ from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
 from dlm_lens.probes.rerun import record_run
 from dlm_lens.recording import LayerStep, ReceivedAttention
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
 
@@ -171,7 +171,7 @@ class PatternStability:
 @exclusive
 def pattern_stability(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     detector: Detector,
     *,
     reference: int | None = None,
@@ -196,10 +196,10 @@ def pattern_stability(
         seed: of the intervals.
 
     Raises:
-        TypeError: the run is no `Denoised`.
+        TypeError: the run is no `DenoisingRun`.
         ValueError: an AR run, whose written rows never change; a step or share that cannot be.
     """
-    if isinstance(run, Denoised) and run.settings.get("sampler") == "causal":
+    if isinstance(run, DenoisingRun) and run.settings.get("sampler") == "causal":
         raise ValueError("the pattern of an AR model never changes where it is written; take a DLM's run")
     chosen = run.steps // 5 if reference is None else reference
     if not 0 <= chosen < run.steps or not 0 < keep <= 1:

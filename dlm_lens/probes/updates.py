@@ -15,7 +15,7 @@ from dlm_lens.probes.intervals import estimate, mean_of, ratio_of
 from dlm_lens.probes.rerun import record_run
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 
@@ -104,7 +104,7 @@ class SinkUpdates:
 @exclusive
 def sink_updates(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     sinks: Sinks,
     *,
     attends: float = 0.5,
@@ -125,15 +125,15 @@ def sink_updates(
         seed: of the intervals.
 
     Raises:
-        TypeError: the run is no `Denoised`.
+        TypeError: the run is no `DenoisingRun`.
         ValueError: sinks of another run or level, a layer without sinks, a share that is none.
     """
     if not 0 <= attends < 1:
         raise ValueError(f"attends is {attends}; it is a share of attention, from 0 to below 1")
-    if sinks.is_sink.shape[:2] != run.selected.shape[:2]:
+    if sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have {list(sinks.is_sink.shape[:2])} steps and prompts, "
-            f"the run {list(run.selected.shape[:2])}"
+            f"the run {list(run.unmasked.shape[:2])}"
         )
     reducers = [SinkMass(sinks), MixingBound(), UpdateNorm(), ResidualNorm()]
     rec = record_run(model, run, reducers, layers=sinks.layers if layers is None else layers)

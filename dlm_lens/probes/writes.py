@@ -14,8 +14,8 @@ from dlm_lens.attention import SinkLayout, exclusive
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.probes.lens_head import Head
 from dlm_lens.recording.layer_pass import on_canvas
-from dlm_lens.recording.layer_taps import Shown, Tap
-from dlm_lens.sampling import Denoised, StoredRun
+from dlm_lens.recording.layer_taps import LayerInputs, Tap
+from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -47,7 +47,7 @@ class SinkWrites:
         ValueError: the shapes contradict each other.
     """
 
-    run: Denoised = field(repr=False)
+    run: DenoisingRun = field(repr=False)
     step: Int[Tensor, "entry"]
     batch: Int[Tensor, "entry"]
     layer: Int[Tensor, "entry"]
@@ -111,7 +111,7 @@ AXES = ("step", "batch", "layer", "head", "position")
 @exclusive
 def sink_writes(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     sinks: Sinks,
     *,
     steps: Sequence[int] | None = None,
@@ -140,11 +140,11 @@ def sink_writes(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `Denoised`.
+        TypeError: the run is no `DenoisingRun`.
         ValueError: sinks of another run or level, none at all, or a limit below 1.
     """
     stored, head = StoredRun(model, run), Head(model)
-    if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.selected.shape[:2]:
+    if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; give those of this run, found at "
             "level 'head'"
@@ -174,7 +174,12 @@ def sink_writes(
 
 
 def _entries(
-    run: Denoised, sinks: Sinks, steps: Sequence[int] | None, layers: Sequence[int] | None, limit: int, seed: int
+    run: DenoisingRun,
+    sinks: Sinks,
+    steps: Sequence[int] | None,
+    layers: Sequence[int] | None,
+    limit: int,
+    seed: int,
 ) -> tuple[Int[Tensor, "entry axis"], Tensor]:
     """Places of the sinks, then of their controls; layers by place among the sinks' own."""
     wanted = torch.zeros_like(sinks.is_sink)
@@ -214,7 +219,7 @@ class _Reader:
         finally:
             self.tap.close()
 
-    def _show(self, shown: Shown) -> None:
+    def _show(self, shown: LayerInputs) -> None:
         layer = shown.inputs.layer
         here = (self.entries[:, 0] == self.step) & (self.entries[:, 2] == self.layers.index(layer))
         if not bool(here.any()):

@@ -9,7 +9,7 @@ from .record_runs import record as record
 from .record_runs import record_batches as record_batches
 from .recorder import Recorder as Recorder
 from .recording import Recording as Recording
-from .recording_set import Recordings as Recordings
+from .recording_set import RecordingSet as RecordingSet
 from .reducers.base import LayerStep as LayerStep
 from .reducers.base import PatternReducer as PatternReducer
 from .reducers.base import Reducer as Reducer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlm_lens.recording.arrays import ArraySpec, widened
 from dlm_lens.recording.recording import Recording
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import merged
 
 
@@ -43,7 +43,7 @@ def joined(recordings: Sequence[Recording]) -> Recording:
         masked=rows("masked"),
         proposals=rows("proposals"),
         confidence=rows("confidence"),
-        selected=rows("selected"),
+        unmasked=rows("unmasked"),
         attention_mask=torch.cat([run.attention_mask for run in runs]),
         rows_ran=_ran(recordings),
         # Those of the longest run: of the others the steps that they lack.
@@ -85,7 +85,7 @@ def _fitted(recording: Recording, shift: int, positions: int, longest: Recording
     )
 
 
-def _run_in(frame: "_Frame", run: Denoised, longest: Denoised) -> Denoised:
+def _run_in(frame: "_Frame", run: DenoisingRun, longest: DenoisingRun) -> DenoisingRun:
     """A run in a frame; the steps that it lacks have the spans and blocks of the longest one."""
     last, length = run.canvases[-1], run.prompt_length + frame.front
     by = length - longest.prompt_length
@@ -97,7 +97,7 @@ def _run_in(frame: "_Frame", run: Denoised, longest: Denoised) -> Denoised:
         masked=frame.steps(run.masked, run.masked[-1]),
         proposals=frame.steps(run.proposals, last),
         confidence=frame.steps(run.confidence, torch.full(last.shape, -torch.inf), -torch.inf),
-        selected=frame.steps(run.selected, torch.zeros_like(run.masked[-1])),
+        unmasked=frame.steps(run.unmasked, torch.zeros_like(run.masked[-1])),
         attention_mask=frame.canvas(run.attention_mask, False),
         prompt_length=length,
         spans=tuple(spans),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.attention import listening
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
-from dlm_lens.sampling import Denoised, Sampler, StepPlan
+from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 
 
 class ForwardRecording:
@@ -135,17 +135,17 @@ class _ForwardRecorder(Recorder):
         mask_id = getattr(self.model.config, "mask_token_id", None)
         return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
 
-    def _run(self) -> Denoised:
+    def _run(self) -> DenoisingRun:
         assert self.content is not None
         canvases = torch.stack(self.canvases)
         masked = self._masked(canvases) & self.content.cpu()
         steps, _, positions = canvases.shape
-        return Denoised(
+        return DenoisingRun(
             canvases=torch.cat([canvases, canvases[-1:]]),
             masked=torch.cat([masked, masked[-1:]]),
             proposals=canvases,
             confidence=torch.full(canvases.shape, -torch.inf),
-            selected=torch.zeros_like(masked),
+            unmasked=torch.zeros_like(masked),
             attention_mask=self.content.cpu(),
             prompt_length=positions,
             spans=((0, positions),) * steps,

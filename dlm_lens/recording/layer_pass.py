@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import AttentionInputs, Hidden, SinkLayout, pattern_tiles, received_by_class
+from dlm_lens.attention import AttentionInputs, ColumnMask, SinkLayout, pattern_tiles, received_by_class
 from dlm_lens.recording.query_classes import QueryClass
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, PatternReducer
 
@@ -60,7 +60,7 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
 
 
 def _spare_on_canvas(
-    dropped: Hidden, layout: SinkLayout
+    dropped: ColumnMask, layout: SinkLayout
 ) -> Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None:
     """What each query keeps, from its position on the canvas, with the keys in the order canvas, learned sinks."""
     spare = dropped.spare

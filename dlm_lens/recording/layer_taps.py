@@ -20,7 +20,7 @@ from dlm_lens.attention import (
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class LayerInputs:
     """What one layer computed with: attention's inputs, and where wanted the stream and what attention adds."""
 
     inputs: AttentionInputs
@@ -70,7 +70,7 @@ class Tap:
     """
 
     def __init__(
-        self, model: Any, layers: Sequence[int] | None, show: Callable[[Shown], None], *, stream: bool
+        self, model: Any, layers: Sequence[int] | None, show: Callable[[LayerInputs], None], *, stream: bool
     ) -> None:
         blocks = attention_blocks(model)
         layer_windows(model)
@@ -129,7 +129,7 @@ class Tap:
         if self.stream:
             self._inputs[inputs.layer] = inputs
         else:
-            self.show(Shown(inputs))
+            self.show(LayerInputs(inputs))
 
     def _enter(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -148,7 +148,7 @@ class Tap:
     def _leave(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if layer in self._inputs:
-                self.show(Shown(self._inputs.pop(layer), self._resid.pop(layer), self._added.pop(layer)))
+                self.show(LayerInputs(self._inputs.pop(layer), self._resid.pop(layer), self._added.pop(layer)))
 
         return hook
 

@@ -16,7 +16,7 @@ from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory
 from dlm_lens.recording.storage import load_part, write_end
-from dlm_lens.sampling import Denoised, FinishedStep, Proposal, RunState, StepPlan
+from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, RunState, StepPlan
 
 SAMPLED = 64
 """Entries of every weight that identify a model."""
@@ -117,17 +117,17 @@ class StoringRecorder(Recorder):
         self._seen = (canvas, masked)
         return super().step(plan, canvas, masked)
 
-    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, selected: Tensor) -> None:
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, unmasked: Tensor) -> None:
         """A step is over."""
         assert self._seen is not None
-        self._step = (FinishedStep(plan, *self._seen, proposal, selected), self.step_arrays())
+        self._step = (FinishedStep(plan, *self._seen, proposal, unmasked), self.step_arrays())
 
     def keep(self, state: RunState) -> None:
         """Where the run stands behind it: write both."""
         assert self._step is not None
         self.shards.add(self._step[0], state, self._step[1])
 
-    def recording(self, run: Denoised, rows: Sequence[int] = ()) -> Recording:
+    def recording(self, run: DenoisingRun, rows: Sequence[int] = ()) -> Recording:
         """Write the run, and read the Recording back, whose arrays are read when asked for."""
         described = self.described(run, {})
         write_end(self.shards, described, self.arrays.specs, rows or described.rows)

@@ -4,7 +4,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 
 
@@ -21,7 +21,7 @@ def versions() -> dict[str, str]:
     return {"dlm_lens": dlm_lens.__version__} | {name: version(name) for name in ("torch", "transformers")}
 
 
-def words_of(model: Any, run: Denoised) -> dict[int, str]:
+def words_of(model: Any, run: DenoisingRun) -> dict[int, str]:
     """The text of every token id that occurs in a run; none without a tokenizer."""
     tokenizer = tokenizer_of(run, model)
     if tokenizer is None:

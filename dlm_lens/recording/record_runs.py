@@ -151,7 +151,9 @@ def record_batches(
             seeds = None if batches.seeds is None else [batches.seeds[row] for row in rows]
             ids = [batches.ids[row] for row in rows]
             if to is None:
-                run = denoise(model, ids, hooks=hooks, host=recorder, progress=progress, seed=seeds, **settings)
+                run = denoise(
+                    model, ids, hooks=hooks, observers=recorder, progress=progress, seed=seeds, **settings
+                )
                 yield replace(recorder.recording(run), rows=tuple(rows))
                 continue
             storing = StoringRecorder(model, reducers, to / part_name(rows), layers=layers, dtype=dtype)
@@ -201,7 +203,7 @@ def _stored(
             recorder.model,
             ids,
             hooks=hooks,
-            host=recorder,
+            observers=recorder,
             seed=seeds,
             resume=resume,
             progress=progress,
@@ -214,7 +216,7 @@ def _stored(
 
 
 def _check(settings: dict[str, Any], to: Path | None) -> None:
-    for name in ("host", "resume", "attention_mask"):
+    for name in ("observers", "resume", "attention_mask"):
         if name in settings:
             raise ValueError(f"{name} is not record's to take; use dlm_lens.Recorder as a host of dlm_lens.denoise")
     for name in ("on_logits", "on_canvas"):

@@ -10,17 +10,17 @@ from torch import Tensor
 from dlm_lens.attention import RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
 from dlm_lens.recording.layer_pass import on_canvas, reduce_layer, sinks_last
-from dlm_lens.recording.layer_taps import AnyTap, Shown, Tap
+from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
 from dlm_lens.recording.provenance import name_of, versions, words_of
 from dlm_lens.recording.query_classes import CanvasFacts
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, checked_reducers
-from dlm_lens.sampling import Denoised, Follower, Sampler, StepPlan
+from dlm_lens.sampling import DenoisingRun, Sampler, StepObserver, StepPlan
 
 Storage = Literal["float32", "float16"]
 
 
-class Recorder(Follower):
+class Recorder(StepObserver):
     """Reduces every layer of every step of a run: a host for `dlm_lens.denoise` and `DiffusionLM.generate`.
 
     `recorder.recording(run)` is the `Recording` of the run that it followed last. An AR model is decoded without a
@@ -89,7 +89,7 @@ class Recorder(Follower):
         self._found, self._facts, self._regions = {}, {}, {}
         return canvas
 
-    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Any, selected: Tensor) -> None:
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Any, unmasked: Tensor) -> None:
         """A step is over: keep its arrays."""
         queries = canvas.shape[1]
         self.arrays.add(
@@ -110,7 +110,7 @@ class Recorder(Follower):
             )
         return self.arrays.of_layers([self._found[layer] for layer in self.tap.layers])
 
-    def recording(self, run: Denoised) -> Recording:
+    def recording(self, run: DenoisingRun) -> Recording:
         """The `Recording` of the run that was followed last, which `denoise` or `generate` returned.
 
         Raises:
@@ -121,7 +121,7 @@ class Recorder(Follower):
         queries = run.tokens.shape[1]
         return self.described(run, self.arrays.result(keys=queries + self.layout.count, queries=queries))
 
-    def described(self, run: Denoised, arrays: dict[str, Tensor]) -> Recording:
+    def described(self, run: DenoisingRun, arrays: dict[str, Tensor]) -> Recording:
         """A Recording of these arrays, with everything that there is to say of them."""
         return Recording(
             run=run,
@@ -152,7 +152,7 @@ class Recorder(Follower):
         self._found, self._memory_of = {}, {}
         super().close()
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: LayerInputs) -> None:
         """A layer computed: reduce it."""
         if self.now is None:
             return
@@ -161,7 +161,7 @@ class Recorder(Follower):
             layer = self._layer_step(self.now, shown)
             self._found[layer.index] = reduce_layer(layer, self.reducers)
 
-    def _layer_step(self, run: RunStep, shown: Shown) -> LayerStep:
+    def _layer_step(self, run: RunStep, shown: LayerInputs) -> LayerStep:
         rows, layout = len(run.tokens), self.layout
         inputs = on_canvas(shown.inputs, rows, layout)
         if inputs.q.shape[2] != run.tokens.shape[1]:

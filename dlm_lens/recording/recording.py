@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlm_lens.recording.arrays import ArraySpec
 from dlm_lens.recording.query_classes import CanvasFacts, QueryClass, checked_class
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import StoredTokenizer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Recording:
         ValueError: shapes that contradict each other.
     """
 
-    run: Denoised
+    run: DenoisingRun
     arrays: Mapping[str, Tensor]
     specs: Mapping[str, ArraySpec]
     layers: tuple[int, ...]
@@ -395,7 +395,7 @@ def _place(axis: str, index: int, names: Sequence[int]) -> int:
     return index % len(names)
 
 
-def _part(run: Denoised, steps: Sequence[int] | None, rows: Sequence[int]) -> Denoised:
+def _part(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[int]) -> DenoisingRun:
     """Some steps and rows of a run; its last canvas stays the last."""
     chosen = list(range(run.steps)) if steps is None else list(steps)
     seeds = run.settings.get("seeds")
@@ -408,7 +408,7 @@ def _part(run: Denoised, steps: Sequence[int] | None, rows: Sequence[int]) -> De
         masked=run.masked[[*chosen, run.steps]][:, rows],
         proposals=run.proposals[chosen][:, rows],
         confidence=run.confidence[chosen][:, rows],
-        selected=run.selected[chosen][:, rows],
+        unmasked=run.unmasked[chosen][:, rows],
         attention_mask=run.attention_mask[rows],
         rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
         spans=tuple(run.spans[i] for i in chosen),

@@ -1,4 +1,4 @@
-"""`Recordings`: many recordings in one directory, read one at a time."""
+"""`RecordingSet`: many recordings in one directory, read one at a time."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from dlm_lens.recording.shards import ShardDirectory
 from dlm_lens.recording.storage import load_part, missing_parts
 
 
-class Recordings(Sequence[Recording]):
+class RecordingSet(Sequence[Recording]):
     """The finished recordings below a directory, as `record(..., to=)` and `dlm-lens record` write them.
 
     Each is read when asked for, and of each only the arrays that are asked for; nothing is kept. Those in the order
@@ -47,4 +47,4 @@ class Recordings(Sequence[Recording]):
         return (load_part(path, self.tokenizer) for path in self.paths)
 
     def __repr__(self) -> str:
-        return f"Recordings({str(self.directory)!r}: {len(self.paths)} finished, {len(self.unfinished)} not)"
+        return f"RecordingSet({str(self.directory)!r}: {len(self.paths)} finished, {len(self.unfinished)} not)"

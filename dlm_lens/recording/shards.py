@@ -171,7 +171,7 @@ class ShardDirectory:
             "run.masked": step.masked,
             "run.proposal": step.proposal.tokens,
             "run.confidence": step.proposal.confidence,
-            "run.selected": step.selected,
+            "run.unmasked": step.unmasked,
         }
         if state is not None:
             tensors |= {"state.canvas": state.canvas, **{f"own.{n}": value for n, value in state.own.items()}}
@@ -291,7 +291,7 @@ class ShardDirectory:
             canvas=self._of(held, "run.canvas", line),
             masked=self._of(held, "run.masked", line),
             proposal=Proposal(self._of(held, "run.proposal", line), self._of(held, "run.confidence", line)),
-            selected=self._of(held, "run.selected", line),
+            unmasked=self._of(held, "run.unmasked", line),
         )
 
     def _of(self, held: Mapping[str, Tensor], name: str, line: ManifestLine) -> Tensor:

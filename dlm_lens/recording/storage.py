@@ -17,10 +17,10 @@ from dlm_lens.recording.directories import HEADER, check_recording
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.schema import RunFacts
 from dlm_lens.recording.shards import RUN, TENSORS, ShardDirectory
-from dlm_lens.sampling import Denoised, FinishedStep, Proposal, StepPlan
+from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, StepPlan
 from dlm_lens.sampling.token_text import StoredTokenizer
 
-RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "selected", "attention_mask")
+RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "unmasked", "attention_mask")
 
 
 class ShardArrays(Mapping[str, Tensor]):
@@ -125,7 +125,7 @@ def load_recording(path: Path, *, verify: bool = True) -> Recording:
         there = sum(len(recording.rows) for recording in loaded)
         raise ValueError(
             f"{path} holds {there} of {prompts} prompts ({', '.join(missing[:3])}{', ...' if missing[3:] else ''} "
-            "not there); record with the same arguments to go on, or read what is there with dlm_lens.Recordings"
+            "not there); record with the same arguments to go on, or read what is there with dlm_lens.RecordingSet"
         )
     return joined(loaded)
 
@@ -235,7 +235,7 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
     positions = held["canvases"].shape[-1] if held["canvases"].ndim else 0
     canvas = (rows, positions)
     wanted = {"canvases": (steps + 1, *canvas), "masked": (steps + 1, *canvas), "answer": canvas}
-    wanted |= dict.fromkeys(("proposals", "confidence", "selected"), (steps, *canvas))
+    wanted |= dict.fromkeys(("proposals", "confidence", "unmasked"), (steps, *canvas))
     wanted["attention_mask"] = canvas
     for name, shape in wanted.items():
         kind = torch.int64 if name in ("canvases", "proposals") else torch.bool
@@ -258,8 +258,8 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
         raise _ContradictionError("two arrays have one name")
 
 
-def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Denoised:
-    return Denoised(
+def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> DenoisingRun:
+    return DenoisingRun(
         **{name: held[name] for name in RUN_TENSORS},
         prompt_length=facts.prompt_length,
         spans=tuple((start, stop) for start, stop in facts.spans),
@@ -343,6 +343,6 @@ def _save(recording: Recording, shards: ShardDirectory) -> None:
     for index in range(run.steps):
         plan = StepPlan(index, run.steps, run.blocks[index], run.spans[index], run.steps - index)
         proposal = Proposal(run.proposals[index], run.confidence[index])
-        step = FinishedStep(plan, run.canvases[index], run.masked[index], proposal, run.selected[index])
+        step = FinishedStep(plan, run.canvases[index], run.masked[index], proposal, run.unmasked[index])
         shards.add(step, None, {name: recording.arrays[name][index] for name in recording.specs})
     write_end(shards, recording, tuple(recording.specs.values()), recording.rows)

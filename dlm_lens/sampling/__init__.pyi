@@ -1,17 +1,17 @@
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .denoising import denoise as denoise
-from .denoising_run import Denoised as Denoised
+from .denoising_run import DenoisingRun as DenoisingRun
 from .likelihood.estimates import LogLikelihood as LogLikelihood
 from .likelihood.estimates import log_likelihood as log_likelihood
 from .network import CanvasLogits as CanvasLogits
 from .network import NonFiniteLogitsError as NonFiniteLogitsError
 from .observers import FinishedStep as FinishedStep
-from .observers import Follower as Follower
 from .observers import HookRunner as HookRunner
-from .observers import Host as Host
 from .observers import Resumption as Resumption
+from .observers import RunObserver as RunObserver
 from .observers import RunState as RunState
+from .observers import StepObserver as StepObserver
 from .observers import collecting_columns as collecting_columns
 from .samplers.base import Proposal as Proposal
 from .samplers.base import Sampler as Sampler
@@ -23,18 +23,18 @@ from .stored_run import StoredRun as StoredRun
 __all__ = [
     "CanvasLogits",
     "Comparison",
-    "Denoised",
+    "DenoisingRun",
     "FinishedStep",
-    "Follower",
     "HookRunner",
-    "Host",
     "ImageTokens",
     "LogLikelihood",
     "NonFiniteLogitsError",
     "Proposal",
     "Resumption",
+    "RunObserver",
     "RunState",
     "Sampler",
+    "StepObserver",
     "StepPlan",
     "StoredRun",
     "collecting_columns",

@@ -15,7 +15,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.hook_attachment import checked
 from dlm_lens.sampling.denoising import denoise
-from dlm_lens.sampling.denoising_run import Denoised
+from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts
@@ -38,8 +38,8 @@ class Comparison:
         ValueError: the runs have other prompts or other shapes.
     """
 
-    plain: Denoised
-    hooked: Denoised
+    plain: DenoisingRun
+    hooked: DenoisingRun
     hooks: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Comparison:
         return self.plain.settings.get("sampler") == "causal"
 
     @cached_property
-    def _pair(self) -> tuple[Denoised, Denoised]:
+    def _pair(self) -> tuple[DenoisingRun, DenoisingRun]:
         """Both runs with as many steps and positions."""
         steps = max(self.plain.steps, self.hooked.steps)
         first, second = (_longer(run, steps, self._causal) for run in (self.plain, self.hooked))
@@ -88,7 +88,7 @@ class Comparison:
         return torch.where(differs.any(0), differs.int().argmax(0), -1)
 
     @property
-    def mask(self) -> Bool[Tensor, "batch position"]:
+    def changed(self) -> Bool[Tensor, "batch position"]:
         """Answer positions whose final token is another one."""
         one, two = self._pair
         return (one.tokens != two.tokens) & self.answer
@@ -96,7 +96,7 @@ class Comparison:
     @property
     def tokens_changed(self) -> Int[Tensor, "batch"]:
         """How many final tokens are others, per row."""
-        return self.mask.sum(-1)
+        return self.changed.sum(-1)
 
     @property
     def share_changed(self) -> Float[Tensor, "batch"]:
@@ -130,7 +130,7 @@ class Comparison:
         for name, run in pair.items():
             text = TokenTexts(run.tokenizer)
             columns[f"token_{name}"] = [text(int(token)) for token in run.tokens[rows, positions]]
-        columns["changed"] = self.mask[rows, positions].tolist()
+        columns["changed"] = self.changed[rows, positions].tolist()
         for name, run in pair.items():
             columns[f"step_{name}"] = run.step_of[rows, positions].tolist()
         for name, run in pair.items():
@@ -163,7 +163,7 @@ def compare(
     hooks = checked(hooks)
     if not hooks:
         raise ValueError("compare: hooks is empty; give at least one hook, or run dlm_lens.denoise twice")
-    if "host" in settings:
+    if "observers" in settings:
         raise ValueError("compare makes two runs, which a host cannot follow; call dlm_lens.denoise yourself")
     if hasattr(model, "sampler_defaults") and family_of(model.config.model_type).causal:
         settings.setdefault("use_cache", False)
@@ -173,14 +173,14 @@ def compare(
     return Comparison(plain, hooked, tuple(map(repr, hooks)))
 
 
-def _written_confidence(run: Denoised) -> Float[Tensor, "batch position"]:
+def _written_confidence(run: DenoisingRun) -> Float[Tensor, "batch position"]:
     """The confidence of the step that wrote a position; NaN where none did, or where it ranked by nothing."""
     step = run.step_of
     found = run.confidence.gather(0, step.clamp(min=0)[None])[0]
     return found.masked_fill((step < 0) | ~found.isfinite(), torch.nan)
 
 
-def _longer(run: Denoised, steps: int, causal: bool) -> Denoised:
+def _longer(run: DenoisingRun, steps: int, causal: bool) -> DenoisingRun:
     """The run with `steps` steps, those behind its end writing nothing; an AR run goes on with its end token."""
     more = steps - run.steps
     if not more:
@@ -205,13 +205,13 @@ def _longer(run: Denoised, steps: int, causal: bool) -> Denoised:
         masked=masked,
         proposals=held(run.proposals),
         confidence=nothing(run.confidence, -torch.inf),
-        selected=nothing(run.selected, False),
+        unmasked=nothing(run.unmasked, False),
         spans=(*run.spans, *[run.spans[-1]] * more),
         blocks=(*run.blocks, *[run.blocks[-1]] * more),
     )
 
 
-def _wider(run: Denoised, more: int) -> Denoised:
+def _wider(run: DenoisingRun, more: int) -> DenoisingRun:
     """An AR run with more positions, on which the end token will stand."""
     end = run.eos_token_ids[0] if run.eos_token_ids else 0
 
@@ -224,6 +224,6 @@ def _wider(run: Denoised, more: int) -> Denoised:
         masked=padded(run.masked.byte(), 1).bool(),
         proposals=padded(run.proposals, end),
         confidence=padded(run.confidence, -torch.inf),
-        selected=padded(run.selected.byte(), 0).bool(),
+        unmasked=padded(run.unmasked.byte(), 0).bool(),
         attention_mask=padded(run.attention_mask.byte(), 1).bool(),
     )

@@ -11,11 +11,11 @@ from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.attention.hook_attachment import checked
-from dlm_lens.sampling.denoising_run import Denoised, History
+from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
-from dlm_lens.sampling.observers import HookRunner, Host, Resumption, UsesNetwork
+from dlm_lens.sampling.observers import HookRunner, NetworkObserver, Resumption, RunObserver
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.causal import CausalSettings, decode
@@ -40,7 +40,7 @@ ALGORITHMS: dict[str, tuple[type[Any], type[Any], Any]] = {
 """Sampling algorithms: settings, sampler, and how the settings follow from defaults and arguments."""
 
 
-@checked_arguments(logits=one_of("needed", "all"), host=HOST, resume=RESUME)
+@checked_arguments(logits=one_of("needed", "all"), observers=HOST, resume=RESUME)
 @torch.no_grad()
 @exclusive
 def denoise(
@@ -61,10 +61,10 @@ def denoise(
     progress: bool = False,
     reference_quirks: bool = False,
     hooks: Sequence[Hook] = (),
-    host: Host | Sequence[Host] | None = None,
+    host: RunObserver | Sequence[RunObserver] | None = None,
     resume: Resumption | None = None,
     **settings: Any,
-) -> Denoised:
+) -> DenoisingRun:
     """Denoise prompts with the family's own sampler and keep what happened at every step.
 
     Prompts of unequal length are padded on the left, and each row is what it is alone: it has a random
@@ -140,7 +140,7 @@ def denoise(
     with ExitStack() as stack:
         for each in hosts:
             stack.callback(getattr(each, "close", lambda: None))
-            if isinstance(each, UsesNetwork):
+            if isinstance(each, NetworkObserver):
                 each.use_network(forward)
         if hooks:
             hosts += (stack.enter_context(HookRunner(model, hooks, forward, run["history"].settings)),)

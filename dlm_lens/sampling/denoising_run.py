@@ -14,7 +14,7 @@ from dlm_lens.sampling.samplers.base import Proposal, StepPlan
 
 
 @dataclass(frozen=True, eq=False)
-class Denoised:
+class DenoisingRun:
     """A finished run; all tensors are on the CPU.
 
     A step is one forward pass, counted from the most masked canvas; `canvases[t]` is what step t saw and
@@ -26,7 +26,7 @@ class Denoised:
         masked: which positions of each canvas are masked (not yet written).
         proposals: x0, the token proposed for every position that was evaluated; elsewhere the canvas's own.
         confidence: what the ranking used; -inf where a position was not eligible.
-        selected: which positions were written at each step.
+        unmasked: which positions were written at each step.
         attention_mask: True for content, False for the padding on the left of shorter prompts.
         prompt_length: positions in front of the answer, padding included.
         spans: the block being decoded at each step, as (start, stop) canvas positions.
@@ -45,7 +45,7 @@ class Denoised:
     masked: Bool[Tensor, "step_plus_one batch position"]
     proposals: Int[Tensor, "step batch position"]
     confidence: Float[Tensor, "step batch position"]
-    selected: Bool[Tensor, "step batch position"]
+    unmasked: Bool[Tensor, "step batch position"]
     attention_mask: Bool[Tensor, "batch position"]
     prompt_length: int
     spans: tuple[tuple[int, int], ...]
@@ -56,7 +56,7 @@ class Denoised:
     rows_ran: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        steps, batch, positions = self.selected.shape
+        steps, batch, positions = self.unmasked.shape
         expected = {
             "canvases": (steps + 1, batch, positions),
             "masked": (steps + 1, batch, positions),
@@ -66,22 +66,20 @@ class Denoised:
         }
         for name, shape in expected.items():
             if tuple(getattr(self, name).shape) != shape:
-                raise ValueError(
-                    f"Denoised.{name} has shape {tuple(getattr(self, name).shape)}, but selected asks for {shape}"
-                )
+                raise ValueError(f"DenoisingRun.{name} has shape {tuple(getattr(self, name).shape)}, not {shape}")
         if self.rows_ran is not None and len(self.rows_ran) != batch:
-            raise ValueError(f"Denoised.rows_ran has {len(self.rows_ran)} entries for {batch} rows")
+            raise ValueError(f"DenoisingRun.rows_ran has {len(self.rows_ran)} entries for {batch} rows")
         if not len(self.spans) == len(self.blocks) == steps:
             raise ValueError(f"{len(self.spans)} spans and {len(self.blocks)} blocks for {steps} steps")
 
     def __repr__(self) -> str:
-        steps, batch, positions = self.selected.shape
-        return f"Denoised(steps={steps}, batch={batch}, positions={positions}, settings={dict(self.settings)})"
+        steps, batch, positions = self.unmasked.shape
+        return f"DenoisingRun(steps={steps}, batch={batch}, positions={positions}, settings={dict(self.settings)})"
 
     @property
     def steps(self) -> int:
         """How many steps ran, T."""
-        return self.selected.shape[0]
+        return self.unmasked.shape[0]
 
     @property
     def tokens(self) -> Int[Tensor, "batch position"]:
@@ -103,11 +101,11 @@ class Denoised:
         rows = len(self.attention_mask)
         return torch.tensor([self.steps] * rows if self.rows_ran is None else self.rows_ran, dtype=torch.long)
 
-    def first_steps(self, count: int) -> "Denoised":
+    def first_steps(self, count: int) -> "DenoisingRun":
         """The first `count` steps; the canvas that they leave is the last."""
         if count >= self.steps:
             return self
-        per_step = ("proposals", "confidence", "selected", "spans", "blocks")
+        per_step = ("proposals", "confidence", "unmasked", "spans", "blocks")
         per_canvas = ("canvases", "masked")
         parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
         parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
@@ -117,7 +115,7 @@ class Denoised:
     @property
     def counts(self) -> Int[Tensor, "step batch"]:
         """How many positions each row wrote at each step."""
-        return self.selected.sum(-1)
+        return self.unmasked.sum(-1)
 
     @property
     def masks_left(self) -> Int[Tensor, "batch"]:
@@ -128,7 +126,7 @@ class Denoised:
     def step_of(self) -> Int[Tensor, "batch position"]:
         """The step at which a position was (last) written; -1 for the prompt and for what nothing wrote."""
         steps = torch.arange(1, self.steps + 1)[:, None, None]
-        return (self.selected * steps).amax(0) - 1
+        return (self.unmasked * steps).amax(0) - 1
 
     @property
     def progress(self) -> Float[Tensor, "step_plus_one batch"]:
@@ -182,7 +180,7 @@ class History:
         self.canvases: list[Tensor] = []
         self.masked: list[Tensor] = []
         self.proposals: list[Proposal] = []
-        self.selected: list[Tensor] = []
+        self.unmasked: list[Tensor] = []
         self.plans: list[StepPlan] = []
 
     def start(self, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
@@ -190,14 +188,14 @@ class History:
         self.canvases.append(canvas)
         self.masked.append(masked)
 
-    def finish(self, plan: StepPlan, proposal: Proposal, selected: Bool[Tensor, "batch position"]) -> None:
+    def finish(self, plan: StepPlan, proposal: Proposal, unmasked: Bool[Tensor, "batch position"]) -> None:
         """What the step proposed and wrote."""
         self.plans.append(plan)
         self.proposals.append(proposal)
-        self.selected.append(selected)
+        self.unmasked.append(unmasked)
 
-    def result(self) -> Denoised:
-        """The finished steps as a `Denoised`; the last canvas started counts as the result."""
+    def result(self) -> DenoisingRun:
+        """The finished steps as a `DenoisingRun`; the last canvas started counts as the result."""
         shape = self.canvases[0].shape
         steps = len(self.plans)
 
@@ -209,12 +207,12 @@ class History:
             *(eos if isinstance(eos, list | tuple) else [eos]),
             getattr(self.model.config, "eot_token_id", None),
         ]
-        return Denoised(
+        return DenoisingRun(
             canvases=stack(self.canvases[: steps + 1], torch.long),
             masked=stack(self.masked[: steps + 1], torch.bool),
             proposals=stack([p.tokens for p in self.proposals], torch.long),
             confidence=stack([p.confidence for p in self.proposals], torch.float32),
-            selected=stack(self.selected, torch.bool),
+            unmasked=stack(self.unmasked, torch.bool),
             attention_mask=self.attention_mask.cpu(),
             prompt_length=self.prompt_length,
             spans=tuple(plan.span for plan in self.plans),

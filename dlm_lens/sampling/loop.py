@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.sampling.denoising_run import Denoised, History
+from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, check_finite
-from dlm_lens.sampling.observers import Host, Hosts, Resumption, Stateful, same_shape
+from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful, same_shape
 from dlm_lens.sampling.samplers.base import Sampler
 
 OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
@@ -29,10 +29,10 @@ def run_sampler(
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
-    hosts: Sequence[Host] = (),
+    hosts: Sequence[RunObserver] = (),
     noise: Stateful | None = None,
     resume: Resumption | None = None,
-) -> Denoised:
+) -> DenoisingRun:
     """Run every step of `sampler` from `canvas`, or those until it has finished.
 
     `logits` says where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
@@ -40,11 +40,11 @@ def run_sampler(
     behind the steps of an unfinished run; `noise` is where the sampler's random numbers come from.
 
     Raises:
-        NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
+        NonFiniteLogitsError: its `partial` is the `DenoisingRun` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
-    guests = Hosts(hosts, [sampler] if noise is None else [noise, sampler])
-    everywhere = logits == "all" or on_logits is not None or guests.everywhere
+    guests = RunObservers(hosts, [sampler] if noise is None else [noise, sampler])
+    everywhere = logits == "all" or on_logits is not None or guests.needs_full_logits
     if resume is not None:
         canvas = _go_on(resume, history, noise, sampler)
         plans = [] if resume.state.over else plans[len(resume.steps) :]
@@ -62,13 +62,13 @@ def run_sampler(
             found = network.at(canvas, evaluated)
         try:
             check_finite(found, evaluated, plan.index)
-            canvas, proposal, selected = sampler(canvas, found, evaluated, masked, plan)
+            canvas, proposal, unmasked = sampler(canvas, found, evaluated, masked, plan)
         except NonFiniteLogitsError as error:
             error.partial = history.result()
             raise
-        history.finish(plan, proposal, selected)
+        history.finish(plan, proposal, unmasked)
         over = sampler.finished(canvas, plan)
-        guests.finish(plan, canvas, proposal, selected, over=over)
+        guests.finish(plan, canvas, proposal, unmasked, over=over)
         if over:
             break
     guests.stop()

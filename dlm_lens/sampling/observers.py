@@ -12,18 +12,18 @@ from torch import Tensor
 from dlm_lens.attention import (
     AttentionInputs,
     ColumnHook,
-    Columns,
+    ColumnStats,
     Hook,
     PointContext,
     RunStep,
     SinkLayout,
-    attached,
+    attach_hooks,
     counted_queries,
     hidden_mass,
     hidden_per_map,
+    hook_keys,
     hooked_attentions,
     listening,
-    places_of,
     stream_columns,
 )
 from dlm_lens.sampling.denoising_run import History
@@ -55,7 +55,7 @@ class FinishedStep:
     canvas: Int[Tensor, "batch position"]
     masked: Bool[Tensor, "batch position"]
     proposal: Proposal
-    selected: Bool[Tensor, "batch position"]
+    unmasked: Bool[Tensor, "batch position"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Resumption:
         for step in self.steps:
             history.start(step.canvas.to(self._device(history)), step.masked.to(self._device(history)))
             proposal = Proposal(*(part.to(self._device(history)) for part in step.proposal))
-            history.finish(step.plan, proposal, step.selected.to(self._device(history)))
+            history.finish(step.plan, proposal, step.unmasked.to(self._device(history)))
 
     def canvas(self, history: History) -> Int[Tensor, "batch position"]:
         """The canvas that the next step starts from."""
@@ -90,8 +90,8 @@ class Resumption:
 
 
 @runtime_checkable
-class StateKeeper(Protocol):
-    """A host that is also told, behind every step, where the run stands."""
+class StateObserver(Protocol):
+    """A observer that is also told, behind every step, where the run stands."""
 
     def keep(self, state: RunState) -> None:
         """The run stands here."""
@@ -110,7 +110,7 @@ class Stateful(Protocol):
         ...
 
 
-class Host(Protocol):
+class RunObserver(Protocol):
     """Somebody who follows a run: told of every step, asked for its canvas, told what the step did."""
 
     @property
@@ -119,7 +119,7 @@ class Host(Protocol):
         ...
 
     @property
-    def everywhere(self) -> bool:
+    def needs_full_logits(self) -> bool:
         """Whether the model's own forward runs, with all logits, rather than the least that is needed."""
         ...
 
@@ -138,9 +138,9 @@ class Host(Protocol):
         plan: StepPlan,
         canvas: Int[Tensor, "batch position"],
         proposal: Proposal,
-        selected: Bool[Tensor, "batch position"],
+        unmasked: Bool[Tensor, "batch position"],
     ) -> None:
-        """A step is over: `canvas` is what it left, `selected` what it wrote of the proposal."""
+        """A step is over: `canvas` is what it left, `unmasked` what it wrote of the proposal."""
         ...
 
     def stop(self) -> None:
@@ -149,16 +149,16 @@ class Host(Protocol):
 
 
 @runtime_checkable
-class UsesNetwork(Protocol):
-    """A host that runs the run's network itself, for a pass that is no step."""
+class NetworkObserver(Protocol):
+    """A observer that runs the run's network itself, for a pass that is no step."""
 
     def use_network(self, forward: Callable[[Int[Tensor, "batch position"]], Any]) -> None:
         """Take the network without its head, as the run calls it: guidance and padding included."""
         ...
 
 
-class Follower:
-    """A host that changes nothing and knows the run's present step as a `RunStep`, at `now`.
+class StepObserver:
+    """A observer that changes nothing and knows the run's present step as a `RunStep`, at `now`.
 
     `answer` is what was masked at the first step that it was told of, unless somebody sets it behind `start`.
 
@@ -167,7 +167,7 @@ class Follower:
     """
 
     grad = False
-    everywhere = False
+    needs_full_logits = False
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -214,7 +214,7 @@ class Follower:
         plan: StepPlan,
         canvas: Int[Tensor, "batch position"],
         proposal: Proposal,
-        selected: Bool[Tensor, "batch position"],
+        unmasked: Bool[Tensor, "batch position"],
     ) -> None:
         """A step is over."""
 
@@ -228,28 +228,28 @@ class Follower:
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """The hosts of a run, and the `parts` of the run that have a state of their own (generators, the sampler)."""
+class RunObservers:
+    """The observers of a run, and the `parts` of it with a state of their own: generators, the sampler."""
 
-    hosts: Sequence[Host] = ()
+    observers: Sequence[RunObserver] = ()
     parts: Sequence[Stateful] = field(default=())
 
     @property
-    def everywhere(self) -> bool:
+    def needs_full_logits(self) -> bool:
         """Whether one of them wants the model's own forward."""
-        return any(host.everywhere for host in self.hosts)
+        return any(observer.needs_full_logits for observer in self.observers)
 
     @property
     def grad(self) -> bool:
         """Whether one of them wants graphs."""
-        return any(host.grad for host in self.hosts)
+        return any(observer.grad for observer in self.observers)
 
     def start(self, sampler: Sampler | None, history: History) -> None:
         """A run begins, or goes on behind the steps that its history already has."""
-        for host in self.hosts:
-            host.start(sampler, history.attention_mask)
-            if history.masked and isinstance(host, Follower):
-                host.answer = history.masked[0]
+        for observer in self.observers:
+            observer.start(sampler, history.attention_mask)
+            if history.masked and isinstance(observer, StepObserver):
+                observer.answer = history.masked[0]
 
     def step(
         self,
@@ -258,8 +258,8 @@ class Hosts:
         is_masked: Callable[[Tensor], Bool[Tensor, "batch position"]],
     ) -> Int[Tensor, "batch position"]:
         """A step begins; returns the canvas as they left it, each having seen what the ones before it did."""
-        for host in self.hosts:
-            canvas = same_shape("the host", canvas, host.step(plan, canvas, is_masked(canvas)))
+        for observer in self.observers:
+            canvas = same_shape("the observer", canvas, observer.step(plan, canvas, is_masked(canvas)))
         return canvas
 
     def finish(
@@ -267,31 +267,33 @@ class Hosts:
         plan: StepPlan,
         canvas: Int[Tensor, "batch position"],
         proposal: Proposal,
-        selected: Bool[Tensor, "batch position"],
+        unmasked: Bool[Tensor, "batch position"],
         *,
         over: bool,
         **own: Tensor,
     ) -> None:
         """A step is over; those who keep states are told where the run stands. `own` is what is no part's."""
-        for host in self.hosts:
-            host.finish(plan, canvas, proposal, selected)
-        keepers = [host for host in self.hosts if isinstance(host, StateKeeper)]
+        for observer in self.observers:
+            observer.finish(plan, canvas, proposal, unmasked)
+        keepers = [observer for observer in self.observers if isinstance(observer, StateObserver)]
         if keepers:
             for part in self.parts:
                 own |= part.state()
-            remembers = any(isinstance(host, Follower) and host.remembers for host in self.hosts)
+            remembers = any(
+                isinstance(observer, StepObserver) and observer.remembers for observer in self.observers
+            )
             state = RunState(canvas, own, over or plan.index == plan.total - 1, remembers)
             for keeper in keepers:
                 keeper.keep(state)
 
     def stop(self) -> None:
         """The run is over."""
-        for host in self.hosts:
-            host.stop()
+        for observer in self.observers:
+            observer.stop()
 
 
 def same_shape(name: str, before: Tensor, after: object) -> Tensor:
-    """What a callback or a host returned, if it can stand in for `before`.
+    """What a callback or a observer returned, if it can stand in for `before`.
 
     Raises:
         ValueError: it is no tensor, of another shape, or not of whole numbers where these are.
@@ -306,11 +308,11 @@ def same_shape(name: str, before: Tensor, after: object) -> Tensor:
     return after.to(before.device) if before.is_floating_point() else after.to(before.device, before.dtype)
 
 
-class HookRunner(Follower):
+class HookRunner(StepObserver):
     """Attaches hooks to a model for one run; use it as a context around the run.
 
-    A hook that says `needs_clean` finds, at `run.clean()`, what every layer's keys receive in a pass over the same
-    canvas without hooks; that pass runs once a step, in front of the real one.
+    A hook that says `needs_clean_pass` finds, at `run.clean()`, what every layer's keys receive in a pass over the
+    same canvas without hooks; that pass runs once a step, in front of the real one.
 
     Args:
         model: from `dlm_lens.load`.
@@ -338,7 +340,7 @@ class HookRunner(Follower):
         self._attached = ExitStack()
 
     def __enter__(self) -> "HookRunner":
-        now = attached(self.model, *self.hooks, run=lambda: self.now, off=lambda: self._off)
+        now = attach_hooks(self.model, *self.hooks, run=lambda: self.now, off=lambda: self._off)
         self._attached.enter_context(now)
         return self
 
@@ -356,7 +358,7 @@ class HookRunner(Follower):
         if not self._checked:
             check_hooks(self.hooks, self.now)
             self._checked = True
-        if any(getattr(hook, "needs_clean", False) for hook in self.hooks):
+        if any(getattr(hook, "needs_clean_pass", False) for hook in self.hooks):
             # Switched off where they are: taken off and put on again, they would stand behind who observes the run.
             self._off = True
             try:
@@ -376,7 +378,7 @@ class HookRunner(Follower):
 
 def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[Hook]) -> dict[str, tuple[float | None, ...]]:
     """What the settings of a finished run say of the hooks that hide columns: how many, and their attention."""
-    placed = list(zip(hooks, places_of(hooks), strict=True))
+    placed = list(zip(hooks, hook_keys(hooks), strict=True))
     return {
         "columns_hidden": tuple(hidden_per_map(memory, hook, place) for hook, place in placed),
         "mass_hidden": tuple(hidden_mass(memory, hook, place) for hook, place in placed),
@@ -396,9 +398,9 @@ def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
 
 
 @contextmanager
-def collecting_columns(model: Any, run: RunStep) -> Iterator[Mapping[int, Columns]]:
+def collecting_columns(model: Any, run: RunStep) -> Iterator[Mapping[int, ColumnStats]]:
     """Collect what the keys of every layer receive in the forward passes inside the block, without patterns."""
-    columns: dict[int, Columns] = {}
+    columns: dict[int, ColumnStats] = {}
     sinks = SinkLayout.of(model)
 
     def read(inputs: AttentionInputs) -> None:

@@ -92,7 +92,7 @@ def row_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     return tuple(int(one) for one in seed)
 
 
-FOLLOWS = ("start", "step", "finish", "stop", "grad", "everywhere")
+FOLLOWS = ("start", "step", "finish", "stop", "grad", "needs_full_logits")
 """What the loop asks of a host."""
 
 

@@ -13,7 +13,7 @@ from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import Hook
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.denoising import ALGORITHMS
-from dlm_lens.sampling.denoising_run import Denoised
+from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.observers import HookRunner
 from dlm_lens.sampling.samplers.base import Sampler, StepPlan
@@ -32,13 +32,15 @@ class StoredRun:
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
 
     Raises:
-        TypeError: the run is no `Denoised`.
+        TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model or of another kind.
     """
 
-    def __init__(self, model: Any, run: Denoised) -> None:
-        if not isinstance(run, Denoised):
-            raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    def __init__(self, model: Any, run: DenoisingRun) -> None:
+        if not isinstance(run, DenoisingRun):
+            raise TypeError(
+                f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned"
+            )
         check_model(model)
         name = str(run.settings.get("sampler"))
         if name not in ("causal", *ALGORITHMS):
@@ -71,26 +73,26 @@ class StoredRun:
         run = self.run
         return StepPlan(step, run.steps, run.blocks[step], run.spans[step], run.steps - step)
 
-    def asked(self, step: int) -> Bool[Tensor, "batch position"]:
+    def predicted(self, step: int) -> Bool[Tensor, "batch position"]:
         """The positions that the step's logits are about: every masked one, in an AR run the next one.
 
         A row that has ended has none.
         """
         if not self.causal:
             return self.run.masked[step].to(self.device)
-        asked = torch.zeros_like(self.content)
-        asked[:, self.length(step)] = (self.run.row_steps > step).to(self.device)
-        return asked
+        predicted = torch.zeros_like(self.content)
+        predicted[:, self.length(step)] = (self.run.row_steps > step).to(self.device)
+        return predicted
 
-    def states(self, step: int) -> Float[Tensor, "half asked d_model"]:
-        """A forward pass over the canvas of a step: what the head reads for the positions asked, row by row."""
+    def states(self, step: int) -> Float[Tensor, "half predicted d_model"]:
+        """A forward pass over the canvas of a step: what the head reads for the positions predicted, row by row."""
         canvas = self.run.canvases[step].to(self.device)
         if self._network is not None:
-            return self._network.states(canvas, self.asked(step))
+            return self._network.states(canvas, self.predicted(step))
         last: Tensor = self._prefix(canvas[:, : self.length(step)]).last_hidden_state[:, -1]
         return last[None].to(self.device)
 
-    def logits(self, states: Float[Tensor, "half asked d_model"]) -> Float[Tensor, "asked d_vocab"]:
+    def logits(self, states: Float[Tensor, "half predicted d_model"]) -> Float[Tensor, "predicted d_vocab"]:
         """Logits of (some of) the states, guided as in the run."""
         if self._network is not None:
             return self._network.head(states)
@@ -127,7 +129,7 @@ class StoredRun:
         )
 
 
-def _sampler_like(run: Denoised, name: str) -> Sampler:
+def _sampler_like(run: DenoisingRun, name: str) -> Sampler:
     """What hosts ask of a sampler: how it guides."""
     sampler = Sampler()
     default = getattr(ALGORITHMS[name][0], "cfg_scale", 0.0)

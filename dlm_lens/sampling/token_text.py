@@ -230,7 +230,7 @@ def tokenizer_of(run: Any, model: Any) -> Any:
     """The tokenizer of a run: its own; of a recording the stored words, else the model's.
 
     Args:
-        run: a `Denoised`.
+        run: a `DenoisingRun`.
         model: the model that reads it.
     """
     own, models = run.tokenizer, getattr(model, "tokenizer", None)

@@ -1,23 +1,23 @@
-from .analysis.consistency import consistency as consistency
+from .analysis.consistency import sink_consistency as sink_consistency
 from .analysis.depth_profile import SinkProfile as SinkProfile
 from .analysis.depth_profile import sink_profile as sink_profile
 from .analysis.detector_comparison import compare_detectors as compare_detectors
 from .analysis.detector_comparison import eps_sweep as eps_sweep
 from .analysis.detector_comparison import sink_rate as sink_rate
-from .analysis.enrichment import place_enrichment as place_enrichment
+from .analysis.enrichment import position_enrichment as position_enrichment
 from .analysis.enrichment import token_enrichment as token_enrichment
 from .analysis.frontiers import frontier_alignment as frontier_alignment
 from .analysis.position_probe import PositionOrToken as PositionOrToken
 from .analysis.position_probe import position_or_token as position_or_token
-from .analysis.query_classes import query_split as query_split
+from .analysis.query_classes import compare_query_classes as compare_query_classes
 from .detection import Sinks as Sinks
 from .detection import find_sinks as find_sinks
 from .detectors import AboveMean as AboveMean
 from .detectors import AboveStd as AboveStd
+from .detectors import AttentionShare as AttentionShare
 from .detectors import Detector as Detector
 from .detectors import Hysteretic as Hysteretic
-from .detectors import MeanAttention as MeanAttention
-from .detectors import Share as Share
+from .detectors import MeanReceived as MeanReceived
 from .detectors import SoftSigmoid as SoftSigmoid
 from .detectors import TopK as TopK
 from .from_patterns import received_from_pattern as received_from_pattern
@@ -28,7 +28,7 @@ from .key_statistics import AboveMedian as AboveMedian
 from .key_statistics import KeyStatistic as KeyStatistic
 from .key_statistics import LowKeyNorm as LowKeyNorm
 from .key_statistics import key_statistic_over_steps as key_statistic_over_steps
-from .lifetimes import Lives as Lives
+from .lifetimes import SinkLifetimes as SinkLifetimes
 from .received import Level as Level
 from .received import Received as Received
 from .received import Scale as Scale
@@ -39,35 +39,35 @@ __all__ = [
     "AboveMean",
     "AboveMedian",
     "AboveStd",
+    "AttentionShare",
     "Detector",
     "Hysteretic",
     "KeyStatistic",
     "Level",
-    "Lives",
     "LowKeyNorm",
-    "MeanAttention",
+    "MeanReceived",
     "PositionOrToken",
     "Received",
     "Scale",
-    "Share",
+    "SinkLifetimes",
     "SinkProfile",
     "Sinks",
     "SoftSigmoid",
     "TopK",
     "Trajectories",
     "compare_detectors",
-    "consistency",
+    "compare_query_classes",
     "eps_sweep",
     "find_sinks",
     "frontier_alignment",
     "key_statistic_of",
     "key_statistic_over_steps",
-    "place_enrichment",
+    "position_enrichment",
     "position_or_token",
-    "query_split",
     "received_from_pattern",
     "received_of",
     "received_over_steps",
+    "sink_consistency",
     "sink_profile",
     "sink_rate",
     "token_enrichment",

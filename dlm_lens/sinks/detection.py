@@ -183,12 +183,12 @@ def find_sinks(
             [head, query, key], [batch, head, query, key], [step, batch, head, query, key] or
             [step, batch, layer, head, query, key] (other axes: `dims=`); or a `KeyStatistic` of hidden states, for
             `AboveMedian` and `LowKeyNorm`.
-        detector: `AboveMean(eps)`, `AboveStd(k)`, `Share(x)`, `MeanAttention(x)`, `SoftSigmoid()`, `TopK(k)` or
-            your own `Detector`.
+        detector: `AboveMean(eps)`, `AboveStd(k)`, `AttentionShare(x)`, `MeanReceived(x)`, `SoftSigmoid()`,
+            `TopK(k)` or your own `Detector`.
         level: judge every "head", the head-mean pattern of a "layer", or the mean pattern of the "model": the
             mean of r_j over heads (and layers), divided by e_j. A `KeyStatistic` has its own level.
         relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern
-            and for the scale that a `Received` has. `Share` always reads shares, `MeanAttention` means.
+            and for the scale that a `Received` has. `AttentionShare` always reads shares, `MeanReceived` means.
         **pattern_settings: for patterns, the arguments of `received_from_pattern`: visible, queries,
             attention_mask, causal, tokens, masked, tokenizer, layers, min_viewers, dims.
 

@@ -71,8 +71,8 @@ class NamedDetector:
 DETECTORS: Mapping[str, NamedDetector] = {
     "above-mean": NamedDetector("AboveMean", "eps", check_not_negative),
     "above-std": NamedDetector("AboveStd", "k", check_not_negative),
-    "share": NamedDetector("Share", "x", check_part),
-    "mean-attention": NamedDetector("MeanAttention", "x", check_part),
+    "attention-share": NamedDetector("AttentionShare", "threshold", check_part),
+    "mean-received": NamedDetector("MeanReceived", "threshold", check_part),
     "soft-sigmoid": NamedDetector("SoftSigmoid", "alpha", check_positive),
     "top-k": NamedDetector("TopK", "k", check_count, 5),
     "above-median": NamedDetector("AboveMedian", "times", check_positive),

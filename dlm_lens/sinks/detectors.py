@@ -69,24 +69,24 @@ class Threshold:
 
 @dataclass(frozen=True)
 class ConstantThreshold(Threshold):
-    """A detector with one threshold x, between 0 and 1, for every key.
+    """A detector with one threshold, between 0 and 1, for every key.
 
     Raises:
-        ValueError: x is not between 0 and 1.
+        ValueError: the threshold is not between 0 and 1.
     """
 
-    x: float = 0.3
+    threshold: float = 0.3
 
     def __post_init__(self) -> None:
-        check_part(type(self).__name__, "x", self.x)
+        check_part(type(self).__name__, "threshold", self.threshold)
 
     def relaxed(self, factor: float) -> Self:
-        """The same rule with x times `factor`."""
-        return replace(self, x=self.x * factor)
+        """The same rule with its threshold times `factor`."""
+        return replace(self, threshold=self.threshold * factor)
 
     def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-        """The constant x, where the key is defined."""
-        return torch.full_like(scores, self.x).masked_fill(scores.isnan(), torch.nan)
+        """The constant, where the key is defined."""
+        return torch.full_like(scores, self.threshold).masked_fill(scores.isnan(), torch.nan)
 
 
 def mean_and_std(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ class AboveStd(Threshold):
 
 
 @dataclass(frozen=True)
-class Share(ConstantThreshold):
+class AttentionShare(ConstantThreshold):
     """A sink takes more than x of all attention: r_j / sum_k r_k > x.
 
     r_j are the raw column sums over the counted queries, whatever the scale asked for, and sum_k r_k is the
@@ -201,14 +201,14 @@ class Share(ConstantThreshold):
 
 
 @dataclass(frozen=True)
-class MeanAttention(ConstantThreshold):
+class MeanReceived(ConstantThreshold):
     """A sink gets more than x of the attention of those who see it, on average: alpha_j = r_j / n_j > x.
 
     2410.10781, section 3.1: alpha_k = 1 / (T - k + 1) sum_{i >= k} A_ik with x = 0.3; the share of (layer, head)
     whose key k passes is its sink rate, see `sink_rate`. n_j is the number of counted queries that see key j, so
     that a causal mask does not make the first key a sink: even attention gives its alpha H_S / S (7.4% at S = 64),
-    as `Share` does, but the last keys are not divided by viewers that they never had. From 0 to 1. In a full
-    bidirectional pass it is `Share(x)`; even attention has 1 / S there.
+    as `AttentionShare` does, but the last keys are not divided by viewers that they never had. From 0 to 1. In a
+    full bidirectional pass it is `AttentionShare(x)`; even attention has 1 / S there.
 
     Raises:
         ValueError: x is not between 0 and 1.

@@ -26,7 +26,7 @@ from dlm_lens.attention import (
     visible_keys,
 )
 from dlm_lens.placement import input_device
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received
 
@@ -41,7 +41,7 @@ ENTRIES_PER_PASS = 2**24
 @exclusive
 def received_over_steps(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     *,
     relative: bool = True,
     queries: QueryClass = "all",
@@ -76,13 +76,13 @@ def received_over_steps(
         A `Received` on the CPU in float32, its layers in increasing order.
 
     Raises:
-        TypeError: the run is not a `Denoised`.
+        TypeError: the run is not a `DenoisingRun`.
         ValueError: a model without hook points, with attention that `layer_windows` refuses, a run of another
             model, an unknown class of queries, or a layer that is not there.
         RuntimeError: a pattern is not finite.
     """
-    if not isinstance(run, Denoised):
-        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    if not isinstance(run, DenoisingRun):
+        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
     points = points_of(model, layers)
     windows = [layer_windows(model)[layer] for layer in points]
     canvases = Canvases(model, run, queries)
@@ -157,7 +157,7 @@ class _View:
 class Canvases:
     """All canvases of a run in one list, step by step, with the queries that count on each."""
 
-    def __init__(self, model: Any, run: Denoised, queries: QueryClass) -> None:
+    def __init__(self, model: Any, run: DenoisingRun, queries: QueryClass) -> None:
         if queries not in get_args(QueryClass):
             raise ValueError(f"queries is {queries!r}; it must be one of {', '.join(get_args(QueryClass))}")
         self.causal = attends_causally(model)

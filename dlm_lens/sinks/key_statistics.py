@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import attention_blocks, attention_of, exclusive, hook_point, listening
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.prompt_positions import padding_before
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
@@ -173,7 +173,7 @@ ROWS_PER_PASS = 32
 @exclusive
 def key_statistic_over_steps(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     quantity: HiddenQuantity,
     *,
     layers: Sequence[int] | None = None,
@@ -187,13 +187,13 @@ def key_statistic_over_steps(
     causal model what is not yet written has none. Learned sink tokens stand behind the canvas.
 
     Raises:
-        TypeError: the run is not a `Denoised`.
+        TypeError: the run is not a `DenoisingRun`.
         ValueError: an unknown quantity, a model without hook points, or a layer that is not there.
     """
     if quantity not in get_args(HiddenQuantity):
         raise ValueError(f"quantity is {quantity!r}; it must be one of {', '.join(get_args(HiddenQuantity))}")
-    if not isinstance(run, Denoised):
-        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    if not isinstance(run, DenoisingRun):
+        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
     chosen = tuple(points_of(model, layers))
     canvases = Canvases(model, run, "all")
     values, medians = [], []

@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Lives:
+class SinkLifetimes:
     """Spells during which one position is a sink, one entry each; ordered by pattern, position and step.
 
     Args:
@@ -54,7 +54,7 @@ class Lives:
 class Followed:
     """What happened in some patterns, from `follow`."""
 
-    lives: Lives
+    lives: SinkLifetimes
     main: Int[Tensor, "step pattern"]
     main_score: Float[Tensor, "step pattern"]
     counts: Int[Tensor, "step pattern"]
@@ -90,7 +90,7 @@ def switch_on(
 
 
 def follow(scores: Float[Tensor, "step pattern key"], on: Bool[Tensor, "step pattern key"]) -> Followed:
-    """Lives, largest sinks, switches and the most steady position of patterns whose sinks are `on`."""
+    """Lifetimes, largest sinks, switches and the most steady position of patterns whose sinks are `on`."""
     steps, patterns, _ = scores.shape
     defined = ~scores.isnan().all(-1)
     # Few columns are ever sinks: everything below looks at those alone.
@@ -141,7 +141,7 @@ def _switches(on: Tensor, main: Tensor, counts: Tensor) -> Tensor:
 
 def _lives(
     columns: Tensor, values: Tensor, pattern: Tensor, position: Tensor, main: Tensor, defined: Tensor
-) -> Lives:
+) -> SinkLifetimes:
     on, scores = columns.T, values.T.double()
     off = on.new_zeros(len(on), 1)
     starts = on & ~torch.cat([off, on[:, :-1]], 1)
@@ -160,7 +160,7 @@ def _lives(
     main_steps = torch.zeros_like(first).index_add_(0, life, leads.long())
     owner = pattern[column]
     seen = torch.nn.functional.pad(defined, (0, 0, 1, 1))
-    return Lives(
+    return SinkLifetimes(
         pattern=owner.numpy(),
         position=position[column].numpy(),
         first=first.numpy(),
@@ -178,7 +178,7 @@ WITHIN = 1
 """A sink moves if one position switches off within this many steps of another switching on."""
 
 
-def link_lives(lives: Lives, movable: np.ndarray) -> tuple[Ints, Ints]:
+def link_lives(lives: SinkLifetimes, movable: np.ndarray) -> tuple[Ints, Ints]:
     """The moves: which life each life comes from, and the trajectory that it belongs to.
 
     Life B continues life A of the same pattern if B's position is another, B switches on at most one step before
@@ -218,7 +218,7 @@ def link_lives(lives: Lives, movable: np.ndarray) -> tuple[Ints, Ints]:
     return before, _trajectories(before)
 
 
-def _candidates(lives: Lives, deaths: Ints, births: Ints) -> tuple[Ints, Ints]:
+def _candidates(lives: SinkLifetimes, deaths: Ints, births: Ints) -> tuple[Ints, Ints]:
     """All pairs of a death and a birth in one pattern at most WITHIN steps apart."""
     if not len(deaths) or not len(births):
         return deaths[:0], births[:0]
@@ -254,7 +254,7 @@ KINDS = ("none", "static", "moving", "unsettled")
 """No sink at any step; static; not static and a sink moved; neither (sinks come and go without a move)."""
 
 
-def life_counts(lives: Lives, before: Ints, trajectory: Ints, patterns: int) -> dict[str, Floats]:
+def life_counts(lives: SinkLifetimes, before: Ints, trajectory: Ints, patterns: int) -> dict[str, Floats]:
     """Numbers of lives, trajectories, transients and moves per pattern, and the mean length of lives and moves."""
 
     def per_pattern(weights: NDArray[np.generic]) -> Floats:

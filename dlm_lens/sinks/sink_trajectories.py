@@ -26,7 +26,7 @@ from dlm_lens.sinks.lifetimes import (
     TRANSIENT_STEPS,
     Followed,
     Ints,
-    Lives,
+    SinkLifetimes,
     follow,
     kinds_of,
     life_counts,
@@ -76,7 +76,7 @@ class Trajectories:
         ValueError: the shapes contradict each other.
     """
 
-    lives: Lives
+    lives: SinkLifetimes
     before: Ints
     trajectory: Ints
     main: Int[Tensor, "step batch layer head"]
@@ -282,11 +282,11 @@ def trajectories(
     """Follow sinks over steps: when each appears, moves and vanishes, in every pattern (2510.15731, section 4.2).
 
     A position switches on when the detector finds it and off when it falls below the detector's threshold with
-    eps times `hysteresis` (k for `AboveStd`, x for `Share`). A spell of being on is a **life**. A sink **moved**
-    if a position switches off within one step of another switching on; lives joined by moves are one trajectory.
-    A pattern is **static** if one position is on in at least 90% of the steps that have a sink, **moving** if it
-    is not static and a sink moved. A life of at most 2 steps is **transient**. A change of the largest sink
-    between two that both stay on is a **switch**, no move.
+    eps times `hysteresis` (k for `AboveStd`, x for `AttentionShare`). A spell of being on is a **life**. A sink
+    **moved** if a position switches off within one step of another switching on; lives joined by moves are one
+    trajectory. A pattern is **static** if one position is on in at least 90% of the steps that have a sink,
+    **moving** if it is not static and a sink moved. A life of at most 2 steps is **transient**. A change of the
+    largest sink between two that both stay on is a **switch**, no move.
 
     A step without any score (a class of queries that ran out) belongs to no life, and a life that ends in front
     of it was not seen to switch off. Works through the input piece by piece, also where that is a memory map.
@@ -429,15 +429,16 @@ def _widened(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...]) -> Any:
     return tensor
 
 
-def _joined(pieces: list[tuple[Tensor, Lives]]) -> Lives:
+def _joined(pieces: list[tuple[Tensor, SinkLifetimes]]) -> SinkLifetimes:
     """The lives of all pieces in one list, ordered by pattern, first step and position."""
     owners = np.concatenate([index.numpy()[lives.pattern] for index, lives in pieces])
     values = {
-        name.name: np.concatenate([getattr(lives, name.name) for _, lives in pieces]) for name in fields(Lives)
+        name.name: np.concatenate([getattr(lives, name.name) for _, lives in pieces])
+        for name in fields(SinkLifetimes)
     }
     values["pattern"] = owners
     order = np.lexsort((values["position"], values["first"], owners))
-    return Lives(**{name: value[order] for name, value in values.items()})
+    return SinkLifetimes(**{name: value[order] for name, value in values.items()})
 
 
 def _gathered(found: list[tuple[Tensor, Followed]], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -14,11 +14,11 @@ from dlm_lens.attention import (
     NAMES,
     SITES,
     Hook,
-    Place,
+    HookKey,
     PointContext,
     SinkLayout,
+    hook_keys,
     hook_point,
-    places_of,
 )
 from dlm_lens.tracing.module_names import site_path
 from dlm_lens.tracing.steps import Step
@@ -134,7 +134,7 @@ class AttentionEnvoy(Envoy):
         place = self._place(hook, step)
         return PointContext(name, layer, SinkLayout.of(root), causal, run, depth, known, rows_of_pass, place)
 
-    def _place(self, hook: Hook, step: Step | None) -> Place | None:
+    def _place(self, hook: Hook, step: Step | None) -> HookKey | None:
         """What tells the hook from equal ones that were applied to this layer at this step."""
         if step is None:
             return None
@@ -142,7 +142,7 @@ class AttentionEnvoy(Envoy):
         at, applied = step.run.memory.get(key, (-1, ()))
         applied = (*(applied if at == int(step) else ()), hook)
         step.run.memory[key] = (int(step), applied)
-        return places_of(applied)[-1]
+        return hook_keys(applied)[-1]
 
 
 class SamplerEnvoy(Envoy):

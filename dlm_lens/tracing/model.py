@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.utils import TransformersKwargs
 
 from dlm_lens.adapters import family_of, load
-from dlm_lens.attention import Columns, RunStep, hooked_attentions
+from dlm_lens.attention import ColumnStats, RunStep, hooked_attentions
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
-from dlm_lens.sampling import Denoised, Host, Sampler
+from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy
 from dlm_lens.tracing.module_names import module_names
@@ -47,7 +47,7 @@ class DiffusionLM(HuggingFaceModel):
     `dlm_lens.denoise`. Inside, `for step in tracer.steps[...]` reads and edits any activation of any step:
     `lm.canvas`, `lm.layers[i].attn.pattern` (`q k v rot_q rot_k scores pattern z`), `lm.layers[i].output` (the
     residual stream), `lm.layers[i].mlp.output`, `lm.lm_head.output`, `lm.sampler.confidence`,
-    `lm.sampler.unmasked`. `tracer.result` is the `Denoised`.
+    `lm.sampler.unmasked`. `tracer.result` is the `DenoisingRun`.
 
     Args:
         model: an embedded model's name, a directory, a hub name, or a model of `dlm_lens.load`.
@@ -117,9 +117,9 @@ class DiffusionLM(HuggingFaceModel):
         attention_mask: Any = None,
         *,
         grad: bool = False,
-        host: Host | Sequence[Host] = (),
+        host: RunObserver | Sequence[RunObserver] = (),
         **settings: Any,
-    ) -> Denoised:
+    ) -> DenoisingRun:
         """Denoise with the family's own sampler; traced (`with lm.generate(...) as tracer:`) or not.
 
         Args:
@@ -138,7 +138,7 @@ class DiffusionLM(HuggingFaceModel):
         run = TracedRun(self._module, self.interleaver, place, grad=grad, on_start=self._use_sampler)
         self._traced = run
         hosts = (run, *(host if isinstance(host, Sequence) else (host,)))
-        return Run.of(run_or_scan(self._module, prompt, attention_mask, host=hosts, **settings))
+        return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=hosts, **settings))
 
     def trace(self, *inputs: Any, **options: Any) -> Any:
         """Open a trace of one forward pass of the model; see nnsight's `Envoy.trace`."""
@@ -157,7 +157,7 @@ class DiffusionLM(HuggingFaceModel):
     def told(self, step: Step) -> RunStep:
         """What a hook is told of a step, with a pass without hooks for those that want one."""
 
-        def clean() -> Mapping[int, Columns]:
+        def clean() -> Mapping[int, ColumnStats]:
             if self._traced is None or self._traced.now is None:
                 raise ValueError(f"{step}: the run is over, and a pass without hooks is over its present canvas")
             rows = self.own_rows()

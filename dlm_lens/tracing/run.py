@@ -13,19 +13,19 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from dlm_lens.attention import Columns, RunStep
-from dlm_lens.sampling import Denoised, Proposal, Sampler, StepPlan, collecting_columns, denoise
+from dlm_lens.attention import ColumnStats, RunStep
+from dlm_lens.sampling import DenoisingRun, Proposal, Sampler, StepPlan, collecting_columns, denoise
 from dlm_lens.tracing.steps import STEP
 
 
 class RowBatcher(Batcher):
-    """nnsight's batcher for runs: a doubled batch belongs to its rows, and a `Denoised` is cut by rows."""
+    """nnsight's batcher for runs: a doubled batch belongs to its rows, and a `DenoisingRun` is cut by rows."""
 
     guided = False
 
     def narrow(self, value: Any, group: Any) -> Any:
         """What an invoke is served: its own rows."""
-        if isinstance(value, Denoised) and self.batching and group is not None:
+        if isinstance(value, DenoisingRun) and self.batching and group is not None:
             return rows_of(value, slice(group[0], group[0] + group[1]))
         return super().narrow(value, group)
 
@@ -46,7 +46,7 @@ class RowBatcher(Batcher):
         return self.guided and tensor.ndim > 0 and tensor.shape[0] == 2 * self.total
 
 
-def rows_of(run: Denoised, rows: slice) -> Denoised:
+def rows_of(run: DenoisingRun, rows: slice) -> DenoisingRun:
     """The run of some of its rows."""
     settings = dict(run.settings)
     if "seeds" in settings:
@@ -57,14 +57,14 @@ def rows_of(run: Denoised, rows: slice) -> Denoised:
         masked=run.masked[:, rows],
         proposals=run.proposals[:, rows],
         confidence=run.confidence[:, rows],
-        selected=run.selected[:, rows],
+        unmasked=run.unmasked[:, rows],
         attention_mask=run.attention_mask[rows],
         settings=settings,
     )
 
 
-class Run(Denoised):
-    """The result of `lm.generate`: a `Denoised` that knows what `with` was meant to say."""
+class Run(DenoisingRun):
+    """The result of `lm.generate`: a `DenoisingRun` that knows what `with` was meant to say."""
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
@@ -76,13 +76,13 @@ class Run(Denoised):
     def __exit__(self, *error: object) -> None: ...
 
     @classmethod
-    def of(cls, run: Denoised) -> "Run":
+    def of(cls, run: DenoisingRun) -> "Run":
         """The same run."""
         return cls(**{name.name: getattr(run, name.name) for name in fields(run)})
 
 
 class TracedRun:
-    """Hands every step of a run, and its canvas, to the workers of a trace (the Host protocol of `sampling`).
+    """Hands every step of a run, and its canvas, to the workers of a trace (a `RunObserver` of `sampling`).
 
     Args:
         model: the traced network.
@@ -103,10 +103,10 @@ class TracedRun:
     ) -> None:
         self.model, self.interleaver, self.location = model, interleaver, canvas
         self.grad, self.on_start = grad, on_start
-        self.everywhere = True
+        self.needs_full_logits = True
         self.now: RunStep | None = None
         self._forward: Callable[[Tensor], Any] | None = None
-        self._clean: Mapping[int, Columns] | None = None
+        self._clean: Mapping[int, ColumnStats] | None = None
         self.state: dict[str, Tensor] = {}
         self.editable = False
 
@@ -139,7 +139,7 @@ class TracedRun:
         return canvas
 
     @torch.no_grad()
-    def clean(self) -> Mapping[int, Columns]:
+    def clean(self) -> Mapping[int, ColumnStats]:
         """What every layer's keys receive on the step's canvas without hooks, in all rows of the network.
 
         One more pass, once a step, which no trace sees.
@@ -156,7 +156,7 @@ class TracedRun:
             self._clean = columns
         return self._clean
 
-    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, selected: Tensor) -> None:
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, unmasked: Tensor) -> None:
         """A step is over; the trace has seen it in the sampler."""
 
     def stop(self) -> None:
@@ -184,7 +184,7 @@ class _Shapes:
         return SimpleNamespace(logits=logits, past_key_values=output.past_key_values)
 
 
-def run_or_scan(module: Any, prompt: Any, attention_mask: Any, **settings: Any) -> Denoised:
+def run_or_scan(module: Any, prompt: Any, attention_mask: Any, **settings: Any) -> DenoisingRun:
     """`denoise` with all logits; inside `lm.scan` the sampler is real and the network is not.
 
     The schedule, the canvases and the sampler's locations are then those of a run in which every token is equally

@@ -10,7 +10,7 @@ from .head_loss import masked_loss as masked_loss
 from .head_loss import weighted_cross_entropy as weighted_cross_entropy
 from .monitoring import evaluation_loss as evaluation_loss
 from .networks import build_model as build_model
-from .objective import MaskedDiffusion as MaskedDiffusion
+from .objective import MaskedDiffusionLoss as MaskedDiffusionLoss
 from .objective import NextToken as NextToken
 from .objective import Objective as Objective
 from .planning import Plan as Plan

@@ -65,7 +65,7 @@ def random_numbers(seed: int, stream: int, sample: int) -> np.random.Generator:
 
 
 @dataclass(frozen=True)
-class MaskedDiffusion:
+class MaskedDiffusionLoss:
     """L = -E [1/tau sum_{i masked} log p(x_0^i | x_t)] ("One Token Is Enough", Eq. 3 and 4).
 
     t is uniform in [0, 1), tau = floor + (1 - floor) s(t) with s(t) = t (linear) or 1 - cos(pi t / 2) (cosine).
@@ -168,9 +168,9 @@ class MaskedDiffusion:
         Raises:
             ValueError: the text holds the mask token.
         """
-        return self.asked(rows, self.draw(rows, samples, seed))
+        return self.loss_arguments(rows, self.draw(rows, samples, seed))
 
-    def asked(self, rows: Rows, noised: Noised) -> dict[str, Tensor]:
+    def loss_arguments(self, rows: Rows, noised: Noised) -> dict[str, Tensor]:
         """The canvas of given noise, its targets and their weights."""
         if self.mask_token_id is None or self.logit_shift is None:
             raise ValueError("the objective does not know the model's mask token or shift; see `for_model`")
@@ -195,7 +195,7 @@ class MaskedDiffusion:
             "count": torch.tensor(count),
         }
 
-    def for_model(self, model: Any, batch_size: int) -> "MaskedDiffusion":
+    def for_model(self, model: Any, batch_size: int) -> "MaskedDiffusionLoss":
         """The same objective with what only the model and the batch tell.
 
         Raises:
@@ -209,7 +209,7 @@ class MaskedDiffusion:
             )
         shift = getattr(model.config, "logit_shift", False) if self.logit_shift is None else self.logit_shift
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MaskedDiffusion(
+        return MaskedDiffusionLoss(
             **values | {"mask_token_id": mask, "logit_shift": bool(shift), "group": self.group or batch_size}
         )
 
@@ -219,8 +219,8 @@ class NextToken:
     """The loss of an autoregressive baseline, -sum_{i >= 1} log p(x_i | x_<i), on the same rows.
 
     Args:
-        normalisation: as in `MaskedDiffusion`.
-        random_length_share: as in `MaskedDiffusion`.
+        normalisation: as in `MaskedDiffusionLoss`.
+        random_length_share: as in `MaskedDiffusionLoss`.
 
     Raises:
         ValueError: an unknown normalisation.
@@ -233,8 +233,8 @@ class NextToken:
         check_choices(self, normalisation=Normalisation)
 
     def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
-        """As in `MaskedDiffusion`."""
-        return MaskedDiffusion(random_length_share=self.random_length_share).lengths(samples, length, seed)
+        """As in `MaskedDiffusionLoss`."""
+        return MaskedDiffusionLoss(random_length_share=self.random_length_share).lengths(samples, length, seed)
 
     def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
         """Every answer position and every position of a prompt is asked for, except the first of a document."""

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dlm_lens.arguments import shown
 from dlm_lens.attention import Placement
-from dlm_lens.training.objective import MaskedDiffusion, NextToken, check_choices
+from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, check_choices
 from dlm_lens.training.sources import Packing
 
 OptimizerName = Literal["adamw", "muon"]
@@ -171,7 +171,7 @@ class TrainingSettings:
     output: str = "runs/training"
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    objective: MaskedDiffusion | NextToken = field(default_factory=MaskedDiffusion)
+    objective: MaskedDiffusionLoss | NextToken = field(default_factory=MaskedDiffusionLoss)
     optimisation: Optimisation = field(default_factory=Optimisation)
     batch_size: int = 512
     micro_batch_size: int = 8
@@ -292,9 +292,9 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
     """
-    from dlm_lens.training.objective import MaskedDiffusion, NextToken
+    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
 
-    objectives = {"masked_diffusion": MaskedDiffusion, "next_token": NextToken}
+    objectives = {"masked_diffusion": MaskedDiffusionLoss, "next_token": NextToken}
     given = dict(values)
     objective = dict(given.pop("objective", None) or {})
     kind = objective.pop("kind", "masked_diffusion")

@@ -36,7 +36,7 @@ from dlm_lens.training.monitoring import (
     Stopwatch,
     evaluation_loss,
 )
-from dlm_lens.training.objective import MaskedDiffusion
+from dlm_lens.training.objective import MaskedDiffusionLoss
 from dlm_lens.training.optimization import build_optimizer, learning_rate
 from dlm_lens.training.progress import ProgressBar
 from dlm_lens.training.settings import TrainingSettings, differences
@@ -270,7 +270,7 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
         if self.examples is None:
             raise ValueError("there is no evaluation loss without eval_dataset")
         objective = replace(self.objective, random_length_share=0.0)
-        if isinstance(objective, MaskedDiffusion):
+        if isinstance(objective, MaskedDiffusionLoss):
             objective = replace(objective, low_discrepancy=True, group=self.settings.eval_samples)
         loss = evaluation_loss(
             self.model,

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from dlm_lens.attention import exclusive, hooked_attentions, layer_windows, listening
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
@@ -81,15 +81,15 @@ class Snapshot:
 
 @torch.no_grad()
 @exclusive
-def snapshot(model: Any, run: Denoised, *, step: int, layer: int, row: int = 0) -> Snapshot:
+def snapshot(model: Any, run: DenoisingRun, *, step: int, layer: int, row: int = 0) -> Snapshot:
     """Run the model on the canvas that a step saw, and keep one layer's pattern and values.
 
     Raises:
-        TypeError: the run is not a `Denoised`.
+        TypeError: the run is not a `DenoisingRun`.
         ValueError: a step, layer or row that is not there, or a run of another model.
     """
-    if not isinstance(run, Denoised):
-        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    if not isinstance(run, DenoisingRun):
+        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
     for name, index, count in (("step", step, run.steps), ("row", row, len(run.tokens))):
         if not 0 <= index < count:
             raise ValueError(f"{name} {index} of {count}: {name}s go from 0 to {count - 1}")

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from dlm_lens.recording import Recording
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Received, trajectories
 from dlm_lens.viz.selection import as_received, index_of, most_moving, strongest
 
@@ -14,8 +14,8 @@ PICKS = ("strongest", "moving")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a user asked of a picture.
+class PlotOptions:
+    """What a user options of a picture.
 
     Args:
         recordings: by name, which is what stands in front of the caption.
@@ -74,7 +74,7 @@ class Asked:
         return as_received(self.recording)
 
     @cached_property
-    def run(self) -> Denoised:
+    def run(self) -> DenoisingRun:
         """The run."""
         return self.recording.run
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dlm_lens.viz import View
-    from dlm_lens.viz.plot_options import Asked
+    from dlm_lens.viz.plot_options import PlotOptions
 
 FIGURES = (".png", ".pdf", ".svg")
 PAGES = (".html",)
@@ -31,120 +31,124 @@ class Kind:
     """
 
     about: str
-    make: "Callable[[Asked], Figure | View]"
+    make: "Callable[[PlotOptions], Figure | View]"
     options: str
     needs: str = "received"
     suffixes: tuple[str, ...] = FIGURES
 
 
-def _positions(asked: "Asked") -> "Figure":
-    if len(asked.recordings) == 1:
-        layer, head = asked.place()
+def _positions(options: "PlotOptions") -> "Figure":
+    if len(options.recordings) == 1:
+        layer, head = options.place()
         return viz.sink_positions(
-            asked.received,
-            asked.rule,
+            options.received,
+            options.rule,
             layer=layer,
             head=head,
-            row=asked.row,
-            blocks=asked.run.spans,
-            title=asked.name,
+            row=options.row,
+            blocks=options.run.spans,
+            title=options.name,
         )
     from dlm_lens.viz.selection import as_received
 
-    given = {name: as_received(recording) for name, recording in asked.recordings.items()}
+    given = {name: as_received(recording) for name, recording in options.recordings.items()}
     return viz.sink_positions_by_model(
         given,
-        asked.rule,
-        heads={name: asked.place(received) for name, received in given.items()},
-        rows=dict.fromkeys(given, asked.row),
-        blocks={name: recording.run.spans for name, recording in asked.recordings.items()},
-        title=", ".join(asked.chosen) if asked.title is None else asked.title,
+        options.rule,
+        heads={name: options.place(received) for name, received in given.items()},
+        rows=dict.fromkeys(given, options.row),
+        blocks={name: recording.run.spans for name, recording in options.recordings.items()},
+        title=", ".join(options.chosen) if options.title is None else options.title,
     )
 
 
-def _incoming(asked: "Asked") -> "Figure":
-    layer, head = asked.place()
+def _incoming(options: "PlotOptions") -> "Figure":
+    layer, head = options.place()
     return viz.incoming_attention(
-        asked.received, layer=layer, head=head, row=asked.row, steps=asked.steps or None, title=asked.name
+        options.received, layer=layer, head=head, row=options.row, steps=options.steps or None, title=options.name
     )
 
 
-def _distribution(asked: "Asked") -> "Figure":
-    layer, head = asked.wide
-    return viz.score_distribution(asked.received, layer=layer, head=head, detector=asked.rule, title=asked.name)
+def _distribution(options: "PlotOptions") -> "Figure":
+    layer, head = options.wide
+    return viz.score_distribution(
+        options.received, layer=layer, head=head, detector=options.rule, title=options.name
+    )
 
 
-def _strength(asked: "Asked") -> "Figure":
-    return viz.sink_strength(asked.received, asked.rule, title=asked.name)
+def _strength(options: "PlotOptions") -> "Figure":
+    return viz.sink_strength(options.received, options.rule, title=options.name)
 
 
-def _sweep(asked: "Asked") -> "Figure":
-    return viz.sinks_over_eps(asked.received, marked=asked.eps, title=asked.name)
+def _sweep(options: "PlotOptions") -> "Figure":
+    return viz.sinks_over_eps(options.received, marked=options.eps, title=options.name)
 
 
-def _regions(asked: "Asked") -> "Figure":
-    layer, head = asked.wide
-    return viz.region_mass(asked.recording, layer=layer, head=head, title=asked.name)
+def _regions(options: "PlotOptions") -> "Figure":
+    layer, head = options.wide
+    return viz.region_mass(options.recording, layer=layer, head=head, title=options.name)
 
 
-def _norms(name: str) -> "Callable[[Asked], Figure]":
-    def make(asked: "Asked") -> "Figure":
+def _norms(name: str) -> "Callable[[PlotOptions], Figure]":
+    def make(options: "PlotOptions") -> "Figure":
         from dlm_lens.probes import value_norms
         from dlm_lens.sinks import find_sinks
 
-        found = value_norms(asked.recording, find_sinks(asked.received, asked.rule))
-        return getattr(viz, name)(found, title=asked.name)
+        found = value_norms(options.recording, find_sinks(options.received, options.rule))
+        return getattr(viz, name)(found, title=options.name)
 
     return make
 
 
-def _maps(asked: "Asked") -> "Figure":
-    layer, head = asked.place()
+def _maps(options: "PlotOptions") -> "Figure":
+    layer, head = options.place()
     if layer is None:
         raise ValueError("this picture is of one layer; give --layer")
-    last = asked.row_steps - 1
-    steps = asked.steps or tuple(dict.fromkeys((last // 4, 3 * last // 4)))
+    last = options.row_steps - 1
+    steps = options.steps or tuple(dict.fromkeys((last // 4, 3 * last // 4)))
     return viz.attention_maps(
-        asked.network, asked.run, steps=steps, layer=layer, head=head, row=asked.row, detector=asked.rule,
-        title=asked.name,
+        options.network, options.run, steps=steps, layer=layer, head=head, row=options.row, detector=options.rule,
+        title=options.name,
     )  # fmt: skip
 
 
-def _lens(asked: "Asked") -> "Figure":
+def _lens(options: "PlotOptions") -> "Figure":
     from dlm_lens.probes import logit_lens
 
-    model = asked.network
-    run = asked.run
-    if (position := asked.canvas_position()) is not None:
-        lens = logit_lens(model, run, [position], steps=asked.steps or None)
-        return viz.lens_table(lens, position=position, row=asked.row, title=asked.name)
-    start, stop = run.spans[asked.step()]
-    lens = logit_lens(model, run, list(range(start, stop)), steps=[asked.step()])
-    return viz.lens_table(lens, step=asked.step(), row=asked.row, title=asked.name)
+    model = options.network
+    run = options.run
+    if (position := options.canvas_position()) is not None:
+        lens = logit_lens(model, run, [position], steps=options.steps or None)
+        return viz.lens_table(lens, position=position, row=options.row, title=options.name)
+    start, stop = run.spans[options.step()]
+    lens = logit_lens(model, run, list(range(start, stop)), steps=[options.step()])
+    return viz.lens_table(lens, step=options.step(), row=options.row, title=options.name)
 
 
-def _heads(asked: "Asked") -> "View":
-    layer, _ = asked.place()
+def _heads(options: "PlotOptions") -> "View":
+    layer, _ = options.place()
     if layer is None:
         raise ValueError("this view is of one layer; give --layer")
-    return viz.attention_heads(asked.run, asked.network, step=asked.step(), layer=layer, row=asked.row)
+    return viz.attention_heads(options.run, options.network, step=options.step(), layer=layer, row=options.row)
 
 
-def _one_head(name: str) -> "Callable[[Asked], View]":
-    def make(asked: "Asked") -> "View":
-        place, step = asked.one_head(), asked.step()  # before the model is loaded
-        return getattr(viz, name)(asked.run, asked.network, step=step, row=asked.row, **place)
+def _one_head(name: str) -> "Callable[[PlotOptions], View]":
+    def make(options: "PlotOptions") -> "View":
+        place, step = options.one_head(), options.step()  # before the model is loaded
+        return getattr(viz, name)(options.run, options.network, step=step, row=options.row, **place)
 
     return make
 
 
-def _tokens(asked: "Asked") -> "View":
-    layer, head = asked.place()
-    return viz.received_tokens(asked.received, layer=layer, head=head, row=asked.row, steps=asked.steps or None)
+def _tokens(options: "PlotOptions") -> "View":
+    layer, head = options.place()
+    return viz.received_tokens(
+        options.received, layer=layer, head=head, row=options.row, steps=options.steps or None
+    )
 
 
-def _text(asked: "Asked") -> "View":
-    return viz.emerging_text(asked.run, row=asked.row, steps=asked.steps or None)
+def _text(options: "PlotOptions") -> "View":
+    return viz.emerging_text(options.run, row=options.row, steps=options.steps or None)
 
 
 KINDS: dict[str, Kind] = {
@@ -240,12 +244,12 @@ def check_options(kind: str, given: frozenset[str], out: Path) -> None:
     check_file(out)
 
 
-def draw(kind: str, asked: "Asked", out: Path, given: frozenset[str]) -> Path:
+def draw(kind: str, options: "PlotOptions", out: Path, given: frozenset[str]) -> Path:
     """Make a picture and write it.
 
     Args:
         kind: a name of `KINDS`.
-        asked: what of.
+        options: what of.
         out: the file; its suffix says the format.
         given: the options that the user gave.
 
@@ -255,14 +259,14 @@ def draw(kind: str, asked: "Asked", out: Path, given: frozenset[str]) -> Path:
     """
     check_options(kind, given, out)
     entry = KINDS[kind]
-    for name, recording in asked.recordings.items():
+    for name, recording in options.recordings.items():
         if entry.needs and entry.needs not in recording.specs:
             raise ValueError(
                 f"{name} has no {entry.needs}, which {kind} needs; it has {', '.join(recording.specs)}"
             )
     from dlm_lens.viz.views.view import View
 
-    made = entry.make(asked)
+    made = entry.make(options)
     if isinstance(made, View):
         return made.save(out)
     made.savefig(out, bbox_inches="tight", dpi=150)

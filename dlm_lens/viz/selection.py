@@ -13,7 +13,7 @@ from dlm_lens.sinks import Level, Received, Trajectories, received_of
 
 
 @dataclass(frozen=True)
-class Shown:
+class Selection:
     """The part of a `Received` that a picture shows; `received` has one row, one layer and one head."""
 
     received: Received
@@ -56,7 +56,7 @@ class Shown:
         return None if self.received.tokens is None else [int(i) for i in self.received.tokens[-1, 0]]
 
 
-def choose(received: Any, layer: int | None, head: int | None, row: int) -> Shown:
+def choose(received: Any, layer: int | None, head: int | None, row: int) -> Selection:
     """Pick a head of a layer, the head mean of a layer (head None), or the model mean (both None).
 
     Raises:
@@ -69,7 +69,7 @@ def choose(received: Any, layer: int | None, head: int | None, row: int) -> Show
     layers = slice(0, 1) if layer is None else _slice("layer", layer, received.layers)
     heads = slice(0, 1) if head is None else _slice("head", head, range(received.values.shape[3]))
     rows = _slice("row", row, range(received.values.shape[1]))
-    return Shown(received.part(rows, layers, heads), layer, head, row)
+    return Selection(received.part(rows, layers, heads), layer, head, row)
 
 
 def as_received(given: Any) -> Received:

@@ -5,7 +5,7 @@ from typing import Any
 
 from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.attention_sinks.problems import asked, chat
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
 from dlm_lens.experiments.attention_sinks.watching import numbers
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table
@@ -27,7 +27,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     from dlm_lens.hooks import mask_random, mask_top_sinks
 
     model = bench.model(item["model"])
-    texts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
+    texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
     done = dl.denoise(model, texts, **settings["sampler"])
     mask = mask_top_sinks(settings["columns"])
     hooks = dict(zip(KINDS, (mask, mask_random(like=mask), mask_random(like=mask, match="mass")), strict=True))
@@ -41,9 +41,9 @@ def _flips(replayed: Any, row: int) -> dict[str, Any]:
 
     run, found = replayed.run, dict.fromkeys(("open", "flipped", "first", "first_flipped"), 0)
     kept: dict[str, list[float]] = {"change": [], "sure_flipped": [], "sure_kept": []}
-    position = torch.arange(replayed.asked.shape[-1])
+    position = torch.arange(replayed.predicted.shape[-1])
     for step, (start, stop) in enumerate(run.spans):
-        here = replayed.asked[step, row]
+        here = replayed.predicted[step, row]
         inside = here & (position >= start) & (position < stop)
         here = inside if bool(inside.any()) else here
         if not bool(here.any()):

@@ -14,7 +14,7 @@ def conditions(settings: Settings, model: str) -> dict[str, str]:
     found = {"unmasked": "", "everywhere": mask}
     found |= {f"layer {layer}": f"at_layers({mask}, [{layer}])" for layer in settings["layers"]}
     parts = {"first third": "(0, 0.34)", "second third": "(0.34, 0.67)", "last third": "(0.67, 1)"}
-    return found | {name: f"when({mask}, {part})" for name, part in parts.items()}
+    return found | {name: f"at_progress({mask}, {part})" for name, part in parts.items()}
 
 
 def render(results: Results) -> Rendering:

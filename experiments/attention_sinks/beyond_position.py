@@ -5,7 +5,7 @@ from typing import Any
 
 from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.attention_sinks.problems import asked, chat
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
 from dlm_lens.experiments.attention_sinks.watching import rule
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table
@@ -20,7 +20,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     import dlm_lens as dl
 
     model = bench.model(item["model"])
-    texts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
+    texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
     done = dl.denoise(model, texts, **settings["sampler"])
     trials = dl.position_or_token(model, done, rule(settings), steps=[0, done.steps // 2, -1]).trials
     counts = trials.groupby(["batch", "change", "outcome"]).size()

@@ -28,7 +28,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 
 def render(results: Results) -> Rendering:
-    """Share left out over eps, per model and level."""
+    """AttentionShare left out over eps, per model and level."""
     from dlm_lens.experiments.attention_sinks.drawing import lines
 
     values = results.settings["values"]

@@ -62,11 +62,11 @@ def _pattern(model: Any, watched: Watched, step: int, layer: int, head: int) -> 
     import torch
 
     from dlm_lens.attention import SinkLayout
-    from dlm_lens.hooks import attached
+    from dlm_lens.hooks import attach_hooks
 
     keeper = _Keeper((layer,))
     ids = watched.run.canvases[step, watched.row][watched.run.attention_mask[watched.row]]
-    with torch.no_grad(), attached(model, keeper):
+    with torch.no_grad(), attach_hooks(model, keeper):
         model(input_ids=ids[None].to(model.device))
     pattern = keeper.kept[0][0, head].float().cpu()
     canvas = SinkLayout.of(model).canvas(len(pattern))

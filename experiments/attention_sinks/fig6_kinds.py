@@ -13,11 +13,11 @@ from dlm_lens.experiments.statistics import Interval, ratio_over_prompts
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Per prompt and layer: steps where both classes of queries have a sink, and where these differ; lives."""
     import dlm_lens as dl
-    from dlm_lens.sinks import query_split
+    from dlm_lens.sinks import compare_query_classes
 
     found: dict[str, Any] = {"both": [], "differ": [], "lives": [], "transient": []}
     for watched in watch(item, settings, bench, ("all", "masked", "unmasked")):
-        table = query_split(watched.received["masked"], watched.received["unmasked"], rule(settings))
+        table = compare_query_classes(watched.received["masked"], watched.received["unmasked"], rule(settings))
         table["apart"] = (table["differ"] * table["both"]).fillna(0)
         layers = table.groupby("layer", sort=True)[["both", "apart"]].sum()
         found["both"].append([int(value) for value in layers["both"]])

@@ -5,7 +5,7 @@ from typing import Any
 
 from dlm_lens.experiments.attention_sinks.answers import answers, exact_match
 from dlm_lens.experiments.attention_sinks.answers import difference as paired
-from dlm_lens.experiments.attention_sinks.problems import asked, starts
+from dlm_lens.experiments.attention_sinks.problems import problems_of, starts
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Item, Settings, Table
 from dlm_lens.experiments.statistics import Interval
@@ -44,7 +44,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     from dlm_lens.evaluation.tasks.toy import final_answer
     from dlm_lens.hooks import parse_hooks
 
-    these = asked(settings, item["start"])
+    these = problems_of(settings, item["start"])
     hooks = parse_hooks(item["hook"]) if item["hook"] else ()
     done = dl.denoise(
         bench.model(item["model"]), [problem.prompt for problem in these], hooks=hooks, **settings["sampler"]

@@ -39,7 +39,7 @@ def problems(task: str) -> list[Problem]:
     ]
 
 
-def asked(settings: Settings, start: int = 0) -> list[Problem]:
+def problems_of(settings: Settings, start: int = 0) -> list[Problem]:
     """The problems of one item: up to `batch`, from `start` on."""
     stop = min(start + settings["batch"], settings["prompts"])
     return problems(settings["task"])[start:stop]

@@ -5,7 +5,7 @@ from typing import Any
 
 from dlm_lens.experiments.attention_sinks.answers import answers, difference, exact_match
 from dlm_lens.experiments.attention_sinks.masking_findings import accuracy, findings, has
-from dlm_lens.experiments.attention_sinks.problems import SHIPPED, asked, problems, starts
+from dlm_lens.experiments.attention_sinks.problems import SHIPPED, problems, problems_of, starts
 from dlm_lens.experiments.attention_sinks.readings import CONTROLS, VARIANTS, conditions, named
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Item, Rendering, Settings, Table
@@ -92,7 +92,7 @@ def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[boo
     import dlm_lens as dl
     from dlm_lens.evaluation.tasks.toy import final_answer
 
-    these = asked(settings, item["start"])
+    these = problems_of(settings, item["start"])
     hooks = [] if mask is None else [mask]
     done = dl.denoise(
         model, [problem.prompt for problem in these], hooks=hooks, seed=item["seed"], **settings["sampler"]

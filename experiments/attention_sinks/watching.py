@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlm_lens.experiments.attention_sinks.problems import asked, chat, starts
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
 from dlm_lens.experiments.spec import Cost, Item, Settings
 
 SMALL: dict[str, Any] = {
@@ -45,7 +45,7 @@ def watch(item: Item, settings: Settings, bench: Any, queries: Sequence[str] = (
     import dlm_lens as dl
 
     model = bench.model(item["model"])
-    texts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
+    texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
     reducers = [dl.ReceivedAttention(queries=kind) for kind in queries]  # type: ignore[arg-type]
     to = None
     if settings["keep"]:

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.attention import (
-    Columns,
-    Hidden,
+    ColumnMask,
+    ColumnStats,
     HookContext,
     SinkLayout,
     hidden_mass,
@@ -35,7 +35,7 @@ class Weighed:
         return repr(self.hook)
 
     def __getattr__(self, name: str) -> Any:
-        # Site, layers, needs_clean, check_run, observe: the hook's own, and absent where it has none.
+        # Site, layers, needs_clean_pass, check_run, observe: the hook's own, and absent where it has none.
         if name == "hook":
             raise AttributeError(name)
         return getattr(self.hook, name)
@@ -46,10 +46,10 @@ class Weighed:
         """The scores or the pattern without the columns."""
         return hide_columns(self, tensor, hook)
 
-    def hidden(self, keys: int, columns: Callable[[], Columns], hook: HookContext | None) -> Hidden | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
         """What the hook hides."""
         columns()
-        found: Hidden | None = self.hook.hidden(keys, columns, hook)
+        found: ColumnMask | None = self.hook.hidden(keys, columns, hook)
         run = getattr(hook, "run", None)
         if found is not None and run is not None:
             self._memories[id(run.memory)] = run.memory

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.problems import asked, chat, starts
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
 from dlm_lens.experiments.spec import Cost, Item, Settings
 
 SMALL: dict[str, Any] = {
@@ -24,7 +24,7 @@ def recorded(item: Item, settings: Settings, bench: Any) -> tuple[Any, Any]:
     import dlm_lens as dl
 
     model = bench.model(item["model"])
-    prompts = chat(model, [problem.prompt for problem in asked(settings, item["start"])], settings)
+    prompts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
     reducers = [dl.ReceivedAttention(), dl.ValueNorm()]
     return model, dl.record(model, prompts, reducers, seed=0, **settings["sampler"])
 

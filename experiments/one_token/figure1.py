@@ -8,7 +8,7 @@ from dlm_lens.experiments.one_token.paper import FIGURE1
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table, Verdict
 from dlm_lens.experiments.statistics import Interval, mean_over_prompts, ratio_over_prompts
-from dlm_lens.probes.norms import Alike
+from dlm_lens.probes.norms import ValueMatch
 
 LARGEST = 96
 """Rows and columns of a stored map; larger ones are averaged down."""
@@ -35,9 +35,9 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     model, recording = denoising.recorded(item, settings, bench)
     found = dl.find_sinks(recording, dl.AboveMean(settings["eps"]))
     result: dict[str, Any] = {"found": int(found.is_sink.sum()), "patterns": found.is_sink[..., 0].numel()}
-    kinds: tuple[Alike, ...] = ("any", "masked")
+    kinds: tuple[ValueMatch, ...] = ("any", "masked")
     for alike in kinds if result["found"] else ():
-        norms = value_norms(recording, found, samples=settings["pairs"], alike=alike)
+        norms = value_norms(recording, found, samples=settings["pairs"], match=alike)
         result[alike] = [_sums(norms, prompt) for prompt in range(recording.run.tokens.shape[0])]
         result[f"{alike}_counts"] = _counts(norms)
     main = found.scores.nan_to_num(nan=-1.0).argmax(-1)

@@ -33,7 +33,7 @@ def measured(run: Miniature, settings: Mapping[str, Any]) -> dict[str, Any]:
     directory = Path(settings["trained"]) / run.name
     asked = [VERSION, EPS, MASKS, SAMPLER, *(settings[name] for name in ("prompts", "watched", "validation"))]
     if run.text:
-        asked = text_measuring.asked(settings)
+        asked = text_measuring.requested(settings)
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
     path = directory / f"measured-{digest}.json"
     with alone(directory):

@@ -22,7 +22,7 @@ def sink_numbers(recording: Any) -> dict[str, Any]:
     result: dict[str, Any] = {"moved": moved(found.scores), "found": float(found.is_sink.sum(-1).float().mean())}
     result |= {"found_norm": None, "found_other": None, "found_percentile": None}
     if bool(found.is_sink.any()):
-        norms = value_norms(recording, found, alike="masked")
+        norms = value_norms(recording, found, match="masked")
         if len(norms.sink):
             result["found_norm"], result["found_other"] = float(norms.sink.mean()), float(norms.other.mean())
             result["found_percentile"] = float(norms.percentile.mean())

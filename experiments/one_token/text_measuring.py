@@ -24,7 +24,7 @@ VERSION = 1
 """Of this file's numbers; stored ones of another version are measured again."""
 
 
-def asked(settings: Mapping[str, Any]) -> list[Any]:
+def requested(settings: Mapping[str, Any]) -> list[Any]:
     """What the numbers depend on, beside the network."""
     return ["text", VERSION, EPS, MASKS, STEPS, settings["watched"], settings["validation"]]
 

@@ -83,6 +83,6 @@ def text_settings(run: Any, output: Path, model: Mapping[str, Any]) -> Any:
 
 def diffusion() -> Any:
     """Eq. 3 and 4: exactly ceil(t S) of the S positions are masked, t evenly spread over the batch."""
-    from dlm_lens.training import MaskedDiffusion
+    from dlm_lens.training import MaskedDiffusionLoss
 
-    return MaskedDiffusion(masks="count", low_discrepancy=True, floor=1e-6)
+    return MaskedDiffusionLoss(masks="count", low_discrepancy=True, floor=1e-6)

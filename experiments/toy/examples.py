@@ -13,7 +13,7 @@ import torch
 import typer
 
 import dlm_lens
-from dlm_lens import AboveMean, Comparison, Denoised, Trajectories
+from dlm_lens import AboveMean, Comparison, DenoisingRun, Trajectories
 from dlm_lens.hooks import at_heads, at_layers, mask_random, mask_sinks
 from experiments.toy.corpus import TEST_SEED, held_out, training_prompts
 from experiments.toy.language import Example
@@ -26,7 +26,7 @@ DRAWN = 400
 
 
 @dataclass(frozen=True)
-class Shown:
+class Example:
     """The example.
 
     Args:
@@ -39,7 +39,7 @@ class Shown:
     """
 
     examples: tuple[Example, ...]
-    run: Denoised
+    run: DenoisingRun
     paths: Trajectories
     layer: int
     head: int
@@ -52,7 +52,7 @@ def drawn_examples(prompts: int = 16) -> tuple[Example, ...]:
     return tuple(one for one in drawn if len(one.answer.split()) == LENGTH)[:prompts]
 
 
-def choose(model: Any, examples: tuple[Example, ...]) -> Shown:
+def choose(model: Any, examples: tuple[Example, ...]) -> Example:
     """The head whose sinks move in most of the prompts; of equals the one in front."""
     prompts = [one.prompt for one in examples]
     rec = dlm_lens.record(model, prompts, gen_length=LENGTH, block_length=BLOCK)
@@ -60,10 +60,10 @@ def choose(model: Any, examples: tuple[Example, ...]) -> Shown:
     summary = paths.summary(by="head")
     best = summary.iloc[int(summary["moving"].to_numpy().argmax())]
     kinds = paths.kinds[:, int(best["layer"]), int(best["head"])]
-    return Shown(examples, rec.run, paths, int(best["layer"]), int(best["head"]), int((kinds == "moving").sum()))
+    return Example(examples, rec.run, paths, int(best["layer"]), int(best["head"]), int((kinds == "moving").sum()))
 
 
-def knock_out(model: Any, shown: Shown, control: int | None = None) -> Comparison:
+def knock_out(model: Any, shown: Example, control: int | None = None) -> Comparison:
     """The prompts with the head's sinks hidden, or (with the seed of a control) columns of the same mass."""
     hook = at_layers(at_heads(mask_sinks(RULE), [shown.head]), [shown.layer])
     hooks = [hook if control is None else mask_random(like=hook, match="mass", seed=control)]
@@ -71,7 +71,7 @@ def knock_out(model: Any, shown: Shown, control: int | None = None) -> Compariso
     return dlm_lens.compare(model, prompts, hooks=hooks, gen_length=LENGTH, block_length=BLOCK)
 
 
-def right(run: Denoised, examples: tuple[Example, ...]) -> int:
+def right(run: DenoisingRun, examples: tuple[Example, ...]) -> int:
     """How many answers are the expected ones, word for word."""
     return sum(run.answers[i].strip() == one.answer.strip() for i, one in enumerate(examples))
 

@@ -12,7 +12,7 @@ import typer
 
 import dlm_lens
 from dlm_lens import AboveMean, Trajectories
-from dlm_lens.sinks import place_enrichment, position_or_token, token_enrichment, trajectories
+from dlm_lens.sinks import position_enrichment, position_or_token, token_enrichment, trajectories
 from experiments.toy.corpus import TEST_SEED, held_out, training_prompts
 from experiments.toy.statistics import markdown_table
 
@@ -31,7 +31,7 @@ def of_model(name: str, prompts: list[str]) -> dict[str, list[list[str]]]:
     return {
         "movement": [[name, *_movement(paths)]],
         "tokens": _enriched(name, token_enrichment(paths, eos_token_ids=run.eos_token_ids)),
-        "places": _enriched(name, place_enrichment(paths)),
+        "places": _enriched(name, position_enrichment(paths)),
         "position or token": [
             [name, line["change"], *(_interval(line, key) for key in ("token", "position", "both", "neither")),
              str(line["n"])]

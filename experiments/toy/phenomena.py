@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 
-from dlm_lens import AboveMean, Denoised, received_over_steps
+from dlm_lens import AboveMean, DenoisingRun, received_over_steps
 from dlm_lens.attention import SinkLayout
 from experiments.toy.language import LARGEST_NUMBER, SIGNS
 from experiments.toy.statistics import Estimate, clustered_ratio
@@ -49,13 +49,13 @@ class Maps:
         return largest(self.score)
 
 
-def measure(model: Any, run: Denoised) -> dict[str, Any]:
+def measure(model: Any, run: DenoisingRun) -> dict[str, Any]:
     """All statistics of one run, each with n and an interval clustered by prompt."""
     maps, sinks = replay(model, run), SinkLayout.of(model).count
     return summarise(maps) | ({"learned_sink": learned_sink(maps, sinks)} if sinks else {})
 
 
-def replay(model: Any, run: Denoised) -> Maps:
+def replay(model: Any, run: DenoisingRun) -> Maps:
     """Run the model again on every canvas that a step of `run` saw.
 
     An autoregressive baseline sees the prefix at a step: later positions are neither queries nor keys.
@@ -67,7 +67,7 @@ def replay(model: Any, run: Denoised) -> Maps:
 
 
 @torch.inference_mode()
-def value_norms(model: Any, run: Denoised) -> Float[torch.Tensor, "step batch layer head key"]:
+def value_norms(model: Any, run: DenoisingRun) -> Float[torch.Tensor, "step batch layer head key"]:
     """L2 norms of the values on the canvases of a run, learned sinks last; needs one value head per head."""
     kept: list[torch.Tensor] = []
     handles = [

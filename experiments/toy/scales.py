@@ -11,7 +11,7 @@ import typer
 from torch import Tensor
 
 import dlm_lens
-from dlm_lens import AboveMean, AboveStd, Received, Share, Sinks
+from dlm_lens import AboveMean, AboveStd, AttentionShare, Received, Sinks
 from dlm_lens.sinks import Detector, Level
 from experiments.toy.corpus import TEST_SEED, held_out, training_prompts
 from experiments.toy.statistics import Estimate, clustered_ratio, markdown_table
@@ -23,7 +23,7 @@ RULES: tuple[tuple[Detector, bool], ...] = (
     (AboveMean(5.0), True),
     (AboveMean(3.0), False),
     (AboveStd(3.0), True),
-    (Share(0.0618), True),
+    (AttentionShare(0.0618), True),
 )
 LEVELS: tuple[Level, ...] = ("head", "layer", "model")
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from dlm_lens.training import (
     DataSettings,
-    MaskedDiffusion,
+    MaskedDiffusionLoss,
     MaskedDiffusionTrainer,
     NextToken,
     Optimisation,
@@ -37,7 +37,7 @@ CURVE_EVERY = 50
 SAVE_EVERY = 500
 RECORD_FILE = "training.json"
 
-DIFFUSION = MaskedDiffusion(
+DIFFUSION = MaskedDiffusionLoss(
     masks="count", normalisation="sequence", low_discrepancy=True, whole_share=0.3, floor=1e-6, logit_shift=False
 )
 """Exactly ceil(t R) of a region's R positions are masked, t evenly spread over the batch. The region is the answer

@@ -11,7 +11,7 @@ import dlm_lens as dl
 from dlm_lens.testing import tiny
 from dlm_lens.training.batches import Rows
 from dlm_lens.training.head_loss import masked_loss
-from dlm_lens.training.objective import MaskedDiffusion, Noised
+from dlm_lens.training.objective import MaskedDiffusionMixin, Noised
 from tests.reference import forward64
 
 LAYOUTS = [(family.name, model_type) for family in dl.families() for model_type in family.layouts]
@@ -97,9 +97,9 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
     by_hand = losses64(model, shown, labels)
     answer = torch.tensor([[False] * 3 + [True] * 4])
     rows = Rows(tokens, torch.ones_like(answer), answer, torch.zeros_like(answer))
-    objective = MaskedDiffusion().for_model(model, 1)
+    objective = MaskedDiffusionMixin().for_model(model, 1)
     rate = torch.tensor([0.5], dtype=torch.float64)
-    asked = objective.asked(rows, Noised(masked, rate, torch.ones(1, dtype=torch.float64), answer))
+    asked = objective.loss_arguments(rows, Noised(masked, rate, torch.ones(1, dtype=torch.float64), answer))
     with torch.no_grad():
         loss = masked_loss(model, **{name: value for name, value in asked.items() if name != "count"})
         whole = model(input_ids=shown[:1], labels=labels[:1]).loss

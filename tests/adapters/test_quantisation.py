@@ -176,7 +176,7 @@ def test_statistics_that_read_eight_bit_weights(tmp_path: Path) -> None:
     assert kept.run.tokens.equal(run.tokens)
     bridge = dlm_lens.bridge(model)
     recorder = dlm_lens.BridgeRecorder(bridge, [dlm_lens.WeightedValue()])
-    again = recorder.recording(bridge.denoise("w3 w4", host=recorder, **over)).arrays["weighted_value"]
+    again = recorder.recording(bridge.denoise("w3 w4", observers=recorder, **over)).arrays["weighted_value"]
     # The same weights in the same order; attention is summed explicitly there.
     torch.testing.assert_close(again, found, atol=1e-4, rtol=1e-4, equal_nan=True)
     with pytest.raises(ValueError, match=r"q_proj\.weight is quantised; load the model without"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.attention import attached, attention_blocks, in_use
+from dlm_lens.attention import attach_hooks, attention_blocks, in_use
 from dlm_lens.attention.model_access import lock_of
 from dlm_lens.hooks import ablate, mask_top_sinks
 from dlm_lens.testing import tiny
@@ -131,7 +131,7 @@ def test_the_hosts_see_a_compiled_model(model: Any, way: Any) -> None:
         lm.layers[1].attn.v[:, 1] = 0
         pattern = lm.layers[1].attn.pattern.save()
         logits = lm.lm_head.output.save()
-    with attached(model, ablate("v", value="zero", positions=[1]), layers=[1]), torch.no_grad():
+    with attach_hooks(model, ablate("v", value="zero", positions=[1]), layers=[1]), torch.no_grad():
         expected = model(ids).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(pattern.sum(-1), torch.ones(1, 4, 11))
@@ -192,10 +192,10 @@ def test_the_stance_of_the_compiler_is_given_back(model: Any) -> None:
     from torch._dynamo import eval_frame
 
     assert eval_frame._stance.stance == "default"
-    with attached(model), attached(model):
+    with attach_hooks(model), attach_hooks(model):
         assert eval_frame._stance.stance == "force_eager"
     assert eval_frame._stance.stance == "default"
-    with pytest.raises(ZeroDivisionError), attached(model):
+    with pytest.raises(ZeroDivisionError), attach_hooks(model):
         _ = 1 / 0
     assert eval_frame._stance.stance == "default"
 
@@ -296,7 +296,7 @@ def test_two_threads_with_hosts(model: Any) -> None:
 
 def test_a_forward_pass_beside_another_thread_s_hooks_is_refused(model: Any) -> None:
     ids = torch.tensor([IDS])
-    with attached(model, *HOOKS[:1]):
+    with attach_hooks(model, *HOOKS[:1]):
         (error,) = in_threads(lambda: model(ids))
         assert isinstance(error, RuntimeError)
         assert "beside hooks" in str(error)
@@ -318,7 +318,7 @@ def test_the_lock_is_the_model_s_own(model: Any) -> None:
 
 
 def test_the_lock_may_be_taken_again_and_is_given_back(model: Any) -> None:
-    with in_use(model), attached(model), in_use(model):
+    with in_use(model), attach_hooks(model), in_use(model):
         dl.denoise(model, IDS, hooks=HOOKS, **RUN)
     lock = lock_of(model)
     assert (lock.owner, lock.depth, lock.listeners) == (None, 0, 0)
@@ -349,7 +349,7 @@ def test_two_threads_that_wait_for_each_other_are_told() -> None:
 
 def test_a_thread_that_ended_with_hooks_on_the_model_is_named() -> None:
     model = tiny("llada")
-    opened = attached(model, *HOOKS)
+    opened = attach_hooks(model, *HOOKS)
     thread = threading.Thread(target=opened.__enter__, name="forgetful")
     thread.start()
     thread.join()
@@ -400,7 +400,7 @@ def failing_trace(model: Any) -> None:
 
 
 def failing_forward(model: Any) -> None:
-    with dl.record_forward(model, [dl.ReceivedAttention()]), attached(model, Failing(1)):
+    with dl.record_forward(model, [dl.ReceivedAttention()]), attach_hooks(model, Failing(1)):
         model(torch.tensor([IDS]))
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from dlm_lens.attention import (
     HOOK_POINTS,
     add_hook_points,
-    attached,
+    attach_hooks,
     attention_blocks,
     attention_of,
     check_hook_points,
@@ -153,7 +153,7 @@ def test_columns_are_hidden_in_stream_as_in_the_pattern(kind: str) -> None:
     model = add_hook_points(build(kind))
     plain(model)
     for hook in (mask_top_sinks(2), mask_positions(7), mask_top_sinks(2, stage="after")):
-        with attached(model, hook):
+        with attach_hooks(model, hook):
             streamed = logits(model)
             handles = [
                 attention.hook_pattern.register_forward_hook(lambda m, i, value: None)
@@ -181,7 +181,7 @@ def test_what_attention_and_mlp_add_is_what_a_layer_adds(kind: str) -> None:
     block.register_forward_hook(
         lambda m, i, out: kept.__setitem__("after", out if isinstance(out, Tensor) else out[0])
     )
-    with attached(model, ablate("attn_out"), ablate("mlp_out"), layers=[1]):
+    with attach_hooks(model, ablate("attn_out"), ablate("mlp_out"), layers=[1]):
         logits(model)
     assert torch.equal(kept["after"], kept["before"])
 
@@ -189,7 +189,10 @@ def test_what_attention_and_mlp_add_is_what_a_layer_adds(kind: str) -> None:
 def test_a_layer_that_scales_what_it_adds_has_no_such_site() -> None:
     model = add_hook_points(build("granite", residual_multiplier=0.5))
     check_hook_points(model)
-    with pytest.raises(ValueError, match="attn_out is no hook point of it"), attached(model, ablate("attn_out")):
+    with (
+        pytest.raises(ValueError, match="attn_out is no hook point of it"),
+        attach_hooks(model, ablate("attn_out")),
+    ):
         pass
 
 
@@ -328,7 +331,7 @@ def test_a_projection_that_is_replaced_under_a_hook_is_a_sentence() -> None:
 def test_nothing_hangs_on_a_model_while_nothing_listens() -> None:
     model = add_hook_points(build("llama"))
     hooks = [hooked_attentions(model)[0].hook_q.register_forward_hook(lambda m, i, value: None) for _ in range(2)]
-    with attached(model, ablate("k")):
+    with attach_hooks(model, ablate("k")):
         logits(model)
     for hook in hooks:
         assert any(module._forward_hooks for module in model.modules())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.attention import HookPoint, attached, is_hooked_attention
+from dlm_lens.attention import HookPoint, attach_hooks, is_hooked_attention
 from dlm_lens.hooks import ablate
 from dlm_lens.testing import tiny
 
@@ -69,7 +69,7 @@ def test_a_copy_of_an_idle_model(family: str, way: Callable[[Any], Any]) -> None
 def test_a_model_with_listeners_is_not_copied(way: Callable[[Any], Any]) -> None:
     model = tiny("llada")
     for listening in (
-        attached(model, ablate("z", value="zero")),
+        attach_hooks(model, ablate("z", value="zero")),
         dl.record_forward(model, [dl.ReceivedAttention()]),
     ):
         # pickle stumbles over a hook that is no function of a module, which is torch's own refusal.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.attention import attached, check_hook_points, hooked_attentions
+from dlm_lens.attention import attach_hooks, check_hook_points, hooked_attentions
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.attention.test_any_model import build
@@ -142,7 +142,7 @@ def test_a_deep_copy_is_a_model_of_its_own(kind: str, tmp_path: Path) -> None:
     model = make(kind, tmp_path)
     twin = copy.deepcopy(model)
     expected = dl.denoise(model, IDS, gen_length=3)
-    with attached(twin, mask_top_sinks(2)):
+    with attach_hooks(twin, mask_top_sinks(2)):
         hidden = logits(twin)
         plain = logits(model)
     assert not torch.equal(hidden, plain)
@@ -196,7 +196,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind: str, tmp_path: Pa
         return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
     plain = gradients()
-    with attached(model, mask_top_sinks(2)):
+    with attach_hooks(model, mask_top_sinks(2)):
         hidden = gradients()
     calls: list[None] = []
     handle = hooked_attentions(model)[0].hook_z.register_forward_hook(lambda m, i, value: calls.append(None))
@@ -204,7 +204,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind: str, tmp_path: Pa
     checkpointed = gradients()
     assert len(calls) == 2
     handle.remove()
-    with attached(model, mask_top_sinks(2)):
+    with attach_hooks(model, mask_top_sinks(2)):
         checkpointed_hidden = gradients()
     assert any(not torch.equal(plain[name], hidden[name]) for name in plain)
     for name in plain:

@@ -28,7 +28,7 @@ def test_a_run_without_hooks_is_the_native_run(case: str) -> None:
     want = dl.denoise(model, IDS, **settings_of(model))
     got = dl.bridge(model).denoise(IDS, **settings_of(model))
     assert torch.equal(got.canvases, want.canvases)
-    assert torch.equal(got.selected, want.selected)
+    assert torch.equal(got.unmasked, want.unmasked)
     torch.testing.assert_close(got.confidence, want.confidence, atol=1e-4, rtol=1e-4)
     same = {name: value for name, value in want.settings.items() if name != "use_cache"}
     assert {name: value for name, value in got.settings.items() if name != "use_cache"} == same
@@ -197,7 +197,7 @@ def test_hooks_that_ask_find_the_clean_statistics() -> None:
     got: dict[tuple[int, int], Tensor] = {}
 
     class Reads:
-        site, needs_clean = "pattern", True
+        site, needs_clean_pass = "pattern", True
 
         def __call__(self, pattern: Tensor, hook: Any = None) -> Tensor:
             got[hook.step, hook.layer()] = hook.run.clean()[hook.layer()].sums

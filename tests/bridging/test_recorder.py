@@ -41,7 +41,7 @@ def test_the_bridge_records_what_the_model_does(family):
     wanted = record(model, PROMPTS, EVERYTHING, **settings(family))
     bridge = dlm_lens.bridge(model)
     recorder = dlm_lens.BridgeRecorder(bridge, EVERYTHING)
-    run = bridge.denoise(PROMPTS, host=recorder, **settings(family))
+    run = bridge.denoise(PROMPTS, observers=recorder, **settings(family))
     assert torch.equal(run.canvases, wanted.run.canvases)
     found = recorder.recording(run)
     assert found.scale == wanted.scale
@@ -58,7 +58,7 @@ def test_under_a_hook_and_with_a_cache():
     recorder = dlm_lens.BridgeRecorder(bridge, [ReceivedAttention()], layers=[1])
     hook = mask_positions(2)
     run, cache = bridge.denoise_with_cache(
-        PROMPTS, names_filter="blocks.1.attn.hook_pattern", hooks=[hook], host=recorder, **given
+        PROMPTS, names_filter="blocks.1.attn.hook_pattern", hooks=[hook], observers=recorder, **given
     )
     found = recorder.recording(run)
     assert float(found.received[:, 0, :, :, 2].abs().max()) == 0.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Received
 from dlm_lens.viz.reporting import report
 
@@ -43,12 +43,12 @@ def page_file(tmp_path_factory):
     tokens = torch.arange(KEYS)
     masked = torch.zeros(STEPS + 1, 1, KEYS, dtype=torch.bool)
     masked[0, :, :2] = True
-    run = Denoised(
+    run = DenoisingRun(
         canvases=tokens.expand(STEPS + 1, 1, KEYS),
         masked=masked,
         proposals=tokens.expand(STEPS, 1, KEYS),
         confidence=torch.zeros(STEPS, 1, KEYS),
-        selected=masked[:-1] & ~masked[1:],
+        unmasked=masked[:-1] & ~masked[1:],
         attention_mask=torch.ones(1, KEYS, dtype=torch.bool),
         prompt_length=0,
         spans=((0, KEYS),) * STEPS,

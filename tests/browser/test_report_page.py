@@ -179,7 +179,7 @@ def test_the_slider_moves_and_the_canvas_changes(recordings, files, opened):
         masked = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.classList.contains('masked'))")
         assert masked == run.masked[step, 1, content].tolist()
         written = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.classList.contains('written'))")
-        assert written == run.selected[step, 1, content].tolist()
+        assert written == run.unmasked[step, 1, content].tolist()
         shown = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.textContent)")
         for text, token, hidden in zip(shown, run.canvases[step, 1, content].tolist(), masked, strict=True):
             word = recordings["toy"].words[token].strip()

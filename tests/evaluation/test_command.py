@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dlm_lens.cli import app as cli
 from dlm_lens.cli.evaluate import read_pairs
-from dlm_lens.recording import Recordings
+from dlm_lens.recording import RecordingSet
 
 
 def run(*arguments: str) -> str:
@@ -51,7 +51,7 @@ def test_it_records_every_request(tmp_path: Path) -> None:
     ]
     asked += ["--record-layers", "0,-1", "--record-storage", "float16"]
     printed = run(*asked)
-    first, second = Recordings(tmp_path / "recordings/toy_lists")
+    first, second = RecordingSet(tmp_path / "recordings/toy_lists")
     assert (first.rows, second.rows, first.layers) == ((0,), (1,), (0, 3))
     assert {*first.specs} == {"received", "received_masked", "top_keys", "top_scores"}
     assert first.arrays["received"].dtype == torch.float16

@@ -20,14 +20,13 @@ from dlm_lens.hooks import (
     mask_sinks,
     mask_tokens,
     mask_top_sinks,
-    when,
 )
 from dlm_lens.sampling.likelihood import scoring
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted, ids, texts
 
 
-def asked(prompts: list[str], **given: Any) -> Any:
+def requests(prompts: list[str], **given: Any) -> Any:
     return ask("generate_until", *((prompt, {"until": [], **given}) for prompt in prompts))
 
 
@@ -56,11 +55,11 @@ def test_every_text_is_what_its_prompt_gives_alone(family: str, batch: int | Non
     length = {"gen_length": 12} if family == "causal" else {"gen_length": 12, "steps": 6}
     prompts = texts(7, 2, 9)
     lm = HarnessLM(model, generation=length, batch_size=batch)
-    found = lm.generate_until(asked(prompts))
+    found = lm.generate_until(requests(prompts))
     expected = [until(model, alone(model, prompt, **length, seed=request_seed(0, prompt))) for prompt in prompts]
     assert found == expected
     shuffled = [4, 2, 6, 0, 1, 5, 3]
-    assert lm.generate_until(asked([prompts[i] for i in shuffled])) == [found[i] for i in shuffled]
+    assert lm.generate_until(requests([prompts[i] for i in shuffled])) == [found[i] for i in shuffled]
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal"])
@@ -69,17 +68,17 @@ def test_draws_do_not_depend_on_the_batch(family: str) -> None:
     length = {"gen_length": 8} if family == "causal" else {"gen_length": 8, "steps": 4}
     settings = {**length, "temperature": 1.0}
     runs = [
-        HarnessLM(model, generation=settings, batch_size=batch).generate_until(asked(prompts))
+        HarnessLM(model, generation=settings, batch_size=batch).generate_until(requests(prompts))
         for batch in (1, 4, None)
     ]
     assert runs[0] == runs[1] == runs[2]
     assert runs[0] == [until(model, alone(model, p, **settings, seed=request_seed(0, p))) for p in prompts]
-    other = HarnessLM(model, generation=settings, seed=1).generate_until(asked(prompts))
+    other = HarnessLM(model, generation=settings, seed=1).generate_until(requests(prompts))
     assert other != runs[0]
 
 
 def test_copies_of_a_request_are_different_draws(llada: Any) -> None:
-    (request,) = asked(["w1 w2 w3"])
+    (request,) = requests(["w1 w2 w3"])
     lm = HarnessLM(llada, generation={"temperature": 1.0})
     found = lm.generate_until([request] * 4)
     assert len(set(found)) == 4
@@ -99,7 +98,7 @@ def test_a_row_leaves_behind_the_block_its_text_ends_in(llada: Any) -> None:
     full = [alone(llada, prompt) for prompt in prompts]
     expected = [until(llada, tokens, stop) for tokens in full]
     with counted(llada) as rows:
-        found = HarnessLM(llada).generate_until(asked(prompts, until=[stop]))
+        found = HarnessLM(llada).generate_until(requests(prompts, until=[stop]))
     assert found == expected
     blocks = []
     for tokens in full:
@@ -145,9 +144,9 @@ def late(progress: torch.Tensor) -> torch.Tensor:
         (freeze_sinks(dl.TopK(2), step=2), "longest"),
         (mask_random(like=mask_top_sinks(2)), "longest"),
         (at_steps(mask_top_sinks(2), range(3, 9)), "longest"),
-        (when(mask_top_sinks(2), (0.2, 0.6)), "longest"),
+        (at_progress(mask_top_sinks(2), (0.2, 0.6)), "longest"),
         (ablate("z", positions="masked"), "alone"),
-        (when(mask_top_sinks(2), late), "alone"),
+        (at_progress(mask_top_sinks(2), late), "alone"),
     ],
     ids=lambda value: repr(value).split(" at 0x")[0],
 )
@@ -161,11 +160,11 @@ def test_hooked_rows_share_runs_and_leave_early_where_the_hook_allows_it(
     stops = [llada.tokenizer.decode([tokens[place]]) for tokens, place in zip(full, (1, 5, 2, 3, 6), strict=True)]
     expected = [until(llada, tokens, *stops) for tokens in full]
     with counted(llada) as rows:
-        found = HarnessLM(llada, hooks=[hook]).generate_until(asked(prompts, until=stops))
+        found = HarnessLM(llada, hooks=[hook]).generate_until(requests(prompts, until=stops))
     assert found == expected
     ended = [block_of_end(llada, tokens, stops) for tokens in full]
     assert max(ended) < 4
-    passes = 2 if getattr(hook, "needs_clean", False) else 1
+    passes = 2 if getattr(hook, "needs_clean_pass", False) else 1
     if blocks == "own":
         assert sum(rows) == 4 * sum(ended) * passes
     elif blocks == "longest":
@@ -183,14 +182,14 @@ def test_no_padding_stands_beside_a_hook_that_counts_from_the_beginning(llada: A
 
     handle = llada.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
     try:
-        found = HarnessLM(llada, hooks=[hook]).generate_until(asked(prompts))
+        found = HarnessLM(llada, hooks=[hook]).generate_until(requests(prompts))
         assert not any(padded)
-        HarnessLM(llada, hooks=[mask_positions(-1)]).generate_until(asked(prompts))
+        HarnessLM(llada, hooks=[mask_positions(-1)]).generate_until(requests(prompts))
         assert any(padded)
     finally:
         handle.remove()
     assert found == [until(llada, alone(llada, prompt, hooks=[hook])) for prompt in prompts]
-    assert found != HarnessLM(llada).generate_until(asked(prompts))
+    assert found != HarnessLM(llada).generate_until(requests(prompts))
 
 
 def test_an_ar_row_stops_at_its_stop_sequence(causal: Any) -> None:
@@ -199,7 +198,7 @@ def test_an_ar_row_stops_at_its_stop_sequence(causal: Any) -> None:
     full = [alone(causal, prompt, **settings) for prompt in prompts]
     stops = [causal.tokenizer.decode(tokens[3:4]) for tokens in full]
     with counted(causal) as rows:
-        found = HarnessLM(causal, generation=settings).generate_until(asked(prompts, until=stops))
+        found = HarnessLM(causal, generation=settings).generate_until(requests(prompts, until=stops))
     assert found == [until(causal, tokens, *stops) for tokens in full]
     assert len(rows) < 20  # looked for every eight tokens
 
@@ -207,29 +206,29 @@ def test_an_ar_row_stops_at_its_stop_sequence(causal: Any) -> None:
 def test_the_settings_win_over_the_task_and_the_task_over_the_model(llada: Any) -> None:
     prompt = "w1 w2 w3"
     given = {"max_gen_toks": 8, "do_sample": False, "num_beams": 3}
-    assert HarnessLM(llada).generate_until(asked([prompt], **given)) == [
+    assert HarnessLM(llada).generate_until(requests([prompt], **given)) == [
         until(llada, alone(llada, prompt, gen_length=8))
     ]
     lm = HarnessLM(llada, generation={"gen_length": 12, "block_length": 12, "remasking": "random"})
     expected = alone(
         llada, prompt, gen_length=12, block_length=12, remasking="random", seed=request_seed(0, prompt)
     )
-    assert lm.generate_until(asked([prompt], **given)) == [until(llada, expected)]
+    assert lm.generate_until(requests([prompt], **given)) == [until(llada, expected)]
 
 
 def test_unknown_wishes_of_a_task_are_told(llada: Any, caplog: pytest.LogCaptureFixture) -> None:
-    HarnessLM(llada).generate_until(asked(["w1"], repetition_penalty=1.2))
+    HarnessLM(llada).generate_until(requests(["w1"], repetition_penalty=1.2))
     assert "repetition_penalty" in caplog.text
 
 
 def test_the_canvas_length_leaves_the_rest_to_the_answer(llada: Any) -> None:
     lm = HarnessLM(llada, generation={"canvas_length": 12, "block_length": 1})
     prompts = ["w1 w2 w3 w4", "w5 w6"]
-    found = lm.generate_until(asked(prompts))
+    found = lm.generate_until(requests(prompts))
     expected = [alone(llada, p, gen_length=n, block_length=1) for p, n in zip(prompts, (8, 10), strict=True)]
     assert found == [until(llada, tokens) for tokens in expected]
     with pytest.raises(ValueError, match="fills the canvas_length"):
-        HarnessLM(llada, generation={"canvas_length": 3}).generate_until(asked(["w1 w2 w3"]))
+        HarnessLM(llada, generation={"canvas_length": 3}).generate_until(requests(["w1 w2 w3"]))
 
 
 def test_two_stages_read_the_first_text_as_a_prompt() -> None:
@@ -237,7 +236,7 @@ def test_two_stages_read_the_first_text_as_a_prompt() -> None:
     settings = {"canvas_length": 20, "steps": 5, "temperature": 0.5, "remasking": "greedy", "stages": 2}
     lm = HarnessLM(model, generation=settings)
     prompt = "w1 w2 w3"
-    (found,) = lm.generate_until(asked([prompt]))
+    (found,) = lm.generate_until(requests([prompt]))
     common = {"steps": 5, "temperature": 0.5, "remasking": "greedy"}
     seed = request_seed(0, prompt)
     first = dl.denoise(model, [1, 2, 3], gen_length=17, seed=seed, **common).tokens[0].tolist()
@@ -252,7 +251,7 @@ def test_the_first_of_two_stages_heeds_no_stop(llada: Any) -> None:
     prompt = "w1 w2 w3"
     first = alone(llada, prompt)
     stop = llada.tokenizer.decode(first[1:2])
-    (found,) = HarnessLM(llada, generation={"stages": 2}).generate_until(asked([prompt], until=[stop]))
+    (found,) = HarnessLM(llada, generation={"stages": 2}).generate_until(requests([prompt], until=[stop]))
     text = llada.tokenizer.decode([*ids(llada, prompt), *first], skip_special_tokens=True)
     second = [*ids(llada, text), *alone(llada, text)]
     assert found == llada.tokenizer.decode(second, skip_special_tokens=True)
@@ -273,7 +272,7 @@ def test_two_stages_read_what_stands_behind_an_end_too_whoever_is_in_the_batch(t
         expected.append(model.tokenizer.decode(whole, skip_special_tokens=True))
     for batch in (1, None):
         lm = HarnessLM(model, batch_size=batch, generation={"stages": 2, "temperature": temperature})
-        assert lm.generate_until(asked(prompts)) == expected
+        assert lm.generate_until(requests(prompts)) == expected
 
 
 def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
@@ -288,7 +287,7 @@ def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
 
 def test_what_tasks_ask_for_is_not_mixed(llada: Any) -> None:
     prompts = texts(2, 4, 4)
-    both = [*asked(prompts[:1], temperature=1.0, do_sample=True), *asked(prompts[1:])]
+    both = [*requests(prompts[:1], temperature=1.0, do_sample=True), *requests(prompts[1:])]
     expected = [
         until(llada, alone(llada, prompts[0], temperature=1.0, seed=request_seed(0, prompts[0]))),
         until(llada, alone(llada, prompts[1])),
@@ -301,7 +300,7 @@ def test_stop_sequences_may_be_left_alone(llada: Any) -> None:
     prompt = "w1 w2 w3"
     full = alone(llada, prompt)
     stop = llada.tokenizer.decode(full[1:2])
-    request = asked([prompt], until=[stop])
+    request = requests([prompt], until=[stop])
     assert HarnessLM(llada, generation={"stop": False}).generate_until(request) == [until(llada, full)]
     assert HarnessLM(llada).generate_until(request) == [until(llada, full, stop)] != [until(llada, full)]
 
@@ -315,10 +314,10 @@ def test_a_batch_size_that_is_none(llada: Any, value: Any) -> None:
 def test_auto_batches_keep_within_the_budget(llada: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(scoring.POSITIONS, "cpu", 80)
     with counted(llada) as rows:
-        HarnessLM(llada).generate_until(asked([*texts(6, 4, 4)]))
+        HarnessLM(llada).generate_until(requests([*texts(6, 4, 4)]))
     assert max(rows) == 80 // (4 + 16)
     with counted(llada) as rows:
-        HarnessLM(llada, generation={"cfg_scale": 1.0}).generate_until(asked([*texts(6, 4, 4)]))
+        HarnessLM(llada, generation={"cfg_scale": 1.0}).generate_until(requests([*texts(6, 4, 4)]))
     assert max(rows) == 80 // (4 + 16)  # both halves
 
 

@@ -8,7 +8,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.settings import request_seed
-from dlm_lens.hooks import attached, keep_only, mask_positions, mask_random, mask_sinks, mask_top_sinks
+from dlm_lens.hooks import attach_hooks, keep_only, mask_positions, mask_random, mask_sinks, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted, ids, texts, words
 from tests.reference import forward64
@@ -181,7 +181,7 @@ def test_hooks_are_in_force_and_no_padding_stands_beside_them(llada: Any) -> Non
         value for value, _ in HarnessLM(llada, likelihood=lm.likelihood).loglikelihood(ask("loglikelihood", *pairs))
     ]
     for value, other, (context, answer) in zip(values, plain, pairs, strict=True):
-        with attached(llada, hook):
+        with attach_hooks(llada, hook):
             alone = dl.log_likelihood(llada, ids(llada, context), ids(llada, answer), "chain_rule")
         assert value == pytest.approx(float(alone), abs=1e-4)
         assert abs(value - other) > 1e-3  # far above rounding: the hook did something
@@ -206,7 +206,7 @@ def test_hooked_requests_of_unequal_length_share_forwards(llada: Any, hook: Any)
         values = [value for value, _ in lm.loglikelihood(ask("loglikelihood", *pairs))]
     assert len(rows) < len({len(ids(llada, context + answer)) for context, answer in pairs})
     for value, (context, answer) in zip(values, pairs, strict=True):
-        with attached(llada, hook):
+        with attach_hooks(llada, hook):
             alone = dl.log_likelihood(llada, ids(llada, context), ids(llada, answer), "chain_rule", batch_size=1)
         # float32 sums in another order.
         assert value == pytest.approx(float(alone), abs=1e-4)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM, RecordSettings, evaluate
 from dlm_lens.evaluation.settings import request_seed
-from dlm_lens.hooks import attached, mask_positions, mask_top_sinks
-from dlm_lens.recording import ReceivedAttention, Recordings, TopKeys, ValueNorm
+from dlm_lens.hooks import attach_hooks, mask_positions, mask_top_sinks
+from dlm_lens.recording import ReceivedAttention, RecordingSet, TopKeys, ValueNorm
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import KilledError, ask, counted, ids, killed_after, texts, words
 from tests.reference import forward64
@@ -30,7 +30,7 @@ def equal(found: Any, wanted: Any) -> None:
         a, b = getattr(found, name), getattr(wanted, name)
         assert a.isfinite().any(), name
         assert torch.equal(a.nan_to_num(nan=-7.0), b.nan_to_num(nan=-7.0)), name
-    for name in ("canvases", "masked", "selected", "attention_mask", "spans", "blocks", "prompt_length"):
+    for name in ("canvases", "masked", "unmasked", "attention_mask", "spans", "blocks", "prompt_length"):
         a, b = getattr(found.run, name), getattr(wanted.run, name)
         assert a.equal(b) if isinstance(a, torch.Tensor) else a == b, name
     assert torch.equal(found.answer, wanted.answer)
@@ -72,7 +72,7 @@ class TestGeneration:
         assert [line["recordings"] for line in lines(tmp_path)] == [
             ["task/00000-0"], ["task/00000-0-r1"], ["task/00000-0-r2"],
         ]  # fmt: skip
-        assert [llada.tokenizer.decode(one.run.tokens[0, 3:]) for one in Recordings(tmp_path / "task")] == found
+        assert [llada.tokenizer.decode(one.run.tokens[0, 3:]) for one in RecordingSet(tmp_path / "task")] == found
 
     def test_both_stages_are_recorded(self, tmp_path: Path) -> None:
         model = tiny("smdm")
@@ -81,7 +81,7 @@ class TestGeneration:
         (found,) = HarnessLM(model, generation=settings, record_to=tmp_path).generate_until(requests)
         assert found == HarnessLM(model, generation=settings).generate_until(requests)[0]
         assert lines(tmp_path)[0]["recordings"] == ["task/00000-0", "task/00000-0-p1"]
-        first, second = Recordings(tmp_path / "task")
+        first, second = RecordingSet(tmp_path / "task")
         text = model.tokenizer.decode(first.run.tokens[0], skip_special_tokens=True)
         assert second.run.tokens[0, : second.prompt_length].tolist() == ids(model, text)
 
@@ -132,7 +132,7 @@ class TestLikelihoods:
         assert masked.sum(-1).tolist() == sorted(masked.sum(-1).tolist(), reverse=True)
         assert torch.equal(canvases[:, 8:][~masked], torch.tensor(answer).expand(masked.shape)[~masked])
         for step, canvas in enumerate(canvases):
-            with dl.record_forward(llada, reducers) as alone, attached(llada, *hooks):
+            with dl.record_forward(llada, reducers) as alone, attach_hooks(llada, *hooks):
                 llada(input_ids=canvas[None])
             for name in ("received_masked", "received"):
                 a, b = getattr(recording, name)[step, 0], getattr(alone, name)[0, 0]
@@ -196,7 +196,7 @@ class TestLikelihoods:
         assert first == second
         (line,) = lines(tmp_path)
         assert (line["doc_id"], line["also"]) == (0, [["task", 1, 0]])
-        assert len(Recordings(tmp_path / "task")) == 1
+        assert len(RecordingSet(tmp_path / "task")) == 1
 
 
 ARGUMENTS: dict[str, Any] = {
@@ -250,7 +250,7 @@ class TestGoingOn:
         before = answers.read_text()
         lm = HarnessLM(llada, responses=answers, record_to=tmp_path / "recordings")
         assert lm.generate_until(requests) == found
-        assert len(Recordings(tmp_path / "recordings/task")) == 2
+        assert len(RecordingSet(tmp_path / "recordings/task")) == 2
         assert answers.read_text() == before
 
     def test_recorded_answers_fill_a_file_of_answers(self, llada: Any, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ class TestGoingOn:
         index.write_text("".join(whole.splitlines(keepends=True)[:-1]))  # killed between recording and index
         assert HarnessLM(llada, **given).loglikelihood(requests) == found
         assert index.read_text() == whole
-        assert len(Recordings(tmp_path / "task")) == 2
+        assert len(RecordingSet(tmp_path / "task")) == 2
 
     def test_two_requests_of_one_name_are_refused(self, llada: Any, tmp_path: Path) -> None:
         lm = HarnessLM(llada, likelihood={"method": "chain_rule"}, record_to=tmp_path)
@@ -353,7 +353,7 @@ def test_a_whole_evaluation_with_hooks_and_its_sinks(tmp_path: Path) -> None:
     plain = evaluate(model, tasks, **given)
     result = evaluate(model, tasks, **given, record=[ReceivedAttention()], record_to=tmp_path)
     assert [(one.task, one.value) for one in result.scores] == [(one.task, one.value) for one in plain.scores]
-    lists, choices = Recordings(tmp_path / "toy_lists"), Recordings(tmp_path / "toy_choice")
+    lists, choices = RecordingSet(tmp_path / "toy_lists"), RecordingSet(tmp_path / "toy_choice")
     assert [one.rows for one in lists] == [(0,), (1,)]
     assert [path.name for path in choices.paths] == [f"0000{doc}-{idx}" for doc in (0, 1) for idx in range(4)]
     sinks = dl.find_sinks(dl.Recording.load(tmp_path / "toy_lists"), dl.AboveMean(eps=3.0))
@@ -455,7 +455,7 @@ def test_evaluations_race_for_one_directory(tmp_path: Path) -> None:
     evaluate("toy", "toy_lists", **given, record_to=tmp_path / "both")
     evaluate("toy", "toy_lists", **given, record_to=tmp_path / "alone")
     for one, other in zip(
-        Recordings(tmp_path / "both/toy_lists"), Recordings(tmp_path / "alone/toy_lists"), strict=True
+        RecordingSet(tmp_path / "both/toy_lists"), RecordingSet(tmp_path / "alone/toy_lists"), strict=True
     ):
         equal(one, other)
     assert lines(tmp_path / "both") == lines(tmp_path / "alone")

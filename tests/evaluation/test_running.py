@@ -45,7 +45,7 @@ def test_choices_take_the_likeliest(toy: Any) -> None:
     result = evaluate(toy, ["toy_choice"], limit=6, likelihood=settings, hooks="mask_positions(0)")
     right = []
     for one in lines("choices.jsonl")[:6]:
-        with dl.hooks.attached(toy, dl.hooks.mask_positions(0)):
+        with dl.hooks.attach_hooks(toy, dl.hooks.mask_positions(0)):
             values = dl.log_likelihood(toy, one["prompt"], one["choices"], "chain_rule").value
         right.append(int(values.argmax()) == one["gold"])
     assert result["toy_choice"].value == pytest.approx(np.mean(right))

@@ -10,7 +10,6 @@ import dlm_lens as dl
 from dlm_lens.experiments import Bench, find_experiment, list_items
 from dlm_lens.experiments.attention_sinks import instruct_sinks, instruct_tables, twin
 from dlm_lens.experiments.attention_sinks.beyond_instruct import pairs
-from dlm_lens.experiments.attention_sinks.problems import asked
 from dlm_lens.experiments.attention_sinks.readings import BASE
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.training.checkpoints import read_run, step_of

@@ -42,7 +42,7 @@ def test_a_weighed_hook_acts_as_it_did_and_its_account_is_the_run_s(hook: Any) -
     assert account["hidden"] == pytest.approx(plain.settings["columns_hidden"][0], abs=1e-4)  # rounded
     assert account["learned"] == 0
     (mass,) = plain.settings["mass_hidden"]
-    assert mass is None if hook.needs_clean else account["mass"] == pytest.approx(mass, abs=1e-4)
+    assert mass is None if hook.needs_clean_pass else account["mass"] == pytest.approx(mass, abs=1e-4)
     assert 0 < account["mass"] < 1
 
 

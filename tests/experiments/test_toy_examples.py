@@ -9,11 +9,11 @@ from experiments.toy import examples
 
 
 @pytest.fixture(scope="module")
-def shown() -> examples.Shown:
+def shown() -> examples.Example:
     return examples.choose(dl.load(examples.MODEL), examples.drawn_examples(16))
 
 
-def test_the_head_and_the_prompt_are_those_of_the_rule(shown: examples.Shown) -> None:
+def test_the_head_and_the_prompt_are_those_of_the_rule(shown: examples.Example) -> None:
     assert (shown.layer, shown.head, shown.moving) == (2, 3, 16)
     assert shown.examples[0].prompt == PROMPT
     assert {"gen_length": examples.LENGTH, "block_length": examples.BLOCK} == EXAMPLE
@@ -24,7 +24,7 @@ def test_the_head_and_the_prompt_are_those_of_the_rule(shown: examples.Shown) ->
 
 
 def test_the_library_calls_it_moving_and_the_sink_stands_on_the_running_total(
-    shown: examples.Shown,
+    shown: examples.Example,
 ) -> None:
     summary = shown.paths.summary(by="pattern")
     here = summary[(summary["batch"] == 0) & (summary["layer"] == 2) & (summary["head"] == 3)].iloc[0]
@@ -39,7 +39,7 @@ def test_the_library_calls_it_moving_and_the_sink_stands_on_the_running_total(
 
 
 @pytest.mark.slow
-def test_hiding_the_heads_sinks_has_an_effect_and_as_much_mass_elsewhere_has_none(shown: examples.Shown) -> None:
+def test_hiding_the_heads_sinks_has_an_effect_and_as_much_mass_elsewhere_has_none(shown: examples.Example) -> None:
     model = dl.load(examples.MODEL)
     pair = examples.knock_out(model, shown)
     assert examples.right(pair.hooked, shown.examples) == 9

@@ -103,7 +103,7 @@ def test_noise_masks_an_exact_number_in_its_region(model: str, corpus: Corpus, t
     in_prompt = (noised.masked & rows.prompt).any(dim=1)
     assert 0.1 < in_prompt.double().mean() < 0.5  # 30% of the rows mask the whole sequence
     assert bool((noised.masked.sum(1) >= 1).all())
-    asked = replace(objective, group=64).asked(rows, noised)
+    asked = replace(objective, group=64).loss_arguments(rows, noised)
     # 1 / (t R) per masked position: a row's weights sum to 1, and the rows are counted.
     totals = torch.zeros(64).index_add_(0, asked["outputs"] // SEQUENCE_LENGTH, asked["weights"])
     torch.testing.assert_close(totals, torch.ones(64))

@@ -11,7 +11,7 @@ import dlm_lens as dl
 from dlm_lens.hooks import (
     MeanActivations,
     ablate,
-    attached,
+    attach_hooks,
     capture,
     mean_activations,
     patch_from,
@@ -164,7 +164,7 @@ def test_a_hook_outside_a_run_says_what_it_lacks(model: Any) -> None:
             hook(tensor)
     with pytest.raises(ValueError, match=r"zero_value\(positions=\(sink\(0\),\)\): where a sink stands"):
         zero_value(sink(0))(torch.zeros(1, 5, 2, 8))
-    with attached(model, zero_value(sink(0))):
+    with attach_hooks(model, zero_value(sink(0))):
         model(input_ids=torch.tensor([IDS]))
     assert ablate("resid", -1)(x + 1)[0, :, 0].tolist() == [1, 1, 1, 1, 0]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.attention import Hidden, hide_columns
+from dlm_lens.attention import ColumnMask, hide_columns
 from dlm_lens.hooks import (
     at_heads,
     at_layers,
@@ -18,7 +18,6 @@ from dlm_lens.hooks import (
     mask_sinks,
     mask_tokens,
     mask_top_sinks,
-    when,
 )
 from tests.hooks.by_hand import FAMILIES, PROMPTS, model_of, settings_of
 
@@ -41,7 +40,7 @@ HOOKS: dict[str, Any] = {
     "past and future": keep_only((0,), 3, ahead=2, stage="after"),
     "steps": at_steps(mask_top_sinks(2, source="previous"), [-1, 1]),
     "layers": at_layers(at_heads(mask_top_sinks(2, stage="after"), -1), [-1]),
-    "when": when(mask_top_sinks(3), (0.3, 1)),
+    "when": at_progress(mask_top_sinks(3), (0.3, 1)),
 }
 
 
@@ -55,7 +54,7 @@ class Looks:
         return tensor
 
 
-def close(one: dl.Denoised, other: dl.Denoised) -> None:
+def close(one: dl.DenoisingRun, other: dl.DenoisingRun) -> None:
     assert one.canvases.equal(other.canvases)
     # float32 sums in another order; confidences lie between 0 and 1.
     torch.testing.assert_close(one.confidence, other.confidence, atol=2e-5, rtol=1e-5)
@@ -167,7 +166,7 @@ def test_bare_run_with_hooks_calls_work_where_no_run_is_needed() -> None:
     ):
         names = [f"blocks.{i}.attn.hook_{'attn_scores' if hook.site == 'scores' else 'pattern'}" for i in range(2)]
         theirs = bridged.run_with_hooks(ids, fwd_hooks=[(name, hook) for name in names])
-        with dl.hooks.attached(model, hook):
+        with dl.hooks.attach_hooks(model, hook):
             ours = model(input_ids=ids).logits
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
         assert not torch.allclose(ours, model(input_ids=ids).logits, atol=1e-3)
@@ -196,9 +195,9 @@ def test_a_column_hook_of_the_users_own_need_not_be_hashable() -> None:
         def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
             return hide_columns(self, tensor, hook)
 
-        def hidden(self, keys: int, columns: Any, hook: Any) -> Hidden:
+        def hidden(self, keys: int, columns: Any, hook: Any) -> ColumnMask:
             received = columns().sums
-            return Hidden(received == received.amax(-1, keepdim=True))
+            return ColumnMask(received == received.amax(-1, keepdim=True))
 
     model, options = model_of("llada"), settings_of("llada")
     own = dl.denoise(model, PROMPTS, hooks=[Own()], **options)

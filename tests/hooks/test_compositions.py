@@ -97,7 +97,7 @@ def check(case: Case) -> bool:
         model,
         case.prompts,
         hooks=hooks,
-        host=ours,
+        observers=ours,
         on_logits=lambda step, canvas, x: logits.append(x),
         **case.settings,
     )
@@ -111,16 +111,16 @@ def check(case: Case) -> bool:
     recorded = ours.recording(run)
     same_recording(recorded, network, kept)
     materialised = dl.denoise(
-        model, case.prompts, hooks=[*hooks, Looks("scores"), Looks("pattern")], host=looked, **case.settings
+        model, case.prompts, hooks=[*hooks, Looks("scores"), Looks("pattern")], observers=looked, **case.settings
     )
     same_run(run, materialised, hooks)
     same_statistics(recorded, looked.recording(materialised))
-    bridge_run = bridged.denoise(case.prompts, hooks=hooks, host=theirs, **case.settings)
+    bridge_run = bridged.denoise(case.prompts, hooks=hooks, observers=theirs, **case.settings)
     same_run(run, bridge_run, hooks)
     same_statistics(recorded, theirs.recording(bridge_run))
     cache = {"use_cache": False} if case.family == "causal" else {}
     followed = dl.Recorder(model, reducers)
-    trace_run = traced(lm, case, hooks, host=followed, **cache)
+    trace_run = traced(lm, case, hooks, observers=followed, **cache)
     same_run(run, trace_run, [])
     same_statistics(recorded, followed.recording(trace_run))
     again = dl.replay(model, run, hooks)

@@ -26,7 +26,7 @@ def test_hooks_are_read(text: str, hooks: list[object]) -> None:
 def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import dlm_lens.hooks as room
     from dlm_lens.hooks import expressions
-    from dlm_lens.sinks import AboveMean, Share, TopK
+    from dlm_lens.sinks import AboveMean, AttentionShare, TopK
 
     def keep(*values: object, top: object = None) -> object:
         mask = mask_positions(0)
@@ -37,11 +37,11 @@ def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(room, "__all__", [*room.__all__, "keep"])
     expressions._hook_makers.cache_clear()
     try:
-        text = "keep(above_mean(0.5), Share(x=0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), -1.5, top=True)"
+        text = "keep(above_mean(0.5), attention_share(0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), -1.5, top=True)"
         (found,) = parse_hooks(text)
     finally:
         expressions._hook_makers.cache_clear()
-    values = (AboveMean(eps=0.5), Share(0.2), [TopK(2), None], (1, "a"), range(2, 9, 3), -1.5)
+    values = (AboveMean(eps=0.5), AttentionShare(0.2), [TopK(2), None], (1, "a"), range(2, 9, 3), -1.5)
     assert found.seen == (values, True)
 
 
@@ -54,7 +54,7 @@ def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("mask_sink(above_mean(3))", "'mask_sink' is no hook and no detector; perhaps mask_sinks, "),
         ("mask_sinks(abovemean(3))", "'abovemean' is no hook and no detector; perhaps above_mean, "),
         ("mask_positions([0, -1])", "takes positions one by one: mask_positions(0, -1)"),
-        ("attached(1)", "'attached' is no hook"),
+        ("attach_hooks(1)", "'attach_hooks' is no hook"),
         ("eval('1')", "'eval' is no hook"),
         ("mask_positions", "alone is no value"),
         ("mask_positions(model)", "'model' alone is no value"),

@@ -9,7 +9,7 @@ from dlm_lens.hooks import (
     at_heads,
     at_layers,
     at_steps,
-    attached,
+    attach_hooks,
     freeze_sinks,
     keep_only,
     mask_positions,
@@ -18,7 +18,6 @@ from dlm_lens.hooks import (
     mask_tokens,
     mask_top_sinks,
     sink,
-    when,
 )
 from dlm_lens.hooks.expressions import parse_hooks
 from tests.hooks.by_hand import PROMPTS, model_of, settings_of
@@ -78,17 +77,17 @@ def test_progress_is_the_rows_own() -> None:
 
     # The second prompt has masks of its own, so that its rows' progress differs.
     prompts = [PROMPTS[0], [*PROMPTS[1], 63, 63, 63]]
-    for hook in (when(Five(), (0.25, 0.5)), when(Five(), lambda p: (p >= 0.25) & (p < 0.5))):
+    for hook in (at_progress(Five(), (0.25, 0.5)), at_progress(Five(), lambda p: (p >= 0.25) & (p < 0.5))):
         seen.clear()
         dl.denoise(model, prompts, hooks=[hook, Look()], gen_length=8, steps=4)
         assert [acted for _, acted in seen] == [[0.25 <= p < 0.5 for p in progress] for progress, _ in seen]
         assert {p[0] != p[1] for p, _ in seen} == {False, True}
     seen.clear()
-    dl.denoise(model, prompts, hooks=[when(Five(), (0.5, 1)), Look()], gen_length=8, steps=4, cfg_scale=0.5)
+    dl.denoise(model, prompts, hooks=[at_progress(Five(), (0.5, 1)), Look()], gen_length=8, steps=4, cfg_scale=0.5)
     assert all(acted == [p >= 0.5 for p in progress] for progress, acted in seen)
     assert len(seen[0][1]) == 4  # both halves of guidance
     with pytest.raises(ValueError, match=r"returned shape \[3\] for the progress of 2 rows"):
-        dl.denoise(model, prompts, hooks=[when(Five(), lambda p: torch.ones(3))], gen_length=8, steps=4)
+        dl.denoise(model, prompts, hooks=[at_progress(Five(), lambda p: torch.ones(3))], gen_length=8, steps=4)
 
 
 @pytest.mark.parametrize(("site", "heads"), [("z", 4), ("k", 2), ("rot_q", 4)])
@@ -115,7 +114,7 @@ def test_columns_in_some_heads_layers_and_rows() -> None:
 
     hook = at_layers(at_heads(at_heads(mask_positions(3), [1, 2, -1]), [-1, 1, 0]), [1])
     assert isinstance(hook, ColumnHook)
-    with attached(model, hook, Keep()):
+    with attach_hooks(model, hook, Keep()):
         model(input_ids=ids)
     assert (patterns[0][..., 3] > 0).all()
     gone = (patterns[1][0, :, :, 3] == 0).all(-1)
@@ -150,12 +149,13 @@ def test_they_read_as_written_and_are_equal_by_their_settings() -> None:
     assert hash(hook) == hash(at_steps(at_heads(mask_top_sinks(5), (0, -1)), range(16, 64)))
     assert repr(at_steps(mask_positions(1), slice(8, None))) == "at_steps(mask_positions(1), slice(8, None))"
     assert (
-        repr(when(at_layers(mask_positions(1), 3), (0.5, 1))) == "when(at_layers(mask_positions(1), [3]), (0.5, 1))"
+        repr(at_progress(at_layers(mask_positions(1), 3), (0.5, 1)))
+        == "at_progress(at_layers(mask_positions(1), [3]), (0.5, 1))"
     )
     assert isinstance(at_steps(Add(), 1), Hook)
     assert not isinstance(at_steps(Add(), 1), ColumnHook)
     assert hook.site == "scores"
-    assert at_steps(mask_top_sinks(1, source="clean"), 1).needs_clean
+    assert at_steps(mask_top_sinks(1, source="clean"), 1).needs_clean_pass
 
 
 def test_columns_hidden_counts_only_where_the_hook_looked() -> None:
@@ -168,7 +168,7 @@ def test_columns_hidden_counts_only_where_the_hook_looked() -> None:
     assert counts(two, Add("q")) == (2.0, None)
     assert counts(at_heads(at_steps(two, 1), [0])) == (2.0,)
     assert counts(at_heads(at_heads(two, [0]), [1])) == (None,)
-    assert counts(when(two, (0.25, 0.5))) == (2.0,)
+    assert counts(at_progress(two, (0.25, 0.5))) == (2.0,)
     # Position 0 is padding in the second of two rows.
     assert counts(mask_positions(0, 5)) == (1.5,)
     assert counts(mask_random(3)) == (3.0,)
@@ -182,7 +182,7 @@ def test_what_is_not_there_is_refused_before_anything_is_computed() -> None:
     for hook, sentence in (
         (at_steps(mask_top_sinks(1), range(2, 5)), "step 4 is not there; the run has steps 0 to 3"),
         (at_steps(mask_top_sinks(1), [-5]), "step -5 is not there"),
-        (when(at_steps(mask_top_sinks(1), 7), (0.9, 1)), "step 7 is not there"),
+        (at_progress(at_steps(mask_top_sinks(1), 7), (0.9, 1)), "step 7 is not there"),
         (at_heads(mask_top_sinks(1), [4]), "head 4 of 4; heads go from 0 to 3, or from -4 to -1"),
         (at_heads(type("One", (), {"site": "k", "__call__": lambda s, x, hook=None: x})(), [2]), "head 2 of 2"),
         (at_layers(mask_top_sinks(1), [2]), "layer 2 of 2"),
@@ -197,7 +197,7 @@ def test_what_is_not_there_is_refused_before_anything_is_computed() -> None:
         (lambda: at_steps(mask_top_sinks(1), []), "give at least one step as a whole number"),
         (lambda: at_steps(mask_top_sinks(1), range(3, 3)), "there is no step in it"),
         (lambda: at_layers(mask_top_sinks(1), ["0"]), "give at least one layer as a whole number"),  # type: ignore[list-item]
-        (lambda: when(mask_top_sinks(1), (0.5, 0.2)), r"progress is \(0.5, 0.2\); it must be an interval"),
+        (lambda: at_progress(mask_top_sinks(1), (0.5, 0.2)), r"progress is \(0.5, 0.2\); it must be an interval"),
         (lambda: at_heads(Add("resid"), 1), "belongs at 'resid', which has no heads"),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -213,11 +213,11 @@ def test_what_is_not_there_is_refused_before_anything_is_computed() -> None:
 def test_what_is_printed_can_be_read_again() -> None:
     for hook in (
         at_steps(at_heads(mask_top_sinks(5, stage="after"), [0, -1]), range(16, 64)),
-        when(mask_sinks(dl.AboveMean(3.0), top=5, per="layer", source="clean"), (0.25, 1)),
+        at_progress(mask_sinks(dl.AboveMean(3.0), top=5, per="layer", source="clean"), (0.25, 1)),
         freeze_sinks(dl.TopK(2), per="layer", step=3),
         mask_random(like=mask_positions(3, sink(0), keep_self=True), seed=4),
         at_layers(mask_tokens("mask", 7), [-1]),
-        keep_only(dl.Share(0.2), 8, ahead=1),
+        keep_only(dl.AttentionShare(0.2), 8, ahead=1),
         keep_only((0, 3), 8),
     ):
         assert parse_hooks(repr(hook)) == (hook,)
@@ -226,7 +226,7 @@ def test_what_is_printed_can_be_read_again() -> None:
 def test_columns_are_hidden_in_the_rows_whose_progress_fits() -> None:
     model = model_of("llada")
     prompts = [PROMPTS[0], [*PROMPTS[1], 63, 63, 63]]
-    hook = when(mask_positions(-1, -2, 3), (0.26, 0.52))  # one row at a time
+    hook = at_progress(mask_positions(-1, -2, 3), (0.26, 0.52))  # one row at a time
     together = dl.denoise(model, prompts, hooks=[hook], gen_length=8, steps=4)
     assert len({tuple(row.tolist()) for row in together.masked.sum(-1).T}) == 2  # the rows go on at their own pace
     for row, prompt in enumerate(prompts):

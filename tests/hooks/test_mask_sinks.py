@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.attention import Columns
+from dlm_lens.attention import ColumnStats
 from dlm_lens.hooks import mask_sinks, mask_top_sinks
 from dlm_lens.hooks.column_counts import scores_of
 from dlm_lens.sinks import LowKeyNorm
@@ -223,7 +223,7 @@ def test_scores_at_every_level_and_scale(per: Any, quantity: Any) -> None:
         if layer == 2:
             seen[1, 2, 5] = 2  # in one head of one layer
         sums, expected = (torch.rand(2, 4, 9, generator=generator) for _ in range(2))
-        layers.append(Columns(sums, expected, seen, torch.tensor([12, 10])))
+        layers.append(ColumnStats(sums, expected, seen, torch.tensor([12, 10])))
     given = layers if per == "model" else [layers[2]]
     got = scores_of(given, per, "received" if quantity == "raw" else quantity, quantity != "raw")
     heads = 4 if per == "head" else 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.attention import Columns, PointContext, RunStep, SinkLayout, hidden_mass
+from dlm_lens.attention import ColumnStats, PointContext, RunStep, SinkLayout, hidden_mass
 from dlm_lens.hooks import (
     at_heads,
     at_steps,
@@ -18,7 +18,6 @@ from dlm_lens.hooks import (
     mask_top_sinks,
     parse_hooks,
     sink,
-    when,
 )
 from tests.hooks.by_hand import PROMPTS, model_of, scores, settings_of, statistics, top
 from tests.hooks.test_other_columns import check_run, hidden_by, step_of
@@ -95,11 +94,11 @@ def test_a_run_hides_what_the_rule_says(name: str, per: str) -> None:
     assert abs(sum(shares) - sum(aims)) < abs(counted.settings["mass_hidden"][0] * len(aims) - sum(aims))
 
 
-def planted(sums: Tensor) -> Callable[[], Columns]:
+def planted(sums: Tensor) -> Callable[[], ColumnStats]:
     """Statistics of keys that every query sees, with these column sums."""
     rows, _, keys = sums.shape
     ones = torch.ones(rows, 1, keys)
-    return lambda: Columns(sums, ones, ones * keys, torch.full((rows,), keys))
+    return lambda: ColumnStats(sums, ones, ones * keys, torch.full((rows,), keys))
 
 
 def chosen(hook: Any, run: RunStep, sums: Tensor, layer: int = 0, clean: Any = None) -> Tensor:
@@ -211,7 +210,7 @@ def test_wrappers_limit_the_control_and_mass_is_counted_where_it_acts() -> None:
     # One map counts as one, whatever rests: two keys of some twenty receive about a tenth.
     assert aim == pytest.approx(whole, rel=0.1)
     assert 0.08 < aim < 0.4
-    assert mass(when(mask_random(like=real, match="mass"), (0.25, 0.5)))[0] == pytest.approx(aim, rel=0.3)
+    assert mass(at_progress(mask_random(like=real, match="mass"), (0.25, 0.5)))[0] == pytest.approx(aim, rel=0.3)
     assert mass(mask_positions(3), real)[1] > 0
     assert mass(mask_positions(3), real)[0] is None  # it never asked what columns receive
     assert hidden_mass({}, real) is None

@@ -8,7 +8,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.attention import hidden_per_map
 from dlm_lens.bridging import BridgeRecorder
-from dlm_lens.hooks import ablate, at_heads, attached, keep_only, mask_positions, mask_sinks, mask_top_sinks
+from dlm_lens.hooks import ablate, at_heads, attach_hooks, keep_only, mask_positions, mask_sinks, mask_top_sinks
 from dlm_lens.recording import ReceivedAttention, UpdateNorm, WeightedValue
 from dlm_lens.testing import tiny
 from tests.hooks.test_compositions import HOLES, PROMPTS, Looks
@@ -104,9 +104,9 @@ def test_outside_a_run_an_earlier_hook_hides_keys_but_no_queries() -> None:
     model = tiny("llada")
     ids = torch.tensor([PROMPTS[0]])
     hooks = [mask_positions(3), keep_only((), 5, stage="after"), mask_top_sinks(2, stage="after")]
-    with torch.no_grad(), attached(model, *hooks[:2]):
+    with torch.no_grad(), attach_hooks(model, *hooks[:2]):
         streamed = model(input_ids=ids).logits
-    with torch.no_grad(), attached(model, *hooks[:2], Looks("scores"), Looks("pattern")):
+    with torch.no_grad(), attach_hooks(model, *hooks[:2], Looks("scores"), Looks("pattern")):
         torch.testing.assert_close(model(input_ids=ids).logits, streamed, atol=2e-5, rtol=1e-5)
     bridged = dl.bridge(model)
     points = [
@@ -114,7 +114,7 @@ def test_outside_a_run_an_earlier_hook_hides_keys_but_no_queries() -> None:
         for i in (0, 1)
         for p, h in zip(("attn_scores", "pattern", "pattern"), hooks, strict=True)
     ]
-    with torch.no_grad(), attached(model, *hooks):
+    with torch.no_grad(), attach_hooks(model, *hooks):
         ours = model(input_ids=ids).logits
     torch.testing.assert_close(bridged.run_with_hooks(ids, fwd_hooks=points), ours, atol=2e-5, rtol=1e-5)
 

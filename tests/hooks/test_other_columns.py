@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.attention import Columns, PointContext, RunStep, SinkLayout
+from dlm_lens.attention import ColumnStats, PointContext, RunStep, SinkLayout
 from dlm_lens.hooks import (
     at_heads,
     at_steps,
@@ -95,7 +95,7 @@ def step_of(model: Any, tokens: Tensor, masked: Tensor, **more: Any) -> RunStep:
 def hidden_by(hook: Any, run: RunStep, layer: int = 0, sinks: SinkLayout | None = None) -> Tensor:
     """The columns that a hook hides, without asking what they receive."""
 
-    def nobody() -> Columns:
+    def nobody() -> ColumnStats:
         raise AssertionError("this hook needs no statistics")
 
     layout = sinks or SinkLayout()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.hooks import attached, keep_only, mask_random, mask_sinks, mask_top_sinks
+from dlm_lens.hooks import attach_hooks, keep_only, mask_random, mask_sinks, mask_top_sinks
 from dlm_lens.sampling.network import network_inputs
 from tests.hooks.by_hand import model_of
 from tests.hooks.test_columns_everywhere import Looks
@@ -16,7 +16,7 @@ ROWS = [[5, 9, 11, 40, 3, 22, 8, 17, 30, 2, 51, 12], [7, 1, 30, 2, 22, 44, 9, 10
 HOOKS = [
     mask_top_sinks(2),
     mask_sinks(dl.AboveMean(0.2), stage="after", keep_self=True),
-    mask_sinks(dl.Share(0.12), per="layer"),
+    mask_sinks(dl.AttentionShare(0.12), per="layer"),
     mask_random(2, seed=3),
     mask_random(like=mask_top_sinks(2)),
     keep_only(1, 3),
@@ -37,7 +37,7 @@ def test_a_padded_row_is_what_it_is_alone(family: str, hook: Any, looked: bool) 
     model = model_of(family)
     ids, content = padded()
     looks = (Looks("scores"), Looks("pattern")) if looked else ()
-    with torch.no_grad(), attached(model, hook, *looks):
+    with torch.no_grad(), attach_hooks(model, hook, *looks):
         together = model(input_ids=ids, **network_inputs(content)).logits
         alone = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in ROWS]
     for row, expected in enumerate(alone):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlm_lens.attention import Hook, PointContext
-from dlm_lens.hooks import MaskPositions, attached, mask_positions, sink
+from dlm_lens.hooks import MaskPositions, attach_hooks, mask_positions, sink
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -52,7 +52,7 @@ def test_sinks_and_canvas_positions_are_addressed_in_a_sink_model(stage: str, pl
     hook = mask_positions(sink(1), 3, -1, stage=stage, keep_self=True)
     expected = forward64(model, ids, edits={(1, hook.site): by_hand})["logits"]
     plain = model(input_ids=ids).logits
-    with attached(model, hook, layers=[-1]):
+    with attach_hooks(model, hook, layers=[-1]):
         got = model(input_ids=ids).logits.double()
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
     assert (got - plain).abs().max() > 1e-2
@@ -74,7 +74,7 @@ def test_attached_hooks_run_in_order_know_their_place_and_leave_on_errors() -> N
             return tensor
 
     def interrupted() -> None:
-        with attached(model, Watch("a"), Watch("b")):
+        with attach_hooks(model, Watch("a"), Watch("b")):
             model(input_ids=torch.tensor([[1, 2]]))
             raise KeyError
 
@@ -88,25 +88,28 @@ def test_attached_hooks_run_in_order_know_their_place_and_leave_on_errors() -> N
 
 def test_attaching_what_does_not_fit_is_refused() -> None:
     model = tiny("llada")
-    with pytest.raises(ValueError, match="layer 2 of 2: layers go from 0 to 1"), attached(model, layers=[2]):
+    with pytest.raises(ValueError, match="layer 2 of 2: layers go from 0 to 1"), attach_hooks(model, layers=[2]):
         pass
-    with pytest.raises(ValueError, match="Linear has no hook points"), attached(torch.nn.Linear(1, 1)):
+    with pytest.raises(ValueError, match="Linear has no hook points"), attach_hooks(torch.nn.Linear(1, 1)):
         pass
     wrong = type("Wrong", (), {"site": "elsewhere", "__call__": lambda self, x, hook=None: x})()
-    with pytest.raises(ValueError, match="belongs at 'elsewhere', which is none of q, k"), attached(model, wrong):
+    with (
+        pytest.raises(ValueError, match="belongs at 'elsewhere', which is none of q, k"),
+        attach_hooks(model, wrong),
+    ):
         pass
 
 
 def test_a_sink_needs_the_model_and_must_exist() -> None:
     assert repr(mask_positions(sink(0), 3)) == "mask_positions(sink(0), 3)"
-    with pytest.raises(ValueError, match=r"where a sink stands depends on the model; run it with .*attached"):
+    with pytest.raises(ValueError, match=r"where a sink stands depends on the model; run it with .*attach_hooks"):
         mask_positions(sink(0))(torch.zeros(1, 1, 4, 4))
     with pytest.raises(ValueError, match=r"sink\(-1\): sinks are counted from 0"):
         sink(-1)
     model = tiny("sink_qwen", num_sinks=1)
     with (
         pytest.raises(ValueError, match=r"position sink\(1\) is not there; the model has 1 sink tokens"),
-        attached(model, mask_positions(sink(1))),
+        attach_hooks(model, mask_positions(sink(1))),
     ):
         model(input_ids=torch.tensor([[1, 2]]))
 

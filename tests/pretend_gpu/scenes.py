@@ -26,7 +26,6 @@ from dlm_lens.hooks import (
     scale_attention,
     splice,
     steer,
-    when,
     zero_value,
 )
 from dlm_lens.placement import input_device
@@ -63,7 +62,7 @@ HOOKS: dict[str, Callable[[], Any]] = {
     "at steps": lambda: at_steps(mask_top_sinks(1), range(1, 4)),
     "at layers": lambda: at_layers(mask_top_sinks(1), [-1]),
     "at heads": lambda: at_heads(mask_top_sinks(1), [1]),
-    "when": lambda: when(mask_top_sinks(1), (0.2, 0.8)),
+    "when": lambda: at_progress(mask_top_sinks(1), (0.2, 0.8)),
     "scaled": lambda: scale_attention("prompt", 0.5),
     "zero value": lambda: zero_value(0),
     "ablated": lambda: ablate("mlp_out", "masked"),
@@ -94,20 +93,20 @@ DETECTORS = (
     dl.AboveMean(1.0),
     dl.AboveMean(0.03, literal=True),
     dl.AboveStd(1.0),
-    dl.MeanAttention(0.2),
-    dl.Share(0.2),
+    dl.MeanReceived(0.2),
+    dl.AttentionShare(0.2),
     dl.SoftSigmoid(),
     dl.TopK(2),
 )
 
 
-def told(run: dl.Denoised) -> dict[str, Any]:
+def told(run: dl.DenoisingRun) -> dict[str, Any]:
     """What is compared of a run; confidence is -inf where nothing was proposed."""
     hidden = {name: value for name, value in run.settings.items() if name in ("columns_hidden", "mass_hidden")}
     return {"tokens": run.tokens, "canvases": run.canvases, "confidence": run.confidence, **hidden}
 
 
-def run(model: Any, family: str, *, prompts: Any = None, **settings: Any) -> dl.Denoised:
+def run(model: Any, family: str, *, prompts: Any = None, **settings: Any) -> dl.DenoisingRun:
     return dl.denoise(model, PROMPTS if prompts is None else prompts, gen_length=LENGTH, **settings)
 
 

@@ -53,8 +53,8 @@ def test_sinks_are_those_of_the_library(saved: Any) -> None:
 
 def test_norms_are_those_of_the_library(saved: Any) -> None:
     path, _, _, rec = saved
-    found = printed("norms", path, "--eps", "1", "--alike", "masked", "--samples", "30", "--seed", "2")
-    norms = value_norms(rec, dl.find_sinks(rec, dl.AboveMean(1.0)), alike="masked", samples=30, seed=2)
+    found = printed("norms", path, "--eps", "1", "--match", "masked", "--samples", "30", "--seed", "2")
+    norms = value_norms(rec, dl.find_sinks(rec, dl.AboveMean(1.0)), match="masked", samples=30, seed=2)
     assert [line["value"] for line in found["measures"]] == pytest.approx(norms.table().value.tolist(), rel=1e-6)
     assert found["layers"][0]["share"] == pytest.approx(norms.profile.share[0], rel=1e-6)
     learned = printed("norms", path, "--learned")

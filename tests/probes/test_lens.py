@@ -68,7 +68,7 @@ def test_every_number_is_that_of_loops(name: str) -> None:
                 ahead = position + 1 if shifted else position
                 about = ahead if position < canvas and ahead < canvas else -1
                 is_asked = about >= 0 and bool(run.masked[step, row, about])
-                assert (int(lens.predicts[entry]), bool(lens.asked[entry])) == (about, is_asked)
+                assert (int(lens.predicts[entry]), bool(lens.predicted[entry])) == (about, is_asked)
                 assert bool(lens.masked[entry]) == (position < canvas and bool(run.masked[step, row, position]))
                 for layer, logs in enumerate(wanted):
                     p = logs.exp()
@@ -279,6 +279,6 @@ def test_what_cannot_be_read_is_refused() -> None:
         logit_lens(model, run, other)
     with pytest.raises(ValueError, match="level 'head'"):
         sink_writes(model, run, other)
-    with pytest.raises(TypeError, match="Denoised"):
+    with pytest.raises(TypeError, match="DenoisingRun"):
         logit_lens(model, run.canvases)
     assert isinstance(logit_lens(model, run, [0], steps=[0]), LogitLens)

@@ -39,7 +39,7 @@ def test_every_part_is_that_of_replays_and_runs_by_hand() -> None:
                             float(kept[f"pattern{layer}"][0, head, i, j]) for j, k in enumerate(at) if is_sink[k]
                         )
                 assert float(found.dependence[step, row, position]) == pytest.approx(total / 8, rel=1e-3, abs=1e-5)
-                assert bool(found.asked[step, row, position]) == bool(masked[i])
+                assert bool(found.predicted[step, row, position]) == bool(masked[i])
     known = mask_sinks(source=sinks)
     by_hand = replay(model, rec.run, [known], attention=False).confidence_change
     torch.testing.assert_close(found.confidence, by_hand, equal_nan=True)
@@ -88,7 +88,7 @@ def test_dependent_is_above_the_median_of_a_canvas() -> None:
     found = planted()
     for step in range(4):
         for row in range(3):
-            asked = found.asked[step, row].nonzero()[:, 0].tolist()
+            asked = found.predicted[step, row].nonzero()[:, 0].tolist()
             if not asked:
                 continue
             middle = np.median([float(found.dependence[step, row, i]) for i in asked])
@@ -98,7 +98,7 @@ def test_dependent_is_above_the_median_of_a_canvas() -> None:
     values = found.confidence
     for step in range(4):
         for row in range(3):
-            kept = found.asked[step, row]
+            kept = found.predicted[step, row]
             if kept.any() and values[step, row][kept].unique().numel() > 1:
                 ranks = [pd.Series(t[step, row][kept]).rank() for t in (found.dependence, values)]
                 rho.append(np.corrcoef(*ranks)[0, 1])

@@ -93,7 +93,7 @@ def test_every_other_token_is_of_the_same_pattern_and_no_sink() -> None:
     code = (((step * 3 + row) * 2 + layer) * 2 + head) * 100.0 + key
     planted = replace(rec, arrays={**rec.arrays, "value_norm": code.masked_fill(rec.value_norm.isnan(), torch.nan)})
     for alike in ("any", "masked"):
-        found = value_norms(planted, sinks, alike=alike, samples=150)
+        found = value_norms(planted, sinks, match=alike, samples=150)
         assert len(found.sink) > 100
         assert torch.equal(found.sink // 100, found.other // 100)
         places = [((found.sink // 100).long() // 2 // 2 // 3), (found.sink // 100).long() // 4 % 3]

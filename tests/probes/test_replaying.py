@@ -115,9 +115,11 @@ def each(model: Any, run: Any, found: Replay) -> Any:
 def test_what_is_asked(case: Any) -> None:
     _, run, found = case
     if run.settings["sampler"] == "causal":
-        assert found.asked.nonzero()[:, [0, 2]].tolist() == [[s, 6 + s] for s in range(run.steps) for _ in range(2)]
+        assert found.predicted.nonzero()[:, [0, 2]].tolist() == [
+            [s, 6 + s] for s in range(run.steps) for _ in range(2)
+        ]
     else:
-        assert found.asked.equal(run.masked[:-1])
+        assert found.predicted.equal(run.masked[:-1])
 
 
 def test_kl_confidence_rank_and_token_equal_float64_loops(case: Any) -> None:
@@ -125,7 +127,7 @@ def test_kl_confidence_rank_and_token_equal_float64_loops(case: Any) -> None:
     mask_id, seen, largest = getattr(model.config, "mask_token_id", None), 0, 0.0
     for step, row, padding, pair in each(model, run, found):
         for p in range(12):
-            if not found.asked[step, row, p]:
+            if not found.predicted[step, row, p]:
                 assert bool(found.kl[step, row, p].isnan())
                 assert int(found.rank[step, row, p]) == int(found.token_hooked[step, row, p]) == -1
                 continue
@@ -142,7 +144,7 @@ def test_kl_confidence_rank_and_token_equal_float64_loops(case: Any) -> None:
                 better = sum(v > likely[written] for v in likely)
                 assert int(getattr(found, f"rank{ending}")[step, row, p]) == better
             seen, largest = seen + 1, max(largest, kl)
-    assert seen == int(found.asked.sum()) > 5
+    assert seen == int(found.predicted.sum()) > 5
     assert largest > 1e-2
 
 
@@ -150,7 +152,7 @@ def test_the_residual_stream_equals_float64_loops(case: Any) -> None:
     model, run, found = case
     causal = run.settings["sampler"] == "causal"
     for step, row, padding, pair in each(model, run, found):
-        asked = [place(model, p - padding) for p in range(12) if found.asked[step, row, p]]
+        asked = [place(model, p - padding) for p in range(12) if found.predicted[step, row, p]]
         asked = [-1] if causal else asked
         for layer in (0, 1):
             one, two = (kept[f"resid{layer}"][0] for _, kept in pair)
@@ -206,7 +208,7 @@ def run(llada: Any) -> Any:
 
 def test_a_hook_that_changes_nothing_changes_nothing(llada: Any, run: Any) -> None:
     found = replay(llada, run, [steer(torch.zeros(32))])
-    assert found.kl[found.asked].max() == 0
+    assert found.kl[found.predicted].max() == 0
     assert found.rank_change.abs().max() == 0
     assert not found.flipped.any()
     assert found.residual_change.max() == 0
@@ -225,9 +227,9 @@ def test_hooks_know_the_step_and_leave_with_the_replay(llada: Any, run: Any) -> 
 def test_replay_s_plain_half_is_the_run_itself(llada: Any, run: Any) -> None:
     found = replay(llada, run, [mask_positions(0)])
     # Greedy: the token written is the likeliest one at its step, at the confidence that the run kept.
-    torch.testing.assert_close(found.confidence[run.selected], run.confidence[run.selected])
-    assert found.token[run.selected].tolist() == run.proposals[run.selected].tolist()
-    assert (found.rank[run.selected] == 0).all()
+    torch.testing.assert_close(found.confidence[run.unmasked], run.confidence[run.unmasked])
+    assert found.token[run.unmasked].tolist() == run.proposals[run.unmasked].tolist()
+    assert (found.rank[run.unmasked] == 0).all()
 
 
 def test_a_hidden_column_gives_its_mass_to_the_others(llada: Any, run: Any) -> None:
@@ -274,12 +276,12 @@ def test_new_sinks_are_those_of_the_hooks_alone(llada: Any, run: Any) -> None:
 def test_a_change_that_a_later_layer_undoes_is_repaired(llada: Any, run: Any) -> None:
     clean = capture(llada, run, "resid", layers=[1])
     found = replay(llada, run, [at_layers(steer(torch.ones(32) * 3.0), [0]), patch_from(clean)])
-    assert found.residual_change[..., 0][found.asked.any(-1)].min() > 0.1
+    assert found.residual_change[..., 0][found.predicted.any(-1)].min() > 0.1
     assert found.residual_change[..., 1].nan_to_num().max() == 0
-    assert found.repair[found.asked.any(-1)].tolist() == [1.0] * 8
-    assert found.kl[found.asked].max() < 1e-9
+    assert found.repair[found.predicted.any(-1)].tolist() == [1.0] * 8
+    assert found.kl[found.predicted].max() < 1e-9
     worse = replay(llada, run, [at_layers(steer(torch.ones(32) * 3.0), [-1])])
-    assert worse.repair[found.asked.any(-1)].tolist() == [0.0] * 8
+    assert worse.repair[found.predicted.any(-1)].tolist() == [0.0] * 8
 
 
 def test_masked_queries_alone(llada: Any, run: Any) -> None:
@@ -292,7 +294,7 @@ def test_masked_queries_alone(llada: Any, run: Any) -> None:
 def test_the_table_says_what_the_tensors_say(llada: Any, run: Any) -> None:
     found = replay(llada, run, [ablate("mlp_out", "masked")], attention=False)
     table = found.table()
-    assert len(table) == int(found.asked.sum())
+    assert len(table) == int(found.predicted.sum())
     line = table.iloc[3]
     at = (line["step"], line["batch"], line["position"])
     assert line["kl"] == pytest.approx(float(found.kl[at]))
@@ -318,7 +320,7 @@ def test_logits_are_compared_a_few_at_a_time(llada: Any, run: Any, monkeypatch: 
 
 
 def test_what_does_not_fit_is_refused(llada: Any, run: Any) -> None:
-    with pytest.raises(TypeError, match="the run is a Tensor; give the Denoised"):
+    with pytest.raises(TypeError, match="the run is a Tensor; give the DenoisingRun"):
         replay(llada, run.tokens, [mask_positions(0)])
     with pytest.raises(ValueError, match="hooks is empty"):
         replay(llada, run, [])

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dlm_lens.cli import app as cli
 from dlm_lens.cli.reducers import read_lines
-from dlm_lens.recording import ReceivedAttention, Recording, Recordings, ValueNorm, record
+from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, ValueNorm, record
 from dlm_lens.testing import tiny
 
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
@@ -56,9 +56,9 @@ def test_a_file_of_prompts(files):
     gone = files / "out" / "rows-00001-00001"
     for path in gone.iterdir():
         path.unlink()
-    assert len(Recordings(files / "out")) == 3
+    assert len(RecordingSet(files / "out")) == 3
     assert CliRunner().invoke(cli.app, arguments(files, "out", *reducers)).exit_code == 0
-    assert len(Recordings(files / "out")) == 4
+    assert len(RecordingSet(files / "out")) == 4
     after = {path: path.stat().st_mtime_ns for path in (files / "out").rglob("*.safetensors")}
     assert {p for p in before if before[p] != after[p]} == {p for p in before if p.parent == gone}
 
@@ -87,7 +87,7 @@ def test_of_two_processes_each_takes_every_other_batch(files, monkeypatch):
     result = CliRunner().invoke(cli.app, arguments(files, "out", "--layers", "-1", "--storage", "float16"))
     assert result.exit_code == 0, result.output
     assert sorted(p.name for p in (files / "out").iterdir()) == ["rows-00001-00001", "rows-00003-00003"]
-    (one, _) = Recordings(files / "out")
+    (one, _) = RecordingSet(files / "out")
     assert one.layers == (1,)
     assert one.arrays["received"].dtype == torch.float16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_lens.recording import ReceivedAttention, Recording, Recordings, TopKeys, ValueNorm, record
+from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, TopKeys, ValueNorm, record
 from dlm_lens.recording.shards import MANIFEST, ShardDirectory
 from dlm_lens.testing import tiny
 from tests.files.damage import damage
@@ -33,7 +33,7 @@ def difference(found: Recording, wanted: Recording) -> str:
     for name in FIELDS:
         if getattr(found, name) != getattr(wanted, name):
             return name
-    for name in ("canvases", "masked", "proposals", "confidence", "selected", "attention_mask"):
+    for name in ("canvases", "masked", "proposals", "confidence", "unmasked", "attention_mask"):
         if not torch.equal(getattr(found.run, name), getattr(wanted.run, name)):
             return name
     for name in ("prompt_length", "spans", "blocks", "settings", "eos_token_ids"):
@@ -102,7 +102,7 @@ def test_every_bit_of_a_shard_counts(kept: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"step-00001.safetensors is damaged \(its checksum is another\)"):
             Recording.load(tmp_path / "it")
         with pytest.raises(ValueError, match="step-00001"):
-            list(Recordings(tmp_path / "it"))
+            list(RecordingSet(tmp_path / "it"))
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     Recording.load(tmp_path / "it", verify=False)  # on request, the disk is trusted
     shard.write_bytes(whole)
@@ -127,7 +127,7 @@ def test_a_recording_that_lacks_a_batch_says_how_much_is_there(kept: Path, tmp_p
         ValueError, match=r"holds 1 of 2 prompts \(rows-00001-00001 not there\); record with the same"
     ):
         Recording.load(tmp_path / "it")
-    found = Recordings(tmp_path / "it")
+    found = RecordingSet(tmp_path / "it")
     assert [path.name for path in found.paths] == ["rows-00000-00000"]
     assert [path.name for path in found.unfinished] == ["rows-00001-00001"]
     again = record(tiny("llada"), PROMPTS, REDUCERS, to=tmp_path / "it", **SETTINGS)

@@ -17,7 +17,7 @@ from dlm_lens.recording import (
     ReceivedAttention,
     Recorder,
     Recording,
-    Recordings,
+    RecordingSet,
     RegionMass,
     ResidualNorm,
     TopKeys,
@@ -82,7 +82,7 @@ def test_is_the_run_of_denoise_and_the_statistics_of_its_replay(family):
     rec = record(model, PROMPTS, EVERYTHING, **given)
     plain = denoise(model, PROMPTS, **given)
     assert torch.equal(rec.run.canvases, plain.canvases)
-    assert torch.equal(rec.run.selected, plain.selected)
+    assert torch.equal(rec.run.unmasked, plain.unmasked)
     assert untouched(model)
     for queries in ("all", "unmasked"):
         found, wanted = received_of(rec, queries), received_over_steps(model, plain, queries=queries)
@@ -143,7 +143,7 @@ def test_batches_become_one_recording(batch_size, tmp_path):
     assert parts.seeds == (1, 2, 3, 4)
     assert parts.run.spans == whole.run.spans
     close(parts, whole, rtol=1e-4, atol=1e-5)
-    many = Recordings(tmp_path)
+    many = RecordingSet(tmp_path)
     assert len(many) == 4 // batch_size
     assert [r.rows[0] for r in many] == list(range(0, 4, batch_size))
     assert many[-1].run.tokens.shape[0] == batch_size
@@ -191,14 +191,14 @@ def test_clean_passes_of_hooks_are_not_recorded():
     model = tiny("llada")
 
     class AsksForClean:
-        site, needs_clean = "z", True
+        site, needs_clean_pass = "z", True
 
         def __call__(self, tensor, hook=None):
             assert hook.run.clean()[0].sums.shape[-1] == 21
             return tensor * 0.5
 
     class Plain(AsksForClean):
-        needs_clean = False
+        needs_clean_pass = False
 
         def __call__(self, tensor, hook=None):
             return tensor * 0.5
@@ -297,15 +297,15 @@ def test_the_recorder_is_a_host_of_denoise_and_of_a_trace():
     model = tiny("llada")
     wanted = record(model, PROMPTS, EVERYTHING, **RUN)
     recorder = Recorder(model, EVERYTHING)
-    run = denoise(model, PROMPTS, host=recorder, **RUN)
+    run = denoise(model, PROMPTS, observers=recorder, **RUN)
     equal(recorder.recording(run), wanted)
-    equal(recorder.recording(denoise(model, PROMPTS, host=[recorder], **RUN)), wanted)
+    equal(recorder.recording(denoise(model, PROMPTS, observers=[recorder], **RUN)), wanted)
     with pytest.raises(ValueError, match="followed 6 steps, but the run has 3"):
         recorder.recording(denoise(model, PROMPTS, **RUN | {"steps": 3}))
     lm = dlm_lens.DiffusionLM(model, check=False)
-    untraced = lm.generate(PROMPTS, host=recorder, **RUN)
+    untraced = lm.generate(PROMPTS, observers=recorder, **RUN)
     close(recorder.recording(untraced), wanted, rtol=1e-4, atol=1e-5)
-    with lm.generate(PROMPTS, host=recorder, **RUN) as tracer:
+    with lm.generate(PROMPTS, observers=recorder, **RUN) as tracer:
         for _step in tracer.steps[2]:
             lm.layers[0].attn.pattern[:, :, :, 4] = 0
         result = tracer.result.save()
@@ -459,7 +459,7 @@ def test_what_no_reducer_can_be(reducers, sentence):
         (lambda: record(tiny("llada"), PROMPTS, dtype="int8", **RUN), "'float32' or 'float16'"),
         (lambda: record(tiny("llada"), PROMPTS, layers=[7], **RUN), "layer 7 of 2"),
         (lambda: record(tiny("llada"), PROMPTS, batch_size=0, **RUN), "batch_size is 0"),
-        (lambda: record(tiny("llada"), PROMPTS, host=3, **RUN), "not record's to take"),
+        (lambda: record(tiny("llada"), PROMPTS, observers=3, **RUN), "not record's to take"),
         (lambda: record(tiny("llada"), [[]], **RUN), "empty"),
         (lambda: record(tiny("causal"), PROMPTS, [ReceivedAttention("masked")]), "no masked queries"),
         (lambda: record(tiny("causal"), PROMPTS, use_cache=True, gen_length=2), "use_cache=True"),

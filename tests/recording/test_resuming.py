@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_lens import hooks
-from dlm_lens.recording import KeyNorm, ReceivedAttention, Recording, Recordings, TopKeys, ValueNorm, record
+from dlm_lens.recording import KeyNorm, ReceivedAttention, Recording, RecordingSet, TopKeys, ValueNorm, record
 from dlm_lens.recording.shards import MANIFEST, RUN, ShardDirectory
 from dlm_lens.sampling import denoise
 from dlm_lens.testing import tiny
@@ -60,7 +60,7 @@ def killed_behind(monkeypatch, after, /, *args, **kwargs):
 
 
 def assert_same(found, wanted):
-    for name in ("canvases", "masked", "proposals", "confidence", "selected", "attention_mask"):
+    for name in ("canvases", "masked", "proposals", "confidence", "unmasked", "attention_mask"):
         assert torch.equal(getattr(found.run, name), getattr(wanted.run, name)), name
     assert found.run.spans == wanted.run.spans
     assert found.run.blocks == wanted.run.blocks
@@ -146,7 +146,7 @@ def test_kill_9_in_the_middle(tmp_path):
     assert process.wait() == -signal.SIGKILL
     assert shard.exists()
     assert not (shard.parent / RUN).exists()
-    half = Recordings(tmp_path / "rec")
+    half = RecordingSet(tmp_path / "rec")
     assert (len(half), len(half.unfinished)) == (1, 1)
     model, reducers = tiny("llada"), [ReceivedAttention(), ValueNorm()]
     settings = {"batch_size": 1, "steps": 12, "gen_length": 12, "temperature": 0.7, "seed": [3, 4]}

@@ -7,7 +7,7 @@ import pytest
 import dlm_lens as dl
 from dlm_lens.hooks import mask_sinks
 from dlm_lens.probes import logit_lens, replay, sink_writes
-from dlm_lens.recording import Recording, Recordings
+from dlm_lens.recording import Recording, RecordingSet
 from dlm_lens.sampling.token_text import StoredTokenizer
 from dlm_lens.testing import tiny
 
@@ -29,7 +29,7 @@ def test_texts_are_those_of_the_run(saved):
     assert isinstance(loaded.run.tokenizer, StoredTokenizer)
     assert loaded.run.texts == rec.run.texts
     assert loaded.run.answers == rec.run.answers
-    assert Recordings(path)[0].run.texts == rec.run.texts
+    assert RecordingSet(path)[0].run.texts == rec.run.texts
     assert loaded.select(batch=1).run.texts == rec.run.texts[1:]
     again = loaded.save(path.parent / "again")
     assert Recording.load(again).run.texts == rec.run.texts

@@ -14,9 +14,9 @@ import dlm_lens
 from dlm_lens.adapters.loading import attach
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import (
-    Columns,
+    ColumnStats,
     add_hook_points,
-    attached,
+    attach_hooks,
     expected_received,
     hide_columns,
     hooked_attentions,
@@ -213,7 +213,7 @@ def test_a_bridge_records_the_same() -> None:
     plain_run = record(model, PROMPTS, [ReceivedAttention(min_viewers=2)], **RUN)
     bridge = dlm_lens.bridge(model)
     recorder = dlm_lens.BridgeRecorder(bridge, [ReceivedAttention(min_viewers=2)])
-    bridged = recorder.recording(bridge.denoise(PROMPTS, host=recorder, **RUN))
+    bridged = recorder.recording(bridge.denoise(PROMPTS, observers=recorder, **RUN))
     assert bridged.windows == plain_run.windows == (None, 4)
     torch.testing.assert_close(bridged.received, plain_run.received, rtol=1e-4, atol=1e-5, equal_nan=True)
 
@@ -355,7 +355,7 @@ def test_statistics_that_hooks_judge_are_those_of_the_patterns(kind: str) -> Non
     model, windows = windowed(kind), WINDOWS[kind][1]
     ids = torch.randint(3, 120, (2, 14), generator=torch.Generator().manual_seed(2))
     content = torch.arange(14) >= torch.tensor([[0], [4]])
-    found: dict[tuple[str, int], Columns] = {}
+    found: dict[tuple[str, int], ColumnStats] = {}
 
     class Asking:
         """Asks for the statistics and hides nothing."""
@@ -375,7 +375,7 @@ def test_statistics_that_hooks_judge_are_those_of_the_patterns(kind: str) -> Non
         asking.name = name
         if name == "pattern":
             model.set_attn_implementation("eager")
-        with attached(model, asking), torch.no_grad():
+        with attach_hooks(model, asking), torch.no_grad():
             model(input_ids=ids, attention_mask=content.long(), use_cache=False)
     for row in (0, 1):
         keep = content[row]

@@ -61,7 +61,7 @@ def test_what_differs_equals_loops(pair: Comparison) -> None:
         for p in range(one.tokens.shape[1]):
             if not one.masked[0, row, p]:
                 assert bool(pair.confidence_change[row, p].isnan())
-                assert not pair.mask[row, p]
+                assert not pair.changed[row, p]
                 continue
             differs = int(one.tokens[row, p]) != int(two.tokens[row, p])
             changed += differs
@@ -128,7 +128,7 @@ def test_an_ar_run_that_ends_earlier_goes_on_with_its_end_token() -> None:
     assert (found.plain.steps, steps) == (3, 6)
     one, two = found.plain.tokens[0].tolist() + [end] * (steps - 3), found.hooked.tokens[0].tolist()
     differs = [p for p in range(6 + steps) if one[p] != two[p]]
-    assert found.mask[0].nonzero().flatten().tolist() == differs
+    assert found.changed[0].nonzero().flatten().tolist() == differs
     # An AR step writes the next position. The second row is the same, whatever the first one's end.
     assert found.first_difference.tolist() == [differs[0] - 6, -1]
     assert differs[0] > 6
@@ -145,7 +145,7 @@ def test_what_does_not_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="hooks is empty"):
         compare(model, PROMPTS, [])
     with pytest.raises(ValueError, match="a host cannot follow"):
-        compare(model, PROMPTS, [mask_positions(0)], host=())
+        compare(model, PROMPTS, [mask_positions(0)], observers=())
     one, two = dl.denoise(model, PROMPTS, **RUN), dl.denoise(model, [[5, 9, 14, 3, 8, 1], [7, 2, 11]], **RUN)
     with pytest.raises(ValueError, match="their prompts differ"):
         Comparison(one, two, ())

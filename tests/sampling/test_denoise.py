@@ -38,7 +38,7 @@ def runs(draw: Any) -> dict[str, Any]:
     }
 
 
-def denoise(run: dict[str, Any], **changes: Any) -> dlm_lens.Denoised:
+def denoise(run: dict[str, Any], **changes: Any) -> dlm_lens.DenoisingRun:
     arguments = {**run, **changes}
     return dlm_lens.denoise(MODELS[arguments.pop("family")], **arguments)
 
@@ -47,15 +47,15 @@ def denoise(run: dict[str, Any], **changes: Any) -> dlm_lens.Denoised:
 @settings(max_examples=40, deadline=None)
 def test_every_mask_is_filled_once_and_nothing_else_is_touched(run: dict[str, Any]) -> None:
     got = denoise(run)
-    assert (got.selected.sum(0) == got.masked[0]).all()
+    assert (got.unmasked.sum(0) == got.masked[0]).all()
     assert (got.masks_left == 0).all()
     assert not (got.tokens == MASK).any()
     for t in range(got.steps):
-        written = torch.where(got.selected[t], got.proposals[t], got.canvases[t])
+        written = torch.where(got.unmasked[t], got.proposals[t], got.canvases[t])
         assert got.canvases[t + 1].equal(written)
-        assert got.masked[t + 1].equal(got.masked[t] & ~got.selected[t])
-        assert not (got.selected[t] & ~got.masked[t]).any()
-        assert (got.confidence[t] > -torch.inf)[got.selected[t]].all()
+        assert got.masked[t + 1].equal(got.masked[t] & ~got.unmasked[t])
+        assert not (got.unmasked[t] & ~got.masked[t]).any()
+        assert (got.confidence[t] > -torch.inf)[got.unmasked[t]].all()
     assert got.step_of[got.masked[0]].min() >= 0
     assert (got.step_of[~got.masked[0]] == -1).all()
 
@@ -66,7 +66,7 @@ def test_blocks_are_written_from_left_to_right(run: dict[str, Any]) -> None:
     got = denoise(run)
     position = torch.arange(got.tokens.shape[1])
     for t, (start, stop) in enumerate(got.spans):
-        assert not (got.selected[t] & (position >= stop)).any()
+        assert not (got.unmasked[t] & (position >= stop)).any()
         if t + 1 == got.steps or got.blocks[t + 1] > got.blocks[t]:
             assert not (got.masked[t + 1] & (position < stop)).any()
         assert (stop - start, start) == (run["block_length"], got.prompt_length + got.blocks[t] * (stop - start))
@@ -88,7 +88,7 @@ def test_the_same_seed_gives_the_same_run_and_a_row_is_what_it_is_alone(run: dic
         kept = together.attention_mask[row]
         # A row with fewer holes can need fewer steps of what it has; the schedule itself is the same.
         assert together.canvases[:, row, kept].equal(alone.canvases[:, 0])
-        assert together.selected[:, row, kept].equal(alone.selected[:, 0])
+        assert together.unmasked[:, row, kept].equal(alone.unmasked[:, 0])
 
 
 @given(run=runs())
@@ -115,7 +115,7 @@ def test_the_first_step_is_what_the_formulas_say(model: PreTrainedModel) -> None
     likely = (unconditional + 1.7 * (conditional - unconditional)).softmax(-1)[torch.arange(9), proposed]
     assert run.proposals[0, 0, 3:].equal(proposed[3:])
     torch.testing.assert_close(run.confidence[0, 0, 3:].double(), likely[3:], atol=1e-5, rtol=1e-5)
-    assert run.selected[0, 0].nonzero().flatten().tolist() == sorted((likely[3:].topk(2).indices + 3).tolist())
+    assert run.unmasked[0, 0].nonzero().flatten().tolist() == sorted((likely[3:].topk(2).indices + 3).tolist())
 
 
 def test_sampling_follows_the_softmax_at_its_temperature(model: PreTrainedModel) -> None:
@@ -177,7 +177,7 @@ def test_what_on_canvas_masks_again_is_filled_again(model: PreTrainedModel) -> N
     assert seen == list(range(9))
     assert run.masked[5].sum() > 8 - 5
     assert run.masks_left.tolist() == [0]
-    assert run.selected.sum() == 8 + int(run.masked[5].sum()) - 3
+    assert run.unmasked.sum() == 8 + int(run.masked[5].sum()) - 3
     assert (run.step_of[0, 2:6] >= 5).all()
 
 

@@ -10,7 +10,7 @@ import dlm_lens
 from dlm_lens.testing import tiny
 
 
-def first(model: PreTrainedModel, prompt: Any, attention_mask: Any = None) -> dlm_lens.Denoised:
+def first(model: PreTrainedModel, prompt: Any, attention_mask: Any = None) -> dlm_lens.DenoisingRun:
     return dlm_lens.denoise(model, prompt, attention_mask, gen_length=2)
 
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_lens.sinks import AboveMean, AboveStd, Detector, Share, TopK
+from dlm_lens.sinks import AboveMean, AboveStd, AttentionShare, Detector, TopK
 from tests.sinks import reference
 
 NAN = math.nan
-RULES = [AboveMean(3.0), AboveMean(0.5), AboveStd(1.0), AboveStd(2.5), Share(0.2), TopK(2)]
+RULES = [AboveMean(3.0), AboveMean(0.5), AboveStd(1.0), AboveStd(2.5), AttentionShare(0.2), TopK(2)]
 
 
 def scores_of(seed, keys, undefined=0):
@@ -107,9 +107,9 @@ def test_rules_equal_plain_loops(seed, undefined):
 
 def test_share_compares_with_a_constant():
     shares = torch.tensor([0.5, 0.3, 0.2, NAN])
-    assert Share(0.3).detect(shares).tolist() == [True, False, False, False]
-    assert Share(0.25).detect(shares).tolist() == [True, True, False, False]
-    assert Share(0.25).thresholds(shares).tolist() == pytest.approx([0.25, 0.25, 0.25, NAN], nan_ok=True)
+    assert AttentionShare(0.3).detect(shares).tolist() == [True, False, False, False]
+    assert AttentionShare(0.25).detect(shares).tolist() == [True, True, False, False]
+    assert AttentionShare(0.25).thresholds(shares).tolist() == pytest.approx([0.25, 0.25, 0.25, NAN], nan_ok=True)
 
 
 def test_top_k_takes_the_largest_defined_ones_and_the_earlier_of_equals():
@@ -154,15 +154,15 @@ def test_detect_is_the_comparison_with_the_threshold(rule):
 
 def test_detectors_are_values():
     assert AboveMean() == AboveMean(eps=3.0)
-    assert hash(Share(0.3)) == hash(Share(0.3))
-    assert [repr(r) for r in (AboveMean(3.0), AboveStd(3), Share(0.3), TopK(5))] == [
+    assert hash(AttentionShare(0.3)) == hash(AttentionShare(0.3))
+    assert [repr(r) for r in (AboveMean(3.0), AboveStd(3), AttentionShare(0.3), TopK(5))] == [
         "AboveMean(eps=3.0)",
         "AboveStd(k=3)",
-        "Share(x=0.3)",
+        "AttentionShare(threshold=0.3)",
         "TopK(k=5)",
     ]
     assert all(isinstance(rule, Detector) for rule in RULES)
-    assert [rule.quantity for rule in (AboveMean(), AboveStd(), Share(), TopK(1))] == [
+    assert [rule.quantity for rule in (AboveMean(), AboveStd(), AttentionShare(), TopK(1))] == [
         "received",
         "received",
         "share",
@@ -176,9 +176,9 @@ def test_detectors_are_values():
         (lambda: AboveMean(math.nan), r"AboveMean\(eps=nan\)"),
         (lambda: AboveMean("3"), r"AboveMean\(eps='3'\)"),
         (lambda: AboveStd(math.inf), r"AboveStd\(k=inf\)"),
-        (lambda: Share(0.0), r"Share\(x=0\.0\)"),
-        (lambda: Share(1), r"Share\(x=1\)"),
-        (lambda: Share(math.nan), r"Share\(x=nan\)"),
+        (lambda: AttentionShare(0.0), r"AttentionShare\(threshold=0\.0\)"),
+        (lambda: AttentionShare(1), r"AttentionShare\(threshold=1\)"),
+        (lambda: AttentionShare(math.nan), r"AttentionShare\(threshold=nan\)"),
         (lambda: TopK(0), r"TopK\(k=0\)"),
         (lambda: TopK(2.5), r"TopK\(k=2\.5\)"),
         (lambda: TopK(True), r"TopK\(k=True\)"),

@@ -9,10 +9,9 @@ import torch
 from dlm_lens.sinks import (
     AboveMean,
     Received,
-    consistency,
+    compare_query_classes,
     frontier_alignment,
-    place_enrichment,
-    query_split,
+    position_enrichment,
     token_enrichment,
     trajectories,
 )
@@ -181,19 +180,19 @@ def test_place_enrichment_equals_a_loop(sinks):
         return ["prompt"] if not masked[0, row, key] else ["written"]
 
     seen, base, _ = loop(paths, received, places)
-    table = place_enrichment(paths, spans=spans).set_index("class")
+    table = position_enrichment(paths, spans=spans).set_index("class")
     for name, line in table.iterrows():
         assert line["sinks"] == gather(seen, name)
         assert line["enrichment"] == pytest.approx(gather(seen, name) / gather(base, name))
     assert ("learned sink" in table.index) == bool(sinks)
-    assert set(place_enrichment(paths)["class"]) == {
+    assert set(position_enrichment(paths)["class"]) == {
         "prompt",
         "written",
         "masked",
         *(["learned sink"] if sinks else []),
     }
     with pytest.raises(ValueError, match="2 spans for 6 steps"):
-        place_enrichment(paths, spans=spans[:2])
+        position_enrichment(paths, spans=spans[:2])
 
 
 @pytest.mark.parametrize("by", ["all", "head"])
@@ -273,7 +272,7 @@ def test_sinks_split_by_query_class_are_found():
     first[..., 2, 7] = 10
     first[5:] = torch.nan  # the masks run out
     fields = {"expected": torch.ones(7, 2, 1, 1, 24), "counted": torch.full((7, 2), 24), "layers": (9,)}
-    table = query_split(
+    table = compare_query_classes(
         Received(values=first, queries="masked", **fields), Received(values=second, queries="unmasked", **fields)
     )
     assert table["head"].tolist() == [0, 1, 2]
@@ -287,7 +286,7 @@ def test_sinks_split_by_query_class_are_found():
     assert table["both"].tolist() == [10, 10, 0]
     assert table["steps"].tolist() == [10] * 3
     with pytest.raises(ValueError, match="'unmasked' and 'masked'"):
-        query_split(
+        compare_query_classes(
             Received(values=second, queries="unmasked", **fields),
             Received(values=first, queries="masked", **fields),
         )
@@ -296,7 +295,7 @@ def test_sinks_split_by_query_class_are_found():
 def test_consistency_equals_a_loop_over_pairs():
     received = run_like(seed=8, batch=4)
     paths = trajectories(received, RULE)
-    table = consistency(paths)
+    table = sink_consistency(paths)
     for line in table.to_dict("records"):
         layer, head = line["layer"] - 4, line["head"]
         kinds = [str(paths.kinds[row, layer, head]) for row in range(4)]
@@ -331,12 +330,12 @@ def test_consistency_equals_a_loop_over_pairs():
 
 def test_the_same_sinks_in_every_sequence_are_consistent():
     received, _ = planted(16, 24, batch=3)
-    table = consistency(trajectories(received, RULE))
+    table = sink_consistency(trajectories(received, RULE))
     assert (table["same_kind"] == 1).all()
     assert table["same_position"].dropna().tolist() == [1.0] * 7
     one, _ = planted(16, 24, batch=1)
     with pytest.raises(ValueError, match="at least two"):
-        consistency(trajectories(one, RULE))
+        sink_consistency(trajectories(one, RULE))
 
 
 def test_masks_that_an_ended_row_keeps_are_no_frontier():

@@ -9,8 +9,8 @@ import torch
 from dlm_lens.sinks import (
     AboveMean,
     AboveStd,
+    AttentionShare,
     Received,
-    Share,
     Sinks,
     TopK,
     find_sinks,
@@ -48,8 +48,8 @@ def test_a_hand_made_sink_is_found_where_it_is():
     assert float(found.threshold[0, 5]) == pytest.approx(3.5)
     # Head 1: r_2 = 16 * 0.1 + 0.9 = 2.5, the others 0.9: 1.6 above them.
     assert find_sinks(pattern, AboveMean(1.5)).is_sink.nonzero().tolist() == [[0, 5], [1, 2]]
-    assert find_sinks(pattern, Share(0.5)).is_sink.nonzero().tolist() == [[0, 5]]
-    assert find_sinks(pattern, Share(0.54)).is_sink.any().item() is False
+    assert find_sinks(pattern, AttentionShare(0.5)).is_sink.nonzero().tolist() == [[0, 5]]
+    assert find_sinks(pattern, AttentionShare(0.54)).is_sink.any().item() is False
     assert find_sinks(pattern, TopK(1)).main().tolist() == [5, 2]
     assert find_sinks(pattern, AboveStd(3)).main().tolist() == [5, 2]
 
@@ -61,7 +61,7 @@ def test_the_first_key_of_even_causal_attention_is_a_sink_only_on_the_raw_scale(
     assert float(raw.scores[0, 0]) == pytest.approx(4.744, abs=5e-4)
     assert not bool(find_sinks(pattern, AboveMean(3.0), causal=True).is_sink.any())
     # As shares: H_S / S, by the mask alone.
-    assert find_sinks(pattern, Share(0.07), causal=True).main().tolist() == [0]
+    assert find_sinks(pattern, AttentionShare(0.07), causal=True).main().tolist() == [0]
 
 
 def test_layer_and_model_levels_judge_the_mean_pattern():
@@ -123,7 +123,7 @@ def test_received_and_its_pattern_give_the_same_sinks_on_every_scale():
     pattern = softmax_pattern(2, 3, 14, 14, visible=visible)
     relative = received_from_pattern(pattern, causal=True)
     raw = received_from_pattern(pattern, causal=True, relative=False)
-    for rule in (AboveMean(0.7), AboveStd(1.5), Share(0.12), TopK(2)):
+    for rule in (AboveMean(0.7), AboveStd(1.5), AttentionShare(0.12), TopK(2)):
         for scale in (True, False):
             direct = find_sinks(pattern, rule, causal=True, relative=scale)
             for received in (relative, raw):
@@ -134,7 +134,7 @@ def test_received_and_its_pattern_give_the_same_sinks_on_every_scale():
         assert bool(direct.is_sink.any())
     assert find_sinks(raw, AboveMean(0.7)).scale == "column sum"
     assert find_sinks(relative, AboveMean(0.7)).scale == "relative to uniform"
-    assert find_sinks(relative, Share(0.12), relative=False).scale == "share of attention"
+    assert find_sinks(relative, AttentionShare(0.12), relative=False).scale == "share of attention"
 
 
 def test_a_detector_of_your_own():

@@ -14,13 +14,13 @@ from dlm_lens.sinks import (
     AboveMean,
     AboveMedian,
     AboveStd,
+    AttentionShare,
     Detector,
     Hysteretic,
     KeyStatistic,
     LowKeyNorm,
-    MeanAttention,
+    MeanReceived,
     Received,
-    Share,
     SoftSigmoid,
     TopK,
     eps_sweep,
@@ -81,12 +81,12 @@ def test_mean_attention_is_the_mean_over_the_queries_that_see_the_key(causal):
                 assert math.isnan(got)
             else:
                 assert got == pytest.approx(math.fsum(viewers) / len(viewers), rel=1e-5)
-    found = find_sinks(received, MeanAttention(0.15))
+    found = find_sinks(received, MeanReceived(0.15))
     assert found.scale == "mean attention"
     assert torch.equal(found.is_sink, (received.mean_attention > 0.15)[0, 0, 0])
     assert bool(found.is_sink.any())
     if not causal:
-        assert torch.equal(found.is_sink, find_sinks(received, Share(0.15)).is_sink)
+        assert torch.equal(found.is_sink, find_sinks(received, AttentionShare(0.15)).is_sink)
 
 
 def test_without_viewers_mean_attention_is_known_only_where_all_see_all():
@@ -125,7 +125,7 @@ def test_sink_rate_is_the_share_of_layers_and_heads():
     received = Received(
         values=values, expected=torch.ones(2, 1, 1, 1, 10), counted=torch.full((2, 1), 10), layers=(0, 1)
     )
-    sinks = find_sinks(received, MeanAttention(0.3))
+    sinks = find_sinks(received, MeanReceived(0.3))
     assert sink_rate(sinks).flatten().tolist() == pytest.approx([4 / 6, 1 / 5])
     assert sink_rate(sinks, position=4).flatten().tolist() == pytest.approx([1 / 6, 1 / 5])
     assert sink_rate(sinks, position=-3).flatten().tolist() == pytest.approx([3 / 6, 0])
@@ -159,8 +159,8 @@ def test_what_holds_is_the_threshold_with_a_part_of_its_setting():
         (AboveMean(1.0), AboveMean(0.75)),
         (AboveMean(0.02, literal=True), AboveMean(0.02 * 0.75, literal=True)),
         (AboveStd(1.6), AboveStd(1.6 * 0.75)),
-        (Share(0.8), Share(0.8 * 0.75)),
-        (MeanAttention(0.8), MeanAttention(0.8 * 0.75)),
+        (AttentionShare(0.8), AttentionShare(0.8 * 0.75)),
+        (MeanReceived(0.8), MeanReceived(0.8 * 0.75)),
         (SoftSigmoid(k=1.6), SoftSigmoid(k=1.6 * 0.75)),
     ):
         assert isinstance(rule, Hysteretic)
@@ -235,7 +235,7 @@ def test_hidden_statistics_equal_a_pass_without_padding(family):
 
 
 def test_detectors_are_values_that_fit_the_protocol():
-    rules = [AboveMean(3.0, literal=True), MeanAttention(), SoftSigmoid(), AboveMedian(), LowKeyNorm()]
+    rules = [AboveMean(3.0, literal=True), MeanReceived(), SoftSigmoid(), AboveMedian(), LowKeyNorm()]
     assert all(isinstance(rule, Detector) for rule in rules)
     assert [rule.quantity for rule in rules] == [
         "share",
@@ -246,20 +246,20 @@ def test_detectors_are_values_that_fit_the_protocol():
     ]
     assert [repr(rule) for rule in rules] == [
         "AboveMean(eps=3.0, literal=True)",
-        "MeanAttention(x=0.3)",
+        "MeanReceived(threshold=0.3)",
         "SoftSigmoid(alpha=5.0, k=2.0, above=0.5)",
         "AboveMedian(times=1000.0, at_least=100.0)",
         "LowKeyNorm(below=0.5)",
     ]
     assert AboveMean(3.0) != AboveMean(3.0, literal=True)
-    assert len({*rules, MeanAttention(0.3)}) == 5
+    assert len({*rules, MeanReceived(0.3)}) == 5
 
 
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (lambda: MeanAttention(0.0), r"MeanAttention\(x=0\.0\)"),
-        (lambda: MeanAttention(1.0), r"MeanAttention\(x=1\.0\)"),
+        (lambda: MeanReceived(0.0), r"MeanReceived\(threshold=0\.0\)"),
+        (lambda: MeanReceived(1.0), r"MeanReceived\(threshold=1\.0\)"),
         (lambda: SoftSigmoid(alpha=0), r"alpha must be positive"),
         (lambda: AboveMean(-1.0), r"AboveMean\(eps=-1\.0\): eps must be a finite number of at least 0"),
         (lambda: AboveMean(-1e-9, literal=True), r"at least 0"),
@@ -267,8 +267,8 @@ def test_detectors_are_values_that_fit_the_protocol():
         (lambda: AboveStd(-0.5), r"AboveStd\(k=-0\.5\)"),
         (lambda: SoftSigmoid(k=-1), r"k=-1"),
         (lambda: SoftSigmoid(alpha=math.inf), r"alpha=inf"),
-        (lambda: Share(-0.1), r"Share\(x=-0\.1\)"),
-        (lambda: Share("0.1"), r"x='0\.1'"),
+        (lambda: AttentionShare(-0.1), r"AttentionShare\(threshold=-0\.1\)"),
+        (lambda: AttentionShare("0.1"), r"x='0\.1'"),
         (lambda: AboveMedian(times=math.inf), r"times=inf"),
         (lambda: AboveMedian(at_least=math.nan), r"at_least=nan"),
         (lambda: LowKeyNorm(math.nan), r"below=nan"),

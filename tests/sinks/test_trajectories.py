@@ -14,11 +14,11 @@ from dlm_lens.sampling import denoise
 from dlm_lens.sinks import (
     AboveMean,
     AboveStd,
+    AttentionShare,
     KeyStatistic,
     LowKeyNorm,
-    MeanAttention,
+    MeanReceived,
     Received,
-    Share,
     TopK,
     find_sinks,
     received_over_steps,
@@ -299,7 +299,7 @@ def test_a_learned_sink_token_has_no_position_and_does_not_move():
 
 
 @pytest.mark.parametrize(
-    "detector", [AboveStd(2.0), Share(0.1), MeanAttention(0.1), TopK(2), AboveMean(0.1, literal=True)]
+    "detector", [AboveStd(2.0), AttentionShare(0.1), MeanReceived(0.1), TopK(2), AboveMean(0.1, literal=True)]
 )
 def test_every_rule_can_be_followed(detector):
     received, chosen = planted(16, 32, batch=1)
@@ -429,7 +429,7 @@ def test_a_rule_without_holds_asks_for_no_hysteresis():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("detector", [AboveMean(0.25), AboveStd(1.0), Share(0.125)])
+@pytest.mark.parametrize("detector", [AboveMean(0.25), AboveStd(1.0), AttentionShare(0.125)])
 @pytest.mark.parametrize("level", ["head", "layer"])
 def test_half_precision_is_judged_alike_everywhere(dtype, detector, level):
     # Scores near the threshold, where one rounded to half precision would decide otherwise.

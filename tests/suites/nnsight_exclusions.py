@@ -46,7 +46,7 @@ EXCLUDED: dict[str, Exclusion] = {
     "test_batching.py::TestVLLMBatcherTokenAxis": Exclusion("of vLLM", runs=False),
     "test_batching.py::TestVLLMBatcherCloneReads": Exclusion("of vLLM", runs=False),
     "test_language.py::TestCombinedWith::test_combined_with_binds_tracer": Exclusion(
-        "a run's result is a Denoised, not a tensor of ids"
+        "a run's result is a DenoisingRun, not a tensor of ids"
     ),
     "test_language.py::TestAdhocModules::test_logit_lens": _TEXT,
     "test_language.py::TestCache::test_cache_alias_navigation": Exclusion(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.attention import HOOK_POINTS, attention_blocks, hook_point, hooked_attentions
-from dlm_lens.hooks import ablate, attached, mask_positions
+from dlm_lens.hooks import ablate, attach_hooks, mask_positions
 from tests.attention.test_any_model import build
 
 IDS = [5, 9, 14, 3, 27]
@@ -102,7 +102,7 @@ def test_a_hook_at_every_site_does_what_it_does_outside_of_a_trace(loaded: tuple
         with lm.trace(IDS):
             lm.layers[1].attn.apply(hook)
             logits = lm.output.logits.save()
-        with attached(model, hook, layers=[1]):
+        with attach_hooks(model, hook, layers=[1]):
             expected = model(ids, use_cache=False).logits
         # Two kernels where columns are hidden: a trace forms the pattern.
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

@@ -45,7 +45,7 @@ def test_a_traced_run_is_the_run(name: str) -> None:
     assert [index for index, *_ in found] == [1, 3]
     for index, canvas, pattern, unmasked in found:
         assert canvas.equal(plain.canvases[index])
-        assert unmasked.equal(plain.selected[index])
+        assert unmasked.equal(plain.unmasked[index])
         expected = forward64(model, plain.canvases[index])["pattern1"]
         torch.testing.assert_close(pattern[:1].double(), expected, atol=2e-5, rtol=2e-4)
     untraced = lm.generate(IDS, seed=3, **RUN, **settings)

@@ -9,7 +9,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.attention import is_hooked_attention
-from dlm_lens.hooks import attached, mask_positions, sink
+from dlm_lens.hooks import attach_hooks, mask_positions, sink
 from dlm_lens.testing import tiny
 from dlm_lens.tracing import SelfCheckError
 
@@ -155,7 +155,7 @@ def test_wrapping_changes_nothing_outside_of_traces() -> None:
 def test_a_hook_at_its_site_is_the_hook_attached(family: str, stage: Any) -> None:
     model = tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {}))
     hook = mask_positions(*([sink(0)] if family == "sink_qwen" else []), 1, stage=stage)
-    with attached(model, hook, layers=[1]):
+    with attach_hooks(model, hook, layers=[1]):
         expected = dl.denoise(model, IDS, **RUN)
     lm: Any = dl.DiffusionLM(model)
     with lm.generate(IDS, **RUN) as tracer:

@@ -26,7 +26,7 @@ def lm() -> dl.DiffusionLM:
 
 
 @pytest.fixture(scope="module")
-def plain(lm: Any) -> dl.Denoised:
+def plain(lm: Any) -> dl.DenoisingRun:
     return dl.denoise(lm._module, IDS, **RUN)
 
 
@@ -61,7 +61,7 @@ def no_warnings() -> Any:
     ],
     ids=lambda value: "a function" if callable(value) else str(value),
 )
-def test_a_selection_visits_its_steps(lm: Any, plain: dl.Denoised, key: Any, expected: list[int]) -> None:
+def test_a_selection_visits_its_steps(lm: Any, plain: dl.DenoisingRun, key: Any, expected: list[int]) -> None:
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
         behind = [].save()
@@ -76,7 +76,7 @@ def test_a_selection_visits_its_steps(lm: Any, plain: dl.Denoised, key: Any, exp
         assert total == pytest.approx(4 * 11, rel=1e-5), index
 
 
-def test_where_asks_each_step_as_it_begins(lm: Any, plain: dl.Denoised) -> None:
+def test_where_asks_each_step_as_it_begins(lm: Any, plain: dl.DenoisingRun) -> None:
     position = int(plain.step_of[0].argmax())
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
@@ -94,7 +94,7 @@ def test_all_steps_without_an_index(lm: Any) -> None:
     assert seen == list(range(8))
 
 
-def test_each_step_is_served_its_own_values(lm: Any, plain: dl.Denoised) -> None:
+def test_each_step_is_served_its_own_values(lm: Any, plain: dl.DenoisingRun) -> None:
     """The confidence of a step is that of the untraced run, whichever steps were skipped before."""
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
@@ -102,10 +102,10 @@ def test_each_step_is_served_its_own_values(lm: Any, plain: dl.Denoised) -> None
             seen.append((int(step), lm.sampler.confidence, lm.sampler.unmasked.clone()))
     for index, confidence, unmasked in seen:
         torch.testing.assert_close(confidence.cpu(), plain.confidence[index])
-        assert unmasked.equal(plain.selected[index])
+        assert unmasked.equal(plain.unmasked[index])
 
 
-def test_loops_in_a_row(lm: Any, plain: dl.Denoised) -> None:
+def test_loops_in_a_row(lm: Any, plain: dl.DenoisingRun) -> None:
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
         for step in tracer.steps[1:3]:
@@ -162,7 +162,7 @@ def test_the_pattern_before_the_queries_raises(lm: Any) -> None:
             lm.layers[1].attn.q.sum()
 
 
-def test_a_run_after_an_error_is_clean(lm: Any, plain: dl.Denoised) -> None:
+def test_a_run_after_an_error_is_clean(lm: Any, plain: dl.DenoisingRun) -> None:
     with pytest.raises(ZeroDivisionError), lm.generate(IDS, **RUN) as tracer:
         for step in tracer.steps[2]:
             lm.canvas[:, 0] = 1 / 0
@@ -237,7 +237,7 @@ def test_no_value_of_a_step_behind_the_loop_whatever_its_body_read(
 
 
 @pytest.mark.parametrize("body", ["nothing", "head"])
-def test_the_result_and_later_steps_behind_the_loop(lm: Any, plain: dl.Denoised, body: str) -> None:
+def test_the_result_and_later_steps_behind_the_loop(lm: Any, plain: dl.DenoisingRun, body: str) -> None:
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
         for step in tracer.steps[0]:
@@ -314,7 +314,7 @@ def test_guidance_does_not_shift_the_numbering(lm: Any) -> None:
     assert [index for index, *_ in seen] == [2, 4, 6]
     for index, canvas, pattern, unmasked in seen:
         assert canvas.equal(guided.canvases[index])
-        assert unmasked.equal(guided.selected[index])
+        assert unmasked.equal(guided.unmasked[index])
         assert len(pattern) == 2  # conditional, unconditional
         assert not torch.allclose(pattern[0], pattern[1])
     assert run.tokens.equal(guided.tokens)
@@ -346,7 +346,7 @@ def test_a_run_inside_a_run_is_refused(lm: Any) -> None:
             lm.generate(IDS, **RUN)
 
 
-def test_a_second_thread_is_refused(lm: Any, plain: dl.Denoised) -> None:
+def test_a_second_thread_is_refused(lm: Any, plain: dl.DenoisingRun) -> None:
     with ThreadPoolExecutor(1) as pool:
         with lm.generate(IDS, **RUN) as tracer:
             for step in tracer.steps[2]:

@@ -11,7 +11,13 @@ import torch
 from transformers import TrainerCallback
 
 from dlm_lens.testing import tiny
-from dlm_lens.training import DataSettings, MaskedDiffusion, MaskedDiffusionTrainer, Optimisation, TrainingSettings
+from dlm_lens.training import (
+    DataSettings,
+    MaskedDiffusionLoss,
+    MaskedDiffusionTrainer,
+    Optimisation,
+    TrainingSettings,
+)
 
 ROWS = [{"text": " ".join(f"w{(i * i + j) % 50}" for j in range(6 + i % 13))} for i in range(64)]
 STEPS = 8
@@ -35,7 +41,7 @@ def job(output: Path, *, callbacks: tuple[TrainerCallback, ...] = (), eval_datas
     settings = {
         "batch_size": 8, "micro_batch_size": 4, "precision": "fp32", "steps": STEPS, "log_steps": 1, "keep": 9,
         "data": DataSettings(length=12), "optimisation": Optimisation(rate=1e-2), "report_to": (),
-        "objective": MaskedDiffusion(low_discrepancy=True, random_length_share=0.2),
+        "objective": MaskedDiffusionLoss(low_discrepancy=True, random_length_share=0.2),
     } | values  # fmt: skip
     settings = TrainingSettings(output=str(output), **settings)
     return MaskedDiffusionTrainer(model, settings, ROWS, eval_dataset, callbacks=callbacks)

@@ -9,7 +9,7 @@ from dlm_lens.adapters.families.smdm import SIZES
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
     DataSettings,
-    MaskedDiffusion,
+    MaskedDiffusionLoss,
     ModelSettings,
     NextToken,
     Optimisation,
@@ -35,7 +35,7 @@ def test_the_papers_settings_are_shipped() -> None:
     assert (sink.optimisation.betas, sink.optimisation.weight_decay) == ((0.9, 0.95), 0.1)
     assert (sink.optimisation.rate, sink.optimisation.min_rate, sink.optimisation.warm_up) == (1e-4, 1e-5, 0.01)
     assert (sink.tokens, sink.batch_size, sink.data.length) == (30e9, 512, 2048)
-    assert isinstance(sink.objective, MaskedDiffusion)
+    assert isinstance(sink.objective, MaskedDiffusionLoss)
     assert (sink.objective.floor, sink.optimisation.clip) == (1e-3, 1.0)
     large = read_settings("qwen2.5-1.5b")
     assert (large.model.start, large.model.sinks, large.tokens, large.batch_size) == (
@@ -244,7 +244,7 @@ def test_a_model_from_scratch_has_its_authors_initial_weights(monkeypatch: pytes
 
 
 def test_docs_of_the_settings_name_every_field() -> None:
-    for kind in (TrainingSettings, DataSettings, ModelSettings, Optimisation, MaskedDiffusion, NextToken):
+    for kind in (TrainingSettings, DataSettings, ModelSettings, Optimisation, MaskedDiffusionLoss, NextToken):
         for field in fields(kind):
             assert f"{field.name}:" in str(kind.__doc__), f"{kind.__name__}.{field.name}"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.testing import tiny
-from dlm_lens.training import Example, MaskedDiffusion, NextToken, Rows, masked_loss
+from dlm_lens.training import Example, MaskedDiffusionLoss, NextToken, Rows, masked_loss
 from dlm_lens.training.objective import Noised
 from tests.reference import forward64
 
@@ -27,7 +27,7 @@ def given_noise(rows: Rows, share: float = 0.5) -> Noised:
     return Noised(masked, rate, 1 / rate, rows.answer)
 
 
-def loss_of(model: torch.nn.Module, objective: MaskedDiffusion | NextToken, asked: dict[str, Tensor]) -> float:
+def loss_of(model: torch.nn.Module, objective: MaskedDiffusionLoss | NextToken, asked: dict[str, Tensor]) -> float:
     count = float(asked.pop("count"))
     return float(masked_loss(model, **asked)) / count
 
@@ -61,12 +61,12 @@ def loss64(
 def test_loss_is_eq_3(family: str, config: dict, shift: bool, normalisation: str) -> None:
     model = tiny(family, **config)
     rows = example_rows()
-    objective = MaskedDiffusion(
+    objective = MaskedDiffusionLoss(
         normalisation=normalisation, logit_shift=shift, mask_token_id=model.config.mask_token_id
     )
     noised = given_noise(rows)
     with torch.no_grad():
-        loss = loss_of(model, objective, objective.asked(rows, noised))
+        loss = loss_of(model, objective, objective.loss_arguments(rows, noised))
     assert loss == pytest.approx(loss64(model, rows, noised, normalisation, shift), rel=2e-5)  # float32 network
 
 
@@ -74,11 +74,11 @@ def test_loss_of_a_fine_tuning_batch_with_padding() -> None:
     model = tiny("sink_qwen", num_sinks=1, sink_placement="end")
     examples = [Example(torch.arange(4, 4 + size), prompt_length=3) for size in (10, 7, 5)]
     rows = Rows.of(examples, 10, 0)
-    objective = MaskedDiffusion(normalisation="sequence", logit_shift=False, mask_token_id=MASK)
+    objective = MaskedDiffusionLoss(normalisation="sequence", logit_shift=False, mask_token_id=MASK)
     noised = given_noise(rows)
     assert not noised.masked[:, :3].any()
     with torch.no_grad():
-        loss = loss_of(model, objective, objective.asked(rows, noised))
+        loss = loss_of(model, objective, objective.loss_arguments(rows, noised))
     assert loss == pytest.approx(loss64(model, rows, noised, "sequence", False, prompts=3), rel=2e-5)
 
 
@@ -100,21 +100,21 @@ def test_next_token_loss_is_the_mean_of_log_probabilities() -> None:
 def test_rates_of_the_schedules() -> None:
     times = torch.linspace(0, 0.999, 1000, dtype=torch.float64)
     for schedule in ("linear", "cosine"):
-        rate, weight = MaskedDiffusion(schedule=schedule, floor=0.01).rate(times)
+        rate, weight = MaskedDiffusionLoss(schedule=schedule, floor=0.01).rate(times)
         assert rate[0] == pytest.approx(0.01)
         assert rate[-1] == pytest.approx(1, abs=2e-3)
         torch.testing.assert_close(weight, 1 / rate)
         # elbo: tau' / tau, here against a difference quotient.
-        _, elbo = MaskedDiffusion(schedule=schedule, floor=0.01, weighting="elbo").rate(times)
+        _, elbo = MaskedDiffusionLoss(schedule=schedule, floor=0.01, weighting="elbo").rate(times)
         slope = (rate[2:] - rate[:-2]) / (times[2:] - times[:-2])
         torch.testing.assert_close(elbo[1:-1], slope / rate[1:-1], rtol=1e-4, atol=1e-4)
-    middle = MaskedDiffusion(schedule="cosine", floor=0.01).rate(torch.tensor([0.5]).double())[0]
+    middle = MaskedDiffusionLoss(schedule="cosine", floor=0.01).rate(torch.tensor([0.5]).double())[0]
     assert float(middle) == pytest.approx(0.01 + 0.99 * (1 - math.sqrt(0.5)))
 
 
 def test_masks_have_their_rate_and_spare_the_prompt() -> None:
     rows = example_rows(400, 50, prompt_length=10)
-    noised = MaskedDiffusion(floor=0.2).draw(rows, range(400), 0)
+    noised = MaskedDiffusionLoss(floor=0.2).draw(rows, range(400), 0)
     assert not noised.masked[:, :10].any()
     share = noised.masked[:, 10:].double().mean(1)
     # A binomial share of 40 positions: standard error below 0.08, 400 rows.
@@ -126,7 +126,7 @@ def test_masks_have_their_rate_and_spare_the_prompt() -> None:
 
 def test_counted_masks_are_exact_and_weighted_by_their_share() -> None:
     rows = example_rows(200, 20, prompt_length=5)
-    objective = MaskedDiffusion(masks="count", whole_share=0.3)
+    objective = MaskedDiffusionLoss(masks="count", whole_share=0.3)
     noised = objective.draw(rows, range(200), 0)
     whole = noised.region[:, 0]
     assert 0.2 < float(whole.double().mean()) < 0.4
@@ -138,7 +138,7 @@ def test_counted_masks_are_exact_and_weighted_by_their_share() -> None:
 
 
 def test_low_discrepancy_times_fill_the_interval_evenly_in_every_group() -> None:
-    objective = MaskedDiffusion(low_discrepancy=True, group=32)
+    objective = MaskedDiffusionLoss(low_discrepancy=True, group=32)
     for group in range(3):
         times = objective.times(range(32 * group, 32 * group + 32), 5).sort().values
         gaps = torch.diff(torch.cat([times, times[:1] + 1]))
@@ -148,7 +148,7 @@ def test_low_discrepancy_times_fill_the_interval_evenly_in_every_group() -> None
 
 def test_noise_depends_on_the_sample_alone() -> None:
     rows = example_rows(6, 12)
-    objective = MaskedDiffusion(low_discrepancy=True, group=4, random_length_share=0.5)
+    objective = MaskedDiffusionLoss(low_discrepancy=True, group=4, random_length_share=0.5)
     torch.manual_seed(0)
     whole = objective.draw(rows, range(6), 3)
     torch.manual_seed(1)
@@ -161,11 +161,11 @@ def test_noise_depends_on_the_sample_alone() -> None:
 
 
 def test_random_lengths() -> None:
-    lengths = MaskedDiffusion(random_length_share=0.01).lengths(range(20_000), 64, 0)
+    lengths = MaskedDiffusionLoss(random_length_share=0.01).lengths(range(20_000), 64, 0)
     short = [length for length in lengths if length < 64]
     assert 0.006 < len(short) / 20_000 < 0.014  # a full length is among the drawn ones, 1 in 64
     assert min(short) < 8 < 56 < max(short)
-    assert set(MaskedDiffusion().lengths(range(100), 64, 0)) == {64}
+    assert set(MaskedDiffusionLoss().lengths(range(100), 64, 0)) == {64}
 
 
 def test_documents_that_do_not_see_each_other_are_what_they_are_alone() -> None:
@@ -173,7 +173,7 @@ def test_documents_that_do_not_see_each_other_are_what_they_are_alone() -> None:
     first, second = torch.arange(3, 9), torch.arange(30, 40)
     documents = torch.tensor([7] * 6 + [8] * 10)
     packed = Rows.of([Example(torch.cat([first, second]), documents=documents)], 18, 0)
-    objective = MaskedDiffusion(mask_token_id=MASK, logit_shift=True)
+    objective = MaskedDiffusionLoss(mask_token_id=MASK, logit_shift=True)
     masked = torch.zeros(1, 18, dtype=torch.bool)
     masked[0, [0, 4, 6, 7, 15]] = True
     noise = Noised(masked, torch.ones(1), torch.ones(1), packed.answer)
@@ -182,7 +182,7 @@ def test_documents_that_do_not_see_each_other_are_what_they_are_alone() -> None:
         rows = Rows.of([Example(text)], len(text), 0)
         own = torch.zeros(1, len(text), dtype=torch.bool)
         own[0, where] = True
-        asked = objective.asked(rows, Noised(own, torch.ones(1), torch.ones(1), rows.answer))
+        asked = objective.loss_arguments(rows, Noised(own, torch.ones(1), torch.ones(1), rows.answer))
         asked.pop("count")
         total += float(masked_loss(model, **asked).detach())
     asked = objective.asked(packed, noise)
@@ -197,7 +197,7 @@ def test_documents_that_do_not_see_each_other_are_what_they_are_alone() -> None:
 def test_the_first_output_of_a_document_predicts_itself_when_outputs_are_shifted() -> None:
     rows = Rows.of([Example(torch.arange(6), documents=torch.tensor([0, 0, 0, 1, 1, 1]))], 6, 0)
     noised = Noised(torch.ones(1, 6, dtype=torch.bool), torch.ones(1), torch.ones(1), rows.answer)
-    asked = MaskedDiffusion(mask_token_id=9, logit_shift=True).asked(rows, noised)
+    asked = MaskedDiffusionLoss(mask_token_id=9, logit_shift=True).loss_arguments(rows, noised)
     assert asked["outputs"].tolist() == [0, 0, 1, 3, 3, 4]
 
 
@@ -212,15 +212,15 @@ def test_the_first_output_of_a_document_predicts_itself_when_outputs_are_shifted
 )
 def test_wrong_objectives_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MaskedDiffusion(**fields)
+        MaskedDiffusionLoss(**fields)
 
 
 def test_a_mask_token_in_the_text_is_refused() -> None:
     rows = Rows.of([Example(torch.tensor([3, MASK, 5]))], 3, 0)
     with pytest.raises(ValueError, match=f"the text holds the mask token {MASK}"):
-        MaskedDiffusion(mask_token_id=MASK, logit_shift=False).prepare(rows, [0], 0)
+        MaskedDiffusionLoss(mask_token_id=MASK, logit_shift=False).prepare(rows, [0], 0)
 
 
 def test_a_model_without_a_mask_token_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no mask token; turn .* with dlm_lens\.training\.convert"):
-        MaskedDiffusion().for_model(tiny("causal"), 8)
+        MaskedDiffusionLoss().for_model(tiny("causal"), 8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dlm_lens.testing import tiny
-from dlm_lens.training import Example, MaskedDiffusion, probe_batch, sink_statistics
+from dlm_lens.training import Example, MaskedDiffusionLoss, probe_batch, sink_statistics
 from dlm_lens.training.sink_probe import LEVELS
 from dlm_lens.viz import sink_emergence
 from tests.reference import forward64
@@ -21,7 +21,7 @@ class Place:
 def batch_of(model):
     generator = torch.Generator().manual_seed(0)
     examples = [Example(torch.randint(0, 60, (size,), generator=generator)) for size in (14, 11)]
-    return probe_batch(examples, MaskedDiffusion().for_model(model, 8), Place)
+    return probe_batch(examples, MaskedDiffusionLoss().for_model(model, 8), Place)
 
 
 @pytest.mark.parametrize(("count", "place"), [(0, "front"), (1, "front"), (2, "end")])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlm_lens.testing import tiny
-from dlm_lens.training import Batching, BatchStream, DataSettings, Example, MaskedDiffusion, RowSource
+from dlm_lens.training import Batching, BatchStream, DataSettings, Example, MaskedDiffusionLoss, RowSource
 from dlm_lens.training.data import build_source, read_dataset
 from dlm_lens.training.sources import PackedSource
 
@@ -103,7 +103,7 @@ def flat(stream: BatchStream, batches: int) -> list[torch.Tensor]:
 
 def test_any_division_of_a_batch_sees_the_same_samples_and_noise() -> None:
     source = build_source(TEXTS, DataSettings(length=9), TOKENIZER)
-    objective = MaskedDiffusion(mask_token_id=63, logit_shift=False, random_length_share=0.3)
+    objective = MaskedDiffusionLoss(mask_token_id=63, logit_shift=False, random_length_share=0.3)
     whole = flat(BatchStream(source, objective, Batching(8, 8), 0), 3)
     small = flat(BatchStream(source, objective, Batching(8, 2), 0), 12)
     assert all(torch.equal(a, b) for a, b in zip(whole, small, strict=True))
@@ -114,7 +114,7 @@ def test_any_division_of_a_batch_sees_the_same_samples_and_noise() -> None:
 
 def test_a_stream_of_batches_goes_on_at_a_step() -> None:
     source = build_source(Stream(), DataSettings(length=9), TOKENIZER)
-    objective = MaskedDiffusion(mask_token_id=63, logit_shift=False)
+    objective = MaskedDiffusionLoss(mask_token_id=63, logit_shift=False)
     batches = list(islice(iter(BatchStream(source, objective, Batching(4, 2), 0)), 8))
     assert [("cursor" in batch) for batch in batches] == [False, True] * 4
     later = BatchStream(source, objective, Batching(4, 2), 0, step=3, cursor=batches[5]["cursor"])

@@ -18,7 +18,7 @@ from dlm_lens.testing import tiny
 from dlm_lens.training import (
     CheckpointError,
     DataSettings,
-    MaskedDiffusion,
+    MaskedDiffusionLoss,
     MaskedDiffusionTrainer,
     NextToken,
     NonFiniteLossError,
@@ -294,7 +294,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTrainer) -> None:
     directory = Path(unbroken.settings.output)
     other = job(
-        directory, objective=MaskedDiffusion(floor=0.5, low_discrepancy=True, random_length_share=0.2), seed=3
+        directory, objective=MaskedDiffusionLoss(floor=0.5, low_discrepancy=True, random_length_share=0.2), seed=3
     )
     with pytest.raises(ValueError, match=r"objective\.floor was 0\.001 and is 0\.5; seed was 0 and is 3"):
         other.train(resume_from_checkpoint=True)

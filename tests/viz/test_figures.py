@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from dlm_lens.sinks import AboveMean, Received, Share, TopK, find_sinks, trajectories
+from dlm_lens.sinks import AboveMean, AttentionShare, Received, TopK, find_sinks, trajectories
 from dlm_lens.viz import incoming_attention, sink_positions
 from dlm_lens.viz.figures.labels import caption, token_label, token_labels
 
@@ -158,7 +158,7 @@ def test_blocks_are_outlined_over_their_steps(received):
 
 
 @pytest.mark.parametrize(("level", "layer", "head"), [("head", 7, 2), ("layer", 7, None), ("model", None, None)])
-@pytest.mark.parametrize("rule", [AboveMean(3.0), Share(0.4)], ids=repr)
+@pytest.mark.parametrize("rule", [AboveMean(3.0), AttentionShare(0.4)], ids=repr)
 def test_sinks_and_received_draw_the_same(received, level, layer, head, rule):
     sinks = find_sinks(received, rule, level=level)
     for row in (0, 1):

@@ -97,7 +97,7 @@ def test_value_norms_of_a_snapshot_are_the_recorded_ones(model, recording):
 def test_a_snapshot_of_what_is_not_there(model, recording, wrong, message):
     with pytest.raises(ValueError, match=message):
         snapshot(model, recording.run, **{"step": 0, "layer": 0, "row": 0} | wrong)
-    with pytest.raises(TypeError, match="give the Denoised"):
+    with pytest.raises(TypeError, match="give the DenoisingRun"):
         snapshot(model, recording, step=0, layer=0)
 
 
@@ -281,9 +281,9 @@ def test_the_lens_table_names_the_likeliest_tokens(model, recording):
     wanted = [names[i] for i in lens.top_tokens[chosen][:, :, 0].flatten().tolist()]
     assert [t.get_text() for t in figure.axes[0].texts] == wanted
     frames = [p for p in figure.axes[0].patches if p.get_gid() == "right"]
-    assert len(frames) == int((lens.asked[chosen, None] & (lens.rank[chosen] == 0)).sum())
+    assert len(frames) == int((lens.predicted[chosen, None] & (lens.rank[chosen] == 0)).sum())
     strips = [p.get_x() for p in figure.axes[0].patches if p.get_gid() == "asked"]
-    assert strips == lens.asked[chosen].nonzero().flatten().tolist()
+    assert strips == lens.predicted[chosen].nonzero().flatten().tolist()
     at_step = dl.viz.lens_table(lens, step=2, row=0)
     assert len(at_step.axes[0].texts) == 2 * len(lens.layers)
     rendered(figure)

@@ -7,7 +7,7 @@ from dlm_lens.cli import app as cli
 from dlm_lens.recording import ReceivedAttention, RegionMass, ValueNorm, record
 from dlm_lens.sinks import find_sinks
 from dlm_lens.testing import tiny
-from dlm_lens.viz.plot_options import Asked, strongest
+from dlm_lens.viz.plot_options import PlotOptions, strongest
 from dlm_lens.viz.plot_registry import KINDS
 
 STARTS = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}
@@ -47,13 +47,13 @@ def test_the_head_is_the_strongest_one_unless_told(files):
     from dlm_lens import Recording
 
     recording = Recording.load(files / "rec")
-    asked = Asked({"rec": recording})
+    asked = PlotOptions({"rec": recording})
     layer, head = asked.place()
     best = recording.received.nan_to_num(nan=0).amax(-1).mean((0, 1))
     assert best[layer, head] == best.max()
     assert strongest(asked.received) == (layer, head)
-    assert Asked({"rec": recording}, layer="mean", head="mean").place() == (None, None)
-    assert Asked({"rec": recording}, layer=1).place() == (1, None)
+    assert PlotOptions({"rec": recording}, layer="mean", head="mean").place() == (None, None)
+    assert PlotOptions({"rec": recording}, layer=1).place() == (1, None)
     assert find_sinks(asked.received, asked.rule).detector.eps == 3.0
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens.cli.app import app
-from dlm_lens.sinks import Received, Share, find_sinks, received_of
+from dlm_lens.sinks import AttentionShare, Received, find_sinks, received_of
 from dlm_lens.viz.reporting import report
 from dlm_lens.viz.reporting.data import Subject, content_of
 from dlm_lens.viz.reporting.packing import narrow, packed
@@ -95,7 +95,7 @@ def test_padding_is_left_out_and_learned_sinks_stand_behind_the_canvas(recording
     assert found["positions"] == [*range(run.tokens.shape[1] - first), -1]
     assert (found["padding"], found["prompt"]) == (first, run.prompt_length - first)
     assert unpacked(found["masked"])[:, :-1].tolist() == run.masked[:, 1, first:].int().tolist()
-    assert unpacked(found["written"])[:, :-1].tolist() == run.selected[:, 1, first:].int().tolist()
+    assert unpacked(found["written"])[:, :-1].tolist() == run.unmasked[:, 1, first:].int().tolist()
     ids = np.array(found["ids"])[unpacked(found["tokens"])]
     assert ids[:, :-1].tolist() == run.canvases[:, 1, first:].tolist()
     assert set(ids[:, -1]) == {-1}
@@ -292,7 +292,11 @@ def test_comparison_holds_two_with_their_names(recording, tmp_path):
     [
         ({"row": 2}, ValueError, "row 2 of 2"),
         ({"row": -1}, ValueError, "row -1 of 2"),
-        ({"detector": Share(0.2)}, ValueError, r"cannot apply Share\(x=0.2\); it has AboveMean"),
+        (
+            {"detector": AttentionShare(0.2)},
+            ValueError,
+            r"cannot apply AttentionShare\(threshold=0.2\); it has AboveMean",
+        ),
         ({"detector": dl.AboveMean(0.5, literal=True)}, ValueError, "literal=True"),
         ({"compare": "x"}, TypeError, "a report of a str; give a Recording"),
     ],

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, MaskedDiffusion
+from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
 
 
@@ -27,7 +27,7 @@ class DreamConfig(Qwen2Config):
         self.use_cache = False
 
 
-class DreamModel(MaskedDiffusion, Qwen2ForCausalLM):
+class DreamModel(MaskedDiffusionMixin, Qwen2ForCausalLM):
     """Dream-7B; parity with the original: tests/adapters/test_dream.py. Its logits are not shifted, its loss is."""
 
     config_class = DreamConfig

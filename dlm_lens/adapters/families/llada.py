@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.masked_diffusion import LLADA_SAMPLER, MaskedDiffusion
+from dlm_lens.adapters.masked_diffusion import LLADA_SAMPLER, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
 
 HUB_NAMES = {
@@ -88,7 +88,7 @@ class LLaDAConfig(LlamaConfig):
         return values | {hub: values.get(name, getattr(self, name)) for hub, name in HUB_NAMES.items()}
 
 
-class LLaDAModelLM(MaskedDiffusion, LlamaForCausalLM):
+class LLaDAModelLM(MaskedDiffusionMixin, LlamaForCausalLM):
     """LLaDA-8B and its relatives; parity with the original: tests/adapters/test_llada.py."""
 
     config_class = LLaDAConfig

@@ -112,5 +112,5 @@ class Sampler(nn.Module):
         """
         eligible = self.eligible(masked, plan)
         proposal: Any = self.propose(canvas, logits, evaluated, eligible)
-        selected = self.select(proposal[1], eligible, self.count(eligible, masked, plan))
-        return torch.where(selected, proposal[0], canvas), Proposal(*proposal), selected
+        unmasked = self.select(proposal[1], eligible, self.count(eligible, masked, plan))
+        return torch.where(unmasked, proposal[0], canvas), Proposal(*proposal), unmasked

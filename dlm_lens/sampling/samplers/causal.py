@@ -11,11 +11,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters.head import head_logits
-from dlm_lens.sampling.denoising_run import Denoised, History
+from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnLogits
 from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.noise import RowNoise, add_gumbel
-from dlm_lens.sampling.observers import Host, Hosts, Resumption, same_shape
+from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, same_shape
 from dlm_lens.sampling.samplers.base import Proposal, StepPlan
 from dlm_lens.sampling.settings import not_negative
 
@@ -52,9 +52,9 @@ def decode(
     placeholder: int,
     on_logits: OnLogits | None = None,
     progress: bool = False,
-    hosts: Sequence[Host] = (),
+    hosts: Sequence[RunObserver] = (),
     resume: Resumption | None = None,
-) -> Denoised:
+) -> DenoisingRun:
     """Decode token by token; a row that has ended goes on with its end token until every row has ended.
 
     `padding` covers prompt and answer, `placeholder` stands where nothing is written yet. `hosts`
@@ -62,13 +62,13 @@ def decode(
     unfinished run.
 
     Raises:
-        NonFiniteLogitsError: its `partial` is the `Denoised` of the steps before.
+        NonFiniteLogitsError: its `partial` is the `DenoisingRun` of the steps before.
     """
     width, length = prompt.shape[1], settings.gen_length
     canvas = torch.cat([prompt, prompt.new_full((len(prompt), length), placeholder)], 1)
     ends = _end_ids(model.config, prompt.device)
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    guests = Hosts(hosts, [noise])
+    guests = RunObservers(hosts, [noise])
     prefix = _Prefix(model, padding, settings.use_cache, guests)
     masked = torch.arange(width + length, device=prompt.device).expand_as(canvas) >= width
     if resume is not None:
@@ -111,9 +111,11 @@ def decode(
 class _Prefix:
     """Forward passes over what is written so far, with or without a cache; hosts may want the whole forward."""
 
-    def __init__(self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, guests: Hosts) -> None:
+    def __init__(
+        self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, guests: RunObservers
+    ) -> None:
         self.model, self.padding, self.use_cache = model, padding, use_cache
-        self.own_forward, self.grad = guests.everywhere, guests.grad
+        self.own_forward, self.grad = guests.needs_full_logits, guests.grad
         self.positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
         self.cache: Any = None
         self.seen = 0
@@ -176,13 +178,13 @@ def _end_ids(config: Any, device: torch.device) -> Int[Tensor, "ends"]:
     return torch.tensor([eos] if isinstance(eos, int) else list(eos or []), dtype=torch.long, device=device)
 
 
-def _shortened(history: History, width: int) -> Denoised:
+def _shortened(history: History, width: int) -> DenoisingRun:
     """Cut the canvases behind the last token that any row wrote."""
     stop = width + len(history.plans)
     history.canvases = [canvas[:, :stop] for canvas in history.canvases]
     history.masked = [masked[:, :stop] for masked in history.masked]
     history.proposals = [Proposal(p.tokens[:, :stop], p.confidence[:, :stop]) for p in history.proposals]
-    history.selected = [selected[:, :stop] for selected in history.selected]
+    history.unmasked = [unmasked[:, :stop] for unmasked in history.unmasked]
     history.plans = [StepPlan(p.index, len(history.plans), 0, (width, stop), p.remaining) for p in history.plans]
     history.attention_mask = history.attention_mask[:, :stop]
     return history.result()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.adapters import ImageLayout, family_of
 from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.attention import exclusive
-from dlm_lens.sampling.denoising_run import Denoised, History
+from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, check_finite, network_inputs
 from dlm_lens.sampling.noise import Noise, RowNoise, SharedNoise
@@ -179,7 +179,7 @@ class ImageTokens:
     """
 
     codes: Int[Tensor, "batch image"]
-    run: Denoised
+    run: DenoisingRun
 
     def __post_init__(self) -> None:
         start, stop = self.run.spans[0]
@@ -272,7 +272,7 @@ def generate_image_tokens(
     return _codes(run, layout)
 
 
-def _codes(run: Denoised, layout: ImageLayout) -> ImageTokens:
+def _codes(run: DenoisingRun, layout: ImageLayout) -> ImageTokens:
     # The draw of a position that the last step masked (a quirk) counts all the same.
     tokens = torch.where(run.masked[-1], run.proposals[-1], run.tokens)[:, slice(*run.spans[-1])]
     codes = tokens - layout.text_tokens

@@ -73,5 +73,5 @@ class TimestepSampler(Sampler):
             logits, evaluated = logits[drawn[evaluated]], evaluated & drawn
         eligible = masked & drawn
         proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
-        selected = self.select(proposal.confidence, eligible, eligible.sum(-1))
-        return torch.where(selected, proposal.tokens, canvas), proposal, selected
+        unmasked = self.select(proposal.confidence, eligible, eligible.sum(-1))
+        return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked

@@ -1,4 +1,4 @@
-"""`consistency`: does a head do the same in every sequence?"""
+"""`sink_consistency`: does a head do the same in every sequence?"""
 
 import numpy as np
 import pandas as pd
@@ -8,7 +8,7 @@ from dlm_lens.sinks.lifetimes import KINDS
 from dlm_lens.sinks.sink_trajectories import Trajectories
 
 
-def consistency(paths: Trajectories) -> pd.DataFrame:
+def sink_consistency(paths: Trajectories) -> pd.DataFrame:
     """How alike the sinks of one (layer, head) are across sequences (2510.15731: "consistency across sequences").
 
     All columns are probabilities over random pairs of different sequences. `same_kind`: both patterns are of one

@@ -21,7 +21,7 @@ ENTRIES_AT_ONCE = 2**19
 def sink_rate(sinks: Sinks, position: int | None = None) -> Float[Tensor, "*rows"]:
     """Share of (layer, head) that have a sink, per step and sequence.
 
-    2410.10781, Eq. 2 with `MeanAttention(0.3)` and a position (the first token there): sink rate_k =
+    2410.10781, Eq. 2 with `MeanReceived(0.3)` and a position (the first token there): sink rate_k =
     1 / L sum_l 1 / H sum_h 1(alpha_k > 0.3). Since the sinks of a DLM have no fixed place, by default any key
     counts. Patterns in which nothing has a score (or not the position) are left out; NaN if that leaves none.
 

@@ -114,7 +114,7 @@ def _class_of_id(
     return class_of(texts.exact(token))
 
 
-def place_enrichment(
+def position_enrichment(
     paths: Trajectories, by: By = "all", *, spans: Sequence[tuple[int, int]] | None = None
 ) -> pd.DataFrame:
     """Where sinks are, past or future: in the prompt, on written answer positions, or on masked ones.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments, shown
 from dlm_lens.attention import exclusive
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
@@ -86,7 +86,7 @@ class PositionOrToken:
 @exclusive
 def position_or_token(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     detector: Detector | None = None,
     *,
     steps: Sequence[int] | None = None,
@@ -118,8 +118,8 @@ def position_or_token(
         ValueError: a step that is not there.
     """
     check_model(model)
-    if not isinstance(run, Denoised):
-        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    if not isinstance(run, DenoisingRun):
+        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
     rule = AboveMean(3.0) if detector is None else detector
     if isinstance(rule, type) or not isinstance(rule, Detector):
         raise TypeError(f"{shown(rule)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
@@ -157,7 +157,9 @@ class _Change:
     to: int
 
 
-def _canvases_of(run: Denoised, row: int, steps: Sequence[int], orders: Sequence[Tensor] | None = None) -> Denoised:
+def _canvases_of(
+    run: DenoisingRun, row: int, steps: Sequence[int], orders: Sequence[Tensor] | None = None
+) -> DenoisingRun:
     """A run of one sequence whose steps see these canvases, each with its positions in a new order."""
     index = torch.tensor([*steps, steps[-1]])
     canvases, masked = run.canvases[index, row], run.masked[index, row]
@@ -171,7 +173,7 @@ def _canvases_of(run: Denoised, row: int, steps: Sequence[int], orders: Sequence
         masked=masked,
         proposals=canvases[:-1],
         confidence=torch.zeros(canvases[:-1].shape),
-        selected=torch.zeros_like(masked[:-1]),
+        unmasked=torch.zeros_like(masked[:-1]),
         attention_mask=run.attention_mask[row : row + 1],
         rows_ran=None,
         spans=tuple(run.spans[step] for step in steps),
@@ -179,7 +181,7 @@ def _canvases_of(run: Denoised, row: int, steps: Sequence[int], orders: Sequence
     )
 
 
-def _judge(model: Any, run: Denoised, rule: Detector, level: Level, min_viewers: int) -> Sinks:
+def _judge(model: Any, run: DenoisingRun, rule: Detector, level: Level, min_viewers: int) -> Sinks:
     return find_sinks(received_over_steps(model, run, min_viewers=min_viewers), rule, level=level)
 
 
@@ -219,7 +221,7 @@ def _shifted(canvas: int, start: int, to: int) -> Int[Tensor, "position"]:
 
 def _trials(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     row: int,
     steps: Sequence[int],
     base: Sinks,

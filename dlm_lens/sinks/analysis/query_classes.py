@@ -1,4 +1,4 @@
-"""`query_split`: do masked and written positions attend to different sinks (Figure 6a)?"""
+"""`compare_query_classes`: do masked and written positions attend to different sinks (Figure 6a)?"""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from dlm_lens.sinks.received import Level, Received
 from dlm_lens.sinks.statistics import ratio_by_prompt
 
 
-def query_split(
+def compare_query_classes(
     masked: Received, unmasked: Received, detector: Detector | None = None, *, level: Level = "head"
 ) -> pd.DataFrame:
     """Sinks of masked against sinks of written queries, per (layer, head): 2510.15731, Figure 6a.

@@ -29,7 +29,7 @@ def sink_positions_by_model(
         detector: the rule where none was applied yet; `AboveMean(3.0)`, Eq. 3, by default.
         heads: name -> (layer, head), with None as in `sink_positions`.
         rows: name -> sequence of the batch; 0 by default.
-        blocks: name -> the block at each step, `Denoised.spans`.
+        blocks: name -> the block at each step, `DenoisingRun.spans`.
         title: what stands in front of the caption.
 
     Raises:

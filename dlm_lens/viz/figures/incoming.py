@@ -24,7 +24,7 @@ from dlm_lens.viz.figures.labels import (
     token_labels,
 )
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
-from dlm_lens.viz.selection import Shown, as_received, choose
+from dlm_lens.viz.selection import Selection, as_received, choose
 
 COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
@@ -90,7 +90,7 @@ def incoming_attention(
     return figure
 
 
-def _steps(shown: Shown, steps: Sequence[int] | None) -> list[int]:
+def _steps(shown: Selection, steps: Sequence[int] | None) -> list[int]:
     count = len(shown.scores)
     # Behind the end of a row there is nothing to show.
     chosen = list(range(shown.steps)) if steps is None else [int(step) for step in steps]
@@ -109,7 +109,7 @@ def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
     axes.scatter(position + 0.5, step + 0.5, s=size, c="white", edgecolors="black", linewidths=0.25, gid="masked")
 
 
-def _name_axes(axes: Axes, shown: Shown, positions: list[int], chosen: list[int]) -> None:
+def _name_axes(axes: Axes, shown: Selection, positions: list[int], chosen: list[int]) -> None:
     """Tokens below, positions from the prompt's first token above, steps on the left."""
     every = -(-len(positions) // 110)
     named = range(0, len(positions), every)

@@ -21,9 +21,10 @@ def lens_table(
 ) -> Figure:
     """Likeliest token by layer (up) and step or position (across), coloured by its probability.
 
-    A red frame marks a cell whose likeliest token is the one finally written; only columns that the model was asked
-    to fill (blue strip: masked at the step) can have one, since the loss never trained what the others say. Below,
-    the token that the step saw. At most 20 columns, spread evenly, are drawn; the caption says of how many.
+    A red frame marks a cell whose likeliest token is the one finally written; only columns that the model was
+    predicted to fill (blue strip: masked at the step) can have one, since the loss never trained what the others
+    say. Below, the token that the step saw. At most 20 columns, spread evenly, are drawn; the caption says of how
+    many.
 
     Args:
         lens: from `logit_lens`.
@@ -69,8 +70,8 @@ def lens_table(
     bar.set_label("probability of the\nlikeliest token", fontsize=8)
     frame = Line2D([], [], linestyle="", marker="s", markersize=7, mfc="none", mec=RIGHT, mew=1.4)
     frame.set_label("the token finally written")
-    asked = Patch(facecolor=MASKED, label="masked where it predicts (asked)")
-    figure.legend(handles=[frame, asked], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
+    predicted = Patch(facecolor=MASKED, label="masked where it predicts (predicted)")
+    figure.legend(handles=[frame, predicted], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     many = "s" * (count > 1)
     where = f"step {step}, {count} position{many}" if position is None else f"{shown}, {count} step{many}"
     if count > len(entries):
@@ -94,12 +95,12 @@ def _shown(lens: LogitLens, position: int, padding: int) -> str:
 
 
 def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
-    """The tokens in their cells, red frames, and a strip above the columns that were asked."""
+    """The tokens in their cells, red frames, and a strip above the columns that were predicted."""
     viridis = colormaps["viridis"]
     layers = len(lens.layers)
     for column, entry in enumerate(entries.tolist()):
         names = token_labels(lens.top_tokens[entry, :, 0].tolist(), lens.run.tokenizer, length=7)
-        asked = bool(lens.asked[entry])
+        predicted = bool(lens.predicted[entry])
         for layer, name in enumerate(names):
             probability = float(lens.top_probabilities[entry, layer, 0])
             red, green, blue, _ = viridis(probability)
@@ -108,14 +109,14 @@ def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
                 column + 0.5, layer + 0.5, name, ha="center", va="center", fontsize=6, color=colour, clip_on=True,
                 **PLAIN,
             )  # fmt: skip
-            if asked and int(lens.rank[entry, layer]) == 0:
+            if predicted and int(lens.rank[entry, layer]) == 0:
                 corner = (column + 0.04, layer + 0.06)
                 axes.add_patch(
                     Rectangle(corner, 0.92, 0.88, fill=False, edgecolor=RIGHT, linewidth=1.4, gid="right")
                 )
-        if asked:
+        if predicted:
             axes.add_patch(
-                Rectangle((column, layers + 0.08), 1, 0.25, facecolor=MASKED, edgecolor="none", gid="asked")
+                Rectangle((column, layers + 0.08), 1, 0.25, facecolor=MASKED, edgecolor="none", gid="predicted")
             )
     axes.set_ylim(0, layers + 0.4)
     for side in ("top", "right"):

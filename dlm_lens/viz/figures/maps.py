@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
 from dlm_lens.viz.figures.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
@@ -28,7 +28,7 @@ MOST_LABELS = 40
 
 def attention_maps(
     model: Any,
-    run: Denoised,
+    run: DenoisingRun,
     *,
     steps: Sequence[int],
     layer: int,
@@ -55,7 +55,7 @@ def attention_maps(
         title: what stands in front of the caption, such as the model's name.
 
     Raises:
-        TypeError: the run is not a `Denoised`.
+        TypeError: the run is not a `DenoisingRun`.
         ValueError: no or too many steps; a step, layer, head or row that is not there.
     """
     if not 1 <= len(steps) <= MOST_MAPS:

@@ -51,7 +51,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
         *([title] if title else []),
         f"Value norms, {norms.formula}",
         f"sinks: {norms.rule}",
-        "others: same prompt, step, layer and head" + (", masked alike" if norms.alike == "masked" else ""),
+        "others: same prompt, step, layer and head" + (", masked alike" if norms.match == "masked" else ""),
         f"ratio {norms.ratio.value:.2f}" + _interval(norms.ratio.low, norms.ratio.high),
         f"n = {len(norms.sink)} pairs of {norms.found} sinks, {prompts} prompt{'s' * (prompts > 1)}",
     ]

@@ -46,7 +46,7 @@ def sink_positions(
             layer and head whose sinks move most often, which the caption says.
         head: index of the head; None for the mean over heads.
         row: which sequence of the batch.
-        blocks: the block being decoded at each step as (start, stop), `Denoised.spans`, to draw the borders.
+        blocks: the block being decoded at each step as (start, stop), `DenoisingRun.spans`, to draw the borders.
         title: what stands in front of the caption, such as the model's name.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlm_lens.printable import printable
 from dlm_lens.recording import Recording
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, TopK, received_of, trajectories
 from dlm_lens.viz.reporting.packing import narrow, packed
@@ -20,7 +20,7 @@ from dlm_lens.viz.reporting.score_precision import LADDER, Rung, Scores
 
 logger = logging.getLogger(__name__)
 
-Source = Recording | tuple[Received, Denoised]
+Source = Recording | tuple[Received, DenoisingRun]
 """A recording, or received attention and its run."""
 
 BUDGET = 4_900_000
@@ -58,7 +58,7 @@ class Subject:
     """
 
     received: Received
-    run: Denoised
+    run: DenoisingRun
     row: int
     rows: int
     model: str
@@ -72,18 +72,18 @@ class Subject:
         """Read what `report` is given.
 
         Raises:
-            TypeError: neither a `Recording` nor a `Received` with its `Denoised`.
+            TypeError: neither a `Recording` nor a `Received` with its `DenoisingRun`.
             ValueError: a row that is not there, scores of another run, or too many of them.
         """
         if isinstance(source, Recording):
             received, run = received_of(source), source.run
             model, steps, heads, versions = source.model, source.steps, source.heads, source.versions
-        elif isinstance(source, tuple) and [type(part) for part in source] == [Received, Denoised]:
+        elif isinstance(source, tuple) and [type(part) for part in source] == [Received, DenoisingRun]:
             received, run = source
             model, steps, heads, versions = "", tuple(range(run.steps)), None, {}
         else:
             raise TypeError(
-                f"a report of a {type(source).__name__}; give a Recording, or a tuple (Received, Denoised)"
+                f"a report of a {type(source).__name__}; give a Recording, or a tuple (Received, DenoisingRun)"
             )
         _check(received, run, row)
         texts = TokenTexts(received.tokenizer)
@@ -104,7 +104,7 @@ class Subject:
         )
 
 
-def _check(received: Received, run: Denoised, row: int) -> None:
+def _check(received: Received, run: DenoisingRun, row: int) -> None:
     steps, batch, _, _, keys = received.values.shape
     wanted = (run.steps, len(run.tokens), run.tokens.shape[1] + received.sinks)
     if (steps, batch, keys) != wanted:
@@ -202,7 +202,7 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
     ids, index = canvases.unique(return_inverse=True)
     pad = torch.zeros(run.steps + 1, sinks, dtype=torch.bool)
     masked = torch.cat([run.masked[:, row], pad], -1)[:, shown]
-    selected = torch.cat([run.selected[:, row], pad[1:]], -1)[:, shown]
+    unmasked = torch.cat([run.unmasked[:, row], pad[1:]], -1)[:, shown]
     positions, padding = run.tokens.shape[1], int(run.padding[row])
     return {
         "positions": [key - padding if key < positions else -1 - (key - positions) for key in shown.tolist()],
@@ -212,7 +212,7 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
         "ids": ids.tolist(),
         "tokens": packed(narrow(index.numpy(), len(ids))),
         "masked": packed(masked.numpy().astype("u1")),
-        "written": packed(selected.numpy().astype("u1")),
+        "written": packed(unmasked.numpy().astype("u1")),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.recording import Recording
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Detector
 from dlm_lens.viz.reporting.data import BUDGET, MOST_PROMPTS, START, Source, Subject, content_of, rule_of
 
@@ -39,7 +39,8 @@ def report(
     keys do, in that way). The page says what is exact, and finds the sinks that `find_sinks` finds.
 
     Args:
-        source: a `Recording` with received attention of all queries, or a `Received` and its `Denoised` as a tuple.
+        source: a `Recording` with received attention of all queries, or a `Received` and its `DenoisingRun` as a
+            tuple.
         path: the file to write; one of that name is replaced.
         compare: another one to show beside it, step by step.
         detector: the rule that the page starts with, `AboveMean(eps)`, `AboveStd(k)` or `TopK(k)`; `AboveMean(3.0)`
@@ -89,7 +90,7 @@ def shown_rows(sources: Sequence[Any]) -> int:
 def _is_source(source: Any) -> bool:
     """Whether it has a run; what else is wrong with it, `Subject.of` says."""
     return isinstance(source, Recording) or (
-        isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Denoised)
+        isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], DenoisingRun)
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
 from dlm_lens.viz.selection import index_of
 from dlm_lens.viz.views.view import Piece, View, web_labels
@@ -19,7 +19,7 @@ COLOUR = "#08519c"
 
 
 def attention_heads(
-    run: Denoised,
+    run: DenoisingRun,
     model: Any,
     *,
     step: int,
@@ -41,7 +41,7 @@ def attention_heads(
             draws in time (the view says so).
 
     Raises:
-        TypeError: the run is not a `Denoised`.
+        TypeError: the run is not a `DenoisingRun`.
         ValueError: a step, layer, row or position that is not there.
     """
     shot = snapshot(model, run, step=step, layer=layer, row=row)
@@ -53,7 +53,7 @@ def attention_heads(
 
 
 def attention_pattern(
-    run: Denoised,
+    run: DenoisingRun,
     model: Any,
     *,
     step: int,
@@ -71,7 +71,7 @@ def attention_pattern(
 
 
 def value_weighted_pattern(
-    run: Denoised,
+    run: DenoisingRun,
     model: Any,
     *,
     step: int,
@@ -93,7 +93,7 @@ def value_weighted_pattern(
 
 def _one_head(
     shot: Snapshot,
-    run: Denoised,
+    run: DenoisingRun,
     head: int,
     positions: Sequence[int] | None,
     values: Float[Tensor, "head query key"],
@@ -134,7 +134,7 @@ def _rounded(values: Tensor) -> Any:
 
 
 def _cropped(
-    shot: Snapshot, run: Denoised, positions: Sequence[int] | None, patterns: int
+    shot: Snapshot, run: DenoisingRun, positions: Sequence[int] | None, patterns: int
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Which keys to show, and a sentence if not all."""
     count, sinks = len(shot.positions), torch.arange(len(shot.positions), len(shot.tokens))

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 
 MASK, END = "▢", "∎"
 
 
-def emerging_lines(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
+def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
     """One line per step with the answer as the step leaves it: new tokens highlighted, masks as ▢.
 
     Tokens are shown as everywhere (`token_text.shown`), so that nothing in a text can command the terminal;
@@ -32,7 +32,7 @@ def emerging_lines(run: Denoised, *, row: int = 0, steps: Sequence[int] | None =
         yield _line(run, row, step)
 
 
-def _line(run: Denoised, row: int, step: int) -> Text:
+def _line(run: DenoisingRun, row: int, step: int) -> Text:
     shown = run.attention_mask[row].clone()
     shown[: run.prompt_length] &= run.masked[0, row, : run.prompt_length]
     ids = run.canvases[step + 1, row, shown].tolist()
@@ -40,7 +40,7 @@ def _line(run: Denoised, row: int, step: int) -> Text:
     names = [texts.label(i, 24) for i in ids]
     labels = [END if i in run.eos_token_ids else name for i, name in zip(ids, names, strict=True)]
     masked = run.masked[step + 1, row, shown].tolist()
-    new = run.selected[step, row, shown].tolist()
+    new = run.unmasked[step, row, shown].tolist()
     cells = [
         (MASK, "dim") if hidden else (label, "bold green" if fresh else "")
         for label, hidden, fresh in zip(labels, masked, new, strict=True)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.recording import Recording
-from dlm_lens.sampling import Denoised
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.selection import as_received, choose
@@ -73,7 +73,7 @@ def received_tokens(
     return View("Received attention of every token", about, tuple(pieces))
 
 
-def emerging_text(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
+def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
     """The canvas as a few steps leave it: masks as ▢, what was written since the line before in colour.
 
     Args:
@@ -82,11 +82,11 @@ def emerging_text(run: Denoised, *, row: int = 0, steps: Sequence[int] | None = 
         steps: the steps; None for 8 spread over the run.
 
     Raises:
-        TypeError: the run is not a `Denoised`.
+        TypeError: the run is not a `DenoisingRun`.
         ValueError: a row or step that is not there.
     """
-    if not isinstance(run, Denoised):
-        raise TypeError(f"the run is a {type(run).__name__}; give the Denoised that dlm_lens.denoise returned")
+    if not isinstance(run, DenoisingRun):
+        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
     if not 0 <= row < len(run.tokens):
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
     chosen = _steps(steps, run.steps, int(run.row_steps[row]))
