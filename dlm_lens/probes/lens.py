@@ -92,7 +92,6 @@ class LogitLens:
         return (
             f"{int(self.predicted.sum())} predicted; layers {self.layers}; {self.lens}; "
             f"hooks=[{', '.join(self.hooks)}])"
-            f"{int(self.predicted.sum())} predicted; layers {self.layers}; {self.lens}; hooks=[{', '.join(self.hooks)}])"
         )
 
     def table(self, layer: int | None = None) -> pd.DataFrame:

@@ -1,7 +1,5 @@
 from .batches import Batching as Batching
 from .batches import BatchStream as BatchStream
-from .batches import Example as Example
-from .batches import Rows as Rows
 from .checkpoints import CheckpointError as CheckpointError
 from .checkpoints import NonFiniteLossError as NonFiniteLossError
 from .checkpoints import TrainingStoppedError as TrainingStoppedError
@@ -15,6 +13,8 @@ from .objective import NextToken as NextToken
 from .objective import Objective as Objective
 from .planning import Plan as Plan
 from .planning import plan as plan
+from .rows import Example as Example
+from .rows import Rows as Rows
 from .settings import DataSettings as DataSettings
 from .settings import ModelSettings as ModelSettings
 from .settings import Optimisation as Optimisation

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dlm_lens.training.batches import Example
+from dlm_lens.training.rows import Example
 from dlm_lens.training.settings import DataSettings
 from dlm_lens.training.sources import PackedSource, RowSource, Source, epoch_order, required_column
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from dlm_lens.placement import input_device
-from dlm_lens.training.batches import Example, Rows
 from dlm_lens.training.checkpoints import TrainingStoppedError
 from dlm_lens.training.head_loss import masked_loss
 from dlm_lens.training.objective import Objective
+from dlm_lens.training.rows import Example, Rows
 from dlm_lens.training.sink_probe import sink_statistics
 
 CHECK_CLOCK_EVERY = 10

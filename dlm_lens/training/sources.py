@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlm_lens.training.batches import Example
+from dlm_lens.training.rows import Example
 
 Packing = Literal["joined", "isolated"]
 Cursor = Mapping[str, int]

@@ -37,12 +37,12 @@ def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(room, "__all__", [*room.__all__, "keep"])
     expressions._hook_makers.cache_clear()
     try:
-        text = "keep(above_mean(0.5), attention_share(0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), -1.5, top=True)"
+        text = "keep(above_mean(0.5), attention_share(0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), -2, top=1)"
         (found,) = parse_hooks(text)
     finally:
         expressions._hook_makers.cache_clear()
-    values = (AboveMean(eps=0.5), AttentionShare(0.2), [TopK(2), None], (1, "a"), range(2, 9, 3), -1.5)
-    assert found.seen == (values, True)
+    values = (AboveMean(eps=0.5), AttentionShare(0.2), [TopK(2), None], (1, "a"), range(2, 9, 3), -2)
+    assert found.seen == (values, 1)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_attaching_what_does_not_fit_is_refused() -> None:
 
 def test_a_sink_needs_the_model_and_must_exist() -> None:
     assert repr(mask_positions(sink(0), 3)) == "mask_positions(sink(0), 3)"
-    with pytest.raises(ValueError, match=r"where a sink stands depends on the model; run it with .*attach_hooks"):
+    with pytest.raises(ValueError, match=r"the position of a sink depends on the model; use .*attach_hooks"):
         mask_positions(sink(0))(torch.zeros(1, 1, 4, 4))
     with pytest.raises(ValueError, match=r"sink\(-1\): sinks are counted from 0"):
         sink(-1)
