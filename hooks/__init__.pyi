@@ -14,8 +14,8 @@ from .limits import at_heads as at_heads
 from .limits import at_layers as at_layers
 from .limits import at_progress as at_progress
 from .limits import at_steps as at_steps
-from .mean_activations import MeanActivations as MeanActivations
-from .mean_activations import mean_activations as mean_activations
+from .means import MeanActivations as MeanActivations
+from .means import mean_activations as mean_activations
 from .patching import PatchFrom as PatchFrom
 from .patching import patch_from as patch_from
 from .position_masking import MaskPositions as MaskPositions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.attention import HookContext, SinkToken, run_of
-from dlm_lens.hooks.mean_activations import MeanActivations, bins_of, classes_of
+from dlm_lens.hooks.means import MeanActivations, bins_of, classes_of
 from dlm_lens.hooks.token_positions import (
     ActivationSite,
     PositionClass,

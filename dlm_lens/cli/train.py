@@ -26,8 +26,8 @@ def train(
 ) -> None:
     """Train a masked DLM, or go on with an interrupted run; the same command does both."""
     from dlm_lens.command_options import one_of
+    from dlm_lens.training.config_files import read_settings
     from dlm_lens.training.planning import DEVICES
-    from dlm_lens.training.settings import read_settings
 
     one_of("--device", device, DEVICES)
     if not 0 < utilisation <= 1:

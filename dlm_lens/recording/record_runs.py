@@ -218,7 +218,7 @@ def _stored(
 def _check(settings: dict[str, Any], to: Path | None) -> None:
     for name in ("observers", "resume", "attention_mask"):
         if name in settings:
-            raise ValueError(f"{name} is not record's to take; use dlm_lens.Recorder as a host of dlm_lens.denoise")
+            raise ValueError(f"{name} is not record's to take; give dlm_lens.denoise a dlm_lens.Recorder")
     for name in ("on_logits", "on_canvas"):
         if to is not None and settings.get(name) is not None:
             raise ValueError(f"{name} with to=: a function cannot be compared when the run goes on; leave one out")

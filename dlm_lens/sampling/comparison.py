@@ -164,7 +164,7 @@ def compare(
     if not hooks:
         raise ValueError("compare: hooks is empty; give at least one hook, or run dlm_lens.denoise twice")
     if "observers" in settings:
-        raise ValueError("compare makes two runs, which a host cannot follow; call dlm_lens.denoise yourself")
+        raise ValueError("compare makes two runs, which one observer cannot follow; call dlm_lens.denoise twice")
     if hasattr(model, "sampler_defaults") and family_of(model.config.model_type).causal:
         settings.setdefault("use_cache", False)
     plain = denoise(model, prompts, seed=seed, **settings)

@@ -23,7 +23,7 @@ from dlm_lens.sampling.samplers.dream import DreamSampler, DreamSettings
 from dlm_lens.sampling.samplers.llada import LLaDASampler, LLaDASettings
 from dlm_lens.sampling.samplers.smdm import SMDMSampler, SMDMSettings
 from dlm_lens.sampling.settings import (
-    HOST,
+    OBSERVERS,
     RESUME,
     answer_settings,
     block_settings,
@@ -40,7 +40,7 @@ ALGORITHMS: dict[str, tuple[type[Any], type[Any], Any]] = {
 """Sampling algorithms: settings, sampler, and how the settings follow from defaults and arguments."""
 
 
-@checked_arguments(logits=one_of("needed", "all"), observers=HOST, resume=RESUME)
+@checked_arguments(logits=one_of("needed", "all"), observers=OBSERVERS, resume=RESUME)
 @torch.no_grad()
 @exclusive
 def denoise(
@@ -61,7 +61,7 @@ def denoise(
     progress: bool = False,
     reference_quirks: bool = False,
     hooks: Sequence[Hook] = (),
-    host: RunObserver | Sequence[RunObserver] | None = None,
+    observers: RunObserver | Sequence[RunObserver] | None = None,
     resume: Resumption | None = None,
     **settings: Any,
 ) -> DenoisingRun:
@@ -98,7 +98,7 @@ def denoise(
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass and told of the step.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
-        host: who follows the run from inside, step by step (`dlm_lens.DiffusionLM` and `dlm_lens.Recorder` do).
+        observers: one or more objects that see every step (`dlm_lens.Recorder` is one).
         resume: the finished steps of an unfinished run with the same prompts and settings, to go on behind them.
         **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
             MMaDA: eot_token, which ends a row behind the block that ends with it; Dream: top_p, top_k, alg_temp,
@@ -125,11 +125,11 @@ def denoise(
     seeds = row_seeds(seed, len(prompts.ids))
     sampler = family_of(model.config.model_type).sampler_of(model.config)
     options: dict[str, Any] = {"on_logits": on_logits, "progress": progress, "resume": resume}
-    hosts = tuple(host) if isinstance(host, Sequence) else () if host is None else (host,)
+    observers = tuple(observers) if isinstance(observers, Sequence) else () if observers is None else (observers,)
     if sampler == "causal":
         if reference_quirks or on_canvas is not None:
             raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")
-        watched = bool(hooks) or any(getattr(each, "whole_prefix", False) for each in hosts)
+        watched = bool(hooks) or any(getattr(each, "whole_prefix", False) for each in observers)
         run, forward = _prepare_causal(model, prompts, given, seeds, watched)
     else:
         run = _prepare(model, prompts, sampler, given, seeds, reference_quirks)
@@ -138,13 +138,13 @@ def denoise(
         options |= {"logits": where, "on_canvas": on_canvas}
     run["history"].settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}
     with ExitStack() as stack:
-        for each in hosts:
+        for each in observers:
             stack.callback(getattr(each, "close", lambda: None))
             if isinstance(each, NetworkObserver):
                 each.use_network(forward)
         if hooks:
-            hosts += (stack.enter_context(HookRunner(model, hooks, forward, run["history"].settings)),)
-        return (decode if sampler == "causal" else run_sampler)(**run, **options, hosts=hosts)
+            observers += (stack.enter_context(HookRunner(model, hooks, forward, run["history"].settings)),)
+        return (decode if sampler == "causal" else run_sampler)(**run, **options, observers=observers)
 
 
 def _prepare(

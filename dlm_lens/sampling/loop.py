@@ -29,21 +29,21 @@ def run_sampler(
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
-    hosts: Sequence[RunObserver] = (),
+    observers: Sequence[RunObserver] = (),
     noise: Stateful | None = None,
     resume: Resumption | None = None,
 ) -> DenoisingRun:
     """Run every step of `sampler` from `canvas`, or those until it has finished.
 
     `logits` says where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
-    Masks are recounted from the canvas at every step. `hosts` are told of every step, in order. `resume` goes on
-    behind the steps of an unfinished run; `noise` is where the sampler's random numbers come from.
+    Masks are recounted from the canvas at every step. `observers` see every step, in order. `resume` continues
+    after the steps of an unfinished run; `noise` is where the sampler's random numbers come from.
 
     Raises:
         NonFiniteLogitsError: its `partial` is the `DenoisingRun` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
-    guests = RunObservers(hosts, [sampler] if noise is None else [noise, sampler])
+    guests = RunObservers(observers, [sampler] if noise is None else [noise, sampler])
     everywhere = logits == "all" or on_logits is not None or guests.needs_full_logits
     if resume is not None:
         canvas = _go_on(resume, history, noise, sampler)

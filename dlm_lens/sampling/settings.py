@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from dlm_lens.arguments import Rule, is_seed, shown
 
 ELSEWHERE = {
@@ -80,6 +78,8 @@ def row_seeds(seed: Any, rows: int) -> tuple[int, ...]:
         ValueError: something else than whole numbers, or not as many as rows.
     """
     if seed is None:
+        import torch  # the checks of this file do without it
+
         seed = int(torch.randint(2**31, ()))
     if is_seed(seed):
         return (int(seed),) * rows
@@ -92,20 +92,21 @@ def row_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     return tuple(int(one) for one in seed)
 
 
-FOLLOWS = ("start", "step", "finish", "stop", "grad", "needs_full_logits")
-"""What the loop asks of a host."""
+OBSERVER_PARTS = ("start", "step", "finish", "stop", "grad", "needs_full_logits")
+"""What the loop reads of an observer."""
 
 
-def _follows(host: Any) -> bool:
-    hosts = host if isinstance(host, Sequence) else (host,)
-    return all(hasattr(each, name) for each in hosts for name in FOLLOWS) and not any(
-        isinstance(each, type) for each in hosts
+def _observes(value: Any) -> bool:
+    observers = value if isinstance(value, Sequence) else (value,)
+    return all(hasattr(each, name) for each in observers for name in OBSERVER_PARTS) and not any(
+        isinstance(each, type) for each in observers
     )
 
 
-HOST = Rule(
-    f"what follows a run, such as dlm_lens.Recorder(model, ...), or a list of such, each with {', '.join(FOLLOWS)}",
-    _follows,
+OBSERVERS = Rule(
+    f"an observer of a run, such as dlm_lens.Recorder(model, ...), or a list of them; each has "
+    f"{', '.join(OBSERVER_PARTS)}",
+    _observes,
 )
 
 

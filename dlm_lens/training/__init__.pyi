@@ -3,6 +3,8 @@ from .batches import BatchStream as BatchStream
 from .checkpoints import CheckpointError as CheckpointError
 from .checkpoints import NonFiniteLossError as NonFiniteLossError
 from .checkpoints import TrainingStoppedError as TrainingStoppedError
+from .config_files import read_settings as read_settings
+from .config_files import shipped_configs as shipped_configs
 from .conversion import convert as convert
 from .head_loss import masked_loss as masked_loss
 from .head_loss import weighted_cross_entropy as weighted_cross_entropy
@@ -19,8 +21,6 @@ from .settings import DataSettings as DataSettings
 from .settings import ModelSettings as ModelSettings
 from .settings import Optimisation as Optimisation
 from .settings import TrainingSettings as TrainingSettings
-from .settings import read_settings as read_settings
-from .settings import shipped_configs as shipped_configs
 from .sink_probe import SinkStatistics as SinkStatistics
 from .sink_probe import probe_batch as probe_batch
 from .sink_probe import sink_statistics as sink_statistics

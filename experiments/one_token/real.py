@@ -48,7 +48,7 @@ def run(item: Item, settings: Settings) -> dict[str, Any]:
 
 def training_settings(item: Item, settings: Settings, *, fine_tuned: bool = False) -> Any:
     """The settings of a training, with its own output below `trained`."""
-    from dlm_lens.training.settings import read_settings
+    from dlm_lens.training.config_files import read_settings
 
     output = f"{settings['trained']}/{item['config']}-seed{item['seed']}"
     shared = [f"seed={item['seed']}", *settings["overrides"]]

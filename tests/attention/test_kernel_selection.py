@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_lens.attention import received
 from dlm_lens.attention.received import run_kernels
 
 
 @pytest.fixture(autouse=True)
 def nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_selection, "_failed", set())
-    monkeypatch.setattr(kernel_selection, "_triton_found", lambda: True)
+    monkeypatch.setattr(received, "_failed", set())
+    monkeypatch.setattr(received, "_triton_found", lambda: True)
 
 
 def on_cuda(width: int = 128, dtype: torch.dtype = torch.float16, index: int = 0) -> Any:
@@ -43,18 +44,18 @@ def test_kernels_run_where_they_can() -> None:
     assert chosen(kernels, on_cuda()) == "kernels"
     assert chosen(kernels, torch.zeros(1, 2, 8, 128)) == "tiles"
     assert chosen(kernels, on_cuda(width=257)) == chosen(kernels, on_cuda(dtype=torch.float64)) == "tiles"
-    assert triton_kernels.tried == 1
+    assert kernels.tried == 1
 
 
 def test_a_kernel_that_cannot_be_launched_is_tried_once_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     kernels = Kernels(RuntimeError("out of resource: shared memory, Required: 98304, Hardware limit: 65536"))
     assert [chosen(kernels, on_cuda()) for _ in range(5)] == ["tiles"] * 5
-    assert triton_kernels.tried == len(caplog.records) == 1
+    assert kernels.tried == len(caplog.records) == 1
     said = caplog.records[0].getMessage()
     assert "float16 heads of width 128" in said
     assert "Required: 98304" in said
     assert "DLM_LENS_KERNELS=off" in said
-    triton_kernels.error = None
+    kernels.error = None
     # Another width, dtype or device is another kernel.
     assert [chosen(kernels, q) for q in (on_cuda(64), on_cuda(dtype=torch.float32), on_cuda(index=1))] == [
         "kernels"
@@ -67,7 +68,7 @@ def test_a_full_device_is_not_taken_for_a_kernel_that_cannot_run() -> None:
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             chosen(kernels, on_cuda())
-    assert triton_kernels.tried == 2
+    assert kernels.tried == 2
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_the_dispatcher_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPat
     tiles = tiled_received_sums(q, k, 0.1, None, weights, False)
     called = []
     launch = triton_kernels._launch
-    monkeypatch.setattr(kernels, "_launch", lambda *a, **o: called.append(1) or launch(*a, **o))
+    monkeypatch.setattr(triton_kernels, "_launch", lambda *a, **o: called.append(1) or launch(*a, **o))
     torch.testing.assert_close(received_sums(q, k, scale=0.1), tiles, atol=1e-4, rtol=1e-4)
     attention_lse(q, k, scale=0.1)
     assert len(called) == 3
@@ -148,7 +148,7 @@ def test_they_compile_for_bfloat16_without_a_gpu(kernel: str, capability: int) -
 
     from dlm_lens.attention import triton_kernels
 
-    function = getattr(kernels, kernel)
+    function = getattr(triton_kernels, kernel)
     sizes = triton_kernels.blocks(128, torch.bfloat16, triton_kernels.NO_MASK)
     own, other = ("QUERIES", "KEYS") if kernel == "_lse_kernel" else ("KEYS", "QUERIES")
     constants = {"WIDTH": 128, own: sizes["own"], other: sizes["other"], "MASK": 0, "CAUSAL": False}

@@ -12,6 +12,7 @@ from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import (
     ablate,
     at_layers,
+    at_progress,
     at_steps,
     freeze_sinks,
     keep_only,

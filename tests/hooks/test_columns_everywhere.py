@@ -10,6 +10,7 @@ from dlm_lens.attention import ColumnMask, hide_columns
 from dlm_lens.hooks import (
     at_heads,
     at_layers,
+    at_progress,
     at_steps,
     freeze_sinks,
     keep_only,

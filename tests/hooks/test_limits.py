@@ -8,6 +8,7 @@ from dlm_lens.attention import ColumnHook, Hook, PointContext
 from dlm_lens.hooks import (
     at_heads,
     at_layers,
+    at_progress,
     at_steps,
     attach_hooks,
     freeze_sinks,

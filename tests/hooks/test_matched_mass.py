@@ -11,6 +11,7 @@ import dlm_lens as dl
 from dlm_lens.attention import ColumnStats, PointContext, RunStep, SinkLayout, hidden_mass
 from dlm_lens.hooks import (
     at_heads,
+    at_progress,
     at_steps,
     keep_only,
     mask_positions,

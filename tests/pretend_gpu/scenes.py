@@ -12,6 +12,7 @@ from dlm_lens.hooks import (
     ablate,
     at_heads,
     at_layers,
+    at_progress,
     at_steps,
     capture,
     freeze_sinks,

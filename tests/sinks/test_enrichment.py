@@ -12,6 +12,7 @@ from dlm_lens.sinks import (
     compare_query_classes,
     frontier_alignment,
     position_enrichment,
+    sink_consistency,
     token_enrichment,
     trajectories,
 )

@@ -19,8 +19,8 @@ from dlm_lens.training import (
     read_settings,
     shipped_configs,
 )
+from dlm_lens.training.config_files import CONFIGS
 from dlm_lens.training.planning import planned_config
-from dlm_lens.training.settings import CONFIGS
 
 
 def written(path: Path, **values: object) -> str:

@@ -52,12 +52,12 @@ def decode(
     placeholder: int,
     on_logits: OnLogits | None = None,
     progress: bool = False,
-    hosts: Sequence[RunObserver] = (),
+    observers: Sequence[RunObserver] = (),
     resume: Resumption | None = None,
 ) -> DenoisingRun:
     """Decode token by token; a row that has ended goes on with its end token until every row has ended.
 
-    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet. `hosts`
+    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet. `observers`
     are told of every step; the canvas of a prefix is not theirs to edit. `resume` goes on behind the steps of an
     unfinished run.
 
@@ -68,7 +68,7 @@ def decode(
     canvas = torch.cat([prompt, prompt.new_full((len(prompt), length), placeholder)], 1)
     ends = _end_ids(model.config, prompt.device)
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    guests = RunObservers(hosts, [noise])
+    guests = RunObservers(observers, [noise])
     prefix = _Prefix(model, padding, settings.use_cache, guests)
     masked = torch.arange(width + length, device=prompt.device).expand_as(canvas) >= width
     if resume is not None:
@@ -109,7 +109,7 @@ def decode(
 
 
 class _Prefix:
-    """Forward passes over what is written so far, with or without a cache; hosts may want the whole forward."""
+    """Forward passes over what is written so far, with or without a cache; observers may want the whole forward."""
 
     def __init__(
         self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, guests: RunObservers

@@ -49,7 +49,7 @@ def test_the_dispatcher_runs_the_kernels_in_the_interpreter(width: int, monkeypa
     monkeypatch.setenv("DLM_LENS_KERNELS", "on")
     called = []
     launch = triton_kernels._launch
-    monkeypatch.setattr(kernels, "_launch", lambda *a, **o: called.append(1) or launch(*a, **o))
+    monkeypatch.setattr(triton_kernels, "_launch", lambda *a, **o: called.append(1) or launch(*a, **o))
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, 40, width, generator=generator) for _ in range(2))
     weights = torch.ones(1, 1, 40)
@@ -71,8 +71,10 @@ def test_a_kernel_that_cannot_be_launched(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OutOfResources(98304, 65536, "shared memory")
 
-    monkeypatch.setattr(kernels, "_launch", refuse)
-    monkeypatch.setattr(kernel_selection, "_failed", set())
+    from dlm_lens.attention import received, triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "_launch", refuse)
+    monkeypatch.setattr(received, "_failed", set())
     monkeypatch.setenv("DLM_LENS_KERNELS", "on")
     model = tiny("llada").to("cuda")
     recording = dl.record(model, PROMPTS, gen_length=4)

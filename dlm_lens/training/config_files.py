@@ -1,0 +1,143 @@
+"""Settings from YAML: shipped or your own, with overrides, and one sentence for a mistake."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from dlm_lens.arguments import shown
+
+if TYPE_CHECKING:
+    from dlm_lens.training.settings import TrainingSettings
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def shipped_configs() -> tuple[str, ...]:
+    """Names of the configs that come with the package."""
+    return tuple(sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("accelerate-")))
+
+
+def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingSettings":
+    """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
+
+    A file may name another in `base`, whose values it changes. The objective's `kind` is masked_diffusion or
+    next_token.
+
+    Raises:
+        FileNotFoundError: no such file or shipped config.
+        ValueError: no YAML, an unknown setting, or a value of the wrong kind.
+    """
+    values = _read(name)
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        if not sign or not key:
+            raise ValueError(f"the override {override!r} is not key=value, such as optimisation.rate=2e-4")
+        _set(values, key.split("."), _override_value(override, value), override)
+    return build_settings(values)
+
+
+def _override_value(override: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or "nested too deeply"
+        raise ValueError(f"the override {shown(override)} is no YAML: {reason}") from error
+
+
+def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
+    """Settings of plain values, checked.
+
+    Raises:
+        ValueError: an unknown setting, or a value of the wrong kind.
+    """
+    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
+    from dlm_lens.training.settings import TrainingSettings
+
+    objectives = {"masked_diffusion": MaskedDiffusionLoss, "next_token": NextToken}
+    given = dict(values)
+    objective = dict(given.pop("objective", None) or {})
+    kind = objective.pop("kind", "masked_diffusion")
+    if kind not in objectives:
+        raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, objectives))}")
+    _known(objective, objectives[kind], "objective.")
+    _known(given, TrainingSettings, "")
+    given["objective"] = _validated(objectives[kind], objective, "objective.")
+    settings: TrainingSettings = _validated(TrainingSettings, given, "")
+    return settings
+
+
+def _validated(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = prefix + ".".join(str(part) for part in first["loc"])
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ValueError):
+            raise ValueError(str(cause)) from None
+        raise ValueError(f"the setting {where} is {first['input']!r}: {first['msg'].lower()}") from None
+
+
+def _known(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
+    names = {field.name: field.default_factory for field in fields(kind)}
+    for name, value in values.items():
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"there are {', '.join(names)}"
+            raise ValueError(f"there is no setting {prefix}{name}; {hint}")
+        if isinstance(value, Mapping) and is_dataclass(names[name]):
+            _known(value, names[name], f"{prefix}{name}.")
+
+
+def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a file over those of its base; `above` are the files whose base this is."""
+    path = Path(name)
+    if not path.is_file() and str(name) in shipped_configs():
+        path = CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{name} is neither a file nor a shipped config: {', '.join(shipped_configs())}")
+    chain = (*above, path.resolve())
+    if path.resolve() in above:
+        circle = " -> ".join(str(one) for one in chain[chain.index(path.resolve()) :])
+        raise ValueError(f"base: goes in a circle, {circle}; a base must not name a file that is built on it")
+    values = _parsed(path)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ValueError(f"base is {shown(base)} in {path}; it must be the name of a file or of a shipped config")
+    beside = path.parent / base
+    return _merged(_read(beside if beside.is_file() else base, chain), values)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to hold settings") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {values!r:.40}; it must hold settings, name: value")
+    return values
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], value) if both else value
+    return merged
+
+
+def _set(values: dict[str, Any], path: Sequence[str], value: Any, override: str) -> None:
+    for name in path[:-1]:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"the override {override!r} goes below {name}, which is a value")
+    values[path[-1]] = value
