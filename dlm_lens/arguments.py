@@ -1,7 +1,7 @@
 """`checked_arguments`: hold the arguments of a public function to their kinds, before it does anything."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
@@ -115,6 +115,44 @@ def _indices(value: Any) -> bool:
 
 
 INDICES = Rule("a list of whole numbers, or None for all", _indices)
+
+
+def check_index(name: str, index: int, count: int, prefix: str = "") -> None:
+    """Raise unless an index of a layer, a head or a step exists; negative ones count from the end.
+
+    Args:
+        name: what is counted, in the singular: "layer".
+        index: of one of them.
+        count: how many there are.
+        prefix: text before the message, such as "ablate('z'): ".
+
+    Raises:
+        ValueError: with the index and both ranges.
+    """
+    if not -count <= index < count:
+        raise ValueError(
+            f"{prefix}{name} {index} of {count}: {name}s go from 0 to {count - 1}, or from -{count} to -1"
+        )
+
+
+def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix: str = "") -> tuple[int, ...]:
+    """The indices of layers, heads or steps that an argument chooses, in increasing order and each once.
+
+    Args:
+        name: what is counted, in the singular: "layer".
+        indices: negative ones count from the end; None for all.
+        count: how many there are.
+        prefix: text before a message, such as "replay: ".
+
+    Raises:
+        ValueError: an index that does not exist, or no index at all.
+    """
+    chosen = range(count) if indices is None else tuple(indices)
+    for index in chosen:
+        check_index(name, index, count, prefix)
+    if not chosen:
+        raise ValueError(f"{prefix}{name}s is empty; give at least one index, or None for all")
+    return tuple(sorted({index % count for index in chosen}))
 
 
 def is_seed(value: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import (
     SITES,
     Hook,
@@ -214,11 +215,7 @@ def capture(
     for site in wanted:
         if site not in SITES:
             raise ValueError(f"capture: site is {site!r}; it must be one of {', '.join(SITES)}")
-    count = len(attention_blocks(model))
-    for layer in layers or ():
-        if not -count <= layer < count:
-            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
-    chosen = tuple(range(count)) if layers is None else tuple(sorted({layer % count for layer in layers}))
+    chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
     keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes)
     if isinstance(prompt, DenoisingRun):
         if settings:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import check_index
 from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
@@ -220,10 +221,8 @@ def _count(hook: Any, name: str) -> int | None:
 
 def _check_indices(indices: tuple[int, ...], count: int | None, what: str, who: Any) -> None:
     for index in indices:
-        if count is not None and not -count <= index < count:
-            raise ValueError(
-                f"{who}: {what} {index} of {count}; {what}s go from 0 to {count - 1}, or from -{count} to -1"
-            )
+        if count is not None:
+            check_index(what, index, count, f"{who}: ")
 
 
 HEAD_AXIS: dict[str, int] = {"scores": 1, "pattern": 1, **dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 2)}

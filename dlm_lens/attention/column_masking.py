@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import check_index
 from dlm_lens.attention.column_stats import column_sums, expected_received, viewers
 from dlm_lens.attention.masking_stats import count_hidden
 from dlm_lens.attention.sink_layout import SinkLayout
@@ -144,8 +145,7 @@ def _heads_in_all(sets: tuple[tuple[int, ...], ...], count: int) -> set[int]:
     chosen = set(range(count))
     for heads in sets:
         for head in heads:
-            if not -count <= head < count:
-                raise ValueError(f"head {head} of {count}: heads go from 0 to {count - 1}, or from -{count} to -1")
+            check_index("head", head, count)
         chosen &= {head % count for head in heads}
     return chosen
 

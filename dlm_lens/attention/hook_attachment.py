@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dlm_lens.arguments import is_array, shown
+from dlm_lens.arguments import chosen_indices, is_array, shown
 from dlm_lens.attention.hook import SITES, ColumnHook, Hook
 from dlm_lens.attention.hook_context import PointContext, RunStep
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
@@ -143,12 +143,8 @@ def checked(hooks: Iterable[Hook] | None) -> tuple[Hook, ...]:
 
 
 def _layers(layers: Sequence[int] | None, count: int) -> set[int]:
-    if layers is None:
-        return set(range(count))
-    for layer in layers:
-        if not -count <= layer < count:
-            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
-    return {layer % count for layer in layers}
+    """The indices of the chosen layers; an empty list chooses none."""
+    return set() if layers is not None and not layers else set(chosen_indices("layer", layers, count))
 
 
 def _module(hook: Hook, block: Any) -> nn.Module:

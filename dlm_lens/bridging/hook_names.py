@@ -7,6 +7,7 @@ from typing import Any
 
 from transformer_lens import patching
 
+from dlm_lens.arguments import check_index
 from dlm_lens.attention import NAMES, Hook, SinkLayout
 from dlm_lens.attention.hook_attachment import checked
 
@@ -23,8 +24,7 @@ def placed(bridge: Any, hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
     for hook in checked(hooks):
         layers = getattr(hook, "layers", None)
         for layer in range(count) if layers is None else layers:
-            if not -count <= layer < count:
-                raise ValueError(f"{hook}: layer {layer} of {count}; layers go from 0 to {count - 1}")
+            check_index("layer", layer, count, f"{hook}: ")
             gated = hook.site == "z" and "gate" in bridge.blocks[layer].attn._modules
             place = "attn.hook_z_ungated" if gated else NAMES[hook.site]
             found.append((f"blocks.{layer % count}.{place}", hook))

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import AttentionInputs, SinkLayout
 from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
-from dlm_lens.recording.layer_taps import LayerInputs, chosen_layers
+from dlm_lens.recording.layer_taps import LayerInputs
 from dlm_lens.recording.recorder import Storage
 
 
@@ -27,7 +28,7 @@ class BridgeTap:
 
     def __init__(self, bridge: Any, layers: Sequence[int] | None, show: Callable[[LayerInputs], None]) -> None:
         self.bridge, self.show = bridge, show
-        self.layers = chosen_layers(layers, len(bridge.blocks))
+        self.layers = chosen_indices("layer", layers, len(bridge.blocks))
         self.layout = SinkLayout.of(bridge.original_model)
         self._seen: dict[tuple[int, str], Tensor] = {}
         self._open = ExitStack()

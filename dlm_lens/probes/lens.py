@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, instance, shown
+from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance, shown
 from dlm_lens.attention import Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.probes.lens_head import Head, StreamReader, change, numbers, reading
@@ -245,7 +245,8 @@ def logit_lens(
         if value is not None and not flags and not isinstance(value, Sinks):
             INDICES.check(name, value)
     stored, head = StoredRun(model, run), Head(model)
-    chosen, wanted = _layers(model, layers), _steps(run, steps)
+    chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
+    wanted = list(chosen_indices("step", steps, run.steps))
     if not 1 <= top <= head.vocabulary:
         raise ValueError(f"top is {top}; it must be from 1 to {head.vocabulary}")
     if tuned is not None:
@@ -330,26 +331,3 @@ class _Entries:
             with reading(self.stored.model, reader, layers):
                 self.stored.states(step)
         return [reader.streams[layer] for layer in layers]
-
-
-def _steps(run: DenoisingRun, steps: Sequence[int] | None) -> list[int]:
-    for step in steps or ():
-        if not -run.steps <= step < run.steps:
-            raise ValueError(
-                f"step {step} of {run.steps}: steps go from 0 to {run.steps - 1}, or from -{run.steps} to -1"
-            )
-    chosen = list(range(run.steps)) if steps is None else sorted({step % run.steps for step in steps})
-    if not chosen:
-        raise ValueError("steps is empty; give at least one, or None for all")
-    return chosen
-
-
-def _layers(model: Any, layers: Sequence[int] | None) -> tuple[int, ...]:
-    count = len(attention_blocks(model))
-    for layer in layers or ():
-        if not -count <= layer < count:
-            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
-    chosen = tuple(range(count)) if layers is None else tuple(sorted({layer % count for layer in layers}))
-    if not chosen:
-        raise ValueError("layers is empty; give at least one, or None for all")
-    return chosen

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, chosen_indices
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats, Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.attention.hook_attachment import checked
 from dlm_lens.probes.residual_reader import ResidualReader, on_canvas, watching
@@ -252,7 +252,8 @@ def replay(
         raise ValueError("replay: hooks is empty; give at least one hook")
     if queries not in ("all", "masked") or (queries == "masked" and stored.causal):
         raise ValueError(f"replay: queries is {queries!r}; 'all', or (in a DLM) 'masked'")
-    passes = _Passes(stored, hooks, _layers(model, layers), attention, queries)
+    chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "replay: ")
+    passes = _Passes(stored, hooks, chosen, attention, queries)
     found: dict[str, list[Tensor]] = {}
     for step in tqdm(range(run.steps), desc="replaying", unit="step", disable=not progress):
         for name, value in passes.compared(step).items():
@@ -423,14 +424,3 @@ def _received(
             tokenizer=run.tokenizer,
             viewers=viewers,
         )
-
-
-def _layers(model: Any, layers: Sequence[int] | None) -> tuple[int, ...]:
-    count = len(attention_blocks(model))
-    for layer in layers or ():
-        if not -count <= layer < count:
-            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
-    chosen = tuple(range(count)) if layers is None else tuple(sorted({layer % count for layer in layers}))
-    if not chosen:
-        raise ValueError("replay: layers is empty; give at least one, or None for all")
-    return chosen

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import (
     AttentionInputs,
     adding_module,
@@ -74,7 +75,7 @@ class Tap:
     ) -> None:
         blocks = attention_blocks(model)
         layer_windows(model)
-        self.layers = chosen_layers(layers, len(blocks))
+        self.layers = chosen_indices("layer", layers, len(blocks))
         self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
         self.model, self.show, self.stream = model, show, stream
         self._resid: dict[int, Tensor] = {}
@@ -151,19 +152,3 @@ class Tap:
                 self.show(LayerInputs(self._inputs.pop(layer), self._resid.pop(layer), self._added.pop(layer)))
 
         return hook
-
-
-def chosen_layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """The chosen layers in increasing order.
-
-    Raises:
-        ValueError: a layer that is not there, or none.
-    """
-    wanted = range(count) if layers is None else layers
-    for layer in wanted:
-        if not -count <= layer < count:
-            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
-    found = tuple(sorted({layer % count for layer in wanted}))
-    if not found:
-        raise ValueError("layers is empty; give at least one index, or None for all")
-    return found

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, chosen_indices
 from dlm_lens.attention import (
     MIN_VIEWERS,
     SinkLayout,
@@ -228,14 +228,7 @@ def points_of(model: Any, layers: Sequence[int] | None) -> dict[int, nn.Module]:
             f"{type(model).__name__} has no hook points; load it with dlm_lens.load, or pass it to "
             "dlm_lens.attention.add_hook_points"
         )
-    count = len(modules)
-    wanted = range(count) if layers is None else layers
-    for layer in wanted:
-        if not -count <= layer < count:
-            raise ValueError(f"layer {layer} of {count}: layers go from 0 to {count - 1}, or from -{count} to -1")
-    chosen = sorted({layer % count for layer in wanted})
-    if not chosen:
-        raise ValueError("layers is empty; give at least one index, or None for all")
+    chosen = chosen_indices("layer", layers, len(modules))
     return {layer: modules[layer].get_submodule("hook_pattern") for layer in chosen}
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import dlm_lens as dl
 from dlm_lens.testing import tiny
 from dlm_lens.training.head_loss import masked_loss
-from dlm_lens.training.objective import MaskedDiffusionMixin, Noised
+from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.rows import Rows
 from tests.reference import forward64
 
@@ -97,7 +97,7 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
     by_hand = losses64(model, shown, labels)
     answer = torch.tensor([[False] * 3 + [True] * 4])
     rows = Rows(tokens, torch.ones_like(answer), answer, torch.zeros_like(answer))
-    objective = MaskedDiffusionMixin().for_model(model, 1)
+    objective = MaskedDiffusionLoss().for_model(model, 1)
     rate = torch.tensor([0.5], dtype=torch.float64)
     asked = objective.loss_arguments(rows, Noised(masked, rate, torch.ones(1, dtype=torch.float64), answer))
     with torch.no_grad():

@@ -184,7 +184,7 @@ def test_what_is_not_there_is_refused_before_anything_is_computed() -> None:
         (at_steps(mask_top_sinks(1), range(2, 5)), "step 4 is not there; the run has steps 0 to 3"),
         (at_steps(mask_top_sinks(1), [-5]), "step -5 is not there"),
         (at_progress(at_steps(mask_top_sinks(1), 7), (0.9, 1)), "step 7 is not there"),
-        (at_heads(mask_top_sinks(1), [4]), "head 4 of 4; heads go from 0 to 3, or from -4 to -1"),
+        (at_heads(mask_top_sinks(1), [4]), "head 4 of 4: heads go from 0 to 3, or from -4 to -1"),
         (at_heads(type("One", (), {"site": "k", "__call__": lambda s, x, hook=None: x})(), [2]), "head 2 of 2"),
         (at_layers(mask_top_sinks(1), [2]), "layer 2 of 2"),
         (at_steps(at_layers(mask_top_sinks(1, per="model", source="previous"), [-3]), 1), "layer -3 of 2"),
