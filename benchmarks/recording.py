@@ -34,14 +34,14 @@ PLAIN = "denoise"
 STATISTICS = (
     dlm_lens.ReceivedAttention(("all", "masked", "unmasked")),
     dlm_lens.ValueNorm("both"),
-    dlm_lens.KeyNorm("both"),
-    dlm_lens.WeightedValue(),
-    dlm_lens.ResidualNorm(),
-    dlm_lens.MassiveActivations(),
-    dlm_lens.UpdateNorm(),
+    dlm_lens.recording.KeyNorm("both"),
+    dlm_lens.recording.WeightedValue(),
+    dlm_lens.recording.ResidualNorm(),
+    dlm_lens.recording.MassiveActivations(),
+    dlm_lens.recording.UpdateNorm(),
     dlm_lens.TopKeys(),
 )
-PATTERN_STATISTICS = (dlm_lens.AttentionEntropy(), dlm_lens.RegionMass())
+PATTERN_STATISTICS = (dlm_lens.recording.AttentionEntropy(), dlm_lens.RegionMass())
 
 
 def build(length: int) -> Any:

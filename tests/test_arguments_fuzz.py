@@ -128,7 +128,8 @@ CALLS = {
     ),
     "received_over_steps": Call(dl.received_over_steps, lambda f: {"model": model_of(f), "run": run_of(f)}),
     "key_statistic_over_steps": Call(
-        dl.key_statistic_over_steps, lambda f: {"model": model_of(f), "run": run_of(f), "quantity": "key norm"}
+        dl.sinks.key_statistic_over_steps,
+        lambda f: {"model": model_of(f), "run": run_of(f), "quantity": "key norm"},
     ),
     "find_sinks": Call(
         dl.find_sinks, lambda f: {"attention": pattern(), "detector": dl.AboveMean(1.0)},
@@ -145,7 +146,7 @@ CALLS = {
         dl.value_norms, lambda f: {"recording": recording_of(), "sinks": sinks()}, families=("llada",)
     ),
     "position_or_token": Call(
-        dl.position_or_token,
+        dl.sinks.position_or_token,
         lambda f: {"model": model_of(f), "run": run_of(f), "steps": [0]},
         families=("llada", "dream"),
     ),

@@ -55,6 +55,19 @@ def test_every_public_name_resolves_and_none_is_a_module_too() -> None:
                 __import__(f"dlm_lens.{name}")
 
 
+def test_the_first_page_is_short_and_the_rooms_names_are_found_from_it() -> None:
+    rooms = {path.name for path in (ROOT / "dlm_lens").iterdir() if (path / "__init__.py").is_file()}
+    assert len(set(dlm_lens.__all__) - rooms) <= 35
+    # In a notebook the names of some rooms are found without the room.
+    assert "eps_sweep" not in dlm_lens.__all__
+    assert dlm_lens.eps_sweep is dlm_lens.sinks.eps_sweep
+    assert dlm_lens.LogitLens is dlm_lens.probes.LogitLens
+    with pytest.raises(AttributeError, match=r"dlm_lens has no 'eps_swep'"):
+        _ = dlm_lens.eps_swep
+    with pytest.raises(ImportError, match="eps_swep"):
+        from dlm_lens import eps_swep  # noqa: F401
+
+
 def test_every_room_exports_what_it_lists() -> None:
     for room in ("attention", "adapters", "sampling", "sinks", "hooks", "viz", "testing"):
         module = getattr(dlm_lens, room)

@@ -41,7 +41,7 @@ def offloaded(folder: Path, what: str) -> tuple[Any, Any]:
 
 
 def weighted(model: Any) -> Tensor:
-    return dl.record(model, IDS, [dl.WeightedValue()], gen_length=4).weighted_value.nan_to_num()
+    return dl.record(model, IDS, [dl.recording.WeightedValue()], gen_length=4).weighted_value.nan_to_num()
 
 
 def traced(model: Any) -> Tensor:
@@ -57,7 +57,9 @@ CALLS: dict[str, Callable[[Any], Tensor]] = {
     "denoise": lambda m: dl.denoise(m, IDS, gen_length=8).tokens,
     "denoise with a hook": lambda m: dl.denoise(m, IDS, gen_length=8, hooks=[mask_top_sinks(2)]).tokens,
     "weighted values": weighted,
-    "residual norms": lambda m: dl.record(m, IDS, [dl.ResidualNorm()], gen_length=4).residual_norm.nan_to_num(),
+    "residual norms": lambda m: dl.record(
+        m, IDS, [dl.recording.ResidualNorm()], gen_length=4
+    ).residual_norm.nan_to_num(),
     "logit lens": lambda m: dl.logit_lens(m, dl.denoise(m, IDS, gen_length=4)).entropy,
     "replay": lambda m: dl.replay(m, dl.denoise(m, IDS, gen_length=4), [mask_top_sinks(1)]).kl.nan_to_num(),
     "likelihood": lambda m: dl.log_likelihood(m, IDS, [[7, 8], [9, 4]], method="chain_rule").value,
@@ -84,7 +86,7 @@ def test_hooks_act_on_models_loaded_with_a_device_map(family: str, tmp_path: Pat
     assert hidden > 1
     assert runs[1].settings["columns_hidden"] == (hidden,)
     assert runs[0].tokens.equal(runs[1].tokens)
-    reducers = [dl.ReceivedAttention(), dl.WeightedValue(), dl.ResidualNorm()]
+    reducers = [dl.ReceivedAttention(), dl.recording.WeightedValue(), dl.recording.ResidualNorm()]
     recordings = [dl.record(each, IDS, reducers, gen_length=4) for each in (plain, model)]
     for name in recordings[0].arrays:
         found, expected = recordings[1].arrays[name], recordings[0].arrays[name]

@@ -22,7 +22,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     watched = watch(item, settings, bench)
     for one in watched:
         paths = dl.trajectories(one.received["all"], rule(settings))
-        table = dl.position_enrichment(paths).set_index("class")
+        table = dl.sinks.position_enrichment(paths).set_index("class")
         columns = [table[name].to_dict() for name in ("share", "base")]
         found["places"].append({place: numbers([float(column[place]) for column in columns]) for place in PLACES})
     whole = _whole(watched)

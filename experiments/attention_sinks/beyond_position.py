@@ -22,7 +22,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     model = bench.model(item["model"])
     texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
     done = dl.denoise(model, texts, **settings["sampler"])
-    trials = dl.position_or_token(model, done, rule(settings), steps=[0, done.steps // 2, -1]).trials
+    trials = dl.sinks.position_or_token(model, done, rule(settings), steps=[0, done.steps // 2, -1]).trials
     counts = trials.groupby(["batch", "change", "outcome"]).size()
     return {
         "counts": [

@@ -20,7 +20,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"length": [], **{f"{level}_{name}": [] for level in LEVELS for name in ("n", "kept")}}
     for watched in watch(item, settings, bench):
         for level in LEVELS:
-            table = dl.eps_sweep(watched.received["all"], settings["values"], level=level)  # type: ignore[arg-type]
+            table = dl.sinks.eps_sweep(watched.received["all"], settings["values"], level=level)  # type: ignore[arg-type]
             found[f"{level}_n"].append(int(table["n"].iloc[0]))
             found[f"{level}_kept"].append(numbers(table["kept"].tolist(), 6))
         found["length"].append(int(table["S"].iloc[0]))

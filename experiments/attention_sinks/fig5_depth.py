@@ -18,11 +18,11 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {"score": [], "positions": [], "followed": []}
     for watched in watch(item, settings, bench):
-        profile = dl.sink_profile(watched.received["all"], rule(settings))
+        profile = dl.sinks.sink_profile(watched.received["all"], rule(settings))
         found["score"].append(numbers(profile.score, 3))
         found["positions"].append(numbers(profile.positions, 3))
         found["followed"].append(
-            numbers(dl.sink_profile(watched.received["all"], rule(settings), main="model").score, 3)
+            numbers(dl.sinks.sink_profile(watched.received["all"], rule(settings), main="model").score, 3)
         )
     return found
 

@@ -32,7 +32,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         there = (paths.main >= 0) & (paths.main < paths.canvas)
         found["steps"].append(int(there.sum()))
         found["at_first"].append(int((there & (paths.main - shift < BEGINNING)).sum()))
-        table = dl.frontier_alignment(paths).set_index("reference")
+        table = dl.sinks.frontier_alignment(paths).set_index("reference")
         columns = [table[name].to_dict() for name in ("ratio", "correlation")]
         for name in REFERENCES:
             found[name].append(numbers([float(column[name]) for column in columns]))

@@ -70,7 +70,7 @@ def _measured(received: Any, settings: Settings) -> dict[str, Any]:
     sinks = dl.find_sinks(received, rule(settings))
     paths = dl.trajectories(received, rule(settings))
     kinds, measures = paths.kinds.flatten().tolist(), paths.measures
-    tokens = dl.token_enrichment(paths).set_index("class")
+    tokens = dl.sinks.token_enrichment(paths).set_index("class")
     defined = (~sinks.scores.isnan()).any(-1)
     return {
         "sinks": int(sinks.is_sink.sum()),

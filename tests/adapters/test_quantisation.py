@@ -164,7 +164,7 @@ def test_statistics_that_read_eight_bit_weights(tmp_path: Path) -> None:
     run = dlm_lens.denoise(model, "w3 w4", gen_length=8)
     over = {"gen_length": 8, "on_canvas": lambda step, canvas: run.canvases[step]}
     found, exact = (
-        dlm_lens.record(each, "w3 w4", [dlm_lens.WeightedValue()], **over).arrays["weighted_value"]
+        dlm_lens.record(each, "w3 w4", [dlm_lens.recording.WeightedValue()], **over).arrays["weighted_value"]
         for each in (model, plain)
     )
     # 8 bits: entries of every matrix move by up to 1/254 of its row's largest.
@@ -175,7 +175,7 @@ def test_statistics_that_read_eight_bit_weights(tmp_path: Path) -> None:
     kept = dlm_lens.record(model, "w3 w4", gen_length=8, to=tmp_path / "recording")
     assert kept.run.tokens.equal(run.tokens)
     bridge = dlm_lens.bridge(model)
-    recorder = dlm_lens.BridgeRecorder(bridge, [dlm_lens.WeightedValue()])
+    recorder = dlm_lens.BridgeRecorder(bridge, [dlm_lens.recording.WeightedValue()])
     again = recorder.recording(bridge.denoise("w3 w4", observers=recorder, **over)).arrays["weighted_value"]
     # The same weights in the same order; attention is summed explicitly there.
     torch.testing.assert_close(again, found, atol=1e-4, rtol=1e-4, equal_nan=True)

@@ -98,14 +98,14 @@ def test_hooks_and_readers_act_on_a_compiled_model(model: Any, way: Any) -> None
         found = dl.denoise(held, IDS, hooks=hooks, logits="all", **RUN)
         torch.testing.assert_close(found.confidence, expected.confidence, rtol=0, atol=0)
         assert not torch.equal(found.confidence, plain.confidence)
-    reducers = [dl.ReceivedAttention(), dl.UpdateNorm(), dl.ResidualNorm()]
+    reducers = [dl.ReceivedAttention(), dl.recording.UpdateNorm(), dl.recording.ResidualNorm()]
     hooks = [mask_top_sinks(1, stage="after"), mask_top_sinks(1, source="clean")]
     expected, found = (dl.record(each, [IDS], reducers, hooks=hooks, logits="all", **RUN) for each in (model, held))
     assert expected.run.settings["columns_hidden"] == found.run.settings["columns_hidden"]
     same(found, expected)
     same(dl.received_over_steps(held, plain), dl.received_over_steps(model, plain))
     for quantity in ("max activation", "key norm"):
-        same(*(dl.key_statistic_over_steps(each, plain, quantity) for each in (held, model)))
+        same(*(dl.sinks.key_statistic_over_steps(each, plain, quantity) for each in (held, model)))
     with torch.no_grad(), dl.record_forward(held, reducers) as one:
         held(plain.canvases[0])
     with torch.no_grad(), dl.record_forward(model, reducers) as other:
@@ -249,12 +249,14 @@ HOOKS = [ablate("attn_out", value="zero"), mask_top_sinks(2)]
 RUNS: dict[str, Callable[[Any], Any]] = {
     "denoise": lambda m: dl.denoise(m, IDS, **RUN),
     "denoise with hooks": lambda m: dl.denoise(m, IDS, hooks=HOOKS, **RUN),
-    "record": lambda m: dl.record(m, [IDS], [dl.ReceivedAttention(), dl.UpdateNorm()], **RUN),
+    "record": lambda m: dl.record(m, [IDS], [dl.ReceivedAttention(), dl.recording.UpdateNorm()], **RUN),
     "compare": lambda m: dl.compare(m, [IDS], HOOKS, **RUN),
     "log_likelihood": lambda m: dl.log_likelihood(m, IDS, [7, 8, 9], samples=8),
     "replay": lambda m: dl.replay(m, dl.denoise(m, IDS, **RUN), hooks=HOOKS),
     "received_over_steps": lambda m: dl.received_over_steps(m, dl.denoise(m, IDS, **RUN)),
-    "key_statistic_over_steps": lambda m: dl.key_statistic_over_steps(m, dl.denoise(m, IDS, **RUN), "key norm"),
+    "key_statistic_over_steps": lambda m: dl.sinks.key_statistic_over_steps(
+        m, dl.denoise(m, IDS, **RUN), "key norm"
+    ),
     "logit_lens": lambda m: dl.logit_lens(m, dl.denoise(m, IDS, **RUN)),
 }
 
@@ -414,7 +416,7 @@ def failing_bridge(model: Any) -> None:
 
 ERRORS: dict[str, Callable[[Any], Any]] = {
     "denoise": lambda m: dl.denoise(m, IDS, hooks=[mask_top_sinks(1, source="clean"), Failing(3)], **RUN),
-    "record": lambda m: dl.record(m, [IDS], [dl.UpdateNorm()], hooks=[Failing(3)], **RUN),
+    "record": lambda m: dl.record(m, [IDS], [dl.recording.UpdateNorm()], hooks=[Failing(3)], **RUN),
     "compare": lambda m: dl.compare(m, [IDS], [Failing(3)], **RUN),
     "replay": lambda m: dl.replay(m, dl.denoise(m, IDS, **RUN), hooks=[Failing(1)]),
     "a forward": failing_forward,

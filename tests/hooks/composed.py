@@ -127,7 +127,7 @@ def draw(rng: random.Random, sinks: int, *, control: bool = True) -> Drawn:
 def built(drawn: Drawn) -> Any:
     """The library's hook."""
     name, value = drawn.detector
-    detector = {"top": dl.TopK, "mean": dl.AboveMean, "share": dl.AttentionShare}[name](value)
+    detector = {"top": dl.TopK, "mean": dl.AboveMean, "share": dl.sinks.AttentionShare}[name](value)
     shared = {"stage": drawn.stage, "renormalise": drawn.renormalise}
     judged = {"top": drawn.top, "per": drawn.per, "source": drawn.source, "relative": drawn.relative}
     kept = {"keep_self": drawn.keep_self}

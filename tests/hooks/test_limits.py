@@ -218,7 +218,7 @@ def test_what_is_printed_can_be_read_again() -> None:
         freeze_sinks(dl.TopK(2), per="layer", step=3),
         mask_random(like=mask_positions(3, sink(0), keep_self=True), seed=4),
         at_layers(mask_tokens("mask", 7), [-1]),
-        keep_only(dl.AttentionShare(0.2), 8, ahead=1),
+        keep_only(dl.sinks.AttentionShare(0.2), 8, ahead=1),
         keep_only((0, 3), 8),
     ):
         assert parse_hooks(repr(hook)) == (hook,)

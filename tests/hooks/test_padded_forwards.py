@@ -16,7 +16,7 @@ ROWS = [[5, 9, 11, 40, 3, 22, 8, 17, 30, 2, 51, 12], [7, 1, 30, 2, 22, 44, 9, 10
 HOOKS = [
     mask_top_sinks(2),
     mask_sinks(dl.AboveMean(0.2), stage="after", keep_self=True),
-    mask_sinks(dl.AttentionShare(0.12), per="layer"),
+    mask_sinks(dl.sinks.AttentionShare(0.12), per="layer"),
     mask_random(2, seed=3),
     mask_random(like=mask_top_sinks(2)),
     keep_only(1, 3),

@@ -77,14 +77,14 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "received": lambda: dl.ReceivedAttention(),
     "received by class": lambda: dl.ReceivedAttention(("all", "prompt")),
     "value norms": lambda: dl.ValueNorm("both"),
-    "key norms": lambda: dl.KeyNorm(),
-    "weighted values": lambda: dl.WeightedValue(),
-    "residual norms": lambda: dl.ResidualNorm(),
-    "massive activations": lambda: dl.MassiveActivations(),
-    "entropy": lambda: dl.AttentionEntropy(),
+    "key norms": lambda: dl.recording.KeyNorm(),
+    "weighted values": lambda: dl.recording.WeightedValue(),
+    "residual norms": lambda: dl.recording.ResidualNorm(),
+    "massive activations": lambda: dl.recording.MassiveActivations(),
+    "entropy": lambda: dl.recording.AttentionEntropy(),
     "regions": lambda: dl.RegionMass(),
     "regions and sinks": lambda: dl.RegionMass(sinks=dl.AboveMean(1.0)),
-    "update norms": lambda: dl.UpdateNorm(),
+    "update norms": lambda: dl.recording.UpdateNorm(),
     "top keys": lambda: dl.TopKeys(3),
     "mixing bound": lambda: probes.MixingBound(),
     "pattern similarity": lambda: probes.PatternSimilarity(),
@@ -95,8 +95,8 @@ DETECTORS = (
     dl.AboveMean(0.03, literal=True),
     dl.AboveStd(1.0),
     dl.MeanReceived(0.2),
-    dl.AttentionShare(0.2),
-    dl.SoftSigmoid(),
+    dl.sinks.AttentionShare(0.2),
+    dl.sinks.SoftSigmoid(),
     dl.TopK(2),
 )
 
@@ -126,7 +126,7 @@ def recorded(name: str) -> Scene:
 def resumed(model: Any, family: str) -> Any:
     """A recording on disk that was killed after two steps, and goes on."""
     settings = {"gen_length": LENGTH, "temperature": 0.6, "seed": [1, 2], "to": tempfile.mkdtemp()}
-    return dict(dl.record(model, PROMPTS, [dl.ReceivedAttention(), dl.ResidualNorm()], **settings).arrays)
+    return dict(dl.record(model, PROMPTS, [dl.ReceivedAttention(), dl.recording.ResidualNorm()], **settings).arrays)
 
 
 def prompts_in_every_form(model: Any, family: str) -> Any:
@@ -145,7 +145,7 @@ def detected(model: Any, family: str) -> Any:
 
 def forward(model: Any, family: str) -> Any:
     ids = torch.tensor([PROMPTS[1] * 2], device=input_device(model))
-    with dl.record_forward(model, [dl.ReceivedAttention(), dl.ResidualNorm()]) as seen, torch.no_grad():
+    with dl.record_forward(model, [dl.ReceivedAttention(), dl.recording.ResidualNorm()]) as seen, torch.no_grad():
         logits = model(input_ids=ids).logits
     return [seen.received, seen.residual_norm, logits]
 
@@ -192,7 +192,7 @@ SCENES: dict[str, Scene] = {
     "record in float16": lambda m, f: dl.record(m, PROMPTS, dtype="float16", gen_length=LENGTH).received,
     "record a forward pass": forward,
     "detectors and trajectories": detected,
-    "key norms over steps": lambda m, f: dl.key_statistic_over_steps(m, run(m, f), "key norm").values,
+    "key norms over steps": lambda m, f: dl.sinks.key_statistic_over_steps(m, run(m, f), "key norm").values,
     "compare": lambda m, f: told(dl.compare(m, PROMPTS, hooks=[mask_top_sinks(1)], gen_length=LENGTH).hooked),
     "likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4, 6]], method="chain_rule").value,
     "greedy completion": lambda m, f: (
@@ -210,7 +210,7 @@ MASKED_ONLY: dict[str, Scene] = {
     "reference quirks": lambda m, f: told(run(m, f, temperature=0.5, reference_quirks=True)),
     "canvas edited": lambda m, f: told(run(m, f, on_canvas=lambda step, canvas: canvas)),
     "Monte Carlo likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4, 6]], samples=4).value,
-    "position or token": lambda m, f: dl.position_or_token(m, run(m, f), seed=0).trials.iloc[:, -1].tolist(),
+    "position or token": lambda m, f: dl.sinks.position_or_token(m, run(m, f), seed=0).trials.iloc[:, -1].tolist(),
     "received from masks": lambda m, f: dl.received_over_steps(m, run(m, f), queries="masked").values,
     "sink mechanism": lambda m, f: probes.sink_mechanism(m, PROMPTS, dl.TopK(1), gen_length=4).dependence,
 }

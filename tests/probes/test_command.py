@@ -21,7 +21,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Any, Any]
     model.save_pretrained(place / "model")
     model.tokenizer.save_pretrained(place / "model")
     model = dl.load(place / "model")
-    reducers = [dl.ReceivedAttention(("all", "masked")), dl.ValueNorm(), dl.KeyNorm()]
+    reducers = [dl.ReceivedAttention(("all", "masked")), dl.ValueNorm(), dl.recording.KeyNorm()]
     rec = dl.record(model, [[5, 9, 14, 3], [7, 2]], reducers, steps=3, gen_length=9, to=place / "rec")
     return str(place / "rec"), str(place / "model"), model, rec
 

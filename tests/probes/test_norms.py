@@ -153,7 +153,7 @@ def test_prompts_and_not_sinks_are_drawn_for_an_interval() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_finished_run_is_recorded_as_it_was(name: str) -> None:
-    reducers = [*REDUCERS, dl.RegionMass(), dl.UpdateNorm()]
+    reducers = [*REDUCERS, dl.RegionMass(), dl.recording.UpdateNorm()]
     model, rec = recorded(name, reducers)
     again = record_run(model, rec.run, reducers)
     for array in rec.specs:

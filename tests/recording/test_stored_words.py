@@ -61,7 +61,7 @@ def test_probes_of_a_loaded_run_show_words(saved):
     sinks = dl.find_sinks(loaded, RULE)
     assert sink_writes(model, loaded.run, sinks).table().equals(sink_writes(model, rec.run, sinks).table())
     assert dl.received_over_steps(model, loaded.run).tokenizer.fallback is model.tokenizer
-    trials = dl.position_or_token(model, loaded.run, RULE, min_viewers=1).trials
+    trials = dl.sinks.position_or_token(model, loaded.run, RULE, min_viewers=1).trials
     assert trials["token"].map(type).eq(str).all()
 
 

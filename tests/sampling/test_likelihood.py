@@ -515,7 +515,7 @@ def test_the_result_checks_itself_and_says_what_it_lacks() -> None:
         ({"completions": (got.tokens,)}, "completions must have"),
     ):
         with pytest.raises(ValueError, match=message):
-            dlm_lens.LogLikelihood(**(parts | wrong))
+            dlm_lens.sampling.LogLikelihood(**(parts | wrong))
 
 
 def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_tables_do_not_depend_on_what_stands_beside(pair):
     assert (gained["canvas_position"] - gained["position"]).dropna().unique().tolist() == [0, PADDING]
     writes = sink_writes(model, beside.run, dl.find_sinks(beside, RULE)).table()
     of_row(writes, ["position"])
-    trials = dl.position_or_token(model, beside.run, RULE, min_viewers=1).trials
+    trials = dl.sinks.position_or_token(model, beside.run, RULE, min_viewers=1).trials
     of_row(trials, ["position", "to"])
     sinks = dl.find_sinks(beside, RULE).table()
     assert sinks[sinks["token"] == "sink(0)"]["position"].isna().all()
