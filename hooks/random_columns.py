@@ -17,6 +17,7 @@ from dlm_lens.attention import (
     SinkLayout,
     Site,
     Stage,
+    padding_before,
     top_columns,
 )
 from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
@@ -238,10 +239,10 @@ def _numbers(
 ) -> Float[Tensor, "batch head key"]:
     """Random numbers of every head and position, the same for a row in any batch."""
     run, device = getattr(hook, "run", None), content.device
-    position = torch.arange(content.shape[-1], device=device) - content.int().argmax(-1, keepdim=True)
+    position = torch.arange(content.shape[-1], device=device) - padding_before(content)[:, None]
     row = torch.zeros(len(content), dtype=torch.long, device=device)
     if run is not None:
-        where = torch.arange(run.tokens.shape[1], device=device) - run.valid.int().argmax(-1, keepdim=True)
+        where = torch.arange(run.tokens.shape[1], device=device) - padding_before(run.valid)[:, None]
         row = (_mixed(_mixed(where) + run.tokens) * run.prompt).sum(-1)
     key = torch.full((), seed, device=device)
     for number in (getattr(run, "step", 0), hook.layer() if hook is not None else 0):

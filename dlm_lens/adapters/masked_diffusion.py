@@ -3,13 +3,13 @@
 from typing import Any, ClassVar, NoReturn, Unpack, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from dlm_lens.attention import SinkLayout, add_hook_points
+from dlm_lens.attention import SinkLayout, add_hook_points, predicting_position
 
 LLADA_SAMPLER = {
     "steps": 128,
@@ -43,16 +43,6 @@ class Float32RotaryEmbedding(LlamaRotaryEmbedding):
     ) -> tuple[Float[Tensor, "#batch position d_head"], Float[Tensor, "#batch position d_head"]]:
         """Return cos and sin in float32; of `x` only the device matters."""
         return super().forward(torch.empty(0, device=x.device, dtype=torch.float32), position_ids)
-
-
-def predicting_position(content: Bool[Tensor, "batch position"]) -> Int[Tensor, "batch position"]:
-    """Which output predicts each position of a model with `logit_shift`: the one before it.
-
-    A row's first token has no predecessor and is predicted by its own output; `content` is False at the padding on
-    the left.
-    """
-    index = torch.arange(content.shape[1], device=content.device).expand_as(content)
-    return (index - 1).maximum(content.int().argmax(-1, keepdim=True))
 
 
 class MaskedDiffusionMixin(nn.Module):

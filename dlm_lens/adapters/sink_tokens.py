@@ -14,6 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionMixin
 from dlm_lens.attention import Placement, SinkLayout
+from dlm_lens.attention.left_padding import position_ids as padded_positions
 from dlm_lens.attention.softmax_variants import Softmax, check_softmax
 
 
@@ -157,7 +158,7 @@ class SinkDecoder(nn.Module):
                     f"attention_mask has shape {list(attention_mask.shape)}; the canvas is [{batch}, {length}]"
                 )
             if position_ids is None and attention_mask.ndim == 2:
-                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+                position_ids = padded_positions(attention_mask)
             attention_mask = layout.widen(attention_mask)
         if position_ids is None:
             position_ids = torch.arange(length, device=inputs_embeds.device)[None]

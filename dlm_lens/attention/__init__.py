@@ -29,6 +29,7 @@ from dlm_lens.attention.layers import (
     head_width,
     output_weight,
 )
+from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
 from dlm_lens.attention.masking_stats import HookKey, hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use, listening
 from dlm_lens.attention.points import (
@@ -99,7 +100,10 @@ __all__ = [
     "layer_windows",
     "listening",
     "output_weight",
+    "padding_before",
     "pattern_tiles",
+    "position_ids",
+    "predicting_position",
     "received_attention",
     "received_by_class",
     "received_sums",

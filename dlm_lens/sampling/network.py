@@ -7,8 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import head_logits
-from dlm_lens.adapters.masked_diffusion import predicting_position
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, position_ids, predicting_position
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -101,12 +100,10 @@ class CanvasLogits:
 
 
 def network_inputs(content: Bool[Tensor, "batch position"]) -> dict[str, Any]:
-    """What the network is told beside the ids; `content` is False at the padding on the left."""
+    """Arguments of a forward pass beside the ids; `content` is False at the padding on the left."""
     if bool(content.all()):
         return {"use_cache": False}
-    # Positions count from a row's first token, so that a padded row is rotated as it is alone.
-    positions = (content.long().cumsum(-1) - 1).clamp(min=0)
-    return {"use_cache": False, "attention_mask": content.long(), "position_ids": positions}
+    return {"use_cache": False, "attention_mask": content.long(), "position_ids": position_ids(content)}
 
 
 def check_finite(

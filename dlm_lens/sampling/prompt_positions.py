@@ -4,13 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
-
-
-def padding_before(content: Bool[Tensor, "batch position"]) -> Int[Tensor, "batch"]:
-    """How many positions of each row stand before its first token; 0 for a row without any."""
-    return content.long().argmax(-1)
 
 
 def from_prompt(
@@ -28,7 +23,7 @@ def from_prompt(
 
     Args:
         table: with the columns `names`.
-        padding: from `padding_before`; None for none.
+        padding: how many positions of each row stand before its first token; None for none.
         canvas: how many positions the canvas has.
         names: the columns; -1 and missing values stay as they are.
         rows: the column that says whose padding is meant; row 0's without it.

@@ -21,6 +21,7 @@ from dlm_lens.attention import (
     hooked_attentions,
     layer_windows,
     listening,
+    position_ids,
     received_attention,
     viewers,
     visible_keys,
@@ -189,9 +190,8 @@ class Canvases:
         inputs: dict[str, Any] = {"input_ids": self.tokens[rows].to(self.device), "use_cache": False}
         padding = self.content[rows]
         if not bool(self.content.all()):
-            # Positions count from a row's first token, as in sampling.
-            positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
-            inputs |= {"attention_mask": padding.long().to(self.device), "position_ids": positions.to(self.device)}
+            padding = padding.to(self.device)
+            inputs |= {"attention_mask": padding.long(), "position_ids": position_ids(padding)}
         seen = self.seen[rows].to(self.device)
         visible = {
             window: torch.nn.functional.pad(

@@ -11,9 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.attention import attention_blocks, attention_of, exclusive, hook_point, listening
+from dlm_lens.attention import attention_blocks, attention_of, exclusive, hook_point, listening, padding_before
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.prompt_positions import padding_before
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detector_registry import check_not_negative, check_part, check_positive

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.prompt_positions import padding_before
+from dlm_lens.attention import padding_before
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detectors import Quantity
 

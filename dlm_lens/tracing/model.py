@@ -22,6 +22,7 @@ from dlm_lens.attention import ColumnStats, RunStep, hooked_attentions
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
+from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy
 from dlm_lens.tracing.module_names import module_names
@@ -244,12 +245,8 @@ def _fields(prompts: Prompts) -> tuple[Tensor, Tensor]:
 
 
 def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
-    """What a forward pass takes; positions count from a row's first token: a padded row is what it is alone."""
-    inputs: dict[str, Any] = {"input_ids": prompts.ids, "use_cache": False}
-    if not bool(prompts.attention_mask.all()):
-        mask = prompts.attention_mask.long()
-        inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    return inputs
+    """Arguments of a forward pass over the prompts."""
+    return {"input_ids": prompts.ids, **network_inputs(prompts.attention_mask)}
 
 
 def _watch(lm: DiffusionLM) -> None:

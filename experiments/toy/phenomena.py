@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from dlm_lens import AboveMean, DenoisingRun, received_over_steps
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, position_ids
 from experiments.toy.language import LARGEST_NUMBER, SIGNS
 from experiments.toy.statistics import Estimate, clustered_ratio
 
@@ -75,7 +75,7 @@ def value_norms(model: Any, run: DenoisingRun) -> Float[torch.Tensor, "step batc
         for layer in model.model.layers
     ]
     mask = run.attention_mask.long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from a row's first token, as in sampling
+    positions = position_ids(mask)
     steps = []
     try:
         for canvas in run.canvases[:-1]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters.head import head_logits
+from dlm_lens.attention import position_ids
 from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnLogits
 from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
@@ -116,7 +117,7 @@ class _Prefix:
     ) -> None:
         self.model, self.padding, self.use_cache = model, padding, use_cache
         self.own_forward, self.grad = guests.needs_full_logits, guests.grad
-        self.positions = (padding.long().cumsum(-1) - 1).clamp(min=0)
+        self.positions = position_ids(padding)
         self.cache: Any = None
         self.seen = 0
 
