@@ -349,6 +349,7 @@ def test_advice_names_the_options_of_the_command(sentence: str, shown: str) -> N
     assert cli.as_command_line(sentence, cli._options(["record", "toy"])) == shown
 
 
+@pytest.mark.long
 def test_no_error_of_a_command_gives_advice_for_python(tmp_path: Path) -> None:
     """End to end, with settings that only the sampler can judge."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "tom has 5 apples"}\n')

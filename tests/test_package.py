@@ -85,7 +85,7 @@ def test_hooks_are_the_top_level_folder() -> None:
             assert not isinstance(node, ast.ImportFrom) or node.level == 0, f"{path}: imports relatively"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_holds_hooks_types_and_checkpoints(tmp_path: Path) -> None:
     # In a copy: a build leaves files behind.
     source = tmp_path / "source"

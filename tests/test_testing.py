@@ -48,7 +48,7 @@ def test_the_fixtures_are_there(
     assert tiny_causal.config.model_type == "llama"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stranger_s_tests_find_the_fixtures_and_do_not_pay_for_torch(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(
         "import sys\n"

@@ -294,6 +294,7 @@ def test_a_config_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
     assert "has 1073741824 bytes; 67108864 is the most" in refusal(tmp_path)
 
 
+@pytest.mark.long
 def test_a_small_checkpoint_that_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
     """`embedding_size` 20 million took 4.9 GiB; a process of 1.5 GiB more than torch's own must do."""
     values = json.loads((GOLDEN / "llada" / "config.json").read_text())

@@ -216,7 +216,7 @@ def cases(root: Path, plain: Path, marker: Path) -> dict[str, tuple[Path, str | 
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_that_came_with_a_checkpoint_is_run_and_nothing_outside_it_is_read(
     tmp_path: Path, plain: Path
 ) -> None:

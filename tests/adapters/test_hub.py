@@ -57,6 +57,7 @@ def load_all(cache: Path, *arguments: dict[str, Any]) -> tuple[list[list[Any]], 
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
+@pytest.mark.long
 def test_a_cached_checkpoint_loads_offline_at_any_cached_revision(cache: Path) -> None:
     name = "org/name"
     pinned = [{"path_or_hub_name": name, "revision": revision} for revision in (OLD, "v1", SHARDED)]
@@ -66,12 +67,14 @@ def test_a_cached_checkpoint_loads_offline_at_any_cached_revision(cache: Path) -
     assert results == [[2, True], [1, True], [1, True], [2, True], [2, True]]
 
 
+@pytest.mark.long
 def test_a_missing_tokenizer_is_none_and_said(cache: Path) -> None:
     results, said = load_all(cache, {"path_or_hub_name": "org/name", "revision": BARE})
     assert results == [[3, False]]
     assert "org/name has no tokenizer in the cache or on the hub: ids work, text needs model.tokenizer" in said
 
 
+@pytest.mark.long
 def test_what_is_not_cached_is_one_sentence_with_the_remedy(cache: Path) -> None:
     results, _ = load_all(
         cache,
@@ -90,6 +93,7 @@ def test_what_is_not_cached_is_one_sentence_with_the_remedy(cache: Path) -> None
     assert "has no weights/mdm.safetensors in the cache" in file
 
 
+@pytest.mark.long
 def test_an_incomplete_cache_is_named(cache: Path, tmp_path: Path) -> None:
     for name, lost in (("shard", "model-00001-of-00005.safetensors"), ("weights", "model.safetensors.index.json")):
         directory = tmp_path / f"models--org--{name}" / "snapshots" / NEW

@@ -25,7 +25,7 @@ def outcomes(place: Path, family: str, seed: int, count: int) -> dict[str, int]:
     return counted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_some_mutations_of_a_checkpoint_load_or_are_refused(tmp_path: Path) -> None:
     counted = outcomes(tmp_path, "sink_qwen", 0, 40)
     assert counted["refusal"] >= 10

@@ -88,6 +88,7 @@ def slow_but(*quick: Any) -> list[Any]:
     return [way if way in quick else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", slow_but(as_decoder))
 def test_hooks_and_readers_act_on_a_compiled_model(model: Any, way: Any) -> None:
     held = compiled(way)
@@ -164,7 +165,7 @@ def test_what_torch_compile_returns_is_a_model(model: Any) -> None:
     assert dl.DiffusionLM(held)._module is held._orig_mod
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hook_put_on_by_hand_acts_on_a_compiled_model(model: Any) -> None:
     held, ids = compiled(as_decoder), dl.denoise(model, IDS, **RUN).canvases[0]
 

@@ -100,7 +100,7 @@ def test_a_copy_of_a_model_with_a_host(way: Callable[[Any], Any]) -> None:
         assert pattern.shape == (1, 4, 3, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pickled_model_opens_in_another_process(tmp_path: Path) -> None:
     model = tiny("sink_qwen", num_sinks=1)
     torch.save(model, tmp_path / "model.pt")

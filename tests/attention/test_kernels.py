@@ -91,7 +91,7 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(triton_received_sums(*given, weights.to(device), case.causal), got)  # the same bits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_triton
 def test_in_the_interpreter() -> None:
     """float32 and float16; the interpreter's product of bfloat16 returns garbage."""

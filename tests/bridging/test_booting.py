@@ -21,7 +21,7 @@ def python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_boot_by_name_and_by_directory_in_a_fresh_process(tmp_path: Path) -> None:
     model = model_of("gated-sink")
     model.save_pretrained(tmp_path / "mine")
@@ -48,7 +48,7 @@ with torch.no_grad():
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt", weights_only=True), want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_entry_points_are_found_without_importing_us() -> None:
     code = """
 import warnings

@@ -119,6 +119,7 @@ def test_the_command_line_starts_without_torch_and_harness() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_without_the_harness_there_is_a_sentence() -> None:
     code = (
         "import sys; sys.modules['lm_eval'] = None\n"

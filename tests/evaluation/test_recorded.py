@@ -346,6 +346,7 @@ def test_what_cannot_be_recorded_is_refused_before_any_work(llada: Any, causal: 
     assert {one.name for one in tmp_path.iterdir()} == {"file"}
 
 
+@pytest.mark.long
 def test_a_whole_evaluation_with_hooks_and_its_sinks(tmp_path: Path) -> None:
     model = dl.load("toy")
     tasks = ["toy_lists", "toy_choice"]
@@ -410,6 +411,7 @@ def test_a_request_of_which_no_draw_masks_anything_has_an_answer_and_no_recordin
     assert none == []
 
 
+@pytest.mark.long
 def test_two_evaluations_on_one_directory(tmp_path: Path) -> None:
     given = {"limit": 2, "generation": {"steps": 4}, "record_to": tmp_path / "both"}
     lm = HarnessLM(dl.load("toy"), generation={"steps": 4}, record_to=tmp_path / "both")

@@ -118,7 +118,7 @@ def test_the_harness_own_cache_is_filled_too(llada: Any) -> None:
     assert kept == [("loglikelihood", ("w1", " w2"), (value, same))]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_was_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     code = (

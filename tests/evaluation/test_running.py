@@ -109,6 +109,7 @@ def test_what_a_task_fixes_is_told(toy: Any, caplog: pytest.LogCaptureFixture) -
     assert "num_fewshot=2 is not heeded by toy_lists" in caplog.text
 
 
+@pytest.mark.long
 def test_exact_match_of_choices_reads_what_greedy_decoding_writes(toy: Any, tmp_path: Path) -> None:
     task = changed_task(tmp_path, "toy_choice", ("metric: acc", "metric: exact_match"))
     (score,) = evaluate(toy, task, limit=5, likelihood={"method": "chain_rule"}).scores

@@ -221,6 +221,7 @@ def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytes
     assert asked["model"].seed == 5
 
 
+@pytest.mark.long
 def test_the_harness_s_path_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**find_experiment("table1-masking").small, "prompts": 3, "batch": 3, "presets": False}
     item = {"model": "toy", "columns": 1, **BASE, "seed": 0, "start": 0}
@@ -240,7 +241,7 @@ run_experiment(find_experiment("table1-masking"), {out!r}, small=True, settings=
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_table_1_killed_and_resumed_is_the_table_that_was_not(tmp_path: Path) -> None:
     settings = {"models": ["toy"], "prompts": 2, "batch": 1, "columns": [1, 5, 10], "variants": ["random", "mass"],
                 "sampler": {"gen_length": 16, "steps": 16}}  # fmt: skip

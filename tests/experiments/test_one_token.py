@@ -219,7 +219,7 @@ def test_a_run_is_trained_and_measured_once(tmp_path: Path, monkeypatch: pytest.
     assert measured(run, settings(tmp_path, prompts=3)) == {"at": "checkpoint-2"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_settings_give_the_same_numbers(tmp_path: Path) -> None:
     values = []
     for place in ("one", "two"):

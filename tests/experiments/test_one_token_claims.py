@@ -180,6 +180,7 @@ def test_one_text_and_one_tokenizer_in_all_tables() -> None:
             assert shared.setdefault(key, line["value"]["loss"]) == line["value"]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("bible") is None, reason="Debian's bible-kjv is not installed")
 def test_the_english_text_is_as_the_page_says() -> None:
     text, held = read_text("kjv"), encoded("kjv")

@@ -121,6 +121,7 @@ def test_objectives(story: str, tmp_path: Path) -> None:
         Miniature("ar", 0)
 
 
+@pytest.mark.long
 def test_the_ar_model_learns_next_tokens(story: str, tmp_path: Path) -> None:
     run = Miniature("ar", 0, steps=30, batch_size=4, text=story)
     checkpoint = trained(run, tmp_path / run.name)

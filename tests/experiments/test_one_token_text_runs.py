@@ -38,6 +38,7 @@ def settings(story: str, trained: Path, **changed: object) -> dict:
 # Runs
 
 
+@pytest.mark.long
 def test_table1_trains_converts_and_measures(story: str, tmp_path: Path) -> None:
     table = find_experiment("one-token-table1")
     given = settings(story, tmp_path / "models", variants=["plain", "sink"])
@@ -84,7 +85,7 @@ run_experiment(find_experiment("one-token-table1"), Path({out!r}), small=True, s
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_in_a_training_changes_no_number(story: str, tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     # 180 steps of the AR model are saved at 100; then 30 of each conversion.

@@ -140,7 +140,7 @@ run_experiment(squares(0.3), Path({out!r}))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_alone_beside_a_process_of_an_unfinished_torchrun(tmp_path: Path) -> None:
     # Of two processes the first was killed, the second still computes: now the same command on its own.
     script = SLOW.format(root=str(Path(__file__).parents[2]), out=str(tmp_path))
@@ -254,6 +254,7 @@ run_experiment(squares(0.05), Path({out!r}))
 """
 
 
+@pytest.mark.long
 def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
     root, out = str(Path(__file__).parents[2]), tmp_path / "run"
     script = KILLED.format(root=root, out=str(out))

@@ -83,6 +83,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_run_can_be_loaded_and_measured(fresh: Path) -> None:
     tests = {task: held_out(task, 4, frozenset()) for task in ("A", "L", "F")}
     result = release.measure_checkpoint(fresh, tests, previous={})

@@ -7,6 +7,8 @@ import dlm_lens as dl
 from dlm_lens.cli.demo import EXAMPLE, PROMPT
 from experiments.toy import examples
 
+pytestmark = pytest.mark.long  # its fixture generates and measures sixteen answers
+
 
 @pytest.fixture(scope="module")
 def shown() -> examples.Example:
@@ -38,7 +40,6 @@ def test_the_library_calls_it_moving_and_the_sink_stands_on_the_running_total(
     assert not shown.run.masked[[3, 10, 17], 0][range(3), main[[3, 10, 17]]].any()
 
 
-@pytest.mark.slow
 def test_hiding_the_heads_sinks_has_an_effect_and_as_much_mass_elsewhere_has_none(shown: examples.Example) -> None:
     model = dl.load(examples.MODEL)
     pair = examples.knock_out(model, shown)

@@ -142,6 +142,7 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_recorded_and_exported(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

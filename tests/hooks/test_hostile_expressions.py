@@ -140,6 +140,7 @@ def expressions() -> st.SearchStrategy[str]:
     return st.recursive(literals, around, max_leaves=12)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(expressions())
 def test_any_expression_is_read_or_refused(audited: None, text: str) -> None:

@@ -63,7 +63,7 @@ def test_a_file_of_prompts(files):
     assert {p for p in before if before[p] != after[p]} == {p for p in before if p.parent == gone}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_share_the_prompts(files):
     command = [
         sys.executable,

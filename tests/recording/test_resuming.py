@@ -130,7 +130,7 @@ record(tiny("llada"), {prompts}, [ReceivedAttention(), ValueNorm()], to={to!r}, 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_in_the_middle(tmp_path):
     script = KILLED.format(prompts=PROMPTS, to=str(tmp_path / "rec"))
     process = subprocess.Popen([sys.executable, "-c", script])

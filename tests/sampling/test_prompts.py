@@ -121,7 +121,7 @@ def test_attention_masks_that_cannot_work(tiny_llada: PreTrainedModel) -> None:
         first(tiny_llada, [[1], [2, 3]], torch.ones(2, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["denoise", "record", "log_likelihood"])
 def test_a_prompt_of_a_megabyte_is_refused_at_once(call: str) -> None:
     """A word of a megabyte is one token; a text of a megabyte is 4,000 times what toy was trained on."""

@@ -365,6 +365,7 @@ def test_generate_in_a_function_says_what_to_do(lm: Any) -> None:
         pass
 
 
+@pytest.mark.long
 def test_code_from_stdin_says_what_to_do() -> None:
     code = """
 import dlm_lens as dl

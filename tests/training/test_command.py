@@ -54,6 +54,7 @@ def test_train_writes_checkpoints_and_curves(config: Path) -> None:
     assert found["eval/loss"][-1] < found["train/loss"][0]
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on(config: Path) -> None:
     RUN.invoke(app, ["train", str(config), "--override", "save_steps=2"], catch_exceptions=False)
     output = config.parent / "run"

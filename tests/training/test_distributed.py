@@ -20,7 +20,7 @@ def torchrun(*command: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_are_one(tmp_path: Path) -> None:
     one = job(tmp_path / "one", micro_batch_size=4, save_steps=4)
     one.train()
@@ -35,7 +35,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     assert losses(rest) == pytest.approx(losses(one), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sharded_weights_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
     torchrun("-m", "tests.training.sharded", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())

@@ -90,7 +90,7 @@ def test_batches_prepared_beside_and_recomputed_activations_change_nothing(
     assert losses(trainer) == pytest.approx(losses(unbroken), rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_layers_learn_the_same(tmp_path: Path, unbroken: MaskedDiffusionTrainer) -> None:
     trainer = job(tmp_path, compile=True, objective=unbroken.settings.objective)
     trainer.train()
@@ -98,6 +98,7 @@ def test_compiled_layers_learn_the_same(tmp_path: Path, unbroken: MaskedDiffusio
     assert losses(trainer) == pytest.approx(losses(unbroken), rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_resumed_run_is_the_unbroken_one(
     optimizer: str, tmp_path: Path, unbroken: MaskedDiffusionTrainer
@@ -119,7 +120,7 @@ def test_a_resumed_run_is_the_unbroken_one(
         assert torch.equal(value, weights(tmp_path / "broken" / f"checkpoint-{STEPS}")[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_and_resume_is_the_unbroken_run(unbroken: MaskedDiffusionTrainer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.training.job", str(tmp_path), "save_steps=2"]
     killed = subprocess.run([*command, "kill=5"], cwd=ROOT, capture_output=True, check=False)

@@ -92,6 +92,7 @@ def test_terminal(hostile, monkeypatch):
         assert inert(line.plain, lines=False)
 
 
+@pytest.mark.long
 def test_figures_take_nothing_for_markup(hostile):
     model, rec, _ = hostile
     figures = [

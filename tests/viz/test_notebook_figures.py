@@ -77,7 +77,7 @@ def test_a_shell_shows_a_figure_once(ipython):
     assert len(pictures) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("magic", ["", "inline"])
 def test_a_fresh_shell_with_and_without_the_magic(ipython, magic):
     made = subprocess.run([sys.executable, "-c", SHELL, magic], capture_output=True, text=True, timeout=300)
