@@ -2,12 +2,13 @@
 
 import linecache
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: Path) -> list[str]:
@@ -37,3 +38,13 @@ def test_files_named_in_commands_exist(page: Path) -> None:
         r"\b((?:tests|benchmarks|experiments|docs|dlm_lens)/[\w/.-]+\.(?:py|md))\b", page.read_text()
     ):
         assert (ROOT / target).exists(), f"{page.name} names {target}"
+
+
+def test_the_architecture_names_files_and_rooms_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for target in re.findall(r"`([a-z_]+/[\w/]*(?:\.py)?)`", page):
+        places = (ROOT / "dlm_lens" / target, ROOT / target)
+        assert any(place.exists() for place in places), f"architecture.md names {target}"
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    for room in re.findall(r"dlm_lens\.(\w+)", " ".join(contract["layers"])):
+        assert re.search(rf"\b{room}\b", page), f"architecture.md does not name {room}"
