@@ -7,11 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats
-from dlm_lens.sinks.detectors import Quantity
-from dlm_lens.sinks.received import Level
-
-QUANTITIES: tuple[Quantity, ...] = ("received", "share", "mean attention")
-"""What attention tells; the other quantities are of hidden states."""
+from dlm_lens.sinks import Level, Quantity
 
 
 def scores_of(

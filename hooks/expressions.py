@@ -135,12 +135,7 @@ def hook_names() -> tuple[str, ...]:
 
 def detector_names() -> tuple[str, ...]:
     """The detectors as an expression writes them: by their names and in snake case."""
-    kinds = [entry.kind for entry in DETECTORS.values()]
-    return tuple(sorted([*kinds, *map(_snake, kinds)]))
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return tuple(sorted(name for entry in DETECTORS.values() for name in (entry.kind, entry.function)))
 
 
 def _check(node: ast.expr) -> None:
@@ -238,10 +233,7 @@ def _hook_makers() -> Mapping[str, Callable[..., Any]]:
 
 @cache
 def _detectors() -> Mapping[str, Callable[..., Any]]:
-    import dlm_lens.sinks as room
-
-    kinds = {entry.kind: getattr(room, entry.kind) for entry in DETECTORS.values()}
-    return {**kinds, **{_snake(name): kind for name, kind in kinds.items()}}
+    return {name: entry.load() for entry in DETECTORS.values() for name in (entry.kind, entry.function)}
 
 
 def _range(start: int, stop: int | None = None, step: int = 1) -> range:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, Stage, run_of, top_columns
 from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
-from dlm_lens.hooks.column_counts import QUANTITIES, grown, received_by, scores_of
+from dlm_lens.hooks.column_counts import grown, received_by, scores_of
 from dlm_lens.hooks.precomputed_sinks import KnownSource, known_columns
 from dlm_lens.recording import Recording
-from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, Sinks, TopK, received_of
+from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
 from dlm_lens.sinks.received import MERGED
 
 When = Literal["current", "previous", "clean"]
@@ -81,12 +81,12 @@ class MaskSinks(HidesColumns):
     @property
     def bounds(self) -> dict[str, Any]:
         """What is known of the number of columns before any is looked for: `ColumnMask.most` and `leaves_one`."""
-        most = self.detector.k if isinstance(self.detector, TopK) else None
+        most = None if self.detector is None else self.detector.max_sinks
         if self.top is not None:
             most = self.top if most is None else min(self.top, most)
-        # Not all keys of a map are above its mean.
-        above = isinstance(self.detector, AboveMean | AboveStd) and self.source == "current" and self.per == "head"
-        return {"most": most, "leaves_one": above}
+        current = self.source == "current" and self.per == "head"
+        leaves_one = self.detector is not None and self.detector.leaves_one and current
+        return {"most": most, "leaves_one": leaves_one}
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
         """See a step at which a wrapper keeps the hook from acting: the next one may ask for its statistics."""
@@ -172,7 +172,7 @@ def _check_detector(hook: MaskSinks) -> None:
         return
     if isinstance(detector, type) or not isinstance(detector, Detector):
         raise ValueError(f"{detector!r} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
-    if detector.quantity not in QUANTITIES:
+    if detector.reads_hidden_states:
         raise ValueError(
             f"{detector} reads {detector.quantity!r}, not attention; give its Sinks as source=, or the positions "
             "to mask_positions"

@@ -243,7 +243,7 @@ WRONG = [
         ["sinks", "nowhere", "--eps", "-1"],
         "--eps -1.0: AboveMean(eps=-1.0): eps must be a finite number of at least 0",
     ),
-    (["sinks", "nowhere", "--detector", "share:2"], "x must lie between 0 and 1"),
+    (["sinks", "nowhere", "--detector", "attention-share:2"], "threshold must lie between 0 and 1"),
     (["sinks", "nowhere", "--detector", "top-k:1.5"], "k must be a whole number"),
     (["sinks", "nowhere", "--level", "heads"], "--level is 'heads'; did you mean head?"),
     (["sinks", "nowhere", "--queries", "mask"], "--queries is 'mask'; did you mean masked?"),

@@ -144,7 +144,7 @@ def report(
     """Write one HTML file in which a recording's sinks can be followed step by step, in any browser, offline."""
     from dlm_lens.command_options import check_file
     from dlm_lens.recording.directories import check_recording
-    from dlm_lens.sinks.detector_registry import read_detector
+    from dlm_lens.sinks.detector_registry import parse_detector
 
     name, _, setting = detector.partition(":")
     known = ("above-mean", "above-std", "top-k")
@@ -155,7 +155,7 @@ def report(
             raise ValueError(f"--k {k:g} is for above-std and top-k, not for --detector {detector}")
         setting = f"{k:g}"
     default = {"top-k": "1"}.get(name, "")
-    chosen = read_detector(f"{name}:{setting or default}" if setting or default else name, eps)
+    chosen = parse_detector(f"{name}:{setting or default}" if setting or default else name, eps)
     check_file(out)
     for path in filter(None, (recording, compare)):
         check_recording(path)

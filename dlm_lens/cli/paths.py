@@ -85,7 +85,7 @@ def paths_command(
 
     rec = read(recording)
     rule = detector_of(detector, eps)
-    if rule.quantity in ("max activation", "key norm"):
+    if rule.reads_hidden_states:
         raise ValueError(
             f"--detector {detector}: paths follow received attention, and this rule reads hidden states"
         )

@@ -46,7 +46,7 @@ def plot(
         return
     from dlm_lens.adapters.model_names import check_model_name
     from dlm_lens.recording.directories import check_recording
-    from dlm_lens.sinks.detector_registry import read_detector
+    from dlm_lens.sinks.detector_registry import parse_detector
     from dlm_lens.viz.plot_registry import KINDS, check_options
 
     if kind not in KINDS:
@@ -66,7 +66,7 @@ def plot(
     if pick is not None:
         one_of("--pick", pick, ("strongest", "moving"))
     if eps is not None:
-        read_detector("above-mean", eps)
+        parse_detector("above-mean", eps)
     if model is not None:
         check_model_name(model)
     file = out or Path(kind + KINDS[kind].suffixes[0])

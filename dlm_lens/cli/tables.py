@@ -180,7 +180,7 @@ def sinks_of(rec: "Recording", detector: str, eps: float | None, level: str, que
     from dlm_lens.sinks import find_sinks, received_of
 
     rule = detector_of(detector, eps)
-    if getattr(rule, "quantity", "") in ("max activation", "key norm"):
+    if rule.reads_hidden_states:
         return find_sinks(rec, rule, level=level)  # type: ignore[arg-type]
     return find_sinks(received_of(rec, queries), rule, level=level)  # type: ignore[arg-type]
 
@@ -191,9 +191,9 @@ def detector_of(text: str, eps: float | None = None) -> Any:
     Raises:
         ValueError: no such detector, or a setting that it does not take.
     """
-    from dlm_lens.sinks.detector_registry import read_detector
+    from dlm_lens.sinks.detector_registry import parse_detector
 
-    return read_detector(text, eps).build()
+    return parse_detector(text, eps).build()
 
 
 def check_rule(recording: Path, detector: str, eps: float | None, level: str, queries: str) -> None:
@@ -204,9 +204,9 @@ def check_rule(recording: Path, detector: str, eps: float | None, level: str, qu
         ValueError: an option that cannot be.
     """
     from dlm_lens.recording.directories import check_recording
-    from dlm_lens.sinks.detector_registry import read_detector
+    from dlm_lens.sinks.detector_registry import parse_detector
 
-    read_detector(detector, eps)
+    parse_detector(detector, eps)
     one_of("--level", level, LEVELS)
     one_of("--queries", queries, CLASSES)
     check_recording(recording)

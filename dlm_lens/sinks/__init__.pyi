@@ -12,21 +12,22 @@ from .analysis.position_probe import position_or_token as position_or_token
 from .analysis.query_classes import compare_query_classes as compare_query_classes
 from .detection import Sinks as Sinks
 from .detection import find_sinks as find_sinks
-from .detectors import AboveMean as AboveMean
-from .detectors import AboveStd as AboveStd
-from .detectors import AttentionShare as AttentionShare
-from .detectors import Detector as Detector
-from .detectors import Hysteretic as Hysteretic
-from .detectors import MeanReceived as MeanReceived
-from .detectors import SoftSigmoid as SoftSigmoid
-from .detectors import TopK as TopK
+from .detectors.above_mean import AboveMean as AboveMean
+from .detectors.above_std import AboveStd as AboveStd
+from .detectors.above_std import SoftSigmoid as SoftSigmoid
+from .detectors.base import Detector as Detector
+from .detectors.base import Quantity as Quantity
+from .detectors.base import as_detector as as_detector
+from .detectors.hidden_states import AboveMedian as AboveMedian
+from .detectors.hidden_states import LowKeyNorm as LowKeyNorm
+from .detectors.shares import AttentionShare as AttentionShare
+from .detectors.shares import MeanReceived as MeanReceived
+from .detectors.top_k import TopK as TopK
 from .from_patterns import received_from_pattern as received_from_pattern
 from .from_recording import key_statistic_of as key_statistic_of
 from .from_recording import received_of as received_of
 from .from_rerun import received_over_steps as received_over_steps
-from .key_statistics import AboveMedian as AboveMedian
 from .key_statistics import KeyStatistic as KeyStatistic
-from .key_statistics import LowKeyNorm as LowKeyNorm
 from .key_statistics import key_statistic_over_steps as key_statistic_over_steps
 from .lifetimes import SinkLifetimes as SinkLifetimes
 from .received import Level as Level
@@ -41,12 +42,12 @@ __all__ = [
     "AboveStd",
     "AttentionShare",
     "Detector",
-    "Hysteretic",
     "KeyStatistic",
     "Level",
     "LowKeyNorm",
     "MeanReceived",
     "PositionOrToken",
+    "Quantity",
     "Received",
     "Scale",
     "SinkLifetimes",
@@ -55,6 +56,7 @@ __all__ = [
     "SoftSigmoid",
     "TopK",
     "Trajectories",
+    "as_detector",
     "compare_detectors",
     "compare_query_classes",
     "eps_sweep",

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, shown
+from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.detectors.base import Detector, MedianDetector, as_detector
 from dlm_lens.sinks.from_patterns import received_from_pattern
 from dlm_lens.sinks.from_recording import judged_of
 from dlm_lens.sinks.key_statistics import KeyStatistic
@@ -88,7 +88,7 @@ class Sinks:
         Of `LowKeyNorm`, whose sinks have low scores, the lowest. A key is a canvas position, or, behind the canvas,
         a learned sink token.
         """
-        scores = -self.scores if getattr(self.detector, "low_is_strong", False) else self.scores
+        scores = -self.scores if self.detector.low_is_sink else self.scores
         best = scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
         return best.masked_fill(~self.is_sink.any(-1), -1)
 
@@ -129,8 +129,7 @@ class Sinks:
         columns["score"] = self.scores[where].tolist()
         columns["threshold"] = self.threshold[where].tolist()
         table = pd.DataFrame(columns).assign(scale=self.scale, level=self.level)
-        low = bool(getattr(self.detector, "low_is_strong", False))
-        by_score = table.sort_values("score", ascending=low, kind="stable")
+        by_score = table.sort_values("score", ascending=self.detector.low_is_sink, kind="stable")
         if top is not None:
             by_score = self._once(by_score).head(top)
         table = by_score if sort == "score" else by_score.sort_index()
@@ -170,7 +169,7 @@ class PatternSettings(TypedDict, total=False):
 )
 def find_sinks(
     attention: Received | Recording | KeyStatistic | Float[Tensor, "*leading query key"],
-    detector: Detector,
+    detector: Detector | str,
     *,
     level: Level = "head",
     relative: bool | None = None,
@@ -184,7 +183,7 @@ def find_sinks(
             [step, batch, layer, head, query, key] (other axes: `dims=`); or a `KeyStatistic` of hidden states, for
             `AboveMedian` and `LowKeyNorm`.
         detector: `AboveMean(eps)`, `AboveStd(k)`, `AttentionShare(x)`, `MeanReceived(x)`, `SoftSigmoid()`,
-            `TopK(k)` or your own `Detector`.
+            `TopK(k)`, your own `Detector`, or a text of the registry, such as "above-std:3".
         level: judge every "head", the head-mean pattern of a "layer", or the mean pattern of the "model": the
             mean of r_j over heads (and layers), divided by e_j. A `KeyStatistic` has its own level.
         relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern
@@ -199,10 +198,7 @@ def find_sinks(
         TypeError: no detector, no attention, or settings of a pattern beside a `Received`.
         ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have.
     """
-    if isinstance(detector, type) or not isinstance(detector, Detector):
-        raise TypeError(
-            f"{shown(detector)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)"
-        )
+    detector = as_detector(detector)
     if "min_viewers" in pattern_settings:
         RULES["min_viewers"].check("min_viewers", pattern_settings["min_viewers"])
     if isinstance(attention, Recording):
@@ -224,13 +220,14 @@ def find_sinks(
 
 def _judge(given: Received | KeyStatistic, detector: Detector) -> Sinks:
     scores, scale = given.read(detector.quantity)
-    judge: Any = detector
-    # What a statistic of hidden states is compared with may be more than its own scores tell.
-    extra = {} if isinstance(given, Received) or given.median is None else {"median": given.median}
+    if isinstance(detector, MedianDetector) and isinstance(given, KeyStatistic):
+        is_sink, threshold = detector.detect(scores, given.median), detector.thresholds(scores, given.median)
+    else:
+        is_sink, threshold = detector.detect(scores), detector.thresholds(scores)
     return Sinks(
-        is_sink=_squeeze(judge.detect(scores, **extra), given, AXES),
+        is_sink=_squeeze(is_sink, given, AXES),
         scores=_squeeze(scores, given, AXES),
-        threshold=_squeeze(judge.thresholds(scores, **extra), given, AXES),
+        threshold=_squeeze(threshold, given, AXES),
         scale=scale,
         level=given.level,
         detector=detector,

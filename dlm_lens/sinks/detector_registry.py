@@ -1,49 +1,28 @@
-"""The detectors' names and the ranges of their numbers: what can be checked before torch is imported."""
+"""The registry of detectors and the parser of their texts, such as "above-std:3". Nothing here imports torch.
 
+A detector is a class in a file of `detectors/` with a `DetectorEntry` beside it. The entries are read from the
+source of those files, which are imported only when a detector is built, so that a command line is checked before
+torch loads.
+"""
+
+import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
+Range = Literal["not negative", "positive", "fraction", "count"]
+"""The values that a setting takes: x >= 0, x > 0, 0 < x < 1, or whole numbers of at least 1."""
 
-def check_not_negative(rule: str, name: str, value: Any) -> None:
-    """Raise unless a setting of a rule is a finite number of at least 0.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not _is_finite(value) or value < 0:
-        raise ValueError(f"{rule}({name}={value!r}): {name} must be a finite number of at least 0")
-
-
-def check_positive(rule: str, name: str, value: Any) -> None:
-    """Raise unless a setting of a rule is a finite number above 0.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not _is_finite(value) or value <= 0:
-        raise ValueError(f"{rule}({name}={value!r}): {name} must be positive and finite")
-
-
-def check_part(rule: str, name: str, value: Any) -> None:
-    """Raise unless a setting of a rule is a part of a whole: a number above 0 and below 1.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not _is_finite(value) or not 0 < value < 1:
-        raise ValueError(f"{rule}({name}={value!r}): {name} must lie between 0 and 1")
-
-
-def check_count(rule: str, name: str, value: Any) -> None:
-    """Raise unless a setting of a rule is a whole number of at least 1.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{rule}({name}={value!r}): {name} must be a whole number of at least 1")
+_RANGES: Mapping[Range, tuple[Callable[[Any], bool], str]] = {
+    "not negative": (lambda value: _is_finite(value) and value >= 0, "must be a finite number of at least 0"),
+    "positive": (lambda value: _is_finite(value) and value > 0, "must be positive and finite"),
+    "fraction": (lambda value: _is_finite(value) and 0 < value < 1, "must lie between 0 and 1"),
+    "count": (lambda value: _is_whole(value) and value >= 1, "must be a whole number of at least 1"),
+}
 
 
 def _is_finite(value: Any) -> bool:
@@ -51,75 +30,163 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-@dataclass(frozen=True)
-class NamedDetector:
-    """A detector as a command line names it.
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_setting(kind: str, setting: str, value: Any, values: Range) -> None:
+    """Raise unless a setting of a detector is in its range.
 
     Args:
-        kind: its class in `dlm_lens.sinks`.
-        parameter: the number that may follow a colon.
-        check: what its values must satisfy.
-        default: where none is given; None for the class's own.
+        kind: class of the detector.
+        setting: name of the field.
+        value: its value.
+        values: the range.
+
+    Raises:
+        ValueError: the value is out of range.
     """
-
-    kind: str
-    parameter: str
-    check: Callable[[str, str, Any], None]
-    default: float | None = None
-
-
-DETECTORS: Mapping[str, NamedDetector] = {
-    "above-mean": NamedDetector("AboveMean", "eps", check_not_negative),
-    "above-std": NamedDetector("AboveStd", "k", check_not_negative),
-    "attention-share": NamedDetector("AttentionShare", "threshold", check_part),
-    "mean-received": NamedDetector("MeanReceived", "threshold", check_part),
-    "soft-sigmoid": NamedDetector("SoftSigmoid", "alpha", check_positive),
-    "top-k": NamedDetector("TopK", "k", check_count, 5),
-    "above-median": NamedDetector("AboveMedian", "times", check_positive),
-    "low-key-norm": NamedDetector("LowKeyNorm", "below", check_part),
-}
-"""By the name on the command line."""
+    holds, sentence = _RANGES[values]
+    if not holds(value):
+        raise ValueError(f"{kind}({setting}={value!r}): {setting} {sentence}")
 
 
 @dataclass(frozen=True)
-class DetectorChoice:
-    """A detector and its setting, read from text and checked; `build` imports torch and makes it."""
+class DetectorEntry:
+    """What command lines, hook expressions and reports need to know of a detector.
 
+    It stands at the top level of the detector's file, with keyword arguments that are literals: the file is read,
+    not imported.
+
+    Args:
+        name: as a command line names it, such as "above-std"; a hook expression calls it `above_std`.
+        kind: name of the class.
+        setting: the field that the number after the colon sets.
+        values: range of that number.
+        formula: when a key is a sink, in one line, such as "score > mean + k std".
+        default: the number where the text has none; None for the class's own default.
+        module: the module of the class; filled in by the registry.
+    """
+
+    name: str
     kind: str
-    settings: Mapping[str, float]
+    setting: str
+    values: Range
+    formula: str
+    default: float | None = None
+    module: str = ""
+
+    @property
+    def function(self) -> str:
+        """Its name in a hook expression: above_std."""
+        return self.name.replace("-", "_")
+
+    def check(self, value: Any) -> None:
+        """Raise unless `setting` takes this value.
+
+        Raises:
+            ValueError: the value is out of range.
+        """
+        check_setting(self.kind, self.setting, value, self.values)
+
+    def load(self) -> Any:
+        """The class; imports torch."""
+        return getattr(import_module(self.module), self.kind)
+
+
+_FOLDER = Path(__file__).parent / "detectors"
+
+
+def _entries() -> Iterator[DetectorEntry]:
+    for file in sorted(_FOLDER.glob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            call = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "DetectorEntry":
+                yield _entry(file, call)
+
+
+def _entry(file: Path, call: ast.Call) -> DetectorEntry:
+    try:
+        settings = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return DetectorEntry(**settings, module=f"dlm_lens.sinks.detectors.{file.stem}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{file}, line {call.lineno}: {error}; a DetectorEntry takes keyword arguments that are literals"
+        ) from None
+
+
+def _registry() -> Mapping[str, DetectorEntry]:
+    found: dict[str, DetectorEntry] = {}
+    for entry in _entries():
+        if entry.name in found:
+            raise ValueError(f"two detectors are named {entry.name!r}: {found[entry.name].module}, {entry.module}")
+        found[entry.name] = entry
+    return MappingProxyType(found)
+
+
+DETECTORS: Mapping[str, DetectorEntry] = _registry()
+"""Name on the command line -> entry, for every detector in `detectors/`."""
+
+
+@dataclass(frozen=True)
+class DetectorText:
+    """A detector that was read from text and checked; `build` imports torch and makes it.
+
+    Args:
+        entry: of the detector.
+        value: of its setting; None for the class's own default.
+    """
+
+    entry: DetectorEntry
+    value: float | None
 
     def build(self) -> Any:
         """The detector."""
-        import dlm_lens.sinks as room
-
-        return getattr(room, self.kind)(**self.settings)
+        return self.entry.load()(**({} if self.value is None else {self.entry.setting: self.value}))
 
 
-def read_detector(text: str, eps: float | None = None, *, option: str = "--detector") -> DetectorChoice:
-    """The detector that an option names, such as "above-std:3"; `eps` is that of above-mean.
+def parse_detector(text: str, eps: float | None = None, *, option: str = "--detector") -> DetectorText:
+    """Read "NAME" or "NAME:NUMBER", such as "above-std:3".
+
+    Args:
+        text: what to read.
+        eps: the setting of above-mean, where it was given apart (`--eps`).
+        option: how errors call the text.
 
     Raises:
-        ValueError: no such detector, or a setting that it does not take.
+        ValueError: an unknown name, or a number that the detector does not take.
     """
-    name, _, given = text.partition(":")
+    name, _, number = text.partition(":")
     if name not in DETECTORS:
         raise ValueError(f"{option} {text!r}: there are {', '.join(DETECTORS)}")
     entry = DETECTORS[name]
-    if eps is not None and (name != "above-mean" or given):
+    if eps is not None and (name != "above-mean" or number):
         raise ValueError(f"--eps {eps} is above-mean's, not that of {option} {text}")
     value: float | None = eps if eps is not None else entry.default
-    if given:
-        whole = entry.check is check_count
+    if number:
+        whole = entry.values == "count"
         try:
-            value = int(given) if whole else float(given)
+            value = int(number) if whole else float(number)
         except ValueError:
             kind = "whole number" if whole else "number"
-            raise ValueError(f"{option} {text!r}: {entry.parameter} must be a {kind}, got {given!r}") from None
-    if value is None:
-        return DetectorChoice(entry.kind, {})
-    try:
-        entry.check(entry.kind, entry.parameter, value)
-    except ValueError as error:
-        shown = f"{option} {text!r}" if eps is None else f"--eps {eps}"
-        raise ValueError(f"{shown}: {error}") from None
-    return DetectorChoice(entry.kind, {entry.parameter: value})
+            raise ValueError(f"{option} {text!r}: {entry.setting} must be a {kind}, got {number!r}") from None
+    if value is not None:
+        try:
+            entry.check(value)
+        except ValueError as error:
+            where = f"{option} {text!r}" if eps is None else f"--eps {eps}"
+            raise ValueError(f"{where}: {error}") from None
+    return DetectorText(entry, value)
+
+
+def text_of(detector: Any) -> DetectorText | None:
+    """The entry and number that build a detector equal to this one; None if no text does.
+
+    None for a detector outside the registry, and for one with further settings, such as
+    `AboveMean(0.03, literal=True)`.
+    """
+    for entry in DETECTORS.values():
+        if entry.kind == type(detector).__name__:
+            text = DetectorText(entry, getattr(detector, entry.setting))
+            return text if text.build() == detector else None
+    return None

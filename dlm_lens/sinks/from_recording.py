@@ -5,8 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.recording import QueryClass, Recording
-from dlm_lens.sinks.detectors import Quantity
-from dlm_lens.sinks.key_statistics import HiddenQuantity, KeyStatistic
+from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
+from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import AXES, RELATIVE, Received
 
 

@@ -1,10 +1,10 @@
-"""Statistics of keys from hidden states (massive activations, key norms), and the detectors that read them."""
+"""`KeyStatistic`: a number per position from hidden states, the largest activation or the norm of the key."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,13 +15,9 @@ from dlm_lens.attention import attention_blocks, attention_of, exclusive, hook_p
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.detector_registry import check_not_negative, check_part, check_positive
-from dlm_lens.sinks.detectors import Quantity
+from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.from_rerun import Canvases, points_of
 from dlm_lens.sinks.received import AXES, Level, Scale
-
-HiddenQuantity = Literal["max activation", "key norm"]
-"""max_d |h_jd| of the residual stream that enters a layer; the L2 norm ||k_j|| of a key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,87 +77,6 @@ class KeyStatistic:
         if quantity != self.quantity:
             raise ValueError(f"this detector reads {quantity!r}, but the statistic is of {self.quantity!r}")
         return self.values, self.quantity
-
-
-@dataclass(frozen=True)
-class AboveMedian:
-    """A position with an activation above `at_least` and `times` the median: max_d |h_jd| > max(a, t median |h|).
-
-    2402.17762, section 2: magnitude above 100 and about 1,000 times the median magnitude of the hidden state, both
-    here as defaults. h is the residual stream that enters the layer, in the model's units (from 0, unbounded);
-    the median is over positions and features, `KeyStatistic.median`. Small models stay below 100 by construction:
-    `AboveMedian(times=10, at_least=0)` asks for the ratio alone.
-
-    Raises:
-        ValueError: a number below 0, or `times` 0.
-    """
-
-    times: float = 1000.0
-    at_least: float = 100.0
-
-    def __post_init__(self) -> None:
-        check_positive("AboveMedian", "times", self.times)
-        check_not_negative("AboveMedian", "at_least", self.at_least)
-
-    @property
-    def quantity(self) -> Quantity:
-        """The largest activation of a position."""
-        return "max activation"
-
-    def thresholds(
-        self, scores: Float[Tensor, "*axes key"], median: Float[Tensor, "*axes 1"] | None = None
-    ) -> Float[Tensor, "*axes key"]:
-        """max(at_least, times * median |h|), the same for every defined position."""
-        level = (self.times * _median(scores, median)).clamp(min=self.at_least)
-        return level.expand(scores.shape).masked_fill(scores.isnan(), torch.nan)
-
-    def detect(
-        self, scores: Float[Tensor, "*axes key"], median: Float[Tensor, "*axes 1"] | None = None
-    ) -> Bool[Tensor, "*axes key"]:
-        """Whether the largest activation is above the threshold."""
-        return scores > self.thresholds(scores, median)
-
-
-@dataclass(frozen=True)
-class LowKeyNorm:
-    """A position whose key is short: ||k_j|| < below * median_k ||k_k||, over the defined keys.
-
-    That sinks have short keys is an observation of 2406.11430 and 2410.10781 (section 4); neither gives a
-    threshold: `below` is ours, from 0 to 1. The norm is that of the key as the head uses it (with its bias; the
-    rotation does not change it); with grouped queries the heads of a group share one.
-
-    Raises:
-        ValueError: below is not between 0 and 1.
-    """
-
-    below: float = 0.5
-    low_is_strong: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_part("LowKeyNorm", "below", self.below)
-
-    @property
-    def quantity(self) -> Quantity:
-        """The norm of a key."""
-        return "key norm"
-
-    def thresholds(
-        self, scores: Float[Tensor, "*axes key"], median: Float[Tensor, "*axes 1"] | None = None
-    ) -> Float[Tensor, "*axes key"]:
-        """Below * median norm, the same for every defined key."""
-        level = self.below * _median(scores, median)
-        return level.expand(scores.shape).masked_fill(scores.isnan(), torch.nan)
-
-    def detect(
-        self, scores: Float[Tensor, "*axes key"], median: Float[Tensor, "*axes 1"] | None = None
-    ) -> Bool[Tensor, "*axes key"]:
-        """Whether the norm is below the threshold."""
-        return scores < self.thresholds(scores, median)
-
-
-def _median(scores: Tensor, median: Tensor | None) -> Tensor:
-    """The given median, or the (lower) median of the defined scores."""
-    return scores.nanmedian(-1, keepdim=True).values if median is None else median.to(scores.dtype)
 
 
 ROWS_PER_PASS = 32

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import Detector, Hysteretic
+from dlm_lens.sinks.detectors.base import Detector
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -76,13 +76,11 @@ def switch_on(
     is what the detector found, where that is known.
 
     Raises:
-        TypeError: the detector does not say what a lower threshold is.
+        TypeError: the detector has no hysteresis.
     """
     on = detector.detect(scores) if entered is None else entered.clone()
     if hysteresis == 1.0:
         return on
-    if not isinstance(detector, Hysteretic):
-        raise TypeError(f"{detector!r} has no method `holds(scores, factor)`; give hysteresis=1.0 to do without")
     holds = detector.holds(scores, hysteresis)
     for step in range(1, len(on)):
         on[step] |= on[step - 1] & holds[step]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention import padding_before
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.detectors import Quantity
+from dlm_lens.sinks.detectors.base import Quantity
 
 Scale = Literal[
     "relative to uniform", "column sum", "share of attention", "mean attention", "max activation", "key norm"

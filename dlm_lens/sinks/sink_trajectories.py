@@ -13,13 +13,13 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, checked_arguments, shown
+from dlm_lens.arguments import LEVEL, checked_arguments
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detection import Sinks
-from dlm_lens.sinks.detectors import Detector
+from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import received_of
 from dlm_lens.sinks.lifetimes import (
     KINDS,
@@ -274,7 +274,7 @@ ENTRIES_AT_ONCE = 2**20
 @checked_arguments(level=LEVEL)
 def trajectories(
     sinks: Received | Recording | Sinks,
-    detector: Detector | None = None,
+    detector: Detector | str | None = None,
     *,
     level: Level = "head",
     hysteresis: float = HYSTERESIS,
@@ -380,12 +380,11 @@ class _Source:
         return scored
 
 
-def _source(sinks: Any, detector: Detector | None, level: Level) -> _Source:
+def _source(sinks: Any, detector: Detector | str | None, level: Level) -> _Source:
     if isinstance(sinks, Recording):
         sinks = received_of(sinks)
     if isinstance(sinks, Received):
-        if isinstance(detector, type) or not isinstance(detector, Detector):
-            raise TypeError(f"a Received needs a detector such as AboveMean(eps=3.0), not {shown(detector)}")
+        detector = as_detector(detector)
         received = sinks.at_level(level)
         scale = received.part(slice(0, 0)).read(detector.quantity)[1]
         context = {
@@ -405,7 +404,7 @@ def _source(sinks: Any, detector: Detector | None, level: Level) -> _Source:
         return _Source(received.values, received, None, scale, detector, received.dims, context)
     if not isinstance(sinks, Sinks):
         raise TypeError(f"trajectories of a {type(sinks).__name__}; give a Received and a detector, or Sinks")
-    if getattr(sinks.detector, "low_is_strong", False):
+    if sinks.detector.low_is_sink:
         raise TypeError(f"{sinks.detector} has sinks with low scores; trajectories follow high ones")
     if detector is not None or level not in ("head", sinks.level):
         raise TypeError(

@@ -95,7 +95,6 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_names_known_beforehand_are_the_hooks_and_detectors_that_there_are() -> None:
     import inspect
-    from dataclasses import is_dataclass
 
     import dlm_lens.hooks as room
     import dlm_lens.sinks as sinks
@@ -110,5 +109,9 @@ def test_the_names_known_beforehand_are_the_hooks_and_detectors_that_there_are()
             makers.add(name)
     assert set(expressions.hook_names()) == makers
     kinds = [getattr(sinks, name) for name in sinks.__all__]
-    detectors = {one.__name__ for one in kinds if is_dataclass(one) and hasattr(one, "detect")}
+    detectors = {
+        one.__name__
+        for one in kinds
+        if inspect.isclass(one) and issubclass(one, sinks.Detector) and one is not sinks.Detector
+    }
     assert {name for name in expressions.detector_names() if not name.islower()} == detectors

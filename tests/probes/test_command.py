@@ -85,8 +85,8 @@ def test_what_is_asked_wrongly_is_a_sentence(saved: Any) -> None:
     path = saved[0]
     for arguments, sentence in (
         (["sinks", path, "--detector", "none"], "there are above-mean"),
-        (["sinks", path, "--detector", "share:0.2", "--eps", "1"], "--eps 1.0 is above-mean's"),
-        (["sinks", path, "--detector", "share:x"], "share:x"),
+        (["sinks", path, "--detector", "attention-share:0.2", "--eps", "1"], "--eps 1.0 is above-mean's"),
+        (["sinks", path, "--detector", "attention-share:x"], "attention-share:x"),
         (["sinks", path + "/none"], "no recording"),
         (["lens", path, "--steps", "a"], "--steps takes whole numbers"),
         (["lens", path, "--eps", "1000"], "nothing to read"),

@@ -10,6 +10,7 @@ from dlm_lens.sinks import (
     AboveMean,
     AboveStd,
     AttentionShare,
+    Detector,
     Received,
     Sinks,
     TopK,
@@ -138,7 +139,7 @@ def test_received_and_its_pattern_give_the_same_sinks_on_every_scale():
 
 
 def test_a_detector_of_your_own():
-    class Last:
+    class Last(Detector):
         quantity = "received"
 
         def thresholds(self, scores):

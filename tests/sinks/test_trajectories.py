@@ -15,6 +15,7 @@ from dlm_lens.sinks import (
     AboveMean,
     AboveStd,
     AttentionShare,
+    Detector,
     KeyStatistic,
     LowKeyNorm,
     MeanReceived,
@@ -394,8 +395,8 @@ def low_norms(received):
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda r: trajectories(r), TypeError, "needs a detector"),
-        (lambda r: trajectories(r, AboveMean), TypeError, "needs a detector"),
+        (lambda r: trajectories(r), TypeError, "None is not a detector"),
+        (lambda r: trajectories(r, AboveMean), TypeError, "is not a detector; give one with its settings"),
         (lambda r: trajectories(r.values, RULE), TypeError, "of a Tensor"),
         (lambda r: trajectories(find_sinks(r, RULE), RULE), TypeError, "were found by"),
         (lambda r: trajectories(find_sinks(r, RULE), level="layer"), TypeError, "level head"),
@@ -413,7 +414,7 @@ def test_what_does_not_fit_is_refused(call, error, sentence):
 
 
 def test_a_rule_without_holds_asks_for_no_hysteresis():
-    class Above:
+    class Above(Detector):
         quantity = "received"
 
         def thresholds(self, scores):

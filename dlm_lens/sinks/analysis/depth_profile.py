@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.detectors.above_mean import AboveMean
+from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.received import Received, Scale
 
 Main = Literal["head", "model"]
@@ -84,7 +85,7 @@ def sink_profile(received: Received, detector: Detector | None = None, *, main: 
         raise ValueError(f"main is {main!r}; it must be 'head' or 'model'")
     if received.level != "head" or not {"layer", "head"} <= set(received.dims):
         raise ValueError(f"a profile needs scores of every layer and head, not the axes {received.dims}")
-    rule = AboveMean(3.0) if detector is None else detector
+    rule = AboveMean(3.0) if detector is None else as_detector(detector)
     followed = None
     if main == "model":
         of_model = received.at_level("model").values[:, :, 0, 0]

@@ -10,14 +10,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments, shown
+from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments
 from dlm_lens.attention import exclusive
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 from dlm_lens.sinks.detection import Sinks, find_sinks
-from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.detectors.above_mean import AboveMean
+from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_rerun import received_over_steps
 from dlm_lens.sinks.received import MERGED, Level
 from dlm_lens.sinks.statistics import ratio_by_prompt
@@ -120,9 +121,7 @@ def position_or_token(
     check_model(model)
     if not isinstance(run, DenoisingRun):
         raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
-    rule = AboveMean(3.0) if detector is None else detector
-    if isinstance(rule, type) or not isinstance(rule, Detector):
-        raise TypeError(f"{shown(rule)} is not a detector; give one with its settings, such as AboveMean(eps=3.0)")
+    rule = AboveMean(3.0) if detector is None else as_detector(detector)
     chosen = [0, run.steps // 3, 2 * run.steps // 3, run.steps - 1] if steps is None else list(steps)
     if not chosen:
         raise ValueError("steps is empty; give at least one, or None")

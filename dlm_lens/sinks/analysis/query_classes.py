@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dlm_lens.sinks.detection import Sinks, find_sinks
-from dlm_lens.sinks.detectors import AboveMean, Detector
+from dlm_lens.sinks.detectors.above_mean import AboveMean
+from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.received import Level, Received
 from dlm_lens.sinks.statistics import ratio_by_prompt
 
