@@ -20,7 +20,17 @@ from dlm_lens.attention.functions import attend, hooked_attention
 from dlm_lens.attention.hook import SITES, ColumnHook, Hook, HookContext, Site
 from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks
 from dlm_lens.attention.hook_context import PointContext, RunStep, run_of
-from dlm_lens.attention.hook_points import HookPoint, Reader
+from dlm_lens.attention.hook_points import (
+    HOOK_POINTS,
+    HookPoint,
+    Reader,
+    add_hook_points,
+    has_hook_points,
+    hook_point,
+    hooked_attentions,
+    is_hooked_attention,
+    listening,
+)
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.layers import (
     adding_module,
@@ -31,15 +41,7 @@ from dlm_lens.attention.layers import (
 )
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
 from dlm_lens.attention.masking_stats import HookKey, hidden_mass, hidden_per_map, hook_keys
-from dlm_lens.attention.model_access import exclusive, in_use, listening
-from dlm_lens.attention.points import (
-    HOOK_POINTS,
-    add_hook_points,
-    has_hook_points,
-    hook_point,
-    hooked_attentions,
-    is_hooked_attention,
-)
+from dlm_lens.attention.model_access import exclusive, in_use
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sink

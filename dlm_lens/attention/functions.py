@@ -17,9 +17,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from dlm_lens.attention.hook_attachment import column_calls, needs_value
-from dlm_lens.attention.hook_points import HookPoint
+from dlm_lens.attention.hook_points import DISPATCH, HookPoint, is_hooked_attention
 from dlm_lens.attention.inputs import AttentionInputs
-from dlm_lens.attention.points import DISPATCH, is_hooked_attention
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.sliding_windows import smallest_window
 from dlm_lens.attention.softmax_variants import spare_logits, with_spare_key
@@ -247,7 +246,7 @@ class _Call:
 
     def _mix(self, q: Tensor, mask: Any, own_start: int | None = None) -> _Mixed:
         """Mixing without a pattern: the config's attention function, or the fused kernel under what hooks hide."""
-        self._tell_watchers()
+        self._skip_trace_readers()
         calls = column_calls(self.module.hook_scores, self.module.hook_pattern)
         inputs = None
         if calls:
@@ -302,12 +301,12 @@ class _Call:
         bare = self.mask is None and causal_without_mask(self.module, self.options.get("is_causal"))
         return name == "sdpa" and (self.options.get("softcap") is not None or (self.spare is not None and bare))
 
-    def _tell_watchers(self) -> None:
+    def _skip_trace_readers(self) -> None:
         # Compiled code runs only while nothing listens to the model (`listening`).
         if not torch.compiler.is_compiling():
             for point in (self.module.hook_scores, self.module.hook_pattern):
-                for watcher in point.watchers:
-                    watcher.passed()
+                for reader in point.trace_readers:
+                    reader.skipped()
 
     def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
         visible = mask
@@ -350,7 +349,7 @@ def listened_to(point: nn.Module) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return any(watches() for watches in cast(HookPoint, point).watchers)
+    return any(reads() for reads in cast(HookPoint, point).trace_readers)
 
 
 def _through(point: Any, heads: Float[Tensor, "batch head position d_head"]) -> Tensor:

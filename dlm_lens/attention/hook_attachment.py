@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from dlm_lens.arguments import chosen_indices, is_array, shown
 from dlm_lens.attention.hook import SITES, ColumnHook, Hook
 from dlm_lens.attention.hook_context import PointContext, RunStep
+from dlm_lens.attention.hook_points import HOOK_POINTS, hook_point, listening
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
 from dlm_lens.attention.masking_stats import HookKey, hook_keys
-from dlm_lens.attention.model_access import listening
-from dlm_lens.attention.points import HOOK_POINTS, hook_point
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.sliding_windows import attends_causally
 

@@ -1,45 +1,71 @@
-"""`HookPoint`: an identity module at which activations are seen and replaced, and the points before rotation.
+"""Hook points in the attention modules of a transformers model: `add_hook_points`, `HookPoint`, `listening`.
 
-The attention function is handed queries and keys after rotation only. Before it, they are what the last of `q_proj`
-and `q_norm` (`k_proj`, `k_norm`) returns. While anything listens to the model (`listening`), or a hook is on the
-point, a forward hook on that module passes its output through the hook point.
+transformers' attention modules look their attention function up by the name in their config. `add_hook_points`
+gives every such module a `DispatchedConfig`, which names the function of `dlm_lens.attention.functions`, and
+identity modules as children, through which that function passes each quantity. No forward is replaced.
+
+The attention function receives queries and keys after rotation only. Before it, they are the output of the last of
+`q_proj` and `q_norm` (`k_proj`, `k_norm`). While anything listens to the model (`listening`), or a hook is on
+`hook_q` (`hook_k`), a forward hook on that module passes its output through the hook point.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_lens.attention.inputs import AttentionInputs
+from dlm_lens.attention.model_access import ModelLock, eagerly, guard_hooks, in_use, lock_of
 from dlm_lens.attention.visibility import AttentionPass
 
+HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
+"""Hook points of an attention module in the order in which they fire; the child is `hook_<name>`.
+
+`q`, `k`, `v`, `rot_q`, `rot_k`, `z` are `[batch, position, head, d_head]` (k and v with key/value heads);
+`scores` and `pattern` are `[batch, head, query, key]`. With a cache, `rot_k` and `v` hold the cached keys too. An
+attention that projects queries and keys in another way than by `q_proj` and `k_proj` has no `q` and `k`.
+"""
+
+DISPATCH = "dlm_lens"
+"""Name of our attention function in transformers' registry; only a `DispatchedConfig` names it."""
+
+PROJECTIONS = ("q_proj", "query", "query_key_value", "qkv", "qkv_proj")
+"""Endings of the names of projections by which an attention module is recognised that calls no interface."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
 Reader = Callable[[AttentionInputs], None]
-"""Called with what an attention module computes with, at every forward pass."""
+"""Called with the inputs of attention in every forward pass of a module."""
 
 
-class Watcher(Protocol):
-    """A host that may read a hook point."""
+class TraceReader(Protocol):
+    """A host's trace that can read the value of a hook point without a PyTorch hook on it (nnsight)."""
 
     def __call__(self) -> bool:
-        """Whether it is about to read the point."""
+        """Whether the trace reads the point in the present forward pass."""
         ...
 
-    def passed(self) -> None:
-        """The forward pass went by the point, whose value was not computed."""
+    def skipped(self) -> None:
+        """The forward pass went past the point, whose value was not computed."""
         ...
 
 
 class HookPoint(nn.Module):
-    """The identity; a PyTorch forward hook on it sees, and may replace, what passes through.
+    """The identity; a PyTorch forward hook on it sees, and may replace, the value that passes through.
 
-    A host that watches modules without hooks (nnsight) adds to `watchers` a function that says whether it is
-    about to read this point. `readers` of `hook_z` are called with the inputs of attention. A copy has neither.
-    While scores and pattern run, `attention_pass` is what attention knows of the pass.
+    Attributes:
+        trace_readers: traces that can read the point; a copy of the module has none.
+        readers: called with the inputs of attention (`hook_z` only); a copy of the module has none.
+        attention_pass: visibility and softmax of the forward pass, while scores and pattern are computed.
     """
 
-    watchers: tuple[Watcher, ...] = ()
+    trace_readers: tuple[TraceReader, ...] = ()
     attention_pass: AttentionPass | None = None
     readers: tuple[Reader, ...] = ()
 
@@ -49,16 +75,179 @@ class HookPoint(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not part of a recording or a trace of the original.
-        return {
-            name: value for name, value in super().__getstate__().items() if name not in ("watchers", "readers")
-        }
+        own = ("trace_readers", "readers")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+
+class DispatchedConfig:
+    """A config as an attention module with hook points reads it: our attention function, the rest as it was.
+
+    `wrapped` is the model's own config. The attention implementation that it names ("sdpa", "eager", ...) decides
+    which masks transformers builds, and which of `functions`, those that the module's own file uses, runs while no
+    hook needs scores or patterns.
+    """
+
+    def __init__(self, wrapped: Any, functions: AttentionInterface) -> None:
+        object.__setattr__(self, "wrapped", wrapped)
+        object.__setattr__(self, "functions", functions)
+
+    @property
+    def _attn_implementation(self) -> str:
+        return DISPATCH
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wrapped", "functions") or name.startswith("__"):
+            raise AttributeError(name)  # a copy or an unpickled instance that has no fields yet
+        return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.wrapped, name, value)
+
+
+def add_hook_points(model: Model) -> Model:
+    """Give every attention module of a transformers model its hook points, in place, and return the model.
+
+    Parameters, their names and every forward stay as they are. A second call changes nothing. Attention modules are
+    found by their code: a forward that looks its function up in transformers' attention interface.
+
+    Raises:
+        ValueError: the model has no such module, or one whose quantities cannot be hooked exactly: it computes
+            attention itself, or does something else depending on the name of the implementation.
+    """
+    if has_hook_points(model):
+        return model
+    found = list(_dispatching_modules(model))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention module that calls transformers' attention interface "
+            "(ALL_ATTENTION_FUNCTIONS): its attention cannot be hooked"
+        )
+    guard_hooks()
+    lock = ModelLock()
+    for index, attention in enumerate(found):
+        attention.lock, attention.hook_layer = lock, index
+        attention.config = DispatchedConfig(attention.config, _attention_functions(type(attention)))
+        _add_projection_points(attention)
+        for name in HOOK_POINTS[2:]:
+            attention.add_module(f"hook_{name}", HookPoint())
+    return model
+
+
+def has_hook_points(module: Any) -> bool:
+    """Whether an attention module, or a model's attention modules, have hook points."""
+    return any(isinstance(child, HookPoint) for child in module.modules())
+
+
+def hooked_attentions(model: nn.Module) -> list[Any]:
+    """The attention modules with hook points, in order."""
+    return [module for module in model.modules() if is_hooked_attention(module)]
+
+
+def is_hooked_attention(module: Any) -> bool:
+    """Whether this module itself is an attention module with hook points."""
+    return isinstance(module, nn.Module) and isinstance(module._modules.get("hook_z"), HookPoint)
+
+
+def hook_point(attention: Any, name: str) -> HookPoint:
+    """A hook point of an attention module.
+
+    Raises:
+        ValueError: the module does not have it.
+    """
+    point = attention._modules.get(f"hook_{name}")
+    if isinstance(point, HookPoint):
+        return point
+    have = ", ".join(each for each in HOOK_POINTS if f"hook_{each}" in attention._modules)
+    raise ValueError(f"{type(attention).__name__} has no hook point {name!r}: it has {have}")
+
+
+@contextmanager
+def listening(model: Any) -> Iterator[None]:
+    """A block in which hooks, readers or a trace are on `model`.
+
+    Other threads wait for the model (`in_use`), no compiled code runs, and the projections' outputs pass through
+    `hook_q` and `hook_k`.
+
+    Raises:
+        RuntimeError: as `ModelLock.acquire`, or inside code that torch.compile runs.
+    """
+    lock = lock_of(model)
+    with in_use(model), eagerly(), _connected(model):
+        if lock is not None:
+            lock.listeners += 1
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.listeners -= 1
+
+
+def _attention_functions(kind: type) -> AttentionInterface:
+    """The attention functions that a module's own file uses; some override one of transformers' locally."""
+    for parent in kind.__mro__:
+        found = getattr(sys.modules.get(parent.__module__), "ALL_ATTENTION_FUNCTIONS", None)
+        if isinstance(found, AttentionInterface):
+            return found
+    return ALL_ATTENTION_FUNCTIONS
+
+
+def _dispatching_modules(model: nn.Module) -> Iterator[Any]:
+    """Attention modules that call the interface; raises for those that cannot be hooked."""
+    for name, module in model.named_modules():
+        code = _forward_code(type(module))
+        calls = any("ALL_ATTENTION_FUNCTIONS" in each.co_names for each in code)
+        if calls and "sdpa" in _strings(each for each in code):
+            raise ValueError(
+                f"{type(module).__name__} ({name}) computes something else for the attention implementation 'sdpa' "
+                "than for others, so that its attention cannot be hooked exactly"
+            )
+        if calls:
+            yield module
+        elif _computes_attention(module):
+            raise ValueError(
+                f"{type(module).__name__} ({name}) computes attention without transformers' attention interface, "
+                "so that its attention cannot be hooked"
+            )
+
+
+def _forward_code(kind: type) -> list[Any]:
+    """Code of the forward that runs, and of those that it calls as super().forward."""
+    found: list[Any] = []
+    for parent in kind.__mro__:
+        forward = parent.__dict__.get("forward")
+        code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
+        if code is None:
+            continue
+        found.append(code)
+        if not {"super", "forward"} <= set(code.co_names):
+            break
+    return found
+
+
+def _strings(code: Any) -> set[str]:
+    found: set[str] = set()
+    for each in code:
+        for constant in each.co_consts:
+            values = constant if isinstance(constant, tuple | frozenset) else (constant,)
+            found |= {value for value in values if isinstance(value, str)}
+    return found
+
+
+def _computes_attention(module: nn.Module) -> bool:
+    """Whether this looks like an attention module: by its class's name, with projections as direct children."""
+    if not any(parent.__name__.endswith("Attention") for parent in type(module).__mro__):
+        return False
+    return any(child.endswith(PROJECTIONS) for child in module._modules)
 
 
 _NORMS = {"q": ("q_norm", "q_layernorm"), "k": ("k_norm", "k_layernorm")}
 
 
 class ProjectionPoint(HookPoint):
-    """`hook_q` or `hook_k`: fed by a hook on the module that computes queries or keys, while anything listens.
+    """`hook_q` or `hook_k`: receives queries or keys from a hook on the module that computes them.
+
+    That hook exists only while the point is connected: between `connect` and `disconnect`, and while a hook is on
+    the point itself. At other times the projection runs as if there were no hook point.
 
     Args:
         name: "q" or "k".
@@ -69,39 +258,39 @@ class ProjectionPoint(HookPoint):
     def __init__(self, name: str, heads: int, width: int) -> None:
         super().__init__()
         self.name, self.heads, self.width = name, heads, width
-        self.followers = 0
+        self.connections = 0
         self.source: list[nn.Module] = []  # in a list: a module set as an attribute would become a child
         self.attention: list[Any] = []
 
     def register_forward_hook(self, hook: Callable[..., Any], **options: Any) -> Any:
         """As `torch.nn.Module.register_forward_hook`."""
-        return _FollowingHandle(self, super().register_forward_hook(hook, **options))
+        return _ConnectedHandle(self, super().register_forward_hook(hook, **options))
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> Any:
         """As `torch.nn.Module.register_forward_pre_hook`."""
-        return _FollowingHandle(self, super().register_forward_pre_hook(hook, **options))
+        return _ConnectedHandle(self, super().register_forward_pre_hook(hook, **options))
 
-    def follow(self) -> None:
-        """Begin to pass on what the projection returns; called as often as `leave`."""
-        self.followers += 1
+    def connect(self) -> None:
+        """Pass the projection's output through this point until `disconnect` was called as often as `connect`."""
+        self.connections += 1
         if not self.source:
             self.source.append(_source(self.attention[0], self.name))
-            self.source[0].register_forward_hook(self.pass_on)
+            self.source[0].register_forward_hook(self.pass_through)
 
-    def leave(self) -> None:
-        """The end of one `follow`."""
-        self.followers -= 1
-        if self.followers == 0:
-            # Found by what it belongs to: a copy of the model has a hook of its own, and no handle.
+    def disconnect(self) -> None:
+        """Undo one `connect`."""
+        self.connections -= 1
+        if self.connections == 0:
+            # Found by the point that it belongs to: a copy of the model has a hook of its own, and no handle.
             hooks = self.source.pop()._forward_hooks
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
 
     def check_source(self) -> None:
-        """Raise if the module that computes queries (keys) is another one than the one that is followed.
+        """Raise if the module that computes queries (keys) was replaced since this point was connected to it.
 
         Raises:
-            ValueError: it was replaced, as LoRA and quantisation do, after a hook was put on this point.
+            ValueError: it was, as LoRA and quantisation do.
         """
         if self.source and self.source[0] is not _source(self.attention[0], self.name):
             raise ValueError(
@@ -110,7 +299,7 @@ class ProjectionPoint(HookPoint):
                 "it on again"
             )
 
-    def pass_on(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+    def pass_through(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         """The edited output of the projection; None where nothing was edited."""
         if output.ndim == 3:
             heads = output.unflatten(-1, (self.heads, self.width))
@@ -131,29 +320,29 @@ class ProjectionPoint(HookPoint):
         return value.stride(1) < value.stride(2)
 
 
-class _FollowingHandle:
-    """Removes a hook on a `ProjectionPoint`, and what fed the point for it."""
+class _ConnectedHandle:
+    """Removes a hook on a `ProjectionPoint`, and the connection that it needed."""
 
     def __init__(self, point: ProjectionPoint, handle: RemovableHandle) -> None:
         self.point, self.handle, self.removed = point, handle, False
         self.id = handle.id
-        point.follow()
+        point.connect()
 
     def remove(self) -> None:
-        """Remove the hook; again: nothing."""
+        """Remove the hook; a second call does nothing."""
         self.handle.remove()
         if not self.removed:
             self.removed = True
-            self.point.leave()
+            self.point.disconnect()
 
-    def __enter__(self) -> "_FollowingHandle":
+    def __enter__(self) -> "_ConnectedHandle":
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.remove()
 
 
-def add_projection_points(attention: Any) -> None:
+def _add_projection_points(attention: Any) -> None:
     """Give an attention module `hook_q` and `hook_k`, where it has projections of their own for both."""
     width = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     sizes = {name: _out_features(getattr(attention, f"{name}_proj", None)) for name in ("q", "k")}
@@ -166,22 +355,18 @@ def add_projection_points(attention: Any) -> None:
         attention.add_module(f"hook_{name}", point)
 
 
-def projection_points(module: nn.Module) -> list[ProjectionPoint]:
-    """All `hook_q` and `hook_k` of a model or a part of one."""
-    return [point for point in module.modules() if isinstance(point, ProjectionPoint)]
-
-
 @contextmanager
-def following(model: Any) -> Iterator[None]:
-    """Feed every `hook_q` and `hook_k` of the model inside the block."""
-    points = projection_points(model) if isinstance(model, nn.Module) else []
+def _connected(model: Any) -> Iterator[None]:
+    """Connect every `hook_q` and `hook_k` of the model inside the block."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    points = [module for module in modules if isinstance(module, ProjectionPoint)]
     for point in points:
-        point.follow()
+        point.connect()
     try:
         yield
     finally:
         for point in points:
-            point.leave()
+            point.disconnect()
 
 
 def _source(attention: Any, name: str) -> Any:

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dlm_lens.attention.hook_points import is_hooked_attention
 from dlm_lens.attention.model_access import unwrapped
-from dlm_lens.attention.points import is_hooked_attention
 from dlm_lens.placement import resident
 
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_mlp")

@@ -1,6 +1,6 @@
-"""Who runs a model: one thread at a time, and without compiled code while anything listens to it.
+"""Exclusive use of a model: one thread at a time, and no compiled code while hooks are on it.
 
-Hooks, readers and traces sit on the model's modules, so a forward pass of another thread would run them too.
+Hooks, readers and traces are on the model's modules, so that a forward pass of another thread would run them too.
 Compiled code (`torch.compile`, `module.compile()`) was traced without them and would leave them out.
 """
 
@@ -16,8 +16,8 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-SECONDS_UNTIL_TOLD = 10.0
-"""A thread that waits longer than this for a model logs once what it waits for."""
+SECONDS_UNTIL_WARNING = 10.0
+"""A thread that waits longer than this for a model logs once which thread it waits for."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,18 +51,18 @@ class ModelLock:
             RuntimeError: the wait would never end: two threads wait for each other's model, or the thread that
                 holds this one has ended.
         """
-        me, told = threading.current_thread(), False
+        me, warned = threading.current_thread(), False
         with _changed:
             while self.owner is not None and self.owner is not me:
                 self._check_wait(me)
                 _waiting[me] = self
                 try:
-                    waited_in_vain = not _changed.wait(SECONDS_UNTIL_TOLD)
+                    waited_in_vain = not _changed.wait(SECONDS_UNTIL_WARNING)
                 finally:
                     del _waiting[me]
-                if waited_in_vain and not told and self.owner is not None:
+                if waited_in_vain and not warned and self.owner is not None:
                     logger.warning("%s waits for %s, which uses the same model", me.name, self.owner.name)
-                    told = True
+                    warned = True
             self.owner = me
             self.depth += 1
 
@@ -114,7 +114,7 @@ def lock_of(model: Any) -> ModelLock | None:
 
 @contextmanager
 def in_use(model: Any) -> Iterator[None]:
-    """Keep other threads from using `model` inside the block; they wait. The same thread may enter again.
+    """A block in which other threads wait for `model`; the same thread may enter it again.
 
     Raises:
         RuntimeError: as `ModelLock.acquire`.
@@ -130,28 +130,8 @@ def in_use(model: Any) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def listening(model: Any) -> Iterator[None]:
-    """While the block puts hooks, readers or a trace on `model`: `in_use`, and no compiled code runs.
-
-    Raises:
-        RuntimeError: as `ModelLock.acquire`, or inside code that torch.compile runs.
-    """
-    lock = lock_of(model)
-    from dlm_lens.attention.hook_points import following
-
-    with in_use(model), _eagerly(), following(model):
-        if lock is not None:
-            lock.listeners += 1
-        try:
-            yield
-        finally:
-            if lock is not None:
-                lock.listeners -= 1
-
-
 def exclusive(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose first argument is the model, with the whole call `in_use` of it."""
+    """A decorator for functions whose first argument is the model: the whole call runs inside `in_use(model)`."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -162,7 +142,7 @@ def exclusive(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Eager:
-    """How many blocks want no compiled code, in all threads: torch has one stance per process."""
+    """Number of open `eagerly` blocks in all threads: torch has one stance per process."""
 
     count = 0
     stance: Any = None
@@ -170,7 +150,8 @@ class _Eager:
 
 
 @contextmanager
-def _eagerly() -> Iterator[None]:
+def eagerly() -> Iterator[None]:
+    """Run no code of torch.compile inside the block, in any thread."""
     with _Eager.lock:
         if _Eager.count == 0:
             _Eager.stance = torch.compiler.set_stance("force_eager")
@@ -185,7 +166,7 @@ def _eagerly() -> Iterator[None]:
 
 
 def guard_hooks() -> None:
-    """Let code that torch.compile makes from now on notice PyTorch hooks that are put on or taken off later.
+    """Make code that torch.compile generates from now on check for PyTorch hooks that are added or removed later.
 
     torch leaves these guards out by default; a hook that a user registers by hand on a compiled model would then
     never run.
@@ -196,13 +177,13 @@ def guard_hooks() -> None:
 
 
 def unwrapped(module: Any) -> Any:
-    """The module inside what `torch.compile(module)` returned; any other module itself."""
+    """The module inside the wrapper that `torch.compile(module)` returned; any other module itself."""
     inner = vars(module).get("_modules", {}).get("_orig_mod") if isinstance(module, nn.Module) else None
     return module if inner is None else inner
 
 
 def without_wrappers(model: Any) -> Any:
-    """The model for a host that addresses modules by name: what `torch.compile(model)` wraps, if it is that.
+    """The model without the wrapper of `torch.compile(model)`, for a host that addresses modules by name.
 
     Raises:
         ValueError: one of its modules, or a module's forward, was replaced by what `torch.compile` returned.

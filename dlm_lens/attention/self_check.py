@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.attention.hook_points import hooked_attentions
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
-from dlm_lens.attention.points import hooked_attentions
 from dlm_lens.placement import input_device
 
 TOKENS = 7

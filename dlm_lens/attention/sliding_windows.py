@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from dlm_lens.attention.points import hooked_attentions
+from dlm_lens.attention.hook_points import hooked_attentions
 from dlm_lens.attention.sink_layout import SinkLayout
 
 

@@ -4,7 +4,7 @@ A column hook waits at `hook_scores` or `hook_pattern` as a `ColumnCall`. While 
 asks it which columns to hide, with what each key receives summed tile by tile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,10 +24,6 @@ from dlm_lens.attention.tiled import pattern_rows, pattern_tiles
 
 TILE = 128
 """Queries whose pattern is in memory at a time."""
-
-
-Reader = Callable[[AttentionInputs], None]
-"""Somebody who is handed what an attention module computes with, at every forward pass."""
 
 
 def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> AttentionInputs:

@@ -83,7 +83,7 @@ class DiffusionLM(HuggingFaceModel):
             _NoRun(), path=f"{self.path}.sampler", interleaver=self.interleaver, parent=self
         )
         self._children.append(self.sampler)
-        _watch(self)
+        _add_trace_readers(self)
         if check:
             check_model(self)
 
@@ -249,18 +249,18 @@ def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
     return {"input_ids": prompts.ids, **network_inputs(prompts.attention_mask)}
 
 
-def _watch(lm: DiffusionLM) -> None:
+def _add_trace_readers(lm: DiffusionLM) -> None:
     """Let attention know when a trace is about to read scores or a pattern, which it computes only then."""
     interleaver = weakref.ref(lm.interleaver)
     for envoy in lm.modules():
         if isinstance(envoy, AttentionEnvoy):
             for name in ("hook_scores", "hook_pattern"):
                 point: Any = envoy._module.get_submodule(name)
-                live = tuple(watch for watch in point.watchers if watch.interleaver() is not None)
-                point.watchers = (*live, _Watch(interleaver, f"{envoy.path}.{name}"))
+                live = tuple(each for each in point.trace_readers if each.interleaver() is not None)
+                point.trace_readers = (*live, _TraceReader(interleaver, f"{envoy.path}.{name}"))
 
 
-class _Watch:
+class _TraceReader:
     """Whether a trace of this interleaver waits at a location for its present visit."""
 
     def __init__(self, interleaver: "weakref.ref[Any]", path: str) -> None:
@@ -275,7 +275,7 @@ class _Watch:
             for location in self.locations
         )
 
-    def passed(self) -> None:
+    def skipped(self) -> None:
         """Count the visit, as nnsight counts those that it sees: occurrence n of a pattern is that of forward n."""
         interleaver = self.interleaver()
         if interleaver is not None and interleaver.interleaving:

@@ -363,7 +363,7 @@ def test_a_thread_that_ended_with_hooks_on_the_model_is_named() -> None:
 
 
 def test_a_long_wait_is_told(model: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr("dlm_lens.attention.model_access.SECONDS_UNTIL_TOLD", 0.05)
+    monkeypatch.setattr("dlm_lens.attention.model_access.SECONDS_UNTIL_WARNING", 0.05)
     with in_use(model):
         thread = threading.Thread(target=lambda: dl.denoise(model, IDS, **RUN), name="second")
         thread.start()

@@ -90,7 +90,7 @@ def test_a_copy_of_a_model_with_a_host(way: Callable[[Any], Any]) -> None:
         if is_hooked_attention(module):
             assert module.hook_z.readers == ()
             assert (module.lock.owner, module.lock.depth, module.lock.listeners) == (None, 0, 0)
-        assert not getattr(module, "watchers", ())
+        assert not getattr(module, "trace_readers", ())
         assert getattr(module, "_compiled_call_impl", None) is None
     same_model(model, copied)
     # The original's host follows it as before, and the copy takes a host of its own.

@@ -146,7 +146,7 @@ def test_wrapping_changes_nothing_outside_of_traces() -> None:
             patterns.append(lm.layers[0].attn.pattern.save())
     assert patterns[0].equal(patterns[1])
     point: Any = model.model.layers[0].self_attn.hook_pattern
-    assert len(point.watchers) == 2
+    assert len(point.trace_readers) == 2
     assert is_hooked_attention(model.model.layers[0].self_attn)
 
 
