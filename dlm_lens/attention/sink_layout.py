@@ -77,6 +77,17 @@ class SinkLayout:
             raise ValueError(f"position {position!r} is not there; the model has {what}")
         return int(range(part.start, part.stop)[index])
 
+    def sinks_last(self, tensor: Tensor, axis: int = -1) -> Tensor:
+        """A tensor over the network's positions in the order of results: canvas, then learned sinks.
+
+        An axis of size 1 broadcasts over positions and is returned as it is.
+        """
+        length = tensor.shape[axis]
+        if not self.count or self.placement == "end" or length == 1:
+            return tensor
+        parts = (self.canvas(length), self.sinks(length))
+        return torch.cat([tensor.narrow(axis, part.start, part.stop - part.start) for part in parts], axis)
+
     def surround(self, canvas: Tensor, sinks: Tensor) -> Tensor:
         """[batch, S, ...] and [batch, count, ...] as the network sees them, side by side."""
         return torch.cat([sinks, canvas] if self.placement == "front" else [canvas, sinks], 1)

@@ -148,8 +148,7 @@ class StreamReader:
     def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
         """Keep the entries' states."""
         if hook is not None:
-            rows, length = tensor[: self.rows], tensor.shape[1]
-            states = torch.cat([rows[:, self.layout.canvas(length)], rows[:, self.layout.sinks(length)]], 1)
+            states = self.layout.sinks_last(tensor[: self.rows], 1)
             self.streams[hook.layer()] = states[self.batch.to(tensor.device), self.position.to(tensor.device)]
         return tensor
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import checked_arguments, chosen_indices
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats, Hook, SinkLayout, attention_blocks, exclusive
 from dlm_lens.attention.hook_attachment import checked
-from dlm_lens.probes.residual_reader import ResidualReader, on_canvas, watching
+from dlm_lens.probes.residual_reader import ResidualReader, stacked_layers, watching
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
@@ -376,7 +376,7 @@ class _Passes:
         def gathered(columns: dict[int, ColumnStats], name: str) -> Tensor:
             values = [getattr(columns[layer], name) for layer in self.layers]
             rows = len(self.stored.run.tokens)
-            return on_canvas([value.expand(rows, *value.shape[1:]) for value in values], self.layout, length)
+            return stacked_layers([value.expand(rows, *value.shape[1:]) for value in values], self.layout, length)
 
         return {
             "plain": gathered(plain.columns, "sums"),

@@ -81,14 +81,12 @@ def watching(model: Any, watcher: ResidualReader, attention: bool) -> Iterator[N
                 module.hook_z.readers = readers
 
 
-def on_canvas(
+def stacked_layers(
     values: Sequence[Float[Tensor, "batch head key"]], layout: SinkLayout, length: int
 ) -> Float[Tensor, "batch layer head key"]:
     """Layers side by side, keys as the sinks room has them: the canvas's, then the sinks'; NaN where nothing is."""
-    found = torch.stack([value.float().cpu() for value in values], 1)
-    keys = found.shape[-1]
-    found = torch.cat([found[..., layout.canvas(keys)], found[..., layout.sinks(keys)]], -1)
-    missing = length + layout.count - keys
+    found = layout.sinks_last(torch.stack([value.float().cpu() for value in values], 1))
+    missing = length + layout.count - found.shape[-1]
     return torch.nn.functional.pad(found, (0, missing), value=torch.nan) if missing else found
 
 

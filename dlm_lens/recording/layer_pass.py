@@ -41,7 +41,7 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
 
     def ordered(tensor: Tensor | None, axis: int) -> Any:
         tensor = part(tensor)
-        return tensor if tensor is None else sinks_last(tensor, axis, layout)
+        return tensor if tensor is None else layout.sinks_last(tensor, axis)
 
     dropped = inputs.dropped
     if dropped is not None:
@@ -68,19 +68,9 @@ def _spare_on_canvas(
         return spare
 
     def ordered(own: Int[Tensor, "query"], keys: int) -> Bool[Tensor, "query key"]:
-        return sinks_last(spare(own + layout.canvas(keys).start, keys), 1, layout)
+        return layout.sinks_last(spare(own + layout.canvas(keys).start, keys), 1)
 
     return ordered
-
-
-def sinks_last(tensor: Tensor, axis: int, layout: SinkLayout) -> Tensor:
-    """A tensor over the network's positions in the order canvas, learned sinks."""
-    length = tensor.shape[axis]
-    if not layout.count or layout.placement == "end" or length == 1:
-        return tensor
-    canvas, sinks = layout.canvas(length), layout.sinks(length)
-    parts = [tensor.narrow(axis, s.start, s.stop - s.start) for s in (canvas, sinks)]
-    return torch.cat(parts, axis)
 
 
 def reduce_layer(layer: LayerStep, reducers: Sequence[AnyReducer]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention import RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
-from dlm_lens.recording.layer_pass import on_canvas, reduce_layer, sinks_last
+from dlm_lens.recording.layer_pass import on_canvas, reduce_layer
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
 from dlm_lens.recording.provenance import name_of, versions, words_of
 from dlm_lens.recording.query_classes import CanvasFacts
@@ -174,7 +174,7 @@ class Recorder(StepObserver):
 
         def stream(tensor: Tensor | None) -> Tensor | None:
             # The stream comes from where the layer before computes.
-            return None if tensor is None else sinks_last(tensor[:rows].to(inputs.q.device), 1, layout)
+            return None if tensor is None else layout.sinks_last(tensor[:rows].to(inputs.q.device), 1)
 
         return LayerStep(
             index=inputs.layer,

@@ -139,9 +139,7 @@ class _View:
         min_viewers: int,
     ) -> Float[Tensor, "row head key"]:
         """Received attention of the canvas's keys and, behind them, the sinks'; sinks are no queries."""
-        canvas, sinks = self.layout.canvas(pattern.shape[-1]), self.layout.sinks(pattern.shape[-1])
-        rows = pattern[..., canvas, :]
-        pattern = torch.cat([rows[..., canvas], rows[..., sinks]], -1) if self.layout.count else pattern
+        pattern = self.layout.sinks_last(pattern[..., self.layout.canvas(pattern.shape[-1]), :])
         visible, queries = self.visible[window].to(pattern.device), self.queries.to(pattern.device)
         if pattern.shape[-2:] != visible.shape[-2:]:
             raise ValueError(
@@ -205,10 +203,7 @@ class Canvases:
 
     def reordered(self, values: Tensor) -> Tensor:
         """Values [row, position, ...] of the network with the learned sinks behind the canvas."""
-        length = values.shape[1]
-        if not self.layout.count:
-            return values
-        return torch.cat([values[:, self.layout.canvas(length)], values[:, self.layout.sinks(length)]], 1)
+        return self.layout.sinks_last(values, 1)
 
     def beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Tensor:
         """A tensor over canvas positions with `value` for every learned sink behind them."""

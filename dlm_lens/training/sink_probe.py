@@ -144,10 +144,8 @@ def _canvas(
     norms: list[Tensor] = []
     with listening(model), _watching(layers, received, norms, queries):
         forward(ids[None])
-    # Learned sinks behind the canvas, wherever they stand.
-    order = torch.cat([torch.arange(length)[layout.canvas(length)], torch.arange(length)[layout.sinks(length)]])
-    share = torch.stack(received).cpu()[..., order] / len(ids)
-    norm = torch.stack(norms).cpu()[..., order]
+    share = layout.sinks_last(torch.stack(received).cpu()) / len(ids)
+    norm = layout.sinks_last(torch.stack(norms).cpu())
     norm = norm.repeat_interleave(share.shape[1] // norm.shape[1], 1)
     main = share.argmax(-1)
     learned = torch.arange(length) >= len(ids)

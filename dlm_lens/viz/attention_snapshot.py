@@ -100,11 +100,9 @@ def snapshot(model: Any, run: DenoisingRun, *, step: int, layer: int, row: int =
     canvases = Canvases(model, run, "all")
     index = step * len(run.tokens) + row
     seen = _watched(model, canvases.view(index, index + 1).inputs, point, host.get_submodule("hook_v"))
-    # To the canvas first, the learned sinks behind it, without what nobody sees.
+    # Canvas first, then the learned sinks; without the keys that no query sees.
     length = seen["pattern"].shape[-1]
-    order = torch.arange(length)
-    if canvases.layout.count:
-        order = torch.cat([order[canvases.layout.canvas(length)], order[canvases.layout.sinks(length)]])
+    order = canvases.layout.sinks_last(torch.arange(length))
     if length != canvases.length + canvases.layout.count:
         raise ValueError(
             f"the pattern has {length} keys, the run {canvases.length} positions; is it another model's?"

@@ -92,8 +92,7 @@ def _pattern(model: Any, run: Any, step: int, layer: int, head: int) -> Any:
     finally:
         handle.remove()
     pattern, layout = kept[0].float().cpu(), SinkLayout.of(model)
-    canvas, sinks = layout.canvas(len(pattern)), layout.sinks(len(pattern))
-    pattern = torch.cat([pattern[canvas, canvas], pattern[canvas, sinks]], 1)
+    pattern = layout.sinks_last(pattern[layout.canvas(len(pattern))])
     size = (min(pattern.shape[0], LARGEST), min(pattern.shape[1], LARGEST))
     return torch.nn.functional.adaptive_avg_pool2d(pattern[None], size)[0]
 

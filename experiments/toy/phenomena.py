@@ -85,9 +85,7 @@ def value_norms(model: Any, run: DenoisingRun) -> Float[torch.Tensor, "step batc
     finally:
         for handle in handles:
             handle.remove()
-    norms, layout = torch.stack(steps), SinkLayout.of(model)
-    length = norms.shape[-1]
-    return torch.cat([norms[..., layout.canvas(length)], norms[..., layout.sinks(length)]], -1)
+    return SinkLayout.of(model).sinks_last(torch.stack(steps))
 
 
 def token_classes(model: Any, tokens: Int[torch.Tensor, "*axes key"]) -> Int[torch.Tensor, "*axes key"]:
