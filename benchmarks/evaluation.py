@@ -14,8 +14,8 @@ import torch
 import typer
 
 from benchmarks.timing import machine, print_table
-from dlm_lens.evaluation.generation import Generator, Job, cut, end_ids
-from dlm_lens.evaluation.likelihoods import Item, Likelihoods
+from dlm_lens.evaluation.generation_requests import Generator, Job, cut, end_ids
+from dlm_lens.evaluation.likelihood_requests import Item, Likelihoods
 from dlm_lens.evaluation.settings import LikelihoodSettings
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.corruption import CountCorruption, chain_masks

@@ -172,7 +172,7 @@ def hide_columns(hook: "ColumnHook", tensor: Tensor, context: "HookContext | Non
         )
     before = hook.site == "scores"
     known: AttentionPass | None = getattr(context, "attention_pass", None)
-    rows: Int[Tensor, "row"] | None = getattr(context, "rows", None)
+    rows: Int[Tensor, row] | None = getattr(context, "rows", None)
     after = partial(_guessed, tensor, context) if known is None else partial(known.visible, rows)
     visible = visible_in(tensor) if before else after()
     seen = visible.any((1, 2)) if known is None else known.seen_by_any(rows)

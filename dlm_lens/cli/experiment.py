@@ -34,8 +34,7 @@ def experiment_command(
         return
     from dlm_lens.adapters.model_names import check_model_name
     from dlm_lens.command_options import check_device, check_directory, check_dtype
-    from dlm_lens.experiments.catalogue import check_experiment
-    from dlm_lens.experiments.spec import read_setting
+    from dlm_lens.experiments.experiment import check_experiment, read_setting
 
     check_experiment(name)
     for one in model or ():
@@ -72,7 +71,7 @@ def list_command() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dlm_lens.experiments.catalogue import declared_experiments
+    from dlm_lens.experiments.experiment import declared_experiments
 
     table = Table("name", "shows", "what it measures", box=None, pad_edge=False)
     for experiment in declared_experiments():

@@ -27,18 +27,18 @@ def train(
     """Train a masked DLM, or go on with an interrupted run; the same command does both."""
     from dlm_lens.command_options import one_of
     from dlm_lens.training.config_files import read_settings
-    from dlm_lens.training.planning import DEVICES
+    from dlm_lens.training.cost_estimate import DEVICES
 
     one_of("--device", device, DEVICES)
     if not 0 < utilisation <= 1:
         raise ValueError(f"--utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1")
     settings = read_settings(config, override or ())
-    from dlm_lens.training.checkpoints import TrainingStoppedError
-    from dlm_lens.training.training_run import run_training
-
     if dry_run:
         _show_plan(settings, device, devices, utilisation)
         return
+    from dlm_lens.training.checkpoints import TrainingStoppedError
+    from dlm_lens.training.trainer import run_training
+
     try:
         path = run_training(settings)
     except TrainingStoppedError as error:
@@ -48,7 +48,7 @@ def train(
 
 
 def _show_plan(settings: "TrainingSettings", device: str, devices: int | None, utilisation: float) -> None:
-    from dlm_lens.training.planning import plan
+    from dlm_lens.training.cost_estimate import plan
 
     found = plan(settings, device=device, devices=devices, utilisation=utilisation, rows=_rows(settings))
     for name, value in found.rows().items():

@@ -1,30 +1,21 @@
 """`HarnessLM`: a model of this library as a language model of lm-evaluation-harness."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from tqdm.auto import tqdm
-
-from dlm_lens.evaluation.missing import MISSING
-from dlm_lens.placement import input_device
-
-try:
-    from lm_eval.api.registry import register_model
-except ImportError as error:
-    raise ImportError(MISSING.format(error)) from error
 
 from dlm_lens.adapters import load
 from dlm_lens.attention.hook_attachment import checked
 from dlm_lens.evaluation.encoding import Encoder
-from dlm_lens.evaluation.generation import Generator, Job, Text
-from dlm_lens.evaluation.generation_requests import JobMaker
-from dlm_lens.evaluation.likelihood_requests import ItemMaker
-from dlm_lens.evaluation.likelihoods import Around, Likelihoods
-from dlm_lens.evaluation.processes import SharedLM
-from dlm_lens.evaluation.recorded import (
+from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
+from dlm_lens.evaluation.likelihood_requests import Around, ItemMaker, Likelihoods, refuse_likelihood_hooks
+from dlm_lens.evaluation.request_recordings import (
     INDEX,
     RecordedGenerator,
     RecordedLikelihoods,
@@ -33,7 +24,6 @@ from dlm_lens.evaluation.recorded import (
     RequestRecordings,
     read_record,
 )
-from dlm_lens.evaluation.refusing import refuse_likelihood_hooks
 from dlm_lens.evaluation.responses import Responses, fingerprint, identity_of
 from dlm_lens.evaluation.settings import (
     GenerationSettings,
@@ -44,6 +34,71 @@ from dlm_lens.evaluation.settings import (
     request_key,
 )
 from dlm_lens.hooks.expressions import parse_hooks
+from dlm_lens.placement import input_device
+
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise ImportError(
+        f"evaluation needs lm-evaluation-harness ({error}); install it with: pip install 'dlm-lens[eval]'"
+    ) from error
+
+
+logger = logging.getLogger(__name__)
+
+
+class SharedLM(LM):
+    """What the harness asks of a model that several processes hold; alone it is one process.
+
+    The process group must exist (`torch.distributed.init_process_group`) before the model is made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._rank = torch.distributed.get_rank()
+            self._world_size = torch.distributed.get_world_size()
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+        """The model that the harness's arguments name."""
+        return super().create_from_arg_string(arg_string, _possible(additional_config or {}))
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+        """The model that the harness's arguments name."""
+        return super().create_from_arg_obj(arg_dict, _possible(additional_config or {}))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all processes, one behind the other."""
+        if self.world_size == 1:
+            return tensor
+        parts = [torch.zeros_like(tensor.reshape(-1)) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, tensor.reshape(-1))
+        return torch.cat(parts)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """The objects of all processes, on one of them."""
+        if self.world_size == 1:
+            return [obj]
+        found: list[Any] | None = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, found, dst=dst)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for the other processes."""
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+
+def _possible(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The harness's own arguments on a device that is there: its command line says cuda:0 where nobody said any."""
+    device = str(config.get("device"))
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        logger.warning("the harness asks for %s, and there is no CUDA device; the model goes to the CPU", device)
+        return {**config, "device": "cpu"}
+    return dict(config)
 
 
 @register_model("dlm_lens")

@@ -1,15 +1,169 @@
-"""Likelihood requests in ids: contexts with continuations, and the windows of long texts."""
+"""Likelihood requests of the harness: from text to ids, in batches, to log-likelihoods."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
+from dlm_lens.attention.hook_context import NoRunError
 from dlm_lens.evaluation.encoding import Encoder
-from dlm_lens.evaluation.likelihoods import Item
 from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
+from dlm_lens.hooks import attach_hooks
+from dlm_lens.placement import input_device
+from dlm_lens.sampling import log_likelihood
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
+
+CHUNK = 64
+"""Requests that are computed together and stored when they are finished: what a killed run loses at most."""
+
+Around = Callable[[Any], AbstractContextManager[Any]]
+"""Makes a context for forward passes of the model it is given, such as a recording."""
+
+
+def together(hooks: Sequence[Any], around: Around | None) -> bool:
+    """Whether requests of unequal length may share a forward: every row gets what it gets alone."""
+    return around is None and all(getattr(hook, "padding_safe", False) for hook in hooks)
+
+
+class Item(NamedTuple):
+    """A request in ids: where it belongs, its seed, and whether to decode it greedily as well."""
+
+    place: int
+    context: list[int]
+    continuation: list[int]
+    seed: int
+    greedy: bool
+
+    @property
+    def length(self) -> int:
+        """Positions of its canvas."""
+        return len(self.context) + len(self.continuation)
+
+
+class Answer(NamedTuple):
+    """A request's result, in the harness's form."""
+
+    place: int
+    value: float
+    is_greedy: bool
+
+
+class Likelihoods:
+    """Computes likelihoods of requests, in an order of its own.
+
+    With `around`, or with a hook that is not `padding_safe`, only requests of equal length share a forward, so that
+    no padding stands beside them.
+
+    Args:
+        model: from `dlm_lens.load`.
+        settings: the method and its settings.
+        batch_size: canvases per forward; None for as many as fit into bounded memory.
+        hooks: interventions, in force in every forward.
+        around: makes the context that every chunk is computed in.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: LikelihoodSettings,
+        *,
+        batch_size: int | None = None,
+        hooks: Sequence[Any] = (),
+        around: Around | None = None,
+    ) -> None:
+        self.model, self.settings, self.batch_size = model, settings, batch_size
+        self.hooks, self.around = tuple(hooks), around
+
+    def run(self, items: Sequence[Item]) -> Iterator[list[Answer]]:
+        """The results, chunk by chunk, the longest requests first."""
+        for chunk in self._chunks(items):
+            with ExitStack() as stack:
+                if self.hooks:
+                    stack.enter_context(attach_hooks(self.model, *self.hooks))
+                if self.around is not None:
+                    stack.enter_context(self.around(self.model))
+                answers = self._answers(chunk)
+            # Outside: whoever reads the answers may stop, and the model is not to keep its hooks.
+            yield answers
+
+    def _chunks(self, items: Sequence[Item]) -> Iterator[list[Item]]:
+        ordered = sorted(items, key=lambda item: (-item.length, -len(item.continuation), item.place))
+        padded = together(self.hooks, self.around)
+        for _, group in groupby(ordered, key=lambda item: 0 if padded else item.length):
+            same = list(group)
+            yield from (same[start : start + CHUNK] for start in range(0, len(same), CHUNK))
+
+    def _answers(self, items: Sequence[Item]) -> list[Answer]:
+        causal = getattr(self.model.config, "mask_token_id", None) is None
+        if causal and self.settings.method in (None, "chain_rule"):
+            return teacher_forced(self.model, items, self.batch_size)
+        values = self._values(items)
+        checked = [item for item in items if item.greedy]
+        greedy: dict[int, bool] = {}
+        if self.settings.method == "greedy_completion":
+            greedy = {item.place: value == 0 for item, value in zip(items, values, strict=True)}
+        elif checked:
+            exact = self._likelihood(checked, "greedy_completion").is_greedy.tolist()
+            greedy = {item.place: same for item, same in zip(checked, exact, strict=True)}
+        return [
+            Answer(item.place, value, greedy.get(item.place, False))
+            for item, value in zip(items, values, strict=True)
+        ]
+
+    def _values(self, items: Sequence[Item]) -> list[float]:
+        settings, extra = self.settings, dict(self.settings.options)
+        method = settings.method or "mc"
+        if method == "mc":
+            extra |= {"samples": settings.samples, "strata": settings.strata, "seed": [item.seed for item in items]}
+        return [float(value) for value in self._likelihood(items, method, **extra).value]
+
+    def _likelihood(self, items: Sequence[Item], method: str, **extra: Any) -> Any:
+        contexts, continuations = [item.context for item in items], [item.continuation for item in items]
+        common: dict[str, Any] = {"cfg_scale": self.settings.cfg_scale, "batch_size": self.batch_size}
+        return log_likelihood(self.model, contexts, continuations, method, **common, **extra)
+
+
+@torch.no_grad()
+def teacher_forced(model: Any, items: Sequence[Item], batch_size: int | None = None) -> list[Answer]:
+    """The exact likelihood of an AR model, and whether its argmax is the continuation: one forward per batch.
+
+    Greedy decoding writes the continuation exactly if every argmax, given the tokens before, is the next token.
+
+    Raises:
+        NonFiniteLogitsError: naming the request and the position.
+    """
+    scorer = Scorer(model, batch_size=batch_size, shift=True)
+    answers = []
+    for batch in scorer.batches(_whole(item) for item in items):
+        for query, (value, same) in zip(batch, _score(scorer, batch), strict=True):
+            answers.append(Answer(query.item, value, same))
+    return answers
+
+
+def _whole(item: Item) -> Query:
+    pair = Pair(torch.tensor(item.context), torch.tensor(item.continuation))
+    return Query(item.place, pair, torch.zeros_like(pair.in_answer), pair.in_answer)
+
+
+def _score(scorer: Scorer, queries: Sequence[Query]) -> list[tuple[float, bool]]:
+    batch = assemble(scorer.model, queries)
+    logits = scorer.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
+    check_items(logits, batch.scored, batch.content, queries)
+    targets = batch.targets.to(logits.device)
+    loss: Float[Tensor, scored] = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    same: Bool[Tensor, scored] = logits.argmax(-1) == targets
+    sizes = [int(query.scored.sum()) for query in queries]
+    return [
+        (-float(losses.double().sum()), bool(matches.all()))
+        for losses, matches in zip(loss.cpu().split(sizes), same.cpu().split(sizes), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -36,6 +190,8 @@ class ItemMaker:
 
     def windows(self, place: int, text: str) -> list[Item]:
         """A text as windows that each see the tokens before them; every token is scored once."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
         ids = self.encoder.text(text)
         ids = ids[1:] if ids[:1] == [self.encoder.prefix] else ids
         # The harness counts an AR model's inputs, which lack the last token; a canvas holds it.
@@ -55,3 +211,30 @@ class ItemMaker:
         documents = [(request.task_name, request.doc_id) for request in requests]
         count = Counter(documents)
         return [one[0] is None or count[one] == 1 or one[0] in read for one in documents]
+
+
+TRIED = 16
+"""Positions of the canvas that hooks are tried on: enough for every key to have the viewers that a score needs."""
+
+
+@torch.no_grad()
+def refuse_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
+    """Try every hook in a forward pass without steps, which is all that a likelihood has.
+
+    Raises:
+        ValueError: naming a hook that needs steps.
+    """
+    device = input_device(model)
+    canvas = torch.zeros(1, TRIED, dtype=torch.long, device=device)
+    for hook in hooks:
+        try:
+            with attach_hooks(model, hook):
+                model.get_decoder()(input_ids=canvas, use_cache=False)
+        except NoRunError:
+            raise ValueError(
+                f"{hook} needs the steps of a run, and a likelihood is a forward pass without any; evaluate tasks "
+                "that generate with this hook, or give likelihoods one without steps"
+            ) from None
+        except Exception:
+            # What else is wrong, such as a position that this short canvas lacks, is for the requests to tell.
+            continue

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.results import Results, read_results
-from dlm_lens.experiments.running import list_items
-from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering
+from dlm_lens.experiments.results import Item, Results, read_results
+from dlm_lens.experiments.runner import list_items
 from dlm_lens.files.atomic_writes import write_file
 
 

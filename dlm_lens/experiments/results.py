@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import Field
 
-from dlm_lens.experiments.spec import Item, key_of
 from dlm_lens.files.atomic_writes import append, open_to_append, sync_directory
 from dlm_lens.files.locks import held, lock
 from dlm_lens.files.sealed_json import (
@@ -29,6 +28,17 @@ from dlm_lens.files.sealed_json import (
 logger = logging.getLogger(__name__)
 
 PATTERN = "results*.jsonl"
+
+Settings = Mapping[str, Any]
+"""Settings of an experiment: JSON values by name."""
+
+Item = Mapping[str, Any]
+"""What one line of the results answers, such as a model, a condition and some prompts: JSON values by name."""
+
+
+def key_of(item: Item) -> str:
+    """An item as text, the same for equal items."""
+    return json.dumps(item, sort_keys=True)
 
 
 class ConfigLine(Document):

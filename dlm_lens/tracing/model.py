@@ -174,7 +174,7 @@ class DiffusionLM(HuggingFaceModel):
         batcher, group = self.interleaver.batcher, Mediator.current("own_rows").batch_group
         if batcher is None or not batcher.batching or group is None:
             return None
-        rows: Int[Tensor, "row"] = batcher.narrow(torch.arange(batcher.total * (2 if batcher.guided else 1)), group)
+        rows: Int[Tensor, row] = batcher.narrow(torch.arange(batcher.total * (2 if batcher.guided else 1)), group)
         return rows
 
     def _use_sampler(self, sampler: Sampler | None) -> None:

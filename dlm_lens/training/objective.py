@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.training.rows import Rows
+from dlm_lens.training.sources import Rows
 
 Schedule = Literal["linear", "cosine"]
 Weighting = Literal["inverse", "elbo"]

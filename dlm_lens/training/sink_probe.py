@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlm_lens.attention import SinkLayout, column_sums, listening
 from dlm_lens.placement import input_device
-from dlm_lens.training.rows import Example, Rows
+from dlm_lens.training.sources import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
 """Masking shares of the probe's canvases, from the most masked to the least, as along a denoising run."""

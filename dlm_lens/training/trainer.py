@@ -1,10 +1,10 @@
-"""`MaskedDiffusionTrainer`: transformers' Trainer with the objective, exact resumption and honest stops."""
+"""`MaskedDiffusionTrainer`: transformers' Trainer with the objective, exact resumption and loud failures."""
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.attention import in_use
 from dlm_lens.files.locks import held
-from dlm_lens.training.batches import Batching, BatchStream
+from dlm_lens.training.callbacks import (
+    Evaluation,
+    Interruption,
+    ProgressBar,
+    SaveClock,
+    SinkMetrics,
+    Stopwatch,
+    without_progress_bars,
+)
 from dlm_lens.training.checkpoints import (
     NonFiniteLossError,
     check_files,
@@ -26,23 +34,14 @@ from dlm_lens.training.checkpoints import (
     step_of,
     tidy,
 )
-from dlm_lens.training.data import build_source
-from dlm_lens.training.head_loss import loss_forward
-from dlm_lens.training.monitoring import (
-    Evaluation,
-    Interruption,
-    SaveClock,
-    SinkMetrics,
-    Stopwatch,
-    evaluation_loss,
-)
+from dlm_lens.training.data import Batching, BatchStream, build_source, read_dataset
+from dlm_lens.training.initialization import build_model
+from dlm_lens.training.losses import evaluation_loss, loss_forward
 from dlm_lens.training.objective import MaskedDiffusionLoss
-from dlm_lens.training.optimization import build_optimizer, learning_rate
-from dlm_lens.training.progress import ProgressBar
+from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Source, take
-from dlm_lens.training.trainer_arguments import training_arguments
 from dlm_lens.training.trainer_checkpoints import WholeCheckpoints, plain
 
 logger = logging.getLogger(__name__)
@@ -316,3 +315,47 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
 def _size(source: Source) -> int | None:
     rows = getattr(source, "rows", None)
     return len(rows) if rows is not None else None
+
+
+def training_arguments(settings: TrainingSettings, steps: int) -> TrainingArguments:
+    """What transformers' Trainer needs to know of the settings."""
+    arguments = TrainingArguments(
+        output_dir=settings.output,
+        max_steps=steps,
+        per_device_train_batch_size=settings.micro_batch_size,
+        learning_rate=settings.optimisation.rate,
+        max_grad_norm=settings.optimisation.clip,
+        bf16=settings.precision == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=settings.log_steps,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to=list(settings.report_to) or "none",
+        ignore_data_skip=True,
+        ddp_find_unused_parameters=False,
+        seed=settings.seed,
+        disable_tqdm=True,
+        **({_checkpointing_name(): True} if settings.checkpointing else {}),
+    )
+    if arguments.n_gpu > 1:
+        # Without a launcher, transformers would copy the model to every GPU in one process.
+        logger.warning("one GPU of %d is used; start with torchrun or accelerate launch for all", arguments.n_gpu)
+        arguments._n_gpu = 1
+    return arguments
+
+
+def _checkpointing_name() -> str:
+    names = {field.name for field in fields(TrainingArguments)}
+    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+
+
+def run_training(settings: TrainingSettings) -> Path | None:
+    """Train by settings, from the newest checkpoint if there is one, and return the last."""
+    logging.getLogger("dlm_lens").setLevel(logging.INFO)
+    dataset = read_dataset(settings.data)
+    evaluation = read_dataset(settings.data, settings.data.eval_split) if settings.data.eval_split else None
+    with without_progress_bars():
+        model = build_model(settings)
+    trainer = MaskedDiffusionTrainer(model, settings, dataset, evaluation)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer.last_checkpoint

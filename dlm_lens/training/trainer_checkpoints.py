@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer
 
 from dlm_lens.adapters import load
+from dlm_lens.training.callbacks import Stopwatch, without_progress_bars
 from dlm_lens.training.checkpoints import (
     MOMENTS_FILE,
     PARTIAL,
@@ -22,9 +23,7 @@ from dlm_lens.training.checkpoints import (
     step_of,
     tidy,
 )
-from dlm_lens.training.monitoring import Stopwatch
-from dlm_lens.training.optimization import learning_rate, optimizer_tensors, restore_optimizer
-from dlm_lens.training.progress import without_progress_bars
+from dlm_lens.training.optimizers import learning_rate, optimizer_tensors, restore_optimizer
 from dlm_lens.training.settings import TrainingSettings
 from dlm_lens.training.sources import Cursor
 

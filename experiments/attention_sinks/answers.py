@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference, wilson
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.statistics import Interval, mean_over_prompts, paired_difference, wilson
 
 Prompt = tuple[Any, int]
 """Where the prompt's item begins, and its place in it."""

@@ -7,9 +7,9 @@ from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
 from dlm_lens.experiments.attention_sinks.watching import numbers
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table
-from dlm_lens.experiments.statistics import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.results import Item, Results, Settings
 
 KINDS = ("sinks", "random", "random, same mass")
 
@@ -135,6 +135,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

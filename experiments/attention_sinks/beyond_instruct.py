@@ -8,7 +8,8 @@ from dlm_lens.experiments.attention_sinks.instruct_tables import render
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, starts
 from dlm_lens.experiments.attention_sinks.readings import conditions
 from dlm_lens.experiments.attention_sinks.twin import TwinBench, split
-from dlm_lens.experiments.spec import Cost, Experiment, Item, Settings
+from dlm_lens.experiments.experiment import Cost, Experiment, run_script
+from dlm_lens.experiments.results import Item, Settings
 
 
 def pairs(settings: Settings) -> list[tuple[str, str]]:
@@ -97,6 +98,4 @@ EXPERIMENT = Experiment(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from dlm_lens.experiments.attention_sinks import hooked
 from dlm_lens.experiments.attention_sinks.hooked import accuracy, difference, names
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Rendering, Settings
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.results import Results, Settings
 
 
 def conditions(settings: Settings, model: str) -> dict[str, str]:
@@ -60,6 +60,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -5,9 +5,9 @@ from typing import Any
 
 from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.watching import numbers, watch
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table
-from dlm_lens.experiments.statistics import Interval, ratio_over_prompts
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
+from dlm_lens.experiments.results import Item, Results, Settings
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0]
 LEVELS = ("head", "layer", "model")
@@ -92,6 +92,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

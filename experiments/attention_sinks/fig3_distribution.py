@@ -7,9 +7,9 @@ import numpy as np
 
 from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.watching import numbers, watch
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table
-from dlm_lens.experiments.statistics import Interval, mean_over_prompts
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts
+from dlm_lens.experiments.results import Item, Results, Settings
 
 EDGES = [0.0, *np.round(np.geomspace(0.01, 100, 25), 4).tolist(), 1e6]
 """Bins of score, relative to uniform."""
@@ -102,6 +102,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -7,9 +7,9 @@ import numpy as np
 
 from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table
-from dlm_lens.experiments.statistics import Interval, mean_over_prompts
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts
+from dlm_lens.experiments.results import Item, Results, Settings
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
@@ -92,6 +92,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

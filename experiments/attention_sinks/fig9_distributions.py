@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from dlm_lens.experiments.attention_sinks import watching
 from dlm_lens.experiments.attention_sinks.fig3_distribution import EXPERIMENT as FIGURE_3
+from dlm_lens.experiments.experiment import run_script
 
 EXPERIMENT = replace(
     FIGURE_3,
@@ -15,6 +16,4 @@ EXPERIMENT = replace(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

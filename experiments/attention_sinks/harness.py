@@ -4,7 +4,7 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from dlm_lens.experiments.spec import Item, Settings
+from dlm_lens.experiments.results import Item, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ def answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool
     """
     from lm_eval.evaluator import simple_evaluate
 
+    from dlm_lens.evaluation.evaluation import check_code, find_tasks
     from dlm_lens.evaluation.harness import HarnessLM
-    from dlm_lens.evaluation.run_tasks import check_code, find_tasks
 
     wanted = settings.get("presets", True)
     preset = preset_of(item["model"], settings["task"]) if wanted else None

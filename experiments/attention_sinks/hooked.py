@@ -6,9 +6,9 @@ from typing import Any
 from dlm_lens.experiments.attention_sinks.answers import answers, exact_match
 from dlm_lens.experiments.attention_sinks.answers import difference as paired
 from dlm_lens.experiments.attention_sinks.problems import problems_of, starts
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Item, Settings, Table
-from dlm_lens.experiments.statistics import Interval
+from dlm_lens.experiments.experiment import Cost, Table
+from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.results import Item, Results, Settings
 
 SMALL: dict[str, Any] = {
     "models": ["toy"], "task": "toy_arithmetic", "prompts": 8, "batch": 8, "sampler": {}, "columns": 1

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
-from dlm_lens.experiments.spec import Item, Settings
+from dlm_lens.experiments.results import Item, Settings
 
 MEASURES: dict[str, tuple[str, str]] = {
     "sinks per map": ("sinks", "maps"),

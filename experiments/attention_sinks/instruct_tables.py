@@ -9,9 +9,9 @@ from dlm_lens.experiments.attention_sinks.instruct_sinks import MEASURES, OVERLA
 from dlm_lens.experiments.attention_sinks.readings import BASE, VARIANTS, conditions, named
 from dlm_lens.experiments.attention_sinks.table1 import HEAD, rows_of
 from dlm_lens.experiments.attention_sinks.twin import split
+from dlm_lens.experiments.experiment import Finding, Rendering, Table
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Finding, Rendering, Table
-from dlm_lens.experiments.statistics import Interval, mean_over_prompts, paired_difference
 
 Pair = tuple[str, str]
 

@@ -6,9 +6,9 @@ from typing import Any
 from dlm_lens.experiments.attention_sinks.answers import answers, difference, exact_match, minus
 from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.attention_sinks.readings import BASE, CONTROLS, READINGS
+from dlm_lens.experiments.experiment import Finding
+from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Finding
-from dlm_lens.experiments.statistics import Interval, ratio_over_prompts
 
 
 def accuracy(results: Results, model: str, columns: int, **changes: Any) -> Interval:

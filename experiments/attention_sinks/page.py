@@ -16,10 +16,9 @@ from dlm_lens.experiments.attention_sinks import (
     table1,
 )
 from dlm_lens.experiments.attention_sinks.readings import BASE, READINGS
-from dlm_lens.experiments.catalogue import list_experiments
+from dlm_lens.experiments.experiment import Experiment, Rendering, list_experiments
 from dlm_lens.experiments.rendering import describe, load_results, markdown
 from dlm_lens.experiments.results import PATTERN, Results
-from dlm_lens.experiments.spec import Experiment, Rendering
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"

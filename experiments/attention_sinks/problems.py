@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dlm_lens.evaluation
-from dlm_lens.experiments.spec import Settings
+from dlm_lens.experiments.results import Settings
 
 SHIPPED = {"toy_arithmetic": "A", "toy_lists": "L", "toy_facts": "F"}
 """Tasks that come with the package, in the language of the embedded models; task names of problems.jsonl."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_lens.experiments.spec import Settings
+from dlm_lens.experiments.results import Settings
 
 BASE: dict[str, Any] = {
     "choose": "top", "per": "head", "source": "current", "stage": "before_softmax", "scale": "relative"

@@ -7,8 +7,8 @@ from dlm_lens.experiments.attention_sinks.answers import answers, difference, ex
 from dlm_lens.experiments.attention_sinks.masking_findings import accuracy, findings, has
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, problems, problems_of, starts
 from dlm_lens.experiments.attention_sinks.readings import CONTROLS, VARIANTS, conditions, named
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Experiment, Item, Rendering, Settings, Table
+from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table, run_script
+from dlm_lens.experiments.results import Item, Results, Settings
 
 
 def items(settings: Settings) -> Iterator[Item]:
@@ -221,6 +221,4 @@ EXPERIMENT = Experiment(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.spec import Settings
+from dlm_lens.experiments.results import Settings
 
 OBJECTIVES: dict[str, dict[str, Any]] = {"+sft": {"whole_share": 0.0}, "+pretraining": {}}
 """What changes in the objective of `experiments/toy`: in 30% of its rows the prompt is masked too."""

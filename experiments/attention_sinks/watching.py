@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
-from dlm_lens.experiments.spec import Cost, Item, Settings
+from dlm_lens.experiments.experiment import Cost
+from dlm_lens.experiments.results import Item, Settings
 
 SMALL: dict[str, Any] = {
     "models": ["toy", "toy-sink", "toy-ar"], "task": "toy_arithmetic", "prompts": 4, "batch": 4, "sampler": {},

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
-from dlm_lens.experiments.spec import Cost, Item, Settings
+from dlm_lens.experiments.experiment import Cost
+from dlm_lens.experiments.results import Item, Settings
 
 SMALL: dict[str, Any] = {
     "task": "toy_arithmetic", "prompts": 16, "batch": 16, "chat": False, "sampler": {"gen_length": 32, "steps": 32},

@@ -3,11 +3,11 @@
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, Verdict, run_script
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
 from dlm_lens.experiments.one_token import denoising
 from dlm_lens.experiments.one_token.paper import FIGURE1
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Experiment, Finding, Item, Rendering, Settings, Table, Verdict
-from dlm_lens.experiments.statistics import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.probes.norms import ValueMatch
 
 LARGEST = 96
@@ -188,6 +188,4 @@ EXPERIMENT = Experiment(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

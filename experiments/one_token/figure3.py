@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, Verdict, run_script
 from dlm_lens.experiments.one_token import denoising
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Item, Rendering, Settings, Table, Verdict
+from dlm_lens.experiments.results import Item, Results, Settings
 
 SMALL: dict[str, Any] = {"models": ["toy-sink"], **denoising.SMALL}
 FULL: dict[str, Any] = {
@@ -100,6 +100,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

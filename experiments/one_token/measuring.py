@@ -64,7 +64,7 @@ def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def validation_loss(model: Any, settings: Mapping[str, Any]) -> float:
     """The objective's loss on held-out text, in nats; the same sequences and masks for every network."""
-    from dlm_lens.training.monitoring import evaluation_loss
+    from dlm_lens.training.losses import evaluation_loss
     from dlm_lens.training.sources import take
     from dlm_lens.training.trainer import EVALUATION_SEED
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.answers import Prompt, exact_match
+from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, Verdict
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import real
 from dlm_lens.experiments.one_token.seeds import over_seeds, paired, shown
 from dlm_lens.experiments.one_token.text import LENGTH
 from dlm_lens.experiments.one_token.training import LONGER, SCRATCH, Miniature
 from dlm_lens.experiments.one_token.variants import VARIANTS
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Finding, Item, Rendering, Settings, Table, Verdict
-from dlm_lens.experiments.statistics import Interval
+from dlm_lens.experiments.results import Item, Results, Settings
 
 POSITIONS = 64
 """Of a canvas of the synthetic language."""

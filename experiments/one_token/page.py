@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from dlm_lens.experiments.catalogue import list_experiments
+from dlm_lens.experiments.experiment import Experiment, Verdict, list_experiments
 from dlm_lens.experiments.one_token.language import ROOT
 from dlm_lens.experiments.rendering import describe, load_results, markdown, render_experiment
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Verdict
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from dlm_lens.experiments.spec import Table
+from dlm_lens.experiments.experiment import Table
 
 BENCHMARKS = ("ARC-e", "ARC-c", "HellaSwag", "PIQA", "RACE", "SIQA", "LAMBADA", "GSM8K")
 FEWER = ("ARC-e", "ARC-c", "RACE", "HellaSwag", "PIQA")

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Cost, Item, Settings, Table
+from dlm_lens.experiments.experiment import Cost, Table
+from dlm_lens.experiments.results import Item, Results, Settings
 
 CONFIGS = Path(__file__).parent / "configs"
 """Of the ablations; those of Tables 1 and 2 ship with `dlm_lens.training`."""
@@ -63,7 +63,7 @@ def training_settings(item: Item, settings: Settings, *, fine_tuned: bool = Fals
 
 def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
     from dlm_lens.training.checkpoints import last_checkpoint
-    from dlm_lens.training.training_run import run_training
+    from dlm_lens.training.trainer import run_training
 
     wanted = training_settings(item, settings, fine_tuned=fine_tuned)
     found = last_checkpoint(wanted.output)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import mean, stdev
 
-from dlm_lens.experiments.statistics import Interval
+from dlm_lens.experiments.intervals import Interval
 
 QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Of Student's t, two-sided 95%, for 1 to 9 degrees of freedom; the last one serves more seeds too, and is wide."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import miniature, paper, real
 from dlm_lens.experiments.one_token.seeds import paired, shown
 from dlm_lens.experiments.one_token.training import SCRATCH
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Rendering
 
 SINK, GATE = "DLM + extra token", "DLM + GA"
 VARIANTS = ("plain", "sink", "gated")
@@ -94,6 +94,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Verdict, run_script
 from dlm_lens.experiments.one_token import miniature, paper, real
 from dlm_lens.experiments.one_token.seeds import over_seeds, paired, shown
 from dlm_lens.experiments.one_token.table1 import VARIANTS, sink_against_gate
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Rendering, Verdict
 
 ENOUGH = 0.5
 """Sinks per pattern, for a statement about where they are."""
@@ -73,6 +73,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -1,8 +1,8 @@
 """Table 3: the sink token in front of the sequence or behind it."""
 
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import miniature, paper, real
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Rendering
 
 VARIANTS = ("plain", "sink", "end")
 
@@ -47,6 +47,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -1,8 +1,8 @@
 """Table 4: none, one, two or four sink tokens."""
 
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import miniature, paper, real
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Rendering
 
 VARIANTS = ("plain", "sink", "sinks2", "sinks4")
 
@@ -54,6 +54,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -1,9 +1,9 @@
 """Table 5: the sink token's value forced to zero; beside it the softmax that leaves room for nothing."""
 
+from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import miniature, paper, real
 from dlm_lens.experiments.one_token.seeds import shown
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.spec import Experiment, Finding, Rendering
 
 VARIANTS = ("plain", "sink", "zero", "off-by-one")
 
@@ -58,6 +58,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    from dlm_lens.experiments.script import run_script
-
     run_script(EXPERIMENT)

@@ -52,8 +52,8 @@ def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def validation_loss(model: Any, rows: Int[Tensor, "row position"], batch_size: int = 32) -> float:
     """The objective's loss on rows of text, in nats per token; the same masks for every network."""
-    from dlm_lens.training.monitoring import evaluation_loss
-    from dlm_lens.training.rows import Example
+    from dlm_lens.training.losses import evaluation_loss
+    from dlm_lens.training.sources import Example
     from dlm_lens.training.trainer import EVALUATION_SEED
 
     return evaluation_loss(

@@ -11,8 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dlm_lens.experiments.one_token.text import LENGTH, Text, read_text
-from dlm_lens.training.rows import Example
-from dlm_lens.training.sources import RowSource
+from dlm_lens.training.sources import Example, RowSource
 
 VOCABULARY = 1024
 """Tokens at most: 256 bytes, merges, and the three below."""

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
-from dlm_lens.training.head_loss import masked_loss
+from dlm_lens.training.losses import masked_loss
 from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
-from dlm_lens.training.rows import Rows
+from dlm_lens.training.sources import Rows
 from tests.reference import forward64
 
 LAYOUTS = [(family.name, model_type) for family in dl.families() for model_type in family.layouts]

@@ -11,8 +11,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from dlm_lens.evaluation import run_tasks
-from dlm_lens.evaluation.run_tasks import TASKS
+from dlm_lens.evaluation import evaluation
+from dlm_lens.evaluation.evaluation import TASKS
 from dlm_lens.testing import tiny
 
 
@@ -60,7 +60,7 @@ HARNESS = (
 @pytest.fixture
 def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the harness's own tasks only those in `HARNESS`."""
-    monkeypatch.setattr(run_tasks, "_manager", _few)
+    monkeypatch.setattr(evaluation, "_manager", _few)
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.encoding import Encoder
-from dlm_lens.evaluation.generation import cut, end_ids
+from dlm_lens.evaluation.generation_requests import cut, end_ids
 from dlm_lens.hooks import mask_positions
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask

@@ -8,8 +8,8 @@ import torch
 import dlm_lens as dl
 from dlm_lens.evaluation import GenerationSettings, HarnessLM, Preset, evaluate, find_preset, list_presets
 from dlm_lens.evaluation.encoding import Encoder
+from dlm_lens.evaluation.evaluation import find_tasks
 from dlm_lens.evaluation.generation_requests import JobMaker, sampler_settings
-from dlm_lens.evaluation.run_tasks import find_tasks
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, changed_task
 

@@ -26,7 +26,7 @@ from tests.files.damage import damage
 def test_a_killed_evaluation_goes_on(
     kind: str, llada: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlm_lens.evaluation.likelihoods.CHUNK", 3)
+    monkeypatch.setattr("dlm_lens.evaluation.likelihood_requests.CHUNK", 3)
     given = texts(9, 2, 8)
     arguments: list[tuple[Any, ...]] = {
         "loglikelihood": [(one, " w1 w2") for one in given],
@@ -122,7 +122,7 @@ def test_the_harness_own_cache_is_filled_too(llada: Any) -> None:
 def test_a_process_that_was_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     code = (
-        "import sys, dlm_lens.evaluation.likelihoods as likelihoods\n"
+        "import sys, dlm_lens.evaluation.likelihood_requests as likelihoods\n"
         "from dlm_lens.evaluation import evaluate\n"
         "likelihoods.CHUNK = 2\n"
         "print(evaluate('toy', 'toy_choice', limit=30, likelihood={'method': 'chain_rule'},\n"

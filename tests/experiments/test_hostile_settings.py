@@ -1,6 +1,6 @@
 import pytest
 
-from dlm_lens.experiments.spec import read_setting
+from dlm_lens.experiments.experiment import read_setting
 
 
 def test_settings_are_literals_or_text_and_never_programs() -> None:

@@ -17,8 +17,8 @@ from dlm_lens.experiments import Bench, find_experiment, run_experiment
 from dlm_lens.experiments.attention_sinks import masking_findings, table1
 from dlm_lens.experiments.attention_sinks.readings import BASE, VARIANTS, conditions, named
 from dlm_lens.experiments.attention_sinks.weighing import Weighed
+from dlm_lens.experiments.intervals import wilson
 from dlm_lens.experiments.results import Record, Results
-from dlm_lens.experiments.statistics import wilson
 from dlm_lens.hooks import mask_positions, mask_random, mask_sinks, mask_top_sinks, sink
 from dlm_lens.testing import tiny
 
@@ -196,7 +196,7 @@ def test_ten_sinks_agree_only_within_the_paper_s_range() -> None:
 def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.evaluator
 
-    from dlm_lens.evaluation import find_preset, run_tasks
+    from dlm_lens.evaluation import evaluation, find_preset
     from dlm_lens.experiments.attention_sinks import harness
 
     asked: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytes
 
     preset = find_preset(f"attention-sinks/table1/{family}/gsm8k")
     monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", simple_evaluate)
-    monkeypatch.setattr(run_tasks, "find_tasks", lambda names: SimpleNamespace(task_index={}))
+    monkeypatch.setattr(evaluation, "find_tasks", lambda names: SimpleNamespace(task_index={}))
     settings = {"task": "gsm8k", "sampler": {}, "batch": 2, "prompts": 3, "confirm_run_unsafe_code": False}
     item = {"model": preset.model, "start": 2, "seed": 5}
     # Dream's metric has no filter, and so its first sample counts.

@@ -12,6 +12,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach
 from dlm_lens.experiments import find_experiment, list_experiments, run_experiment
 from dlm_lens.experiments.attention_sinks.answers import exact_match
+from dlm_lens.experiments.intervals import Interval, wilson
 from dlm_lens.experiments.one_token import language, measuring, miniature, paper
 from dlm_lens.experiments.one_token.measuring import measured, validation_loss
 from dlm_lens.experiments.one_token.seeds import QUANTILES, over_seeds, paired, shown
@@ -19,7 +20,6 @@ from dlm_lens.experiments.one_token.sink_statistics import moved
 from dlm_lens.experiments.one_token.training import Miniature, network
 from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.experiments.results import Record, Results
-from dlm_lens.experiments.statistics import Interval, wilson
 from dlm_lens.files.locks import alone
 
 TINY = {"steps": 2, "batch_size": 4, "corpus": 200, "prompts": 2, "watched": 1, "validation": 4, "seeds": 1}

@@ -9,7 +9,7 @@ from dlm_lens.experiments import find_experiment, list_experiments, render_exper
 from dlm_lens.experiments.one_token import real
 from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.experiments.results import Record, Results
-from dlm_lens.training import training_run
+from dlm_lens.training import trainer
 from dlm_lens.training.checkpoints import RUN_FILE
 
 TABLES = [find_experiment(f"one-token-table{number}") for number in range(1, 6)]
@@ -82,7 +82,7 @@ def test_a_fine_tuning_that_was_killed_is_gone_on_with(
         trained.append(settings.output)
         return output / "checkpoint-300"
 
-    monkeypatch.setattr(training_run, "run_training", run_training)
+    monkeypatch.setattr(trainer, "run_training", run_training)
     (output / "checkpoint-100").mkdir(parents=True)
     (output / "checkpoint-100" / RUN_FILE).write_text(json.dumps({"step": 100, **said}))
     assert real.run(item, given)["checkpoint"].endswith("checkpoint-300")

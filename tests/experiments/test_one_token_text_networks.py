@@ -17,7 +17,7 @@ from dlm_lens.experiments.one_token.text_rows import encoded
 from dlm_lens.experiments.one_token.training import LONGER, Miniature, data, network, trained
 from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.training import MaskedDiffusionTrainer, NextToken, Rows
-from dlm_lens.training.rows import Example
+from dlm_lens.training.sources import Example
 from dlm_lens.training.trainer import EVALUATION_SEED
 from tests.experiments.one_token_stories import write_story
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from dlm_lens.experiments import find_experiment, render_experiment, run_experiment
+from dlm_lens.experiments.cost_estimate import shape_of
 from dlm_lens.experiments.one_token import measuring, miniature, text_measuring
 from dlm_lens.experiments.one_token.text import LENGTH
 from dlm_lens.experiments.one_token.text_measuring import STEPS
 from dlm_lens.experiments.one_token.text_network import build_network
 from dlm_lens.experiments.one_token.text_rows import encoded
 from dlm_lens.experiments.one_token.training import LONGER, Miniature
-from dlm_lens.experiments.planning import shape_of
 from dlm_lens.experiments.results import Record, Results
 from tests.experiments.one_token_stories import write_story
 

@@ -28,10 +28,10 @@ from dlm_lens.experiments import (
     run_experiment,
 )
 from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.planning import Shape
+from dlm_lens.experiments.cost_estimate import Shape
+from dlm_lens.experiments.experiment import Cost, read_setting
+from dlm_lens.experiments.intervals import paired_difference, ratio_over_prompts, wilson
 from dlm_lens.experiments.results import Record, ResultsFile
-from dlm_lens.experiments.spec import Cost, read_setting
-from dlm_lens.experiments.statistics import paired_difference, ratio_over_prompts, wilson
 from tests.files.damage import damage
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ao]*/*.py"))
@@ -362,7 +362,9 @@ def test_flops_of_a_pass() -> None:
 @pytest.mark.parametrize("name", [one.name for one in list_experiments()])
 def test_every_experiment_is_a_script_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[str] = []
-    monkeypatch.setattr("dlm_lens.experiments.script.run_script", lambda experiment: run.append(experiment.name))
+    monkeypatch.setattr(
+        "dlm_lens.experiments.experiment.run_script", lambda experiment: run.append(experiment.name)
+    )
     (file,) = [path for path in SCRIPTS if f'"{name}"' in path.read_text() and "run_script" in path.read_text()]
     runpy.run_path(str(file), run_name="__main__")
     assert run == [name]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from dlm_lens.training import Example, MaskedDiffusionTrainer, Rows
-from dlm_lens.training.optimization import learning_rate
+from dlm_lens.training.optimizers import learning_rate
 from experiments.toy.checkpoint import export
 from experiments.toy.corpus import Corpus, build_corpus, held_out
 from experiments.toy.language import extract_answer

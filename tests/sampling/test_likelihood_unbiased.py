@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import dlm_lens as dl
 from dlm_lens.evaluation import LikelihoodSettings, find_preset
-from dlm_lens.evaluation.likelihoods import Item, Likelihoods
+from dlm_lens.evaluation.likelihood_requests import Item, Likelihoods
 from dlm_lens.evaluation.settings import read_settings
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.testing import tiny

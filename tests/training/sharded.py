@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dlm_lens.testing import tiny
-from dlm_lens.training.head_loss import loss_forward
+from dlm_lens.training.losses import loss_forward
 from dlm_lens.training.sink_probe import ProbeBatch, sink_statistics
 
 

@@ -185,11 +185,11 @@ def test_documents_that_do_not_see_each_other_are_what_they_are_alone() -> None:
         asked = objective.loss_arguments(rows, Noised(own, torch.ones(1), torch.ones(1), rows.answer))
         asked.pop("count")
         total += float(masked_loss(model, **asked).detach())
-    asked = objective.asked(packed, noise)
+    asked = objective.loss_arguments(packed, noise)
     asked.pop("count")
     assert float(masked_loss(model, **asked).detach()) == pytest.approx(total, rel=1e-5)
     joined = Rows.of([Example(torch.cat([first, second]))], 18, 0)
-    seen = objective.asked(joined, noise)
+    seen = objective.loss_arguments(joined, noise)
     seen.pop("count")
     assert float(masked_loss(model, **seen).detach()) != pytest.approx(total, rel=1e-3)
 

@@ -27,7 +27,7 @@ from dlm_lens.training import (
     evaluation_loss,
 )
 from dlm_lens.training.checkpoints import TrainingStoppedError, checkpoints, read_run
-from dlm_lens.training.optimization import learning_rate
+from dlm_lens.training.optimizers import learning_rate
 from tests.training.job import ROWS, STEPS, job, losses
 
 ROOT = Path(__file__).parents[2]

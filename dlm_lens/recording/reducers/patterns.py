@@ -89,7 +89,15 @@ class RegionMass:
         """The matrix of every head."""
         own, past, future = state
         sums = torch.stack([layer.sums[name] for name in CLASSES], 2)
-        regions: dict[str, Bool[Tensor, "batch #head key"]] = {n: r[:, None] for n, r in layer.regions.items()}
+        regions: dict[
+            str,
+            Bool[
+                Tensor,
+                (
+                    batch  # head key
+                ),
+            ],
+        ] = {n: r[:, None] for n, r in layer.regions.items()}
         if self.sinks is not None:
             regions["sink"] = regions["sink"] | self.sinks.detect(layer.received("all", min_viewers=1))
         static = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()}

@@ -148,7 +148,7 @@ def monte_carlo(
                 if mask.any():
                     yield Query(item, pairs[item], mask, mask, number)
 
-    sums: dict[int, Float[Tensor, "mask"]] = {}
+    sums: dict[int, Float[Tensor, mask]] = {}
     for query, loss in scorer.losses(queries()):
         sums[query.item][query.term] = loss.sum()
     losses = tuple(_per_sample(drawn[item], sums[item]) for item in range(len(pairs)))
@@ -331,7 +331,7 @@ def _chain_rule(
         masks = zip(*chain_masks(pair, order), strict=True)
         return [Query(item, pair, *both, term) for term, both in enumerate(masks)]
 
-    terms: dict[tuple[int, int], Float[Tensor, "scored"]] = {}
+    terms: dict[tuple[int, int], Float[Tensor, scored]] = {}
     for query, loss in scorer.losses(query for item in items for query in queries(item)):
         terms[query.item, query.term] = loss
     losses = tuple(

@@ -7,7 +7,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
-from dlm_lens.evaluation.generation import Generator
+from dlm_lens.evaluation.generation_requests import Generator
 from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import (
     ablate,

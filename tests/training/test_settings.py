@@ -20,7 +20,7 @@ from dlm_lens.training import (
     shipped_configs,
 )
 from dlm_lens.training.config_files import CONFIGS
-from dlm_lens.training.planning import planned_config
+from dlm_lens.training.cost_estimate import planned_config
 
 
 def written(path: Path, **values: object) -> str:
@@ -138,8 +138,8 @@ def test_planned_operations_are_those_of_the_matrix_products() -> None:
 
 
 def test_planned_activations_are_close_to_what_autograd_keeps() -> None:
-    from dlm_lens.training.head_loss import ELEMENTS
-    from dlm_lens.training.planning import _activations
+    from dlm_lens.training.cost_estimate import _activations
+    from dlm_lens.training.losses import ELEMENTS
 
     settings = small(precision="fp32", data=DataSettings(length=128), micro_batch_size=4)
     model = tiny(
@@ -174,7 +174,7 @@ def test_a_plan_needs_no_weights_and_no_network_for_the_shipped_configs() -> Non
 
 
 def test_every_shipped_config_is_planned_on_any_machine() -> None:
-    from dlm_lens.training.planning import MOST_DEVICES
+    from dlm_lens.training.cost_estimate import MOST_DEVICES
 
     for name in shipped_configs():
         settings = read_settings(name)

@@ -1,4 +1,4 @@
-"""`run_experiment`: compute what is missing, item by item, and keep every item at once."""
+"""`run_experiment`: compute the items that are missing, and store each one before the next begins."""
 
 import logging
 import os
@@ -10,9 +10,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from dlm_lens.experiments.bench import Bench
-from dlm_lens.experiments.results import Record, Results, ResultsFile, read_results
-from dlm_lens.experiments.spec import Experiment, Item, key_of
+from dlm_lens.experiments.experiment import Bench, Experiment
+from dlm_lens.experiments.results import Item, Record, Results, ResultsFile, key_of, read_results
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from dlm_lens.evaluation import HarnessLM
-from dlm_lens.evaluation.processes import SharedLM
+from dlm_lens.evaluation.harness import SharedLM
 from tests.evaluation.conftest import ask
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import dlm_lens as dl
-from dlm_lens.evaluation import HarnessLM, evaluate, run_tasks, shipped_tasks
-from dlm_lens.evaluation.run_tasks import TASKS, find_tasks, ratio_error
+from dlm_lens.evaluation import HarnessLM, evaluate, evaluation, shipped_tasks
+from dlm_lens.evaluation.evaluation import TASKS, find_tasks, ratio_error
 from dlm_lens.evaluation.tasks import toy as shipped
 from experiments.toy.language import extract_answer, is_correct, stream
 from tests.evaluation.conftest import ask, changed_task
@@ -180,7 +180,7 @@ def test_loaded_groups_are_given_whole() -> None:
         "groups": {"outer": outer, "inner": inner},
         "group_map": {"outer": ["a", "inner"], "inner": ["b"]},
     }
-    assert run_tasks._top(loaded) == [outer, c]
+    assert evaluation._top(loaded) == [outer, c]
 
 
 def test_code_is_executed_only_if_asked_for(toy: Any, few_tasks: None) -> None:

@@ -288,7 +288,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(llada: Any, caplog: pyte
 
 
 def test_nobody_who_stops_reading_leaves_hooks_behind(llada: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlm_lens.evaluation.likelihoods.CHUNK", 2)
+    monkeypatch.setattr("dlm_lens.evaluation.likelihood_requests.CHUNK", 2)
     canvas = torch.tensor([[3, 9, 27, 14, 1, 40, 33, 8, 20]])
     plain = llada(input_ids=canvas).logits
     lm = HarnessLM(llada, hooks=mask_top_sinks(3), likelihood={"samples": 2, "is_greedy": False})

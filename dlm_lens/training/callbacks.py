@@ -1,74 +1,24 @@
-"""What is measured while a model trains: time, evaluation loss, sinks; and how an interruption ends it."""
+"""Callbacks of the trainer: checkpoints, throughput, evaluation, sink statistics, signals, progress bar."""
 
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from tqdm import tqdm
 from transformers import TrainerCallback
+from transformers.utils import logging as transformers_logging
 
-from dlm_lens.placement import input_device
 from dlm_lens.training.checkpoints import TrainingStoppedError
-from dlm_lens.training.head_loss import masked_loss
-from dlm_lens.training.objective import Objective
-from dlm_lens.training.rows import Example, Rows
 from dlm_lens.training.sink_probe import sink_statistics
 
 CHECK_CLOCK_EVERY = 10
 """Steps between looks at the clock where several processes have to agree."""
-
-
-@torch.no_grad()
-def evaluation_loss(
-    model: Any,
-    examples: Sequence[Example],
-    objective: Objective,
-    *,
-    length: int,
-    samples: int = 4,
-    batch_size: int = 8,
-    seed: int = 0,
-    loss_of: Callable[..., Tensor] | None = None,
-) -> float:
-    """The objective's loss over fixed sequences and masks, in nats.
-
-    Each sequence is seen under `samples` masks, whose noise depends on `seed` and its number only: the same
-    estimate at every step of training, so that its changes are the model's.
-
-    Args:
-        model: the network.
-        examples: the sequences.
-        objective: from its `for_model`.
-        length: positions of a row.
-        samples: masks per sequence.
-        batch_size: rows per forward pass.
-        seed: of the masks.
-        loss_of: called in place of `masked_loss(model, ...)`, for weights that are split among processes.
-    """
-    loss_of = partial(masked_loss, model) if loss_of is None else loss_of
-    jobs = [(number, sample) for number in range(len(examples)) for sample in range(samples)]
-    was_training, total, count = model.training, 0.0, 0.0
-    model.eval()
-    try:
-        for start in range(0, len(jobs), batch_size):
-            part = jobs[start : start + batch_size]
-            padding = int(examples[0].tokens[0])
-            rows = Rows.of([examples[number] for number, _ in part], length, padding)
-            asked = objective.prepare(rows, [number * samples + sample for number, sample in part], seed)
-            count += float(asked.pop("count"))
-            inputs: dict[str, Any] = {name: value.to(input_device(model)) for name, value in asked.items()}
-            if len(asked["targets"]):
-                total += float(loss_of(**inputs))
-    finally:
-        model.train(was_training)
-    return total / max(count, 1.0)
 
 
 class SaveClock(TrainerCallback):
@@ -230,3 +180,52 @@ class Interruption(TrainerCallback):
         self.number = number
         name = signal.Signals(number).name
         logger.warning("%s: finishing the step and saving; once more to stop without", name)
+
+
+SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:,.0f}", "sink/learned_share": "{:.2f}"}
+NAMES = {"tokens_per_second": "tokens/s", "sink/learned_share": "sink"}
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """No bars of transformers for the files of a checkpoint, which would tear the run's own bar."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+class ProgressBar(TrainerCallback):
+    """Steps, loss, tokens per second and the sink's share; shown by the first process."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm[Any] | None = None
+        self.held: dict[str, str] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The bar appears."""
+        if state.is_world_process_zero:
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", mininterval=1.0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One step."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """The newest values."""
+        for name, form in SHOWN.items():
+            if logs and name in logs:
+                self.held[NAMES.get(name, name)] = form.format(logs[name])
+        if self.bar is not None:
+            self.bar.set_postfix(self.held, refresh=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The bar stays as it is."""
+        if self.bar is not None:
+            self.bar.close()

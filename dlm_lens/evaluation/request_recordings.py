@@ -12,8 +12,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention import listening
-from dlm_lens.evaluation.generation import Job, Text, cut, end_ids
-from dlm_lens.evaluation.likelihoods import Answer, Item, Likelihoods
+from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
+from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods
 from dlm_lens.evaluation.responses import Responses
 from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.files.locks import held

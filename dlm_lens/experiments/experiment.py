@@ -1,22 +1,24 @@
-"""`Experiment`: what a figure or table of a paper is, as data; `Config`: one run of it."""
+"""`Experiment`: one figure or table of a paper as data, and the list of all of them."""
 
 import ast
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from dlm_lens.experiments.results import Item, Results, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from dlm_lens.experiments.bench import Bench
-    from dlm_lens.experiments.results import Results
-
-Settings = Mapping[str, Any]
-"""Settings of an experiment: JSON values by name."""
-
-Item = Mapping[str, Any]
-"""What one line of the results answers, such as a model, a condition and some prompts: JSON values by name."""
 
 Verdict = Literal["agrees", "disagrees", "undecided", "no counterpart"]
 """How a number here stands to the paper's: "undecided" if the interval allows both."""
@@ -86,6 +88,43 @@ class Cost:
     backward: bool = False
 
 
+class Bench:
+    """Loads models by name and keeps the last one.
+
+    Args:
+        loading: arguments of `dlm_lens.load`, such as dtype and device_map.
+        loaded: called with the name of every model that was loaded, the digest of its weights, and whether it is an
+            AR model.
+    """
+
+    def __init__(
+        self, loading: Mapping[str, Any] | None = None, loaded: Callable[[str, str, bool], None] = lambda *_: None
+    ) -> None:
+        self.loading, self.loaded = dict(loading or {}), loaded
+        self._held: dict[str, Any] = {}
+        self._notes: dict[Any, Any] = {}
+
+    def model(self, name: str) -> Any:
+        """The model of that name: embedded, a directory or a hub name."""
+        if name not in self._held:
+            import dlm_lens
+            from dlm_lens.evaluation.responses import fingerprint
+
+            # Two models of 8B do not fit beside each other.
+            self._held.clear()
+            self._notes.clear()
+            model = dlm_lens.load(name, **self.loading)
+            self.loaded(name, fingerprint(model), getattr(model.config, "mask_token_id", None) is None)
+            self._held[name] = model
+        return self._held[name]
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What was computed before for the model at hand under this key, or else what `compute` returns."""
+        if key not in self._notes:
+            self._notes[key] = compute()
+        return self._notes[key]
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One figure or table: a small file declares one of these as `EXPERIMENT`.
@@ -115,8 +154,8 @@ class Experiment:
     small: Settings
     full: Settings
     items: Callable[[Settings], Iterable[Item]]
-    run: Callable[[Item, Settings, "Bench"], Mapping[str, Any]]
-    render: Callable[["Results"], Rendering]
+    run: Callable[[Item, Settings, Bench], Mapping[str, Any]]
+    render: Callable[[Results], Rendering]
     cost: Callable[[Item, Settings], Sequence[Cost]] | None = None
     paper: Sequence[Table] = ()
 
@@ -163,11 +202,6 @@ def _kind(value: Any) -> str:
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), "None")
 
 
-def key_of(item: Item) -> str:
-    """An item as text, the same for equal items."""
-    return json.dumps(item, sort_keys=True)
-
-
 def read_setting(text: str) -> tuple[str, Any]:
     """A setting written as name=value; the value is a Python literal or plain text.
 
@@ -183,3 +217,99 @@ def read_setting(text: str) -> tuple[str, Any]:
         return name.strip(), value
     except (RecursionError, MemoryError):
         raise ValueError(f"{text[:60]!r}... is nested too deeply for a setting; write a plain value") from None
+
+
+PAPERS = ("attention_sinks", "one_token")
+"""Folders of experiments, one per paper."""
+
+
+@cache
+def list_experiments() -> tuple[Experiment, ...]:
+    """All experiments, by paper and file name."""
+    found: list[Experiment] = []
+    for paper in PAPERS:
+        name = f"dlm_lens.experiments.{paper}"
+        if find_spec(name) is None:
+            continue
+        folder = import_module(name)
+        for module in sorted(one.name for one in pkgutil.iter_modules(folder.__path__)):
+            declared = getattr(import_module(f"{name}.{module}"), "EXPERIMENT", None)
+            if isinstance(declared, Experiment):
+                found.append(declared)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a file says of its experiment, read without running the file: no model library is imported.
+
+    Args:
+        module: to import for the experiment itself.
+        name: on the command line.
+        shows: paper and figure or table.
+        title: what is measured.
+    """
+
+    module: str
+    name: str
+    shows: str
+    title: str
+
+
+@cache
+def declared_experiments() -> tuple[Declared, ...]:
+    """Name, source and title of every experiment, in the order of `list_experiments`."""
+    found: list[Declared] = []
+    for paper in PAPERS:
+        package = f"dlm_lens.experiments.{paper}"
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            for file in sorted(Path(folder).glob("*.py")):
+                found += _declared_in(file, f"{package}.{file.stem}")
+    return tuple(found)
+
+
+def _declared_in(file: Path, module: str) -> Iterator[Declared]:
+    """The experiment that a file assigns to `EXPERIMENT`, if it does."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        named = any(isinstance(target, ast.Name) and target.id == "EXPERIMENT" for target in targets)
+        if isinstance(node, ast.Assign) and named and isinstance(node.value, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
+            texts = {name: ast.literal_eval(given[name]) for name in ("name", "shows", "title")}
+            yield Declared(module, **texts)
+
+
+def check_experiment(name: str) -> Declared:
+    """What is declared of the experiment of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = {one.name: one for one in declared_experiments()}
+    if name not in known:
+        near = get_close_matches(name, known, 3) or sorted(known)
+        raise ValueError(f"no experiment is named {name!r}; perhaps {', '.join(near)} (`dlm-lens experiment list`)")
+    return known[name]
+
+
+def find_experiment(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    experiment: Experiment = import_module(check_experiment(name).module).EXPERIMENT
+    return experiment
+
+
+def run_script(experiment: Experiment) -> None:
+    """Run `dlm-lens experiment NAME` with the script's arguments.
+
+    The command line is started by its name: this room does not import it.
+
+    Raises:
+        SystemExit: as the command does when it ends.
+    """
+    sys.argv = ["dlm-lens", "experiment", experiment.name, *sys.argv[1:]]
+    runpy.run_module("dlm_lens.cli", run_name="__main__")

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlm_lens.experiments.running import list_items
-from dlm_lens.experiments.spec import Cost, Experiment
+from dlm_lens.experiments.experiment import Cost, Experiment
+from dlm_lens.experiments.runner import list_items
 
 UTILISATION = 0.4
 """Part of a device's peak that matrix products of this size reach; an assumption, not measured here."""
@@ -89,12 +89,12 @@ def plan_experiment(
         small: the small settings.
         models: instead of the settings' own.
         settings: settings to replace.
-        device: "cpu", which is this machine, or a device of `dlm_lens.training.planning.DEVICES`.
+        device: "cpu", which is this machine, or a device of `dlm_lens.training.cost_estimate.DEVICES`.
 
     Raises:
         ValueError: an unknown device, or a model whose size is not known here.
     """
-    from dlm_lens.training.planning import DEVICES
+    from dlm_lens.training.cost_estimate import DEVICES
 
     if device != "cpu" and device not in DEVICES:
         raise ValueError(f"device is {device!r}; it must be cpu (this machine) or one of {', '.join(DEVICES)}")

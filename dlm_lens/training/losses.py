@@ -1,7 +1,8 @@
 """The loss of training: weighted cross entropy of chosen positions, without ever holding all their logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -12,6 +13,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dlm_lens.attention import SinkLayout
+from dlm_lens.placement import input_device
+from dlm_lens.training.objective import Objective
+from dlm_lens.training.sources import Example, Rows
 
 ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 """Logits held at once, per kind of device: 128 MiB and 1 GiB in float32."""
@@ -161,3 +165,49 @@ def loss_forward(model: Any) -> Iterator[None]:
         yield
     finally:
         del model.forward
+
+
+@torch.no_grad()
+def evaluation_loss(
+    model: Any,
+    examples: Sequence[Example],
+    objective: Objective,
+    *,
+    length: int,
+    samples: int = 4,
+    batch_size: int = 8,
+    seed: int = 0,
+    loss_of: Callable[..., Tensor] | None = None,
+) -> float:
+    """The objective's loss over fixed sequences and masks, in nats.
+
+    Each sequence is seen under `samples` masks, whose noise depends on `seed` and its number only: the same
+    estimate at every step of training, so that its changes are the model's.
+
+    Args:
+        model: the network.
+        examples: the sequences.
+        objective: from its `for_model`.
+        length: positions of a row.
+        samples: masks per sequence.
+        batch_size: rows per forward pass.
+        seed: of the masks.
+        loss_of: called in place of `masked_loss(model, ...)`, for weights that are split among processes.
+    """
+    loss_of = partial(masked_loss, model) if loss_of is None else loss_of
+    jobs = [(number, sample) for number in range(len(examples)) for sample in range(samples)]
+    was_training, total, count = model.training, 0.0, 0.0
+    model.eval()
+    try:
+        for start in range(0, len(jobs), batch_size):
+            part = jobs[start : start + batch_size]
+            padding = int(examples[0].tokens[0])
+            rows = Rows.of([examples[number] for number, _ in part], length, padding)
+            asked = objective.prepare(rows, [number * samples + sample for number, sample in part], seed)
+            count += float(asked.pop("count"))
+            inputs: dict[str, Any] = {name: value.to(input_device(model)) for name, value in asked.items()}
+            if len(asked["targets"]):
+                total += float(loss_of(**inputs))
+    finally:
+        model.train(was_training)
+    return total / max(count, 1.0)

@@ -11,8 +11,8 @@ from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import CHECKPOINTS
 from dlm_lens.training.conversion import TARGETS
-from dlm_lens.training.head_loss import ELEMENTS
-from dlm_lens.training.networks import SCRATCH, smdm_config
+from dlm_lens.training.initialization import SCRATCH, smdm_config
+from dlm_lens.training.losses import ELEMENTS
 from dlm_lens.training.objective import NextToken
 from dlm_lens.training.settings import TrainingSettings
 
