@@ -7,6 +7,8 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
+from dlm_lens.printable import is_array, is_numpy_scalar, shown
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -38,31 +40,6 @@ class Rule:
             raise ValueError(f"{name} is {shown(value)}; it must be at most {self.most}")
 
 
-def shown(value: Any) -> str:
-    """A value in a sentence: one line of at most 80 characters, whatever its repr does."""
-    if isinstance(value, str) and len(value) > 80:
-        value = value[:80]
-    if is_array(value):
-        return f"a {type(value).__name__} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, int) and abs(value) >= 10**80:
-        return "a whole number of more than 80 digits"
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:  # a repr of the caller's own may do anything
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def is_array(value: Any) -> bool:
-    """Whether this is a tensor or an array, told without importing torch or numpy."""
-    return all(hasattr(value, name) for name in ("dtype", "shape", "tolist")) and not _of_numpy(value)
-
-
-def _of_numpy(value: Any) -> bool:
-    """Whether this is a single number or truth value of numpy's."""
-    return type(value).__module__ == "numpy" and hasattr(value, "item") and type(value).__name__ != "ndarray"
-
-
 def is_whole(value: Any) -> bool:
     """Whether this is a whole number, numpy's included; True and False are none."""
     return not isinstance(value, bool) and isinstance(value, Integral)
@@ -88,7 +65,8 @@ def real() -> Rule:
 def flag() -> Rule:
     """True or False."""
     return Rule(
-        "True or False", lambda value: isinstance(value, bool) or (_of_numpy(value) and value.dtype.kind == "b")
+        "True or False",
+        lambda value: isinstance(value, bool) or (is_numpy_scalar(value) and value.dtype.kind == "b"),
     )
 
 
@@ -234,4 +212,4 @@ def checked_arguments(
 
 def plain_number(value: Any) -> Any:
     """A number of numpy as Python's own, so that records hold plain values; anything else as it is."""
-    return value.item() if _of_numpy(value) and value.dtype.kind in "biuf" else value
+    return value.item() if is_numpy_scalar(value) and value.dtype.kind in "biuf" else value

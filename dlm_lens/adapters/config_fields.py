@@ -8,8 +8,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from dlm_lens.adapters.json_files import check_plain, one_line, printable, shown
 from dlm_lens.adapters.quantisation import floating_dtype
+from dlm_lens.files.json_objects import check_plain
+from dlm_lens.printable import one_line, printable_name, shown
 
 LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 1000
@@ -118,8 +119,8 @@ def check_fields(values: Mapping[str, Any], what: str) -> None:
         requirement = _requirement(_CANONICAL.get(name, name), value)
         if requirement is not None:
             raise ValueError(
-                f"{what} says {printable(name)} = {shown(value)}; it must be {requirement}: take the file that "
-                "came with the weights"
+                f"{what} says {printable_name(name)} = {shown(value)}; it must be {requirement}: take the file "
+                "that came with the weights"
             )
     if values.get("per_layer_config"):
         raise ValueError(f"{what} says per_layer_config, layers of different sizes, which no family here has")

@@ -17,8 +17,9 @@ from huggingface_hub.errors import (
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
-from dlm_lens.adapters.json_files import printable, read_object
 from dlm_lens.adapters.model_names import embedded_models
+from dlm_lens.files.json_objects import read_object
+from dlm_lens.printable import one_line, printable_name
 
 
 def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
@@ -83,7 +84,7 @@ def file_within(directory: Path, name: str) -> Path | None:
     if in_cache or any(target.is_relative_to(place) for place in (root, *blobs)):
         return path
     raise ValueError(
-        f"{printable(str(path), 500)} is a symbolic link to {printable(str(target), 500)}, outside the "
+        f"{printable_name(str(path), 500)} is a symbolic link to {printable_name(str(target), 500)}, outside the "
         "checkpoint's directory, and is not followed: copy the file into the directory, or load the directory that "
         "holds it"
     )
@@ -98,7 +99,7 @@ def check_name(source: str, name: str) -> None:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
         raise ValueError(
-            f"{source} names the file {printable(name)!r}, which is no path inside the checkpoint, and is not "
+            f"{source} names the file {printable_name(name)!r}, which is no path inside the checkpoint, and is not "
             "read: fetch the checkpoint again"
         )
 
@@ -149,7 +150,7 @@ def _why(error: BaseException, repository: str, name: str, options: dict[str, An
     for kinds, reason in reasons:
         if any(isinstance(cause, kinds) for cause in causes):
             return reason
-    return f"{asked} could not be read: {' '.join(str(error).split())}"
+    return f"{asked} could not be read: {one_line(error)}"
 
 
 def _unreachable(asked: str, repository: str, name: str) -> str:

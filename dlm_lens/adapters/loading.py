@@ -17,7 +17,6 @@ from transformers.utils import is_peft_available
 from dlm_lens.adapters.config_fields import REFUSALS, built_config
 from dlm_lens.adapters.head import check_head
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
-from dlm_lens.adapters.json_files import one_line, printable, read_object
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import CHECKPOINTS, check_model_name, embedded_models
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
@@ -27,6 +26,8 @@ from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
 from dlm_lens.adapters.weights_only import bare_config, bare_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
 from dlm_lens.attention import add_hook_points, check_hook_points
+from dlm_lens.files.json_objects import read_object
+from dlm_lens.printable import one_line, printable_name
 
 _PLAIN_GENERATION = GenerationConfig()
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
@@ -264,8 +265,8 @@ def _refuse_other_weights(source: str, options: dict[str, Any]) -> None:
     shards = sorted(path.name for path in Path(source).iterdir() if _SHARD.match(path.name)) if local else []
     if shards:
         raise ValueError(
-            f"{source} holds {printable(shards[0])}, a part of a distributed checkpoint, which transformers would "
-            f"read in place of {WEIGHTS}: save the model with save_pretrained, or remove the parts"
+            f"{source} holds {printable_name(shards[0])}, a part of a distributed checkpoint, which transformers "
+            f"would read in place of {WEIGHTS}: save the model with save_pretrained, or remove the parts"
         )
 
 

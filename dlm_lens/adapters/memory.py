@@ -10,9 +10,10 @@ import torch
 from huggingface_hub import constants
 
 from dlm_lens.adapters.hub import check_name, local_file, optional_file
-from dlm_lens.adapters.json_files import printable, read_object, shown
 from dlm_lens.adapters.quantisation import floating_dtype
 from dlm_lens.adapters.weight_headers import read_header
+from dlm_lens.files.json_objects import read_object
+from dlm_lens.printable import printable_name, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -170,8 +171,8 @@ def _listed(index: Path) -> tuple[dict[str, Any], list[str]]:
     for tensor, name in weights.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
             raise ValueError(
-                f"{index} says that {printable(tensor)} is in {shown(name)}, which is no safetensors file; pickled "
-                "weights are refused because loading them executes code: convert them to safetensors first"
+                f"{index} says that {printable_name(tensor)} is in {shown(name)}, which is no safetensors file; "
+                "pickled weights are refused because loading them executes code: convert them to safetensors first"
             )
         check_name(str(index), name)
     if about.get("dtype") is not None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.arguments import shown
+from dlm_lens.printable import shown
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
 """Where the embedded models live, one directory each."""

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from dlm_lens.adapters.registry import Family
-from dlm_lens.arguments import shown
 from dlm_lens.attention import hooked_attentions
+from dlm_lens.printable import one_line, shown
 
 
 def check_quantisation(source: str, family: Family, own: Any, asked: Any, device_map: Any) -> float | None:
@@ -78,7 +78,7 @@ def check_quantised(model: PreTrainedModel, source: str) -> None:
 def _refusal(source: str, own: Any, error: Exception, remedy: str) -> str:
     what = "is quantised, which" if own is not None else "is to be quantised, which"
     plain = "a checkpoint that is not quantised" if own is not None else "it without quantization_config"
-    return f"{source} {what} does not work here ({' '.join(str(error).split())}): {remedy} {plain}"
+    return f"{source} {what} does not work here ({one_line(error)}): {remedy} {plain}"
 
 
 def floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from dlm_lens.adapters.hub import optional_file
-from dlm_lens.adapters.json_files import one_line, printable, read_object, shown
+from dlm_lens.files.json_objects import read_object
+from dlm_lens.printable import one_line, printable_name, shown
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 DATA = (
@@ -108,7 +109,7 @@ def _settings(source: str, path: str | None) -> dict[str, Any]:
         requirement = _requirement(name, value)
         if requirement is not None:
             raise ValueError(
-                f"{what} says {printable(name)} = {shown(value)}; it must be {requirement}: fetch it again"
+                f"{what} says {printable_name(name)} = {shown(value)}; it must be {requirement}: fetch it again"
             )
     return settings
 

@@ -16,8 +16,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from dlm_lens.adapters.config_fields import REFUSALS, written_name
-from dlm_lens.adapters.json_files import one_line, printable, shown
 from dlm_lens.adapters.registry import Family
+from dlm_lens.printable import one_line, printable_name, shown
 
 LONGEST_HEADER = 100_000_000
 """Bytes, the safetensors library's own bound."""
@@ -66,7 +66,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     try:
         header = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repetition)
     except _RepeatedNameError as error:
-        raise _unreadable(file, f"its header holds {printable(str(error))} twice") from None
+        raise _unreadable(file, f"its header holds {printable_name(str(error))} twice") from None
     except (ValueError, RecursionError):
         raise _unreadable(file) from None
     if not isinstance(header, dict):
@@ -79,7 +79,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     for name, (_, begin, stop) in sorted(places.items(), key=lambda item: item[1][1:]):
         if begin != end:
             what = "overlaps another tensor" if begin < end else "leaves a gap before it"
-            raise _unreadable(file, f"{printable(name)} {what}")
+            raise _unreadable(file, f"{printable_name(name)} {what}")
         end = stop
     needed = 8 + length + end
     if size < needed:
@@ -91,7 +91,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 def _place(file: Path, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
     """The entry of one tensor, and where its numbers begin and end."""
-    what = printable(name)
+    what = printable_name(name)
     if not isinstance(entry, Mapping):
         raise _unreadable(file, f"{what} is described by {shown(entry)}")
     dtype: Any = entry.get("dtype")
@@ -197,7 +197,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
         header = read_header(file)
         twice = next((name for name in header if name in found), None)
         if twice is not None:
-            raise ValueError(f"{file} holds {printable(twice)} a second time; fetch the checkpoint again")
+            raise ValueError(f"{file} holds {printable_name(twice)} a second time; fetch the checkpoint again")
         found |= header
     return found
 
@@ -252,7 +252,7 @@ def check_shapes(
             whole.pop(joined, None)
     problems = {
         "missing_keys": _missing(whole, stored, expected),
-        "unexpected_keys": [printable(name) for name in sorted(stored) if _surplus(name, whole, expected)],
+        "unexpected_keys": [printable_name(name) for name in sorted(stored) if _surplus(name, whole, expected)],
         "mismatched_keys": [
             f"{name} ({list(headers[stored[name]].shape)} in the file, {list(shape)} in the model)"
             for name, shape in sorted(whole.items())
@@ -272,7 +272,7 @@ def check_shapes(
     for name in sorted(whole):
         if name in stored and (dtype := headers[stored[name]].dtype) not in _FLOATING:
             raise ValueError(
-                f"{printable(stored[name])} in {source} has the dtype {dtype}, and {what} has no "
+                f"{printable_name(stored[name])} in {source} has the dtype {dtype}, and {what} has no "
                 "quantization_config that says how to read it: take the file that came with the weights"
             )
 
@@ -394,6 +394,7 @@ def _differences(
                         f"{written_name(part, values)} = {getattr(config, part, None)}" for part in parts
                     )
                     said.setdefault(
-                        written, f"{what} says {written}, the file's {printable(stored[name])} has {found[axis]}"
+                        written,
+                        f"{what} says {written}, the file's {printable_name(stored[name])} has {found[axis]}",
                     )
     return "".join(f"{sentence}; " for sentence in list(said.values())[:3])

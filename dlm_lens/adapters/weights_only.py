@@ -5,9 +5,10 @@ from typing import Any
 
 from dlm_lens.adapters.config_fields import built_config, heeded_fields
 from dlm_lens.adapters.hub import file_within
-from dlm_lens.adapters.json_files import printable, read_object
 from dlm_lens.adapters.registry import BareWeights, Shapes, families, family_of
 from dlm_lens.adapters.weight_headers import read_header
+from dlm_lens.files.json_objects import read_object
+from dlm_lens.printable import printable_name
 
 
 def bare_file(path: Path) -> Path | None:
@@ -47,7 +48,7 @@ def bare_config(weights: Path, size: str | None) -> dict[str, Any]:
     known = next((bare for bare in formats if bare.recognise(shapes)), None)
     if known is None:
         names = ", ".join(bare.model_type for bare in formats)
-        first = printable(next(iter(shapes), "none"))
+        first = printable_name(next(iter(shapes), "none"))
         raise ValueError(
             f"{weights} has no config.json with a model_type, and its tensors ({first}, ...) "
             f"are not those of a family that is read without one ({names})"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices, is_array, shown
+from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention.hook import SITES, ColumnHook, Hook
 from dlm_lens.attention.hook_context import PointContext, RunStep
 from dlm_lens.attention.hook_points import HOOK_POINTS, hook_point, listening
@@ -15,6 +15,7 @@ from dlm_lens.attention.layers import adding_module, attention_blocks, attention
 from dlm_lens.attention.masking_stats import HookKey, hook_keys
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.sliding_windows import attends_causally
+from dlm_lens.printable import is_array, shown
 
 
 def _never() -> bool:

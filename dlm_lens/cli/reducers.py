@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.arguments import shown
 from dlm_lens.command_options import (
     CLASSES,
 )
+from dlm_lens.printable import shown
 
 HEADS = ("each", "mean", "both")
 REDUCERS: Mapping[str, tuple[str, ...]] = {

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dlm_lens.files.json_objects import parse_json
+
 CHECKSUM = "checksum"
 
 
@@ -49,9 +51,7 @@ def parsed(text: str | bytes, where: object, remedy: str) -> dict[str, Any]:
         DamagedFileError: it is none.
     """
     try:
-        found = json.loads(text.decode() if isinstance(text, bytes) else text, parse_constant=_refused)
-    except RecursionError:
-        raise DamagedFileError(f"{where} is damaged (nested too deeply); {remedy}") from None
+        found = parse_json(text)
     except ValueError as error:
         raise DamagedFileError(f"{where} is damaged ({error}); {remedy}") from None
     if not isinstance(found, dict):
@@ -114,7 +114,3 @@ def file_bytes(path: Path, remedy: str) -> bytes:
 def lines_of(data: bytes) -> Iterator[bytes]:
     """The whole lines of a file of JSON lines; a last one that a crash tore apart is not among them."""
     return iter(data.split(b"\n")[:-1])
-
-
-def _refused(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")

@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance, shown
+from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance
 from dlm_lens.attention import Hook, SinkLayout, attention_blocks, exclusive
+from dlm_lens.printable import shown
 from dlm_lens.probes.intervals import estimate, mean_of, summed
 from dlm_lens.probes.lens_head import Head, StreamReader, change, numbers, reading
 from dlm_lens.probes.lens_positions import LensPositions, places_of

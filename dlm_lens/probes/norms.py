@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import ONE_SEED, checked_arguments, shown
+from dlm_lens.arguments import ONE_SEED, checked_arguments
+from dlm_lens.printable import shown
 from dlm_lens.probes.intervals import Estimate, Floats, difference_of, estimate, mean_of, ratio_of, summed
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.arguments import is_whole, shown
+from dlm_lens.arguments import is_whole
 from dlm_lens.placement import input_device
+from dlm_lens.printable import shown
 
 MOST_CONTEXTS = 64
 """A canvas of more times the trained length is refused: time and memory of attention grow with its square."""

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from dlm_lens.arguments import Rule, is_seed, shown
+from dlm_lens.arguments import Rule, is_seed
+from dlm_lens.printable import shown
 
 ELSEWHERE = {
     "alg": "remasking",

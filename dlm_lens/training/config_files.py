@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dlm_lens.arguments import shown
+from dlm_lens.printable import shown
 
 if TYPE_CHECKING:
     from dlm_lens.training.settings import TrainingSettings

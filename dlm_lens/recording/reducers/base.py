@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.arguments import shown
 from dlm_lens.attention import AttentionInputs, RunStep
+from dlm_lens.printable import shown
 from dlm_lens.recording.query_classes import CLASSES, CanvasFacts, QueryClass
 
 AXES = ("step", "batch", "layer", "head", "kv_head", "query", "key")

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.arguments import shown
+from dlm_lens.printable import shown
 from dlm_lens.sampling.prompts import as_list, check_id_range, check_text, is_id, read_prompts
 
 _KINDS = "give text, token ids, or a list of them"

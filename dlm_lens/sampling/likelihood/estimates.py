@@ -10,8 +10,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
-from dlm_lens.arguments import checked_arguments, shown
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import exclusive
+from dlm_lens.printable import shown
 from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, RateCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions

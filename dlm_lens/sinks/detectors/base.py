@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.arguments import shown
+from dlm_lens.printable import shown
 from dlm_lens.sinks.detector_registry import check_setting, parse_detector
 
 AttentionQuantity = Literal["received", "share", "mean attention"]
