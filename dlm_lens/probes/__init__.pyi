@@ -8,7 +8,6 @@ from .norms import ValueNorms as ValueNorms
 from .norms import value_norms as value_norms
 from .replays import Replay as Replay
 from .replays import replay as replay
-from .rerun import record_run as record_run
 from .sink_mass import MixingBound as MixingBound
 from .sink_mass import SinkMass as SinkMass
 from .stability import PatternSimilarity as PatternSimilarity

@@ -15,10 +15,9 @@ from dlm_lens.attention import Hook, exclusive
 from dlm_lens.hooks import mask_random, mask_sinks
 from dlm_lens.probes.intervals import Estimate, Floats, difference_of, estimate, mean_of, summed
 from dlm_lens.probes.replays import replay
-from dlm_lens.probes.rerun import record_run
 from dlm_lens.probes.sink_mass import SinkMass
 from dlm_lens.probes.updates import spearman
-from dlm_lens.recording import ReceivedAttention
+from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
@@ -187,11 +186,11 @@ def sink_mechanism(
             f"sink_mechanism(per={per!r}, controls={controls!r}): per is 'head' or 'layer', one control at least"
         )
     plain = denoise(model, prompts, seed=seed, **settings)
-    rec = record_run(model, plain, [ReceivedAttention()])
+    rec = rerun(model, plain, [ReceivedAttention()])
     sinks = find_sinks(rec, detector, level=per)  # type: ignore[arg-type]
     if not bool(sinks.is_sink.any()):
         raise ValueError(f"there is no sink by {sinks.rule}; lower the threshold")
-    mass = record_run(model, plain, [SinkMass(sinks)]).sink_mass
+    mass = rerun(model, plain, [SinkMass(sinks)]).sink_mass
     known = mask_sinks(source=sinks, per=per)  # type: ignore[arg-type]
     own = mask_sinks(detector, per=per)  # type: ignore[arg-type]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
-from dlm_lens.probes.rerun import record_run
-from dlm_lens.recording import LayerStep, ReceivedAttention
+from dlm_lens.recording import LayerStep, ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
@@ -206,7 +205,7 @@ def pattern_stability(
         raise ValueError(
             f"reference={reference} of {run.steps} steps, keep={keep}: a step of the run, and a share of the keys"
         )
-    rec = record_run(model, run, [ReceivedAttention(), PatternSimilarity(chosen, keep)], layers=layers)
+    rec = rerun(model, run, [ReceivedAttention(), PatternSimilarity(chosen, keep)], layers=layers)
     sinks = find_sinks(rec, detector)
     values = dict(zip(MEASURES, rec.pattern_similarity.unbind(-1), strict=True))
     return PatternStability(

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import estimate, mean_of, ratio_of
-from dlm_lens.probes.rerun import record_run
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
-from dlm_lens.recording import ResidualNorm, UpdateNorm
+from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
@@ -136,7 +135,7 @@ def sink_updates(
             f"the run {list(run.unmasked.shape[:2])}"
         )
     reducers = [SinkMass(sinks), MixingBound(), UpdateNorm(), ResidualNorm()]
-    rec = record_run(model, run, reducers, layers=sinks.layers if layers is None else layers)
+    rec = rerun(model, run, reducers, layers=sinks.layers if layers is None else layers)
     return SinkUpdates(
         mass=rec.sink_mass,
         mixed=rec.mixed_norm,

@@ -20,7 +20,9 @@ from .reducers.norms import UpdateNorm as UpdateNorm
 from .reducers.norms import ValueNorm as ValueNorm
 from .reducers.patterns import KEY_REGIONS as KEY_REGIONS
 from .reducers.patterns import AttentionEntropy as AttentionEntropy
+from .reducers.patterns import AttentionPattern as AttentionPattern
 from .reducers.patterns import RegionMass as RegionMass
 from .reducers.received import ReceivedAttention as ReceivedAttention
 from .reducers.received import TopKeys as TopKeys
 from .reducers.received import WeightedValue as WeightedValue
+from .reruns import rerun as rerun

@@ -196,8 +196,10 @@ class Recording:
         positions = torch.arange(masked.shape[-1])
         spans = torch.tensor(self.run.spans).reshape(-1, 2)
         block = (positions >= spans[:, :1]) & (positions < spans[:, 1:])
+        # After the end of a row nothing of it is defined.
+        running = torch.arange(len(masked))[:, None] < self.run.row_steps
         return CanvasFacts(
-            valid=self.run.attention_mask.expand(masked.shape),
+            valid=self.run.attention_mask & running[..., None],
             masked=masked,
             answer=self.answer.expand(masked.shape),
             block=block[:, None].expand(masked.shape),
@@ -348,7 +350,7 @@ def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Record
     rows = places.get("batch", list(range(len(recording.rows))))
     return replace(
         recording,
-        run=_part(recording.run, places.get("step"), rows),
+        run=part_of_run(recording.run, places.get("step"), rows),
         arrays=arrays,
         layers=kept("layer"),
         windows=_windows(recording, places.get("layer")),
@@ -395,9 +397,10 @@ def _place(axis: str, index: int, names: Sequence[int]) -> int:
     return index % len(names)
 
 
-def _part(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[int]) -> DenoisingRun:
+def part_of_run(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[int]) -> DenoisingRun:
     """Some steps and rows of a run; its last canvas stays the last."""
     chosen = list(range(run.steps)) if steps is None else list(steps)
+    rows = list(rows)
     seeds = run.settings.get("seeds")
     settings, ran = dict(run.settings), run.rows_ran
     if seeds is not None and len(seeds) == len(run.tokens):

@@ -18,6 +18,7 @@ from .samplers.base import Sampler as Sampler
 from .samplers.base import StepPlan as StepPlan
 from .samplers.image_tokens import ImageTokens as ImageTokens
 from .samplers.image_tokens import generate_image_tokens as generate_image_tokens
+from .stored_run import StoredCanvases as StoredCanvases
 from .stored_run import StoredRun as StoredRun
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Sampler",
     "StepObserver",
     "StepPlan",
+    "StoredCanvases",
     "StoredRun",
     "collecting_columns",
     "compare",

@@ -1,4 +1,4 @@
-"""`StoredRun`: the network of a finished run, step by step on the canvases that it saw."""
+"""`StoredCanvases` and `StoredRun`: the network of a finished run, step by step on the canvases that it saw."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,65 @@ from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
 
 
-class StoredRun:
+class StoredCanvases:
+    """The canvases of a finished run, and the network's forward pass over the canvas of a step.
+
+    Args:
+        model: with hook points, the run's.
+        run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
+
+    Raises:
+        TypeError: the run is not a `DenoisingRun`.
+        ValueError: a model without token embeddings, or a run with token ids that the model does not embed.
+    """
+
+    def __init__(self, model: Any, run: DenoisingRun) -> None:
+        if not isinstance(run, DenoisingRun):
+            raise TypeError(
+                f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned"
+            )
+        if not hasattr(model, "get_input_embeddings"):
+            raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
+        embedded, highest = model.get_input_embeddings().weight.shape[0], int(run.canvases.max())
+        if highest >= embedded:
+            raise ValueError(
+                f"the run has token id {highest}, but the model embeds {embedded}; is it another model's?"
+            )
+        self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
+        self.causal = run.settings.get("sampler") == "causal"
+        self.device = input_device(model)
+        self.content = run.attention_mask.to(self.device)
+        self.sampler = None if self.causal else _sampler_like(run)
+
+    def length(self, step: int) -> int:
+        """Canvas positions that the network sees at a step: all, or in an AR run the written prefix."""
+        run = self.run
+        if not self.causal:
+            return int(run.canvases.shape[-1])
+        return int((run.attention_mask & ~run.masked[step]).any(0).nonzero().amax()) + 1
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan that the run had for a step."""
+        run, span = self.run, self.run.spans[step]
+        if self.causal:
+            # An observer of an AR step reads the length of the prefix as span[0] + index.
+            span = (self.length(step) - step, span[1])
+        return StepPlan(step, run.steps, run.blocks[step], span, run.steps - step)
+
+    def forward(self, step: int) -> Any:
+        """The network without its head on the canvas of a step; in a guided run the conditional half alone."""
+        canvas = self.run.canvases[step, :, : self.length(step)].to(self.device)
+        content = self._network_content[:, : canvas.shape[1]]
+        return self.model.get_decoder()(input_ids=canvas, **network_inputs(content))
+
+    @property
+    def _network_content(self) -> Bool[Tensor, "batch position"]:
+        """What the network takes for content: a reference's quirk includes the padding."""
+        unpadded = self.sampler is not None and self.sampler.unpadded
+        return torch.ones_like(self.content) if unpadded else self.content
+
+
+class StoredRun(StoredCanvases):
     """Runs a model again over the canvases of a run, with its guidance, padding and logit shift.
 
     The canvases stay fixed. A pass goes over all rows of a step; an AR step sees the prefix and predicts one
@@ -32,46 +90,28 @@ class StoredRun:
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
-        ValueError: a run of another model or of another kind.
+        TypeError: the run is not a `DenoisingRun`.
+        ValueError: a run of another model, or of a sampler whose logits cannot be computed again.
     """
 
     def __init__(self, model: Any, run: DenoisingRun) -> None:
-        if not isinstance(run, DenoisingRun):
-            raise TypeError(
-                f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned"
-            )
-        check_model(model)
+        if isinstance(run, DenoisingRun):
+            check_model(model)
+        super().__init__(model, run)
         name = str(run.settings.get("sampler"))
         if name not in ("causal", *ALGORITHMS):
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")
         own = family_of(model.config.model_type).sampler_of(model.config)
-        rows, highest = model.get_input_embeddings().weight.shape[0], int(run.canvases.max())
-        if name != own or highest >= rows:
+        if name != own:
             raise ValueError(
-                f"the run has the sampler {name!r} and token ids up to {highest}; the model samples with {own!r} "
-                f"and embeds {rows} tokens: is it another model's?"
+                f"the run has the sampler {name!r} and the model samples with {own!r}: is it another model's?"
             )
-        run = replace(run, tokenizer=tokenizer_of(run, model))
-        self.model, self.run, self.causal = model, run, name == "causal"
-        self.device = input_device(model)
-        self.content = run.attention_mask.to(self.device)
-        self._sampler = None if self.causal else _sampler_like(run, name)
         self._network = None if self.causal else self._canvas_logits(name)
 
     @property
     def halves(self) -> int:
         """How often the network sees every row: twice with guidance."""
-        return 2 if self._sampler is not None and self._sampler.cfg_scale else 1
-
-    def length(self, step: int) -> int:
-        """Canvas positions that the network sees at a step."""
-        return self.run.spans[step][0] + step if self.causal else int(self.run.canvases.shape[-1])
-
-    def plan(self, step: int) -> StepPlan:
-        """Where the run stood."""
-        run = self.run
-        return StepPlan(step, run.steps, run.blocks[step], run.spans[step], run.steps - step)
+        return 2 if self.sampler is not None and self.sampler.cfg_scale else 1
 
     def predicted(self, step: int) -> Bool[Tensor, "batch position"]:
         """The positions that the step's logits are about: every masked one, in an AR run the next one.
@@ -103,7 +143,7 @@ class StoredRun:
         """What runs `hooks` over these steps: `with runner: enter(runner, step); states(step)`."""
         forward = self._prefix if self._network is None else self._network.forward
         runner = HookRunner(self.model, hooks, forward)
-        runner.start(self._sampler, self.content)
+        runner.start(self.sampler, self.content)
         runner.answer = self.run.masked[0].to(self.device)
         return runner
 
@@ -116,22 +156,27 @@ class StoredRun:
         return self.model.get_decoder()(input_ids=canvas, **network_inputs(self.content[:, : canvas.shape[1]]))
 
     def _canvas_logits(self, name: str) -> CanvasLogits:
-        run, sampler = self.run, self._sampler
+        run, sampler = self.run, self.sampler
         scale = 0.0 if sampler is None else sampler.cfg_scale
         fixed = ~run.masked[0]
         if ALGORITHMS[name][1].hides_prompt:
             fixed = (torch.arange(fixed.shape[1]) < run.prompt_length).expand_as(fixed)
-        unpadded = scale and run.settings.get("reference_quirks") and run.settings.get("unpadded_guidance")
-        content = torch.ones_like(self.content) if unpadded else self.content
         mask_id = self.model.config.mask_token_id
         return CanvasLogits(
-            self.model, content, cfg_scale=scale, fixed=fixed.to(self.device), mask_token_id=mask_id
+            self.model,
+            self._network_content,
+            cfg_scale=scale,
+            fixed=fixed.to(self.device),
+            mask_token_id=mask_id,
         )
 
 
-def _sampler_like(run: DenoisingRun, name: str) -> Sampler:
-    """What hosts ask of a sampler: how it guides."""
-    sampler = Sampler()
-    default = getattr(ALGORITHMS[name][0], "cfg_scale", 0.0)
-    sampler.cfg_scale = float(run.settings.get("cfg_scale") or 0.0) if "cfg_scale" in run.settings else default
+def _sampler_like(run: DenoisingRun) -> Sampler:
+    """A sampler with what observers read of it: the run's guidance, and whether the network sees the padding."""
+    sampler, settings = Sampler(), run.settings
+    name = str(settings.get("sampler"))
+    default = getattr(ALGORITHMS[name][0], "cfg_scale", 0.0) if name in ALGORITHMS else 0.0
+    sampler.cfg_scale = float(settings.get("cfg_scale") or 0.0) if "cfg_scale" in settings else default
+    quirk = settings.get("reference_quirks") and settings.get("unpadded_guidance")
+    sampler.unpadded = bool(sampler.cfg_scale and quirk)
     return sampler

@@ -25,10 +25,10 @@ from .detectors.shares import MeanReceived as MeanReceived
 from .detectors.top_k import TopK as TopK
 from .from_patterns import received_from_pattern as received_from_pattern
 from .from_recording import key_statistic_of as key_statistic_of
+from .from_recording import key_statistic_over_steps as key_statistic_over_steps
 from .from_recording import received_of as received_of
-from .from_rerun import received_over_steps as received_over_steps
+from .from_recording import received_over_steps as received_over_steps
 from .key_statistics import KeyStatistic as KeyStatistic
-from .key_statistics import key_statistic_over_steps as key_statistic_over_steps
 from .lifetimes import SinkLifetimes as SinkLifetimes
 from .received import Level as Level
 from .received import Received as Received

@@ -1,13 +1,119 @@
-"""Received attention, and statistics of hidden states, out of a Recording."""
+"""Received attention and statistics of hidden states, read from a Recording or computed for a finished run."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.recording import QueryClass, Recording
+from dlm_lens.arguments import checked_arguments
+from dlm_lens.attention import MIN_VIEWERS
+from dlm_lens.recording import KeyNorm, MassiveActivations, QueryClass, ReceivedAttention, Recording, rerun
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_statistics import KeyStatistic
-from dlm_lens.sinks.received import AXES, RELATIVE, Received
+from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received
+
+
+@checked_arguments()
+def received_over_steps(
+    model: Any,
+    run: DenoisingRun,
+    *,
+    relative: bool = True,
+    queries: QueryClass = "all",
+    layers: Sequence[int] | None = None,
+    min_viewers: int = MIN_VIEWERS,
+    rows_per_pass: int | None = None,
+    progress: bool = False,
+) -> Received:
+    """Received attention of every key at every step of a finished run, by a rerun of its canvases.
+
+    r_j = sum_i A_ij over the counted queries (2510.15731, section 4.1), by default divided by e_j, the sum under
+    uniform attention. Step t runs on `run.canvases[t]`; of a guided run the conditional half counts. No pattern is
+    formed: the sums are those of `record` with `ReceivedAttention`.
+
+    The keys are canvas positions and, after them, the model's learned sink tokens, whose own rows are not counted
+    as queries. Padding is neither a query nor a key. In a causal model positions that are not written yet are
+    neither, and step t counts all written positions, also where decoding used a cache. In a layer with a sliding
+    window a query sees the keys in it; `Received.expected` has an axis of layers then.
+
+    Args:
+        model: the model of the run; its attention implementation may be any, and does not change.
+        run: from `denoise`.
+        relative: scores relative to uniform, or raw column sums (in queries).
+        queries: which queries are counted, see `QueryClass`. Each class is divided by its own e_j, so that scores
+            do not fall only because the masks run out.
+        layers: indices of the layers, negative from the end; None for all.
+        min_viewers: a key seen by fewer counted queries is undefined (NaN).
+        rows_per_pass: rows of the run in one forward pass; None for all of them.
+        progress: show a progress bar.
+
+    Returns:
+        A `Received` on the CPU in float32, its layers in increasing order.
+
+    Raises:
+        TypeError: the run is not a `DenoisingRun`.
+        ValueError: a model without hook points, with attention that `layer_windows` refuses, a run of another
+            model, an unknown class of queries, or a layer that does not exist.
+        RuntimeError: a pattern is not finite.
+    """
+    recording = rerun(
+        model,
+        run,
+        [ReceivedAttention(queries, min_viewers)],
+        layers=layers,
+        rows_per_pass=rows_per_pass,
+        progress=progress,
+    )
+    received = received_of(recording, queries)
+    _check_finite(received)
+    return received if relative else received.on_scale(COLUMN_SUM)
+
+
+def _check_finite(received: Received) -> None:
+    """Raise if a key that enough queries see has no score.
+
+    Raises:
+        RuntimeError: naming the first step and layer.
+    """
+    assert received.viewers is not None
+    assert received.valid is not None
+    scored = (received.viewers >= max(1, received.min_viewers)) & received.valid[:, None, None]
+    wrong = scored & ~received.values.isfinite()
+    if bool(wrong.any()):
+        step, row, layer, *_ = wrong.nonzero()[0].tolist()
+        raise RuntimeError(
+            f"a pattern of step {step}, row {row}, layer {received.layers[layer]} is not finite; check the model's "
+            "weights and dtype"
+        )
+
+
+@checked_arguments()
+def key_statistic_over_steps(
+    model: Any,
+    run: DenoisingRun,
+    quantity: HiddenQuantity,
+    *,
+    layers: Sequence[int] | None = None,
+    rows_per_pass: int | None = None,
+) -> KeyStatistic:
+    """Rerun a finished run and measure every position: its largest activation, or the norm of its key.
+
+    "max activation": max_d |h_jd| of the residual stream that enters each layer (2402.17762), with the median of
+    |h| over content positions and features (of an even number of values the lower middle one). "key norm":
+    ||k_j||_2, which the rotation keeps; every query head has the norm of the key that it uses. In a causal model
+    positions that are not written yet have none. Learned sink tokens follow the canvas positions.
+
+    Raises:
+        TypeError: the run is not a `DenoisingRun`.
+        ValueError: an unknown quantity, a model without hook points, or a layer that does not exist.
+    """
+    if quantity not in get_args(HiddenQuantity):
+        raise ValueError(f"quantity is {quantity!r}; it must be one of {', '.join(get_args(HiddenQuantity))}")
+    reducer = MassiveActivations() if quantity == "max activation" else KeyNorm()
+    return key_statistic_of(rerun(model, run, [reducer], layers=layers, rows_per_pass=rows_per_pass), quantity)
 
 
 def received_of(recording: Recording, queries: QueryClass = "all") -> Received:

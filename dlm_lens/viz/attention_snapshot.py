@@ -1,19 +1,16 @@
 """`snapshot`: one layer's attention at one step of a run, from one forward pass."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from dlm_lens.attention import exclusive, hooked_attentions, layer_windows, listening
+from dlm_lens.recording import AttentionPattern, ValueNorm, rerun
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.token_text import tokenizer_of
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
-from dlm_lens.sinks.from_rerun import Canvases, points_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +76,12 @@ class Snapshot:
         return [int(key) for key in order if bool(found.is_sink.flatten()[key])]
 
 
-@torch.no_grad()
-@exclusive
 def snapshot(model: Any, run: DenoisingRun, *, step: int, layer: int, row: int = 0) -> Snapshot:
-    """Run the model on the canvas that a step saw, and keep one layer's pattern and values.
+    """Run the model on the canvas that a step saw, and keep one layer's pattern and value norms.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a step, layer or row that is not there, or a run of another model.
+        ValueError: a step, layer or row that does not exist, or a run of another model.
     """
     if not isinstance(run, DenoisingRun):
         raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
@@ -95,54 +90,28 @@ def snapshot(model: Any, run: DenoisingRun, *, step: int, layer: int, row: int =
             raise ValueError(f"{name} {index} of {count}: {name}s go from 0 to {count - 1}")
     if step >= (ended := int(run.row_steps[row])):
         raise ValueError(f"step {step}: row {row} ended after {ended} steps; its steps go from 0 to {ended - 1}")
-    (place, point), *_ = points_of(model, [layer]).items()
-    host = hooked_attentions(model)[place]
-    canvases = Canvases(model, run, "all")
-    index = step * len(run.tokens) + row
-    seen = _watched(model, canvases.view(index, index + 1).inputs, point, host.get_submodule("hook_v"))
-    # Canvas first, then the learned sinks; without the keys that no query sees.
-    length = seen["pattern"].shape[-1]
-    order = canvases.layout.sinks_last(torch.arange(length))
-    if length != canvases.length + canvases.layout.count:
-        raise ValueError(
-            f"the pattern has {length} keys, the run {canvases.length} positions; is it another model's?"
-        )
-    positions = canvases.seen[index].nonzero().flatten()
-    kept = torch.cat([positions, torch.arange(canvases.length, length)])
-    pattern, values = seen["pattern"][0].float().cpu(), seen["values"][0].float().cpu()
-    norms = values.norm(dim=-1).T.repeat_interleave(pattern.shape[0] // values.shape[1], 0)
-    chosen = order[kept]
+    reducers = [AttentionPattern(), ValueNorm()]
+    recording = rerun(model, run, reducers, steps=[step], layers=[layer], rows=[row])
+    # Without padding and positions that are not written; learned sinks after the canvas, as queries too.
+    keys = recording.facts.keys[0, 0].nonzero().flatten()
+    positions = keys[: len(keys) - recording.sinks]
+    pattern = recording.pattern[0, 0, 0]
+    # A learned sink token sees only itself.
+    own_rows = torch.eye(pattern.shape[-1])[pattern.shape[-1] - recording.sinks :].expand(len(pattern), -1, -1)
+    pattern = torch.cat([pattern[:, positions], own_rows], 1)[..., keys]
+    norms = recording.value_norm[0, 0, 0]
     return Snapshot(
-        pattern=pattern[:, chosen][..., chosen],
-        value_norms=norms[:, chosen],
-        tokens=canvases.beside_sinks(run.canvases[step, row], canvases.sink_ids)[kept].tolist(),
-        masked=canvases.beside_sinks(run.masked[step, row], 0)[kept],
+        pattern=pattern,
+        value_norms=norms.repeat_interleave(len(pattern) // len(norms), 0)[:, keys],
+        tokens=recording.tokens[0, 0, keys].tolist(),
+        masked=recording.masked[0, 0, keys],
         positions=positions.tolist(),
-        sinks=canvases.layout.count,
-        causal=canvases.causal,
-        layer=place,
+        sinks=recording.sinks,
+        causal=recording.causal,
+        layer=recording.layers[0],
         step=step,
         row=row,
         padding=int(run.padding[row]),
-        tokenizer=tokenizer_of(run, model),
-        window=layer_windows(model)[place],
+        tokenizer=recording.run.tokenizer,
+        window=recording.windows[0] if recording.windows else None,
     )
-
-
-def _watched(model: Any, inputs: Any, pattern: nn.Module, values: nn.Module) -> dict[str, Tensor]:
-    """What passes two hook points in one forward pass."""
-    seen: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        stack.enter_context(listening(model))
-        for name, point in (("pattern", pattern), ("values", values)):
-
-            def watch(module: nn.Module, args: Any, value: Tensor, name: str = name) -> None:
-                seen[name] = value.detach()
-
-            stack.callback(point.register_forward_hook(watch).remove)
-        model.get_decoder()(**inputs)
-    if len(seen) < 2:
-        raise ValueError(
-            "no pattern came by: something replaced the attention (a host's bridge?); use the model as loaded"
-        )
-    return seen

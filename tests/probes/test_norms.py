@@ -11,7 +11,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.probes import sink_updates, value_norms
 from dlm_lens.probes.intervals import difference_of, estimate, mean_of
-from dlm_lens.probes.rerun import record_run
+from dlm_lens.recording import rerun
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
 
@@ -155,7 +155,7 @@ def test_prompts_and_not_sinks_are_drawn_for_an_interval() -> None:
 def test_a_finished_run_is_recorded_as_it_was(name: str) -> None:
     reducers = [*REDUCERS, dl.RegionMass(), dl.recording.UpdateNorm()]
     model, rec = recorded(name, reducers)
-    again = record_run(model, rec.run, reducers)
+    again = rerun(model, rec.run, reducers)
     for array in rec.specs:
         # The same network on the same canvases.
         torch.testing.assert_close(getattr(again, array), getattr(rec, array), equal_nan=True)

@@ -50,7 +50,7 @@ def compare(found, padding, per_head):
     assert bool(found[padding + len(wanted) :].isnan().all())
 
 
-@pytest.mark.parametrize("queries", ["all", "masked", "unmasked"])
+@pytest.mark.parametrize("queries", ["all", "masked", "unmasked", "prompt", "block"])
 @pytest.mark.parametrize("relative", [True, False])
 def test_equals_patterns_gathered_row_by_row(masked_run, queries, relative):
     model, run = masked_run
@@ -60,7 +60,15 @@ def test_equals_patterns_gathered_row_by_row(masked_run, queries, relative):
         assert run.attention_mask[row].tolist() == [i >= padding for i in range(19)]
         for step in (0, 3, 5):
             canvas, masked = run.canvases[step, row, padding:], run.masked[step, row, padding:]
-            counts = {"all": masked | True, "masked": masked, "unmasked": ~masked}[queries].tolist()
+            classes = {
+                "all": masked | True,
+                "masked": masked,
+                "unmasked": ~masked,
+                "prompt": ~run.masked[0, row, padding:],
+            }
+            start, stop = run.spans[step]
+            classes["block"] = torch.tensor([start <= i < stop for i in range(padding, 19)])
+            counts = classes[queries].tolist()
             everything = [[True] * len(canvas)] * len(canvas)
             alone = patterns(model, canvas)
             for layer in range(2):
@@ -190,7 +198,7 @@ def test_patterns_that_are_not_finite_are_named():
     run = denoise(model, PROMPTS, steps=2, gen_length=4, block_length=4)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = torch.nan
-    with pytest.raises(RuntimeError, match="a pattern of steps 0 to 1 is not finite"):
+    with pytest.raises(RuntimeError, match="a pattern of step 0, row 0, layer 0 is not finite"):
         received_over_steps(model, run)
     assert hook_count(model) == 0
 
@@ -199,8 +207,8 @@ def test_what_cannot_work_is_refused(masked_run, causal_run):
     model, run = masked_run
     with pytest.raises(TypeError, match="the run is a Tensor"):
         received_over_steps(model, run.canvases)
-    with pytest.raises(ValueError, match="queries is 'prompt'"):
-        received_over_steps(model, run, queries="prompt")
+    with pytest.raises(ValueError, match=r"queries='answer'.*the classes of queries are all, masked"):
+        received_over_steps(model, run, queries="answer")
     with pytest.raises(ValueError, match="layer 2 of 2"):
         received_over_steps(model, run, layers=[0, 2])
     with pytest.raises(ValueError, match="layers is empty"):

@@ -16,6 +16,33 @@ tokens together are everything."""
 
 
 @dataclass(frozen=True)
+class AttentionPattern:
+    """The pattern A itself, for a few steps and layers: [step, batch, layer, head, query, key] takes much memory.
+
+    Queries are canvas positions; keys are canvas positions and, after them, the learned sink tokens.
+    """
+
+    name = "pattern"
+    dims = ("step", "batch", "layer", "head", "query", "key")
+    unit = "share of attention"
+    formula = "A_ij"
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    def start(self, layer: LayerStep) -> list[Tensor]:
+        """No tile yet."""
+        return []
+
+    def tile(self, state: list[Tensor], layer: LayerStep, rows: slice, pattern: Tensor) -> list[Tensor]:
+        """One more tile of queries."""
+        return [*state, pattern.float()]
+
+    def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head query key"]:
+        """The pattern, NaN for queries that are padding or not written."""
+        absent = ~layer.facts.present[:, None, :, None]
+        return torch.cat(state, -2).masked_fill(absent, torch.nan)
+
+
+@dataclass(frozen=True)
 class AttentionEntropy:
     """Entropy of every query's attention, H_i = -sum_j A_ij ln A_ij, in nats.
 

@@ -19,7 +19,7 @@ from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
-from dlm_lens.sinks.from_rerun import received_over_steps
+from dlm_lens.sinks.from_recording import received_over_steps
 from dlm_lens.sinks.received import MERGED, Level
 from dlm_lens.sinks.statistics import ratio_by_prompt
 

@@ -1,0 +1,102 @@
+"""`rerun`: statistics of a finished run, from one forward pass over the canvas of each of its steps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.arguments import chosen_indices
+from dlm_lens.attention import exclusive
+from dlm_lens.recording.arrays import blank
+from dlm_lens.recording.concatenation import joined
+from dlm_lens.recording.recorder import Recorder, Storage
+from dlm_lens.recording.recording import Recording, part_of_run
+from dlm_lens.sampling import DenoisingRun, StoredCanvases
+
+
+@torch.no_grad()
+@exclusive
+def rerun(
+    model: Any,
+    run: DenoisingRun,
+    reducers: Sequence[Any],
+    *,
+    steps: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+    rows_per_pass: int | None = None,
+    dtype: Storage = "float32",
+    progress: bool = False,
+) -> Recording:
+    """Record statistics of a finished run: the network sees the canvas of every step once more.
+
+    The result is what `record` gives with the same reducers, without sampling. A reducer may depend on what the
+    run showed, such as its sinks. Of a guided run the conditional half is computed. Hooks of `denoise(hooks=)` do
+    not run; torch's own hooks on the model do. Steps after the end of a row are undefined (NaN).
+
+    Args:
+        model: the model of the run; its attention implementation may be any, and does not change.
+        run: from `denoise`, or `recording.run`.
+        reducers: what to record (`dlm_lens.recording`).
+        steps: indices of the steps, negative from the end; None for all.
+        layers: indices of the layers, negative from the end; None for all.
+        rows: indices of the rows, negative from the end; None for all.
+        rows_per_pass: rows in one forward pass; None for all of them.
+        dtype: how floating-point statistics are stored, "float32" or "float16".
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: the run is not a `DenoisingRun`.
+        ValueError: a run of another model, a step, layer or row that does not exist, or what `Recorder` refuses.
+    """
+    stored = StoredCanvases(model, run)
+    chosen = chosen_indices("step", steps, run.steps)
+    recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
+    places = chosen_indices("row", rows, len(run.tokens))
+    size = len(places) if rows_per_pass is None else max(1, rows_per_pass)
+    parts = [places[start : start + size] for start in range(0, len(places), size)]
+    found = []
+    with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
+        for part in parts:
+            canvases = (
+                stored if len(part) == len(run.tokens) else StoredCanvases(model, part_of_run(run, None, part))
+            )
+            found.append(_record(recorder, canvases, chosen, bar))
+    return replace(
+        joined(found),
+        run=part_of_run(stored.run, chosen, places),
+        answer=run.masked[0][list(places)],
+        steps=chosen,
+        rows=places,
+    )
+
+
+def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], bar: Any) -> Recording:
+    """The steps of a run through a recorder, one forward pass each."""
+    run = stored.run
+    recorder.start(stored.sampler, stored.content)
+    recorder.answer = run.masked[0].to(stored.device)
+    try:
+        for step in steps:
+            plan = stored.plan(step)
+            canvas, masked = (each[step].to(stored.device) for each in (run.canvases, run.masked))
+            recorder.step(plan, canvas, masked)
+            stored.forward(step)
+            recorder.finish(plan, canvas, None, masked)
+            bar.update()
+    finally:
+        recorder.stop()
+    recording = recorder.recording(part_of_run(run, steps, range(len(run.tokens))))
+    ended = torch.tensor(steps)[:, None] >= run.row_steps
+    if bool(ended.any()):
+        _blank(recording.arrays.values(), ended)
+    return recording
+
+
+def _blank(arrays: Any, ended: Tensor) -> None:
+    """Make arrays [step, batch, ...] undefined where a row has ended."""
+    for array in arrays:
+        array[ended] = blank(array.dtype)
