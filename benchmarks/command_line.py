@@ -15,7 +15,7 @@ COMMANDS = (
     "experiment list",
     "sinks nowhere",
     "record toy --prompts no --out o",
-    "demo --model ./nowhere",
+    "demo ./nowhere",
     "report nowhere",
     "train nowhere.yaml",
     "experiment nothing",

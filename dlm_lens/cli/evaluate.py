@@ -1,11 +1,27 @@
 """`dlm-lens eval`: lm-evaluation-harness on the command line, under interventions."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_lens.cli.options import (
+    DEVICE,
+    DTYPE,
+    HOOKS,
+    JSON,
+    MODEL,
+    SEED,
+    check_device,
+    check_dtype,
+    check_storage,
+)
+from dlm_lens.cli.output import show_json
+from dlm_lens.cli.reducers import check_reducers, read_reducers
+from dlm_lens.files.paths import check_directory
+from dlm_lens.option_values import whole_numbers, words
 from dlm_lens.printable import echo
 
 if TYPE_CHECKING:
@@ -13,56 +29,53 @@ if TYPE_CHECKING:
 
 
 def eval_command(
-    model: Annotated[str, typer.Option(help="Embedded model (toy, toy-ar, ...), directory or hub name.")] = "toy",
+    model: Annotated[str, MODEL] = "toy",
     tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, separated by commas.")] = None,
     preset: Annotated[str | None, typer.Option(help="A cell of the papers' tables; --presets lists them.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets, and stop.")] = False,
-    hooks: Annotated[
-        str, typer.Option(help='Interventions, such as "mask_sinks(above_mean(3), top=5)"; parsed, never executed.')
-    ] = "",
+    hooks: Annotated[str, HOOKS] = "",
     limit: Annotated[float | None, typer.Option(help="Documents per task, or a share of them below 1.")] = None,
-    batch_size: Annotated[str, typer.Option(help="Canvases per forward, or auto.")] = "auto",
-    num_fewshot: Annotated[int | None, typer.Option(help="Worked examples in front of each document.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Canvases per forward pass, or auto.")] = "auto",
+    num_fewshot: Annotated[int | None, typer.Option(help="Worked examples before each document.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
     add_bos: Annotated[
-        bool, typer.Option("--add-bos", help="Put the beginning-of-text token in front of every text.")
+        bool, typer.Option("--add-bos", help="Begin every text with the beginning-of-text token.")
     ] = False,
     max_length: Annotated[int | None, typer.Option(help="Positions of a canvas; the model's by default.")] = None,
     likelihood: Annotated[str, typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5.")] = "",
     generation: Annotated[str, typer.Option(help="Settings, such as gen_length=256,block_length=32.")] = "",
-    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights; the checkpoint's own by default.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where the model goes; a GPU if there is one.")] = None,
+    seed: Annotated[int, SEED] = 0,
+    dtype: Annotated[str | None, DTYPE] = None,
+    device: Annotated[str | None, DEVICE] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for the results; the same command goes on where it was killed.")
+        Path | None,
+        typer.Option(help="Directory of the results; the same command continues an interrupted evaluation."),
     ] = None,
     record: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What to record of every request into --record-to, as `dlm-lens record --reducer` takes it "
-            "(received, value-norm, top-keys:5, ...); repeatable, received by default."
-        ),
+        str | None,
+        typer.Option(help="What to record of every request into --record-to, as in dlm-lens record --reducers."),
     ] = None,
     record_to: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the recordings, TASK/DOCUMENT-REQUEST each; the same command goes on."),
+        Path | None, typer.Option(help="Directory of the recordings, TASK/DOCUMENT-REQUEST each.")
     ] = None,
-    record_layers: Annotated[str | None, typer.Option(help="Indices such as 0,5,-1; all by default.")] = None,
+    record_layers: Annotated[
+        str | None, typer.Option(help="Layers to record, such as 0,5,-1; all by default.")
+    ] = None,
     record_storage: Annotated[
-        str, typer.Option(help="Of the recorded statistics: float32, or float16 in half the space.")
+        str, typer.Option(help="Dtype of the recorded statistics: float32, or float16 in half the space.")
     ] = "float32",
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks execute the code that the model wrote.")
     ] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Evaluate a model on tasks of lm-evaluation-harness, and on those shipped here."""
+    """Evaluate a model on tasks of lm-evaluation-harness, and on those that come with this package."""
     from dlm_lens.adapters.model_names import check_model_name
-    from dlm_lens.command_options import check_device, check_directory, check_dtype
     from dlm_lens.evaluation import find_preset
     from dlm_lens.hooks.expressions import check_expression
 
     if presets:
-        _print_presets()
+        _print_presets(as_json)
         return
     check_model_name(model)
     check_dtype(dtype)
@@ -74,7 +87,7 @@ def eval_command(
     for directory in filter(None, (out, record_to)):
         check_directory(directory)
     settings: dict[str, Any] = {} if preset is None else find_preset(preset).settings()
-    settings |= {"tasks": tasks.split(",")} if tasks else {}
+    settings |= {"tasks": words("--tasks", tasks)} if tasks else {}
     if "tasks" not in settings:
         raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
     settings |= {"chat": True} if chat else {}
@@ -84,7 +97,7 @@ def eval_command(
     for name, text in (("likelihood", likelihood), ("generation", generation)):
         settings |= {name: _with(settings.get(name), read_pairs(text))} if text else {}
     if record or record_to is not None or record_layers is not None:
-        settings |= _recorded(record or ["received"], record_to, record_layers, record_storage)
+        settings |= _recorded(record or "received", record_to, record_layers, record_storage)
     from dlm_lens.evaluation import evaluate
 
     if out is not None:
@@ -97,16 +110,24 @@ def eval_command(
         batch_size=batch_size,
         seed=seed,
         dtype=dtype,
-        device=device or _fastest(),
+        device=device or _gpu_or_cpu(),
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         **settings,
     )
-    echo(result.markdown())
+    if as_json:
+        show_json({"scores": [_score(one) for one in result.scores], "settings": dict(result.settings)})
+    else:
+        echo(result.markdown())
     if out is not None:
         result.save(out)
         echo(f"\nresults: {out / 'results.json'}", err=True)
     if record_to is not None:
-        echo(f"recordings: {record_to}, and what each is of in requests.jsonl", err=True)
+        echo(f"recordings: {record_to}; requests.jsonl lists the request of each", err=True)
+
+
+def _score(score: Any) -> dict[str, Any]:
+    """A score as JSON, in which NaN is null."""
+    return {name: None if value != value else value for name, value in asdict(score).items()}
 
 
 def read_pairs(text: str) -> dict[str, Any]:
@@ -119,7 +140,7 @@ def read_pairs(text: str) -> dict[str, Any]:
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals:
-            raise ValueError(f"{part!r} is no setting; write name=value, separated by commas")
+            raise ValueError(f"{part!r} is not a setting; write name=value, separated by commas")
         try:
             found[name.strip()] = json.loads(value)
         except json.JSONDecodeError:
@@ -127,18 +148,14 @@ def read_pairs(text: str) -> dict[str, Any]:
     return found
 
 
-def _recorded(names: list[str], to: Path | None, layers: str | None, storage: str) -> dict[str, Any]:
+def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> dict[str, Any]:
     """What to record, as `HarnessLM` takes it."""
-    from dlm_lens.cli.reducers import check_reducer, reducer_of
-    from dlm_lens.command_options import check_storage, whole_numbers
-
     if to is None:
         raise ValueError("--record and --record-layers need --record-to, the directory of the recordings")
-    for name in names:
-        check_reducer(name, "--record")
+    check_reducers("--record", names)
     check_storage("--record-storage", storage)
-    chosen = whole_numbers("--record-layers", layers)
-    record = {"reducers": [reducer_of(name, "--record") for name in names], "layers": chosen, "dtype": storage}
+    chosen = None if layers is None else whole_numbers("--record-layers", layers)
+    record = {"reducers": read_reducers("--record", names), "layers": chosen, "dtype": storage}
     return {"record": record, "record_to": to}
 
 
@@ -147,26 +164,29 @@ def _with(settings: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {**(vars(settings) if settings is not None else {}), **given}
 
 
-def _fastest() -> str:
+def _gpu_or_cpu() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _print_presets() -> None:
+def _print_presets(as_json: bool) -> None:
     from dlm_lens.evaluation import list_presets
 
+    if as_json:
+        show_json([asdict(preset) for preset in list_presets()])
+        return
     for preset in list_presets():
         echo(describe(preset))
 
 
 def describe(preset: "Preset") -> str:
     """A preset in a few lines."""
-    asked = {**_differs(preset.likelihood), **_differs(preset.generation)}
+    settings = {**_differs(preset.likelihood), **_differs(preset.generation)}
     lines = [
         preset.name,
         f"  {preset.task}: {preset.metric}, a {preset.kind}; for {preset.model}",
-        f"  settings: {', '.join(f'{name}={value}' for name, value in asked.items()) or 'the defaults'}"
+        f"  settings: {', '.join(f'{name}={value}' for name, value in settings.items()) or 'the defaults'}"
         + (", chat template" if preset.chat else "")
         + (", worked examples in one text" if preset.chat and not preset.multiturn else "")
         + (", beginning-of-text token" if preset.add_bos else "")

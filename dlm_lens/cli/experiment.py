@@ -5,54 +5,61 @@ from typing import Annotated, Any
 
 import typer
 
+from dlm_lens.cli.options import DTYPE, check_device, check_dtype, quiet_transformers
+from dlm_lens.cli.output import show_json
+from dlm_lens.files.paths import check_directory
+from dlm_lens.option_values import words
 from dlm_lens.printable import echo
 
 
 def experiment_command(
-    name: Annotated[str, typer.Argument(help="An experiment's name, or `list`.")],
+    name: Annotated[str, typer.Argument(help="Name of an experiment, or list.")],
     small: Annotated[bool, typer.Option("--small", help="Minutes on two cores, with the embedded models.")] = False,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Embedded model, directory or hub name; again for more than one.")
+    models: Annotated[
+        str | None, typer.Option(help="Embedded models, directories or hub names, separated by commas.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of the results; runs/NAME by default.")] = None,
-    given: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting as name=value, such as prompts=64.")
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting, such as prompts=64; repeatable.")
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what a run costs, and stop.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print what a run costs, and stop.")] = False,
     render: Annotated[
-        bool, typer.Option("--render", help="Tables and figures of the results so far; run nothing.")
+        bool, typer.Option("--render", help="Write tables and figures of the results so far; run nothing.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="Where models go; with --plan also a100, h100, h200.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights; the checkpoint's own by default.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where models run; a GPU if there is one. With --plan also a100, h100, h200."),
+    ] = None,
+    dtype: Annotated[str | None, DTYPE] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """Run a figure or table of the papers; the same command goes on where it was killed.
+    """Run an experiment of the papers, or list them; the same command continues an interrupted run.
 
     Under torchrun every process computes a part of the items; --render then merges their files.
     """
     if name == "list":
-        list_command()
+        _list_experiments(as_json)
         return
+    if as_json:
+        raise ValueError("--json goes with `dlm-lens experiment list`; the results of a run are files in --out")
     from dlm_lens.adapters.model_names import check_model_name
-    from dlm_lens.command_options import check_device, check_directory, check_dtype
     from dlm_lens.experiments.experiment import check_experiment, read_setting
 
     check_experiment(name)
-    for one in model or ():
-        check_model_name(one)
+    chosen_models = words("--models", models) if models else []
+    for model in chosen_models:
+        check_model_name(model)
     check_device(device)
     check_dtype(dtype)
     directory = out or Path("runs") / (f"{name}-small" if small else name)
     check_directory(directory)
-    settings = dict(read_setting(text) for text in given or ())
-
-    from transformers.utils import logging as transformers_logging
+    given = dict(read_setting(text) for text in settings or ())
 
     from dlm_lens.experiments import find_experiment, plan_experiment, render_experiment, run_experiment
 
-    # Loading a model of a megabyte needs no bar beside that of the items.
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     experiment = find_experiment(name)
-    chosen: dict[str, Any] = {"small": small, "models": model or (), "settings": settings}
+    chosen: dict[str, Any] = {"small": small, "models": chosen_models, "settings": given}
     if plan:
         echo(plan_experiment(experiment, device=device or "cpu", **chosen))
         return
@@ -66,13 +73,17 @@ def experiment_command(
     echo(f"results, tables and figures: {directory}", err=True)
 
 
-def list_command() -> None:
+def _list_experiments(as_json: bool) -> None:
     """Name, source and question of every experiment."""
     from rich.console import Console
     from rich.table import Table
 
     from dlm_lens.experiments.experiment import declared_experiments
 
+    if as_json:
+        names = ("name", "shows", "title")
+        show_json([{name: getattr(experiment, name) for name in names} for experiment in declared_experiments()])
+        return
     table = Table("name", "shows", "what it measures", box=None, pad_edge=False)
     for experiment in declared_experiments():
         table.add_row(experiment.name, experiment.shows, experiment.title)

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_lens.cli.tables import (
+from dlm_lens.cli.options import (
     DETECTOR,
-    EPS,
     HEAD,
     JSON,
     LAYER,
@@ -17,10 +16,10 @@ from dlm_lens.cli.tables import (
     RECORDING,
     check_place,
     check_rule,
-    read,
-    show,
 )
-from dlm_lens.command_options import one_of
+from dlm_lens.cli.output import show_tables
+from dlm_lens.cli.recordings import detector_of, load_recording
+from dlm_lens.option_values import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 GROUPINGS = ("pattern", "head", "layer", "all")
 TABLES = ("lives", "moves", "switches", "summary")
 
-_NAMES = {"batch": "row"}
-"""Columns that an option names otherwise."""
+_OPTIONS = {"batch": "row"}
+"""Columns whose option has another name."""
 
 _SHOWN = {
     "lives": ("batch layer head position token masked first_step last_step steps peak main_steps transient "
@@ -47,11 +46,11 @@ _SHOWN = {
 def paths_command(
     recording: Annotated[Path, RECORDING],
     detector: Annotated[str, DETECTOR] = "above-mean",
-    eps: Annotated[float | None, EPS] = None,
     level: Annotated[str, LEVEL] = "head",
     queries: Annotated[str, QUERIES] = "all",
     hysteresis: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="A sink ends below this part of its threshold; 1 for none.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="A sink lasts while it is above this share of its threshold."),
     ] = 0.75,
     layer: Annotated[int | None, LAYER] = None,
     head: Annotated[int | None, HEAD] = None,
@@ -65,10 +64,11 @@ def paths_command(
         str | None, typer.Option(help="Print one table as CSV instead: lives, moves, switches or summary.")
     ] = None,
 ) -> None:
-    """Follow the sinks of a recording over its steps: how long they live, where they move, what the heads do.
+    """Follow the sinks of a recording over its steps: how long they last, where they move, and what the heads do.
 
-    A life is a spell of steps at which a position is a sink. It moves where another life takes over within a step;
-    a switch is a change of the largest sink between two that both stay.
+    A life is a run of consecutive steps at which a position is a sink. A sink moves where its life ends within one
+    step of the start of another life. A switch is a change of the largest sink between two positions that both stay
+    sinks.
     """
     check_place(layer, head, level)
     one_of("--by", by, GROUPINGS)
@@ -78,31 +78,29 @@ def paths_command(
             raise ValueError("--json and --csv: give one of the two")
     if hysteresis == 0:
         raise ValueError("--hysteresis is 0.0; it is above 0 and at most 1")
-    check_rule(recording, detector, eps, level, queries)
+    check_rule(recording, detector, level, queries)
 
-    from dlm_lens.cli.tables import detector_of
     from dlm_lens.sinks import received_of, trajectories
 
-    rec = read(recording)
-    rule = detector_of(detector, eps)
+    rule = detector_of(detector)
     if rule.reads_hidden_states:
         raise ValueError(
             f"--detector {detector}: paths follow received attention, and this rule reads hidden states"
         )
     place = {"batch": row, "layer": layer, "head": head}
-    received = _part(received_of(rec, queries), place)  # type: ignore[arg-type]
+    received = _part(received_of(load_recording(recording), queries), place)  # type: ignore[arg-type]
     paths = trajectories(received, rule, level=level, hysteresis=hysteresis)  # type: ignore[arg-type]
     tables = tables_of(paths, by, place)
     if csv is not None:
         tables[csv].to_csv(sys.stdout, index=False)
         return
     about: dict[str, Any] = {"rule": paths.rule, "found": repr(paths)}
-    about |= {_NAMES.get(name, name): value for name, value in place.items() if value is not None}
+    about |= {_OPTIONS.get(name, name): value for name, value in place.items() if value is not None}
     if not as_json:
         about |= {name: f"{min(top, len(tables[name]))} of {len(tables[name])}" for name in TABLES[:3]}
         tables = {name: table if name == "summary" else table.head(top) for name, table in tables.items()}
         tables = {name: _narrow(name, table) for name, table in tables.items()}
-    show(as_json, about, tables)
+    show_tables(as_json, about, tables)
 
 
 def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]") -> "dict[str, pd.DataFrame]":
@@ -111,8 +109,8 @@ def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]")
     Args:
         paths: the trajectories of the whole recording, or of the part at `place`.
         by: lines of the summary, as in `Trajectories.summary`.
-        place: the row and the head that alone are there, by the name of their column; their index in the recording
-            stands in the tables.
+        place: column -> the only row and head that `paths` holds, or None. Their indices in the recording replace
+            those in the tables.
     """
     lives = paths.table()
     tables = {"summary": paths.summary(by=by), "lives": lives, "switches": paths.switches()}  # type: ignore[arg-type]
@@ -128,17 +126,17 @@ def _part(received: "Received", place: "Mapping[str, int | None]") -> "Received"
     """One row, one layer, one head, or all.
 
     Raises:
-        ValueError: one that is not there.
+        ValueError: an index that the recording does not have.
     """
     _, rows, _, heads, _ = received.values.shape
-    there = {"batch": range(rows), "layer": received.layers, "head": range(heads)}
+    indices = {"batch": range(rows), "layer": received.layers, "head": range(heads)}
     parts = {}
-    for name, known in there.items():
+    for name, recorded in indices.items():
         value = place[name]
-        if value is not None and value not in known:
-            option = _NAMES.get(name, name)
-            raise ValueError(f"--{option} {value}: the recording has {option}s {', '.join(map(str, known))}")
-        index = None if value is None else list(known).index(value)
+        if value is not None and value not in recorded:
+            option = _OPTIONS.get(name, name)
+            raise ValueError(f"--{option} {value}: the recording has {option}s {', '.join(map(str, recorded))}")
+        index = None if value is None else list(recorded).index(value)
         parts[name] = slice(None) if index is None else slice(index, index + 1)
     return received.part(parts["batch"], parts["layer"], parts["head"])
 

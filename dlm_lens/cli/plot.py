@@ -1,99 +1,112 @@
 """`dlm-lens plot`: one picture of a recording, in a file."""
 
+import inspect
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from dlm_lens.command_options import index_or_mean, one_of
+from dlm_lens.cli.options import JSON
+from dlm_lens.cli.output import show_json
 from dlm_lens.printable import echo
+from dlm_lens.viz.plot_options import PLOT_OPTIONS
 
 
-def plot(
-    kind: Annotated[str, typer.Argument(help="What to draw; `dlm-lens plot list` names the kinds.")],
-    recording: Annotated[
+class PlotCommand(TyperCommand):
+    """A command whose help ends with the list of pictures, read when help is requested."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        from dlm_lens.viz.plot_registry import plots
+
+        self.epilog = f"Pictures: {', '.join(plots())}."
+        super().format_help(ctx, formatter)
+
+
+def plot_command(
+    name: Annotated[str, typer.Argument(help="Name of a picture, or list.")],
+    recordings: Annotated[
         list[Path] | None,
         typer.Argument(help="Directory of a recording (dlm-lens record); sink-positions takes several."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write: png, pdf, svg, or html for circuitsvis.")
+        Path | None, typer.Option("--out", "-o", help="The file to write: png, pdf or svg; html for circuitsvis.")
     ] = None,
-    layer: Annotated[
-        str | None, typer.Option(help="Index of the layer, or mean; without it, see the docs.")
+    title: Annotated[
+        str | None, typer.Option(help="Beginning of the caption; the model's name by default.")
     ] = None,
-    head: Annotated[str | None, typer.Option(help="Index of the head, or mean.")] = None,
-    pick: Annotated[
-        str | None,
-        typer.Option(help="Which head without --layer and --head: the strongest, or the one that is moving most."),
-    ] = None,
-    row: Annotated[int | None, typer.Option(min=0, help="Which sequence of the recording; 0 by default.")] = None,
-    step: Annotated[list[int] | None, typer.Option(help="A step; repeatable.")] = None,
-    position: Annotated[
-        int | None, typer.Option(help="A position from the prompt's first token, for lens-table.")
-    ] = None,
-    eps: Annotated[float | None, typer.Option(help="Threshold of Eq. 3; 3 by default.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model, for pictures that run it; the recording's by default.")
-    ] = None,
-    title: Annotated[str | None, typer.Option(help="In front of the caption; the model's name by default.")] = None,
+    as_json: Annotated[bool, JSON] = False,
+    **given: str | None,
 ) -> None:
-    """Draw one picture of a recording, or `list` the kinds.
+    """Draw one picture of a recording, or list the pictures.
 
-    Pictures of one head take the layer and head whose main sink scores highest on average, unless told otherwise.
+    A picture of one head shows the head whose main sink scores highest on average, unless --layer and --head or
+    --pick choose another one.
     """
-    if kind == "list":
-        _list_kinds()
+    if name == "list":
+        _list_plots(as_json)
         return
-    from dlm_lens.adapters.model_names import check_model_name
     from dlm_lens.recording.directories import check_recording
-    from dlm_lens.sinks.detector_registry import parse_detector
-    from dlm_lens.viz.plot_registry import KINDS, check_options
+    from dlm_lens.viz.plot_options import read_options
+    from dlm_lens.viz.plot_registry import check_plot, find_plot
 
-    if kind not in KINDS:
-        raise ValueError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
-    if not recording:
-        raise ValueError(f"plot {kind} needs the directory of a recording; dlm-lens record makes one")
-    settings = {
-        "layer": index_or_mean("--layer", layer), "head": index_or_mean("--head", head),
-        "row": row, "position": position,
-        "steps": tuple(step) if step else None, "eps": eps,
-        "pick": pick, "model": model,
-    }  # fmt: skip
-    chosen = {name: value for name, value in settings.items() if value is not None}
-    given = frozenset("step" if name == "steps" else name for name in chosen) | (
-        frozenset({"recordings"}) if len(recording) > 1 else frozenset()
-    )
-    if pick is not None:
-        one_of("--pick", pick, ("strongest", "moving"))
-    if eps is not None:
-        parse_detector("above-mean", eps)
-    if model is not None:
-        check_model_name(model)
-    file = out or Path(kind + KINDS[kind].suffixes[0])
-    check_options(kind, given, file)
-    for path in recording:
+    formats = find_plot(name).formats
+    if not recordings:
+        raise ValueError(f"plot {name} needs the directory of a recording; dlm-lens record makes one")
+    file = out or Path(name + formats[0])
+    options = read_options({option: text for option, text in given.items() if text is not None})
+    check_plot(name, frozenset(options), len(recordings), file)
+    for path in recordings:
         check_recording(path)
 
     from dlm_lens.recording import Recording
     from dlm_lens.viz.plot_options import PlotOptions
-    from dlm_lens.viz.plot_registry import draw
+    from dlm_lens.viz.plot_registry import write_plot
 
     loaded: dict[str, Recording] = {}
-    for path in recording:
+    for path in recordings:
         part = Recording.load(path)
-        name = Path(part.model).name or path.name
-        loaded[name if name not in loaded else f"{name} ({path.name})"] = part
-    options = PlotOptions(recordings=loaded, title=title, **chosen)  # type: ignore[arg-type]
-    echo(str(draw(kind, options, file, given)))
+        label = Path(part.model).name or path.name
+        loaded[label if label not in loaded else f"{label} ({path.name})"] = part
+    written = write_plot(name, PlotOptions(loaded, title, **options), file)
+    if as_json:
+        show_json({"file": str(written)})
+    else:
+        echo(str(written))
 
 
-def _list_kinds() -> None:
+def _declare_options(command: Any) -> None:
+    """Give the command an option per field of `PlotOptions`, in place of `**given`."""
+    signature = inspect.signature(command)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(
+            option,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, typer.Option(f"--{option}", help=text)],
+        )
+        for option, text in PLOT_OPTIONS.items()
+    ]
+    command.__signature__ = signature.replace(parameters=[*own, *added])
+    command.__annotations__ |= {one.name: one.annotation for one in added}
+
+
+_declare_options(plot_command)
+
+
+def _list_plots(as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dlm_lens.viz.plot_registry import KINDS
+    from dlm_lens.viz.plot_registry import plots
 
+    if as_json:
+        show_json([asdict(one) for one in plots().values()])
+        return
     table = Table.grid(padding=(0, 2))
-    for name, kind in KINDS.items():
-        table.add_row(name, kind.about, kind.needs and f"needs {kind.needs}", " ".join(kind.suffixes))
+    for one in plots().values():
+        table.add_row(one.name, one.about, one.needs and f"needs {one.needs}", " ".join(one.formats))
     Console(width=None if Console().is_terminal else 160).print(table)

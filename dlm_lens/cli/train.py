@@ -5,34 +5,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_lens.option_values import one_of
 from dlm_lens.printable import echo
 
 if TYPE_CHECKING:
     from dlm_lens.training.settings import TrainingSettings
 
 
-def train(
-    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped config.")],
-    override: Annotated[
-        list[str] | None, typer.Option(help="key=value, such as optimisation.rate=2e-4; may be repeated.")
+def train_command(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a config of the package.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting, such as optimisation.rate=2e-4; repeatable.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run costs, and stop.")] = False,
-    device: Annotated[str, typer.Option(help="For --dry-run: a100, h100, h200, l40s, rtx4090.")] = "h100",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run costs, and stop.")] = False,
+    device: Annotated[str, typer.Option(help="For --dry-run: a100, h100, h200, l40s or rtx4090.")] = "h100",
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="For --dry-run: how many; by default as the batch divides, 8 at most."),
     ] = None,
-    utilisation: Annotated[float, typer.Option(help="For --dry-run: share of the peak that is reached.")] = 0.4,
+    utilisation: Annotated[
+        float, typer.Option(help="For --dry-run: share of the peak FLOP/s that the training reaches.")
+    ] = 0.4,
 ) -> None:
-    """Train a masked DLM, or go on with an interrupted run; the same command does both."""
-    from dlm_lens.command_options import one_of
+    """Train a masked DLM; the same command continues an interrupted run."""
     from dlm_lens.training.config_files import read_settings
     from dlm_lens.training.cost_estimate import DEVICES
 
     one_of("--device", device, DEVICES)
     if not 0 < utilisation <= 1:
-        raise ValueError(f"--utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1")
-    settings = read_settings(config, override or ())
+        raise ValueError(f"--utilisation is {utilisation}; it must be above 0 and at most 1")
+    settings = read_settings(config, overrides or ())
     if dry_run:
         _show_plan(settings, device, devices, utilisation)
         return

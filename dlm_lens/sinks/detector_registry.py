@@ -145,12 +145,11 @@ class DetectorText:
         return self.entry.load()(**({} if self.value is None else {self.entry.setting: self.value}))
 
 
-def parse_detector(text: str, eps: float | None = None, *, option: str = "--detector") -> DetectorText:
+def parse_detector(text: str, *, option: str = "--detector") -> DetectorText:
     """Read "NAME" or "NAME:NUMBER", such as "above-std:3".
 
     Args:
         text: what to read.
-        eps: the setting of above-mean, where it was given apart (`--eps`).
         option: how errors call the text.
 
     Raises:
@@ -160,9 +159,7 @@ def parse_detector(text: str, eps: float | None = None, *, option: str = "--dete
     if name not in DETECTORS:
         raise ValueError(f"{option} {text!r}: there are {', '.join(DETECTORS)}")
     entry = DETECTORS[name]
-    if eps is not None and (name != "above-mean" or number):
-        raise ValueError(f"--eps {eps} is above-mean's, not that of {option} {text}")
-    value: float | None = eps if eps is not None else entry.default
+    value = entry.default
     if number:
         whole = entry.values == "count"
         try:
@@ -174,8 +171,7 @@ def parse_detector(text: str, eps: float | None = None, *, option: str = "--dete
         try:
             entry.check(value)
         except ValueError as error:
-            where = f"{option} {text!r}" if eps is None else f"--eps {eps}"
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{option} {text!r}: {error}") from None
     return DetectorText(entry, value)
 
 

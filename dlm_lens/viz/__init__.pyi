@@ -1,4 +1,3 @@
-from .figures.by_model import sink_positions_by_model as sink_positions_by_model
 from .figures.distribution import score_distribution as score_distribution
 from .figures.emergence import sink_emergence as sink_emergence
 from .figures.eps_sweep import sinks_over_eps as sinks_over_eps
@@ -8,6 +7,7 @@ from .figures.maps import attention_maps as attention_maps
 from .figures.norms import value_norm_layers as value_norm_layers
 from .figures.norms import value_norm_scatter as value_norm_scatter
 from .figures.positions import sink_positions as sink_positions
+from .figures.positions import sink_positions_by_model as sink_positions_by_model
 from .figures.regions import region_mass as region_mass
 from .figures.strength import sink_strength as sink_strength
 from .reporting import report as report

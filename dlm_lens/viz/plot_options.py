@@ -1,119 +1,219 @@
-"""What a user asks of a picture on the command line, with the defaults that depend on the recording."""
+"""The options of `dlm-lens plot`, each declared once, with the defaults that depend on the recording.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+A new option is a new field of `PlotOptions`. Nothing is imported here before a recording is loaded, so that wrong
+options are reported at once.
+"""
 
-from dlm_lens.recording import Recording
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sinks import AboveMean, Received, trajectories
-from dlm_lens.viz.selection import as_received, index_of, most_moving, strongest
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from dlm_lens.option_values import index_or_mean, one_of, whole_number, whole_numbers
+
+if TYPE_CHECKING:
+    from dlm_lens.recording import Recording
+    from dlm_lens.sampling import DenoisingRun
+    from dlm_lens.sinks import Detector, Received
+    from dlm_lens.sinks.detector_registry import DetectorText
 
 PICKS = ("strongest", "moving")
 
 
-@dataclass(frozen=True)
-class PlotOptions:
-    """What a user options of a picture.
+def _option(read: Callable[[str, str], Any], text: str) -> dict[str, Any]:
+    """The metadata of a field of `PlotOptions` that is an option of the command line.
 
     Args:
-        recordings: by name, which is what stands in front of the caption.
+        read: makes the value from the option's name, such as "--layer", and its text; raises ValueError.
+        text: help text.
+    """
+    return {"read": read, "help": text}
+
+
+def _read_row(option: str, text: str) -> int:
+    if (row := whole_number(option, text)) < 0:
+        raise ValueError(f"{option} is {row}; rows go from 0")
+    return row
+
+
+def _read_steps(option: str, text: str) -> tuple[int, ...]:
+    return tuple(whole_numbers(option, text))
+
+
+def _read_rule(option: str, text: str) -> "DetectorText":
+    from dlm_lens.sinks.detector_registry import parse_detector
+
+    return parse_detector(text, option=option)
+
+
+def _read_model(option: str, text: str) -> str:
+    from dlm_lens.adapters.model_names import check_model_name
+
+    check_model_name(text)
+    return text
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """What a picture is of, and how it is drawn.
+
+    Args:
+        recordings: name, with which the caption begins -> recording; most pictures are of the first one.
+        title: the beginning of the caption instead of the recording's name.
         layer: index of the layer; None if not given, "mean" for the mean over all.
         head: index of the head; None if not given, "mean" for the mean over heads.
-        row: which sequence.
-        steps: the steps that were named.
-        position: the position that was named, from the prompt's first token.
-        pick: which head where none was given: the "strongest", or the one that is "moving" most.
-        eps: of the rule, Eq. 3.
-        model: name of the model for pictures that need it; None for the recording's.
-        title: instead of the recording's name.
+        row: index of the sequence.
+        steps: the given steps; empty if not given.
+        position: the given position, counted from the prompt's first token.
+        pick: which head where none is given: the "strongest", or the one whose sinks are "moving" most.
+        detector: the rule that finds sinks; None for `AboveMean(3.0)`.
+        model: name of the model for pictures that run it; None for the recording's.
+
+    Raises:
+        ValueError: an unknown pick.
     """
 
-    recordings: Mapping[str, Recording]
-    layer: int | str | None = None
-    head: int | str | None = None
-    row: int = 0
-    steps: tuple[int, ...] = ()
-    position: int | None = None
-    pick: str = "strongest"
-    eps: float = 3.0
-    model: str | None = None
+    recordings: "Mapping[str, Recording]"
     title: str | None = None
+    layer: int | str | None = field(
+        default=None, metadata=_option(index_or_mean, "Index of the layer, or mean; see also --pick.")
+    )
+    head: int | str | None = field(
+        default=None, metadata=_option(index_or_mean, "Index of the head, or mean; see also --pick.")
+    )
+    row: int = field(
+        default=0, metadata=_option(_read_row, "Index of the sequence in the recording; 0 by default.")
+    )
+    steps: tuple[int, ...] = field(default=(), metadata=_option(_read_steps, "Steps, such as 4,12."))
+    position: int | None = field(
+        default=None, metadata=_option(whole_number, "A position, counted from the prompt's first token.")
+    )
+    pick: str = field(
+        default="strongest",
+        metadata=_option(
+            partial(one_of, allowed=PICKS),
+            "The head to draw without --layer and --head: strongest (highest score of its main sink, mean over "
+            "steps; the default) or moving (most moves of its sinks).",
+        ),
+    )
+    detector: "DetectorText | None" = field(
+        default=None,
+        metadata=_option(
+            _read_rule, "The rule that finds sinks, such as above-mean:3 (the default), above-std:3 or top-k:5."
+        ),
+    )
+    model: str | None = field(
+        default=None,
+        metadata=_option(_read_model, "The model, for pictures that run it; the recording's own by default."),
+    )
 
     def __post_init__(self) -> None:
-        if self.pick not in PICKS:
-            raise ValueError(f"pick is {self.pick!r}; it is {' or '.join(PICKS)}")
+        one_of("pick", self.pick, PICKS)
 
     @property
-    def recording(self) -> Recording:
-        """The first."""
+    def recording(self) -> "Recording":
+        """The first recording."""
         return next(iter(self.recordings.values()))
 
     @property
     def name(self) -> str:
-        """What stands in front of the caption: how the head was chosen is no secret."""
+        """The beginning of the caption: the title or the recording's name, and how the head was chosen."""
         if self.title is not None:
             return self.title
         return ", ".join([next(iter(self.recordings)), *self.chosen])
 
     @property
     def chosen(self) -> list[str]:
-        """How the head was chosen where a user left it to us and it is not the strongest."""
+        """How the head was chosen, unless it was given or is the strongest one."""
         picked = self.layer is None and self.head is None and self.pick == "moving"
         return ["the head whose sinks move most"] if picked else []
 
-    @property
-    def rule(self) -> AboveMean:
-        """Eq. 3."""
-        return AboveMean(self.eps)
+    @cached_property
+    def rule(self) -> "Detector":
+        """The detector."""
+        from dlm_lens.sinks import AboveMean
+
+        detector: Detector = AboveMean(3.0) if self.detector is None else self.detector.build()
+        return detector
 
     @cached_property
-    def received(self) -> Received:
+    def received(self) -> "Received":
         """Received attention of all queries."""
+        from dlm_lens.viz.selection import as_received
+
         return as_received(self.recording)
 
-    @cached_property
-    def run(self) -> DenoisingRun:
-        """The run."""
+    @property
+    def run(self) -> "DenoisingRun":
+        """The recorded run."""
         return self.recording.run
 
     @cached_property
     def network(self) -> Any:
-        """The model, loaded by its name; pictures of patterns run it again."""
+        """The model, loaded by its name, for pictures that run it again.
+
+        Raises:
+            ValueError: the recording does not name its model, and none is given.
+        """
         from transformers.utils import logging
 
         from dlm_lens.adapters import load
 
         logging.disable_progress_bar()
         if not (name := self.model or self.recording.model):
-            raise ValueError("the recording does not say which model it is of; give --model")
+            raise ValueError("the recording does not name its model; give --model")
         return load(name)
 
     @property
-    def wide(self) -> tuple[int | None, int | None]:
-        """Layer and head, with None for all or the mean where none was given."""
+    def layer_and_head(self) -> tuple[int | None, int | None]:
+        """Layer and head as given, None for a mean and where none is given."""
         layer, head = (None if given == "mean" else given for given in (self.layer, self.head))
         return layer, head  # type: ignore[return-value]
 
-    def place(self, received: Received | None = None) -> tuple[int | None, int | None]:
-        """Layer and head; where neither was given, those of the strongest or most moving sink."""
+    def place(self, received: "Received | None" = None) -> tuple[int | None, int | None]:
+        """Layer and head; where neither is given, those of the strongest or most moving sink.
+
+        Args:
+            received: of another recording than the first.
+        """
+        from dlm_lens.sinks import trajectories
+        from dlm_lens.viz.selection import most_moving, strongest
+
         if self.layer is not None or self.head is not None:
-            return self.wide
+            return self.layer_and_head
         received = self.received if received is None else received
         if self.pick == "strongest":
             return strongest(received)
         return most_moving(trajectories(received, self.rule), self.row)
 
-    def one_head(self) -> dict[str, int]:
-        """Layer and head, neither a mean."""
+    def one_layer(self) -> int:
+        """The layer of `place`, which must not be a mean.
+
+        Raises:
+            ValueError: it is.
+        """
+        layer, _ = self.place()
+        if layer is None:
+            raise ValueError("this picture is of one layer; give --layer")
+        return layer
+
+    def one_head(self) -> tuple[int, int]:
+        """Layer and head of `place`, which must not be means.
+
+        Raises:
+            ValueError: one is.
+        """
         layer, head = self.place()
         if layer is None or head is None:
             raise ValueError("this picture is of one head; give --layer and --head, or neither for the strongest")
-        return {"layer": layer, "head": head}
+        return layer, head
 
     def step(self) -> int:
-        """The one step that was named; the middle of the row's steps by default."""
+        """The one step that is given; the middle of the row's steps by default.
+
+        Raises:
+            ValueError: several are given.
+        """
         if len(self.steps) > 1:
             raise ValueError(f"this picture is of one step, not of {', '.join(map(str, self.steps))}")
         return self.steps[0] if self.steps else self.row_steps // 2
@@ -123,17 +223,21 @@ class PlotOptions:
         """How many steps the row ran.
 
         Raises:
-            ValueError: there is no such row.
+            ValueError: the recording has no such row.
         """
+        from dlm_lens.viz.selection import index_of
+
         index_of("row", self.row, range(len(self.run.tokens)))
         return int(self.run.row_steps[self.row])
 
     def canvas_position(self) -> int | None:
-        """The position that was named, which counts from the prompt's first token, on the canvas.
+        """The given position, which counts from the prompt's first token, on the canvas.
 
         Raises:
-            ValueError: there is no such row or position.
+            ValueError: the recording has no such row or position.
         """
+        from dlm_lens.viz.selection import index_of
+
         if self.position is None:
             return None
         index_of("row", self.row, range(len(self.run.tokens)))
@@ -143,3 +247,20 @@ class PlotOptions:
                 f"position {self.position}: positions of row {self.row} go from 0 to {canvas - padding - 1}"
             )
         return self.position + (padding if self.position >= 0 else canvas)
+
+
+PLOT_OPTIONS: Mapping[str, str] = {one.name: one.metadata["help"] for one in fields(PlotOptions) if one.metadata}
+"""Option -> its help text."""
+
+
+def read_options(texts: Mapping[str, str]) -> dict[str, Any]:
+    """The values of options, read from their texts.
+
+    Args:
+        texts: option -> the text that was given.
+
+    Raises:
+        ValueError: a text that the option does not take.
+    """
+    readers = {one.name: one.metadata["read"] for one in fields(PlotOptions) if one.metadata}
+    return {name: readers[name](f"--{name}", text) for name, text in texts.items()}

@@ -21,8 +21,7 @@ def pairs(settings: Settings) -> list[tuple[str, str]]:
     models: Sequence[str] = settings["models"]
     if len(models) < 2 or len(models) % 2:
         raise ValueError(
-            f"models is {list(models)}; give pairs, as in --model GSAI-ML/LLaDA-8B-Base --model "
-            "GSAI-ML/LLaDA-8B-Instruct"
+            f"models is {list(models)}; give pairs, as in --models GSAI-ML/LLaDA-8B-Base,GSAI-ML/LLaDA-8B-Instruct"
         )
     return list(zip(models[::2], models[1::2], strict=True))
 

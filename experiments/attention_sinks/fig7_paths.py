@@ -100,7 +100,7 @@ def _findings(results: Results) -> Iterator[Finding]:
             "agreement is taken as more than half",
         )
     yield Finding("Dream: from right to left", "these models are decoded in blocks, Dream is not", "no counterpart",
-                  "run with --model Dream-org/Dream-v0-Instruct-7B")  # fmt: skip
+                  "run with --models Dream-org/Dream-v0-Instruct-7B")  # fmt: skip
 
 
 EXPERIMENT = Experiment(

@@ -48,8 +48,8 @@ dlm-lens experiment table1-masking --small                       # about a minut
 python experiments/attention_sinks/table1.py --small             # the same: every experiment's file is a script
 dlm-lens experiment beyond-instruct --small                      # two and a half, with the training of two twins
 dlm-lens experiment table1-masking --plan --device h100          # forward passes, time, memory; computes nothing
-dlm-lens experiment table1-masking --model GSAI-ML/LLaDA-8B-Instruct --dtype bfloat16 --out runs/table1
-dlm-lens experiment beyond-instruct --model GSAI-ML/LLaDA-8B-Base --model GSAI-ML/LLaDA-8B-Instruct --out runs/pair
+dlm-lens experiment table1-masking --models GSAI-ML/LLaDA-8B-Instruct --dtype bfloat16 --out runs/table1
+dlm-lens experiment beyond-instruct --models GSAI-ML/LLaDA-8B-Base,GSAI-ML/LLaDA-8B-Instruct --out runs/pair
 torchrun --nproc-per-node 4 --no-python dlm-lens experiment fig7-paths --out runs/fig7   # splits the items
 dlm-lens experiment fig7-paths --render --out runs/fig7          # tables and figures of what is there
 ```

@@ -122,7 +122,7 @@ def _check_base(base: str, ending: str) -> None:
     if base not in embedded_models() or base.endswith("-ar"):
         raise ValueError(
             f"{base}{ending}: twins are trained of embedded DLMs, on their language; name a checkpoint of the "
-            "instruct model instead, as in --model BASE --model INSTRUCT"
+            "instruct model instead, as in --models BASE,INSTRUCT"
         )
 
 

@@ -122,7 +122,7 @@ several GPUs train with `accelerate launch ... -m dlm_lens.cli train` first; the
 below `--set trained=DIR`. Untested for want of GPUs: everything at that size. The path itself is tested with a tiny
 model (`pytest tests/experiments/test_one_token_real.py`).
 
-Figures 1 and 3 take any `--model` and a JSONL file of prompts (`--set task=FILE`).
+Figures 1 and 3 take any `--models` and a JSONL file of prompts (`--set task=FILE`).
 """
 
 

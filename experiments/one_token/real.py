@@ -72,7 +72,7 @@ def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"{wanted.output} holds no finished training, and the processes of an experiment take an item each; "
-            f"train with `accelerate launch ... -m dlm_lens.cli train {item['config']} --override "
+            f"train with `accelerate launch ... -m dlm_lens.cli train {item['config']} --set "
             f"output={wanted.output}`, then start this command again"
         )
     made = run_training(wanted)

@@ -150,7 +150,7 @@ def test_the_command_line_says_it_in_one_sentence(
 ) -> None:
     little(1000)
     out = checkpoint / "out"
-    monkeypatch.setattr("sys.argv", ["dlm-lens", "demo", "--model", str(checkpoint), "--out", str(out)])
+    monkeypatch.setattr("sys.argv", ["dlm-lens", "demo", str(checkpoint), "--out", str(out)])
     with pytest.raises(SystemExit) as left:
         cli.main()
     said = capsys.readouterr().err

@@ -374,7 +374,7 @@ def test_a_script_takes_the_options_of_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file,) = [path for path in SCRIPTS if path.name == "fig7_paths.py"]
-    monkeypatch.setattr(sys, "argv", [str(file), "--small", "--plan", "--set", "prompts=1", "--model", "toy"])
+    monkeypatch.setattr(sys, "argv", [str(file), "--small", "--plan", "--set", "prompts=1", "--models", "toy"])
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(file), run_name="__main__")
     assert left.value.code in (0, None)

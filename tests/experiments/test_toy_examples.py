@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.cli.demo import EXAMPLE, PROMPT
+from dlm_lens.cli.demo_run import EXAMPLE, PROMPT
 from experiments.toy import examples
 
 pytestmark = pytest.mark.long  # its fixture generates and measures sixteen answers

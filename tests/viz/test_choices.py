@@ -54,13 +54,15 @@ def test_the_command_refuses_to_pick_where_there_is_none(tmp_path):
         str(tmp_path / "a.png"),
         "--pick",
         "moving",
-        "--eps",
-        "50",
+        "--detector",
+        "above-mean:50",
     ]
     with pytest.raises(ValueError, match="no head has a sink in row 0"):
         CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert not (tmp_path / "a.png").exists()
-    shown = CliRunner().invoke(cli.app, ["sinks", str(path), "--eps", "0.2", "--top", "50"], catch_exceptions=False)
+    shown = CliRunner().invoke(
+        cli.app, ["sinks", str(path), "--detector", "above-mean:0.2", "--top", "50"], catch_exceptions=False
+    )
     lines = shown.stdout.split("\nsinks\n")[1].splitlines()
     names = lines[0].split()
     at = [names.index(name) for name in ("batch", "layer", "head", "position")]

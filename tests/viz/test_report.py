@@ -358,7 +358,7 @@ def test_column_sums_and_a_causal_run(tmp_path):
 def test_the_command(recording, tmp_path):
     saved = replace(recording).save(tmp_path / "rec")
     out = tmp_path / "page.html"
-    done = CliRunner().invoke(app, ["report", str(saved), "-o", str(out), "--detector", "above-std", "--k", "2.5"])
+    done = CliRunner().invoke(app, ["report", str(saved), "-o", str(out), "--detector", "above-std:2.5"])
     assert done.exit_code == 0, done.output
     assert "MB" in done.output
     data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text(), flags=re.DOTALL).group(1))

@@ -63,7 +63,9 @@ def test_e_j_of_the_block_is_that_of_the_row(ended):
 
 def test_sinks_counts_the_defined_steps(ended):
     _, rec, _, path = ended
-    result = CliRunner().invoke(cli.app, ["sinks", str(path), "--eps", "0.2", "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        cli.app, ["sinks", str(path), "--detector", "above-mean:0.2", "--json"], catch_exceptions=False
+    )
     found = dl.find_sinks(rec, RULE)
     for line in json.loads(result.stdout)["layers"]:
         place = found.layers.index(line["layer"])
@@ -133,7 +135,7 @@ def test_commands_choose_steps_of_the_row(ended, monkeypatch, tmp_path):
     assert seen["steps"] == [0, 1]  # of steps 0 to 2; of all seven they were 1 and 4
     with pytest.raises(ValueError, match="read nothing at step 4 of sequence 0"):
         CliRunner().invoke(
-            cli.app, ["plot", "lens-table", str(path), "--row", "0", "--step", "4", "-o", str(tmp_path / "x.svg")],
+            cli.app, ["plot", "lens-table", str(path), "--row", "0", "--steps", "4", "-o", str(tmp_path / "x.svg")],
             catch_exceptions=False,
         )  # fmt: skip
     lens = logit_lens(model, rec.run, [rec.run.prompt_length - 1])

@@ -117,7 +117,7 @@ def test_commands_take_and_show_positions_from_the_prompt(pair, monkeypatch):
         result = CliRunner().invoke(cli.app, [*map(str, arguments), "--json"], catch_exceptions=False)
         return json.loads(result.stdout)
 
-    found = printed("sinks", path, "--eps", "0.3", "--top", "100")["sinks"]
+    found = printed("sinks", path, "--detector", "above-mean:0.3", "--top", "100")["sinks"]
     listed = [line for line in found if line["position"] is not None]
     shift = {(line["batch"], line["canvas_position"] - line["position"]) for line in listed}
     assert shift == {(0, 0), (1, PADDING)}

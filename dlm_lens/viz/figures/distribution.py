@@ -15,6 +15,8 @@ from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.statistics import ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, level_label
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, index_of, level_of
 
 POINTS = 200
@@ -81,6 +83,17 @@ def score_distribution(
     ]
     axes.set_title(caption(sentences, 5.6), loc="left", fontsize=8, **PLAIN)
     return figure
+
+
+@plot(
+    "score-distribution",
+    "share of keys whose score is at least x (Figures 3, 9)",
+    options=("layer", "head", "detector"),
+    needs="received",
+)
+def _draw(options: PlotOptions) -> Figure:
+    layer, head = options.layer_and_head
+    return score_distribution(options.received, layer=layer, head=head, detector=options.rule, title=options.name)
 
 
 def _part(received: Received, layer: int | None, head: int | None) -> Received:

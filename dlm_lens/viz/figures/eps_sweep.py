@@ -9,9 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dlm_lens.recording import Recording
-from dlm_lens.sinks import Level, Received, eps_sweep
+from dlm_lens.sinks import AboveMean, Level, Received, eps_sweep
 from dlm_lens.viz.figures.labels import PLAIN, caption, note
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received
 
 EPS = tuple(round(0.25 * i, 2) for i in range(1, 65))
@@ -85,6 +87,18 @@ def sinks_over_eps(
     ]
     figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
+
+
+@plot(
+    "sinks-over-eps",
+    "share of keys that are sinks as eps of Eq. 3 grows (Figure 10); marks the eps of --detector above-mean:EPS",
+    options=("detector",),
+    needs="received",
+)
+def _draw(options: PlotOptions) -> Figure:
+    if not isinstance(options.rule, AboveMean):
+        raise ValueError(f"sinks-over-eps marks an eps of above-mean; {options.rule} has none")
+    return sinks_over_eps(options.received, marked=options.rule.eps, title=options.name)
 
 
 def _name_axes(axes: Axes, what: str, scale: str, marked: float | None) -> None:

@@ -24,6 +24,8 @@ from dlm_lens.viz.figures.labels import (
     token_labels,
 )
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import Selection, as_received, choose
 
 COLOURS = "viridis"
@@ -88,6 +90,19 @@ def incoming_attention(
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure
+
+
+@plot(
+    "incoming-attention",
+    "what every token receives, step by step (2510.15731, Figure 1)",
+    options=("layer", "head", "row", "steps", "pick"),
+    needs="received",
+)
+def _draw(options: PlotOptions) -> Figure:
+    layer, head = options.place()
+    return incoming_attention(
+        options.received, layer=layer, head=head, row=options.row, steps=options.steps or None, title=options.name
+    )
 
 
 def _steps(shown: Selection, steps: Sequence[int] | None) -> list[int]:

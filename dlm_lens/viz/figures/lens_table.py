@@ -7,10 +7,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from dlm_lens.probes import LogitLens
+from dlm_lens.probes import LogitLens, logit_lens
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 
 MOST_COLUMNS = 20
 RIGHT = "#b2182b"
@@ -87,6 +89,23 @@ def lens_table(
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, pad=12, **PLAIN)
     return figure
+
+
+@plot(
+    "lens-table",
+    "the likeliest token of the logit lens in each layer, of a position or a step; runs the model",
+    options=("row", "steps", "position", "model"),
+)
+def _draw(options: PlotOptions) -> Figure:
+    position = options.canvas_position()
+    if position is not None:
+        steps = options.steps or None
+        lens = logit_lens(options.network, options.run, [position], steps=steps, progress=True)
+        return lens_table(lens, position=position, row=options.row, title=options.name)
+    step = options.step()
+    block = range(*options.run.spans[step])
+    lens = logit_lens(options.network, options.run, block, steps=[step], progress=True)
+    return lens_table(lens, step=step, row=options.row, title=options.name)
 
 
 def _shown(lens: LogitLens, position: int, padding: int) -> str:

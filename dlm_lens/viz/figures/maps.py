@@ -19,6 +19,8 @@ from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
 from dlm_lens.viz.figures.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED, SINK
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of
 
 INVISIBLE = "#d9d9d9"
@@ -95,6 +97,26 @@ def attention_maps(
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
+
+
+@plot(
+    "attention-maps",
+    "patterns at a few steps with the sinks marked (Figures 4, 6, 8); runs the model",
+    options=("layer", "head", "row", "steps", "pick", "detector", "model"),
+)
+def _draw(options: PlotOptions) -> Figure:
+    layer, (_, head) = options.one_layer(), options.place()
+    last = options.row_steps - 1
+    return attention_maps(
+        options.network,
+        options.run,
+        steps=options.steps or tuple(dict.fromkeys((last // 4, 3 * last // 4))),
+        layer=layer,
+        head=head,
+        row=options.row,
+        detector=options.rule,
+        title=options.name,
+    )
 
 
 def _of_head(shot: Snapshot, head: int | None, heads: int) -> torch.Tensor:

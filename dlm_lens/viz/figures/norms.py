@@ -5,9 +5,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from dlm_lens.probes import ValueNorms
+from dlm_lens.probes import ValueNorms, value_norms
+from dlm_lens.sinks import find_sinks
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 
 SINKS, OTHERS = "#b2182b", "#2166ac"
 MOST_POINTS = 4000
@@ -105,6 +108,30 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
         caption([s for s in sentences if s], figure.get_figwidth()), fontsize=8, x=0.01, ha="left", **PLAIN
     )
     return figure
+
+
+@plot(
+    "value-norm-scatter",
+    "value norms of sinks and of matched other tokens (2601.19657, Figure 1)",
+    options=("detector",),
+    needs="value_norm",
+)
+def _draw_scatter(options: PlotOptions) -> Figure:
+    return value_norm_scatter(_norms_of(options), title=options.name)
+
+
+@plot(
+    "value-norm-layers",
+    "value norms and received attention per layer (2601.19657, Figure 3)",
+    options=("detector",),
+    needs="value_norm",
+)
+def _draw_layers(options: PlotOptions) -> Figure:
+    return value_norm_layers(_norms_of(options), title=options.name)
+
+
+def _norms_of(options: PlotOptions) -> ValueNorms:
+    return value_norms(options.recording, find_sinks(options.recording, options.rule))
 
 
 def _draw_points(points: Axes, norms: ValueNorms) -> None:

@@ -15,6 +15,8 @@ from dlm_lens.recording import CLASSES, KEY_REGIONS, QueryClass, Recording
 from dlm_lens.sinks.statistics import ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, note
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of, level_of
 
 QUERY_STYLES: dict[str, tuple[str, str]] = {
@@ -109,6 +111,17 @@ def region_mass(
     ]
     figure.suptitle(caption(sentences, 9.6), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
+
+
+@plot(
+    "region-mass",
+    "attention by region of keys over the steps",
+    options=("layer", "head"),
+    needs="region_mass",
+)
+def _draw(options: PlotOptions) -> Figure:
+    layer, head = options.layer_and_head
+    return region_mass(options.recording, layer=layer, head=head, title=options.name)
 
 
 def _chosen(

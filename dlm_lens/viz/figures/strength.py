@@ -10,6 +10,8 @@ from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received
 
 UNDEFINED = "#d9d9d9"
@@ -70,6 +72,16 @@ def sink_strength(
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
+
+
+@plot(
+    "sink-strength",
+    "the main sink's score per layer and head (Figure 5)",
+    options=("detector",),
+    needs="received",
+)
+def _draw(options: PlotOptions) -> Figure:
+    return sink_strength(options.received, options.rule, title=options.name)
 
 
 def _write_numbers(axes: Axes, scores: np.ndarray) -> None:

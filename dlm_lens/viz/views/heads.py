@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of
 from dlm_lens.viz.views.view import Piece, View, web_labels
 
@@ -89,6 +91,39 @@ def value_weighted_pattern(
     shot = snapshot(model, run, step=step, layer=layer, row=row)
     weighted, unit = shot.pattern * shot.value_norms[:, None], "A_ij ||v_j||, in the units of the values"
     return _one_head(shot, run, head, positions, weighted, "Value-weighted attention", unit)
+
+
+@plot(
+    "attention-heads",
+    "circuitsvis: all heads of a layer at a step; runs the model",
+    options=("layer", "row", "steps", "pick", "model"),
+    formats=(".html",),
+)
+def _draw_heads(options: PlotOptions) -> View:
+    layer, step = options.one_layer(), options.step()
+    return attention_heads(options.run, options.network, step=step, layer=layer, row=options.row)
+
+
+@plot(
+    "attention-pattern",
+    "circuitsvis: the pattern of one head at a step; runs the model",
+    options=("layer", "head", "row", "steps", "pick", "model"),
+    formats=(".html",),
+)
+def _draw_pattern(options: PlotOptions) -> View:
+    (layer, head), step = options.one_head(), options.step()
+    return attention_pattern(options.run, options.network, step=step, layer=layer, head=head, row=options.row)
+
+
+@plot(
+    "value-weighted-pattern",
+    "circuitsvis: the pattern of one head times value norms; runs the model",
+    options=("layer", "head", "row", "steps", "pick", "model"),
+    formats=(".html",),
+)
+def _draw_value_weighted(options: PlotOptions) -> View:
+    (layer, head), step = options.one_head(), options.step()
+    return value_weighted_pattern(options.run, options.network, step=step, layer=layer, head=head, row=options.row)
 
 
 def _one_head(

@@ -11,6 +11,8 @@ from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, choose
 from dlm_lens.viz.views.terminal_text import MASK
 from dlm_lens.viz.views.view import Piece, View, web_labels
@@ -104,6 +106,29 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         *said,
     )
     return View("Text emerging over steps", about, tuple(pieces))
+
+
+@plot(
+    "received-tokens",
+    "circuitsvis: the text, coloured by received attention",
+    options=("layer", "head", "row", "steps", "pick"),
+    needs="received",
+    formats=(".html",),
+)
+def _draw_received(options: PlotOptions) -> View:
+    layer, head = options.place()
+    steps = options.steps or None
+    return received_tokens(options.received, layer=layer, head=head, row=options.row, steps=steps)
+
+
+@plot(
+    "emerging-text",
+    "circuitsvis: the text after each of a few steps",
+    options=("row", "steps"),
+    formats=(".html",),
+)
+def _draw_text(options: PlotOptions) -> View:
+    return emerging_text(options.run, row=options.row, steps=options.steps or None)
 
 
 def _steps(steps: Sequence[int] | None, count: int, ran: int) -> list[int]:

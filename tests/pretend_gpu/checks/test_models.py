@@ -9,7 +9,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.tiled import tiled_lse, tiled_received_sums
-from dlm_lens.cli import doctor
+from dlm_lens.cli import installation as doctor
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, input_device
 from dlm_lens.testing import tiny

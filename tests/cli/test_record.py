@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from dlm_lens.cli import app as cli
-from dlm_lens.cli.reducers import read_lines
+from dlm_lens.cli.prompts import read_prompts
 from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, ValueNorm, record
 from dlm_lens.testing import tiny
 
@@ -46,7 +46,7 @@ def assert_recorded(path, reducers):
 
 
 def test_a_file_of_prompts(files):
-    reducers = ["--reducer", "received:all,masked", "--reducer", "value-norm:both"]
+    reducers = ["--reducers", "received:all+masked,value-norm:both"]
     result = CliRunner().invoke(cli.app, arguments(files, "out", *reducers))
     assert result.exit_code == 0, result.output
     assert "4 of 4 prompts recorded" in result.output
@@ -95,10 +95,10 @@ def test_of_two_processes_each_takes_every_other_batch(files, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (["--reducer", "mass"], "--reducer 'mass': there are received, value-norm"),
-        (["--reducer", "entropy:all"], "takes nothing behind a colon"),
-        (["--reducer", "received:some"], "classes of queries are"),
-        (["--reducer", "top-keys:x"], "whole numbers, got 'x'"),
+        (["--reducers", "received,mass"], "--reducers 'mass': there are received, value-norm"),
+        (["--reducers", "entropy:all"], "takes nothing after a colon"),
+        (["--reducers", "received:some"], "classes of queries are"),
+        (["--reducers", "top-keys:x"], "--reducers top-keys is 'x'; give a whole number"),
         (["--layers", "0;1"], "--layers takes whole numbers"),
         (["--layers", "5"], "layer 5 of 2"),
         (["--steps", "0"], "steps is 0"),
@@ -116,7 +116,7 @@ def test_a_wrong_option_is_one_sentence(files, change, sentence):
     ("content", "sentence"),
     [
         ("", "holds no prompts"),
-        ('{"prompt": "w1"}\nw2\n', "prompts.jsonl line 2 is no JSON"),
+        ('{"prompt": "w1"}\nw2\n', "prompts.jsonl line 2 is not JSON"),
         ('{"text": "w1"}\n', r"line 1 is .*text.*; a line is"),
         ('{"prompt": "w1"}\n{"prompt": " "}\n', "prompts.jsonl, prompt 1: "),
     ],
@@ -135,7 +135,7 @@ def test_the_program_says_it_in_one_line(files):
     assert done.returncode == 1
     assert (
         done.stderr.splitlines()[-1]
-        == f"dlm-lens: {files / 'none.jsonl'} is not there; --prompts takes a file of JSON lines"
+        == f"dlm-lens: {files / 'none.jsonl'} does not exist; --prompts takes a file of JSON lines"
     )
 
 
@@ -150,7 +150,7 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
     path = tmp_path / "prompts.jsonl"
     for ending in ("\n", "\r\n"):
         path.write_bytes(b"\xef\xbb\xbf" + ending.join([*lines, ""]).encode())
-        assert read_lines(path) == texts
+        assert read_prompts(path) == texts
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
     [
         (b"[" * 100_000, "line 1 is nested too deeply to be a prompt"),
         (b'{"prompt": "w1"}\n{"prompt": ' + b'{"a":' * 50_000, "line 2 is nested too deeply"),
-        (b"9" * 10_000, "line 1 is no JSON"),
-        (b'{"prompt": "w1\xff"}', r"prompts.jsonl is no UTF-8 \(byte 14\)"),
+        (b"9" * 10_000, "line 1 is not JSON"),
+        (b'{"prompt": "w1\xff"}', r"prompts.jsonl is not UTF-8 \(byte 14\)"),
         (b'{"prompt": 7}', "line 1 is '{\"prompt\": 7}'; a line is"),
         (b"\n\r\n \n", "holds no prompts"),
     ],
@@ -167,7 +167,7 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
 def test_files_that_are_no_prompts_are_refused_in_a_sentence(tmp_path, data, message):
     (tmp_path / "prompts.jsonl").write_bytes(data)
     with pytest.raises(ValueError, match=message) as caught:
-        read_lines(tmp_path / "prompts.jsonl")
+        read_prompts(tmp_path / "prompts.jsonl")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 

@@ -1,3 +1,5 @@
+"""The command line as a whole: the demo, errors, help, what is imported when."""
+
 import json
 import subprocess
 import sys
@@ -9,7 +11,8 @@ from typer.testing import CliRunner
 
 import dlm_lens
 from dlm_lens.cli import app as cli
-from dlm_lens.cli import doctor
+from dlm_lens.cli import errors
+from dlm_lens.cli import installation as doctor
 from dlm_lens.testing import tiny
 from dlm_lens.viz import emerging_lines
 
@@ -26,9 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    result = CliRunner().invoke(
-        cli.app, ["demo", "--model", str(checkpoint), "--prompt", "w1 w2 w3", "--out", str(out)]
-    )
+    result = CliRunner().invoke(cli.app, ["demo", str(checkpoint), "--prompt", "w1 w2 w3", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in out.iterdir()) == [
         "incoming-attention-moving.png",
@@ -72,7 +73,7 @@ def test_the_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "./nowhere"], "nowhere is no directory; give a checkpoint's directory or a hub name"),
+        (["./nowhere"], "nowhere is no directory; give a checkpoint's directory or a hub name"),
         (["--prompt", ""], "prompt 0 is empty"),
     ],
 )
@@ -80,8 +81,8 @@ def test_an_expected_error_is_one_sentence_and_writes_nothing(
     arguments: list[str], message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "dlm_lens.cli", "demo", "--out", str(tmp_path / "out")]
-    if "--model" not in arguments:
-        arguments = ["--model", str(checkpoint), *arguments]
+    if "./nowhere" not in arguments:
+        arguments = [str(checkpoint), *arguments]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     assert message in done.stderr
@@ -128,7 +129,7 @@ def test_an_interrupted_command_says_so(
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command continues" in capsys.readouterr().err
 
 
 def test_the_demo_refuses_a_file_as_its_directory_before_any_work(tmp_path: Path) -> None:
@@ -240,8 +241,8 @@ WRONG = [
     (["sinks", "nowhere"], "nowhere holds no recording"),
     (["sinks", "nowhere", "--detector", "bogus"], "--detector 'bogus': there are above-mean"),
     (
-        ["sinks", "nowhere", "--eps", "-1"],
-        "--eps -1.0: AboveMean(eps=-1.0): eps must be a finite number of at least 0",
+        ["sinks", "nowhere", "--detector", "above-mean:-1"],
+        "--detector 'above-mean:-1': AboveMean(eps=-1.0): eps must be a finite number of at least 0",
     ),
     (["sinks", "nowhere", "--detector", "attention-share:2"], "threshold must lie between 0 and 1"),
     (["sinks", "nowhere", "--detector", "top-k:1.5"], "k must be a whole number"),
@@ -257,24 +258,30 @@ WRONG = [
     (["plot", "nothing", "nowhere"], "there is no picture 'nothing'"),
     (["plot", "sink-positions", "nowhere"], "nowhere holds no recording"),
     (["plot", "sink-positions", "nowhere", "--layer", "x"], "--layer is 'x'; give an index, or mean"),
-    (["plot", "sink-positions", "nowhere", "--eps", "-3"], "eps must be a finite number of at least 0"),
+    (
+        ["plot", "sink-positions", "nowhere", "--detector", "above-mean:-3"],
+        "eps must be a finite number of at least 0",
+    ),
+    (["plot", "sink-positions", "nowhere", "--row", "-1"], "--row is -1; rows go from 0"),
+    (["plot", "sink-positions", "nowhere", "--steps", "4;5"], "--steps takes whole numbers"),
+    (["plot", "sink-positions", "nowhere", "--pick", "weakest"], "--pick is 'weakest'"),
     (["plot", "sink-positions", "nowhere", "--position", "3"], "sink-positions takes no --position"),
     (["plot", "sink-positions", "nowhere", "-o", "x.gif"], "x.gif ends in .gif"),
-    (["plot", "sink-positions", "nowhere", "-o", "none/x.png"], "none is not there"),
+    (["plot", "sink-positions", "nowhere", "-o", "none/x.png"], "none does not exist"),
     (["report", "nowhere"], "nowhere holds no recording"),
-    (["report", "nowhere", "--detector", "share"], "--detector 'share' is not one of above-mean"),
-    (["report", "nowhere", "--k", "2"], "--k 2 is for above-std and top-k"),
-    (["report", "nowhere", "--eps", "-1"], "eps must be a finite number of at least 0"),
-    (["report", "nowhere", "--compare", "there", "-o", "none/x.html"], "none is not there"),
-    (["record", "toy", "--prompts", "none.jsonl", "--out", "o"], "none.jsonl is not there"),
+    (["report", "nowhere", "--detector", "share"], "--detector 'share': there are above-mean"),
+    (["report", "nowhere", "--detector", "above-std:-2"], "k must be a finite number of at least 0"),
+    (["report", "nowhere", "--detector", "above-mean:-1"], "eps must be a finite number of at least 0"),
+    (["report", "nowhere", "--compare", "there", "-o", "none/x.html"], "none does not exist"),
+    (["record", "toy", "--prompts", "none.jsonl", "--out", "o"], "none.jsonl does not exist"),
     (["record", "./none", "--prompts", "p.jsonl", "--out", "o"], "none is no directory"),
     (["record", "toy", "--prompts", "p.jsonl", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
     (
-        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducer", "x"],
-        "--reducer 'x': there are received",
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "x"],
+        "--reducers 'x': there are received",
     ),
     (
-        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducer", "received:x"],
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "received:x"],
         "the classes of queries are all, masked",
     ),
     (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--layers", "a"], "--layers takes whole numbers"),
@@ -285,23 +292,23 @@ WRONG = [
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--hooks", "mask_sinks(above_mean(3)"],
         "no hook expr",
     ),
-    (["demo", "--model", "./none"], "none is no directory"),
+    (["demo", "./none"], "none is no directory"),
     (["demo", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
     (["demo", "--prompt", " "], "prompt 0 is empty"),
     (["demo", "--steps", "0"], "steps is 0; it must be at least 1"),
     (["demo", "--gen-length", "-1"], "gen_length is -1"),
     (["train", "none.yaml"], "none.yaml is neither a file nor a shipped config"),
-    (["train", "laptop", "--override", "x"], "is not key=value"),
+    (["train", "laptop", "--set", "x"], "is not key=value"),
     (["train", "laptop", "--dry-run", "--device", "q"], "--device is 'q'"),
     (["train", "laptop", "--dry-run", "--utilisation", "0"], "--utilisation is 0.0"),
     (["eval"], "no task given; pass --tasks"),
     (["eval", "--preset", "none"], "no preset is named 'none'"),
-    (["eval", "--tasks", "toy_problems", "--model", "./none"], "none is no directory"),
+    (["eval", "./none", "--tasks", "toy_problems"], "none is no directory"),
     (["eval", "--tasks", "toy_problems", "--hooks", "mask_sink(1)"], "perhaps mask_sinks"),
     (["eval", "--tasks", "toy_problems", "--record", "x", "--record-to", "o"], "--record 'x': there are received"),
     (["eval", "--tasks", "toy_problems", "--batch-size", "many"], "--batch-size is 'many'"),
     (["experiment", "none"], "no experiment is named 'none'"),
-    (["experiment", "fig7-paths", "--model", "./none"], "none is no directory"),
+    (["experiment", "fig7-paths", "--models", "toy,./none"], "none is no directory"),
     (["experiment", "fig7-paths", "--set", "prompts"], "'prompts' is no setting"),
 ]
 USAGE = [
@@ -339,14 +346,14 @@ for arguments in {USAGE!r}:
         ("give layers=, or none", "give --layers, or none"),
         ("the run has batch_size 3 (batch_size=4)", "the run has --batch-size 3 (--batch-size 4)"),
         ("no recording; dlm_lens.record(..., to=) writes one", "no recording; dlm-lens record writes one"),
-        ("record with ReceivedAttention(queries='masked')", "record with --reducer received:masked"),
+        ("record with ReceivedAttention(queries='masked')", "record with --reducers received:masked"),
         ("pass mask_token_id= to dlm_lens.load", "put mask_token_id into its config.json"),
         ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
         ("give another directory, to=x", "give another directory, --out x"),
     ],
 )  # fmt: skip
 def test_advice_names_the_options_of_the_command(sentence: str, shown: str) -> None:
-    assert cli.as_command_line(sentence, cli._options(["record", "toy"])) == shown
+    assert errors.as_command_line(sentence, cli._options(["record", "toy"])) == shown
 
 
 @pytest.mark.long
@@ -364,7 +371,7 @@ def test_no_error_of_a_command_gives_advice_for_python(tmp_path: Path) -> None:
 
 
 def test_the_demo_takes_steps_and_a_length_and_shows_progress(checkpoint: Path, tmp_path: Path) -> None:
-    command = ["demo", "--model", str(checkpoint), "--prompt", "w1 w2", "--out", str(tmp_path / "out")]
+    command = ["demo", str(checkpoint), "--prompt", "w1 w2", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(cli.app, [*command, "--steps", "2", "--gen-length", "4"], catch_exceptions=False)
     assert result.exit_code == 0
     numbers = json.loads((tmp_path / "out" / "sinks.json").read_text())
@@ -390,7 +397,7 @@ def test_the_demo_takes_steps_and_a_length_and_shows_progress(checkpoint: Path, 
 def test_the_demo_of_a_real_model_ends_within_64_steps(own: dict, given: dict, settings: dict, said: str) -> None:
     from types import SimpleNamespace
 
-    from dlm_lens.cli.demo import demo_settings
+    from dlm_lens.cli.demo_run import demo_settings
 
     asked = {"steps": None, "gen_length": None} | given
     found, sentence = demo_settings(SimpleNamespace(sampler_defaults=own), example=False, **asked)

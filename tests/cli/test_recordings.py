@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens.cli import app as cli
-from dlm_lens.cli.tables import detector_of, read
+from dlm_lens.cli.recordings import detector_of, load_recording
 from dlm_lens.probes import logit_lens, train_tuned_lens, value_norms
 from dlm_lens.sampling.token_text import StoredTokenizer
 from dlm_lens.testing import tiny
@@ -21,7 +21,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Any, Any]
     model.save_pretrained(place / "model")
     model.tokenizer.save_pretrained(place / "model")
     model = dl.load(place / "model")
-    reducers = [dl.ReceivedAttention(("all", "masked")), dl.ValueNorm(), dl.recording.KeyNorm()]
+    reducers = [dl.ReceivedAttention(("all", "masked")), dl.ValueNorm(), dl.KeyNorm()]
     rec = dl.record(model, [[5, 9, 14, 3], [7, 2]], reducers, steps=3, gen_length=9, to=place / "rec")
     return str(place / "rec"), str(place / "model"), model, rec
 
@@ -34,7 +34,7 @@ def printed(*arguments: str) -> Any:
 
 def test_sinks_are_those_of_the_library(saved: Any) -> None:
     path, _, _, rec = saved
-    found = printed("sinks", path, "--eps", "1", "--top", "7")
+    found = printed("sinks", path, "--detector", "above-mean:1", "--top", "7")
     sinks = dl.find_sinks(rec, dl.AboveMean(1.0))
     assert found["rule"] == sinks.rule
     assert len(found["sinks"]) == 7
@@ -53,7 +53,9 @@ def test_sinks_are_those_of_the_library(saved: Any) -> None:
 
 def test_norms_are_those_of_the_library(saved: Any) -> None:
     path, _, _, rec = saved
-    found = printed("norms", path, "--eps", "1", "--match", "masked", "--samples", "30", "--seed", "2")
+    found = printed(
+        "norms", path, "--detector", "above-mean:1", "--match", "masked", "--samples", "30", "--seed", "2"
+    )
     norms = value_norms(rec, dl.find_sinks(rec, dl.AboveMean(1.0)), match="masked", samples=30, seed=2)
     assert [line["value"] for line in found["measures"]] == pytest.approx(norms.table().value.tolist(), rel=1e-6)
     assert found["layers"][0]["share"] == pytest.approx(norms.profile.share[0], rel=1e-6)
@@ -63,7 +65,9 @@ def test_norms_are_those_of_the_library(saved: Any) -> None:
 
 def test_the_lens_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
     path, name, model, rec = saved
-    found = printed("lens", path, "--eps", "1", "--steps", "0,-1", "--hooks", "mask_sinks(above_mean(1))")
+    found = printed(
+        "lens", path, "--detector", "above-mean:1", "--steps", "0,-1", "--hooks", "mask_sinks(above_mean(1))"
+    )
     lens = logit_lens(model, rec.run, dl.find_sinks(rec, dl.AboveMean(1.0)), steps=[0, -1], top=3)
     assert [line["entropy"] for line in found["layers"]] == pytest.approx(lens.summary().entropy.tolist(), rel=1e-6)
     assert found["entries"][0]["top"] == lens.table(1).top[0]
@@ -81,22 +85,22 @@ def test_the_lens_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
     assert len(found["entries"]) == 4
 
 
-def test_what_is_asked_wrongly_is_a_sentence(saved: Any) -> None:
+def test_what_cannot_work_is_a_sentence(saved: Any) -> None:
     path = saved[0]
     for arguments, sentence in (
         (["sinks", path, "--detector", "none"], "there are above-mean"),
-        (["sinks", path, "--detector", "attention-share:0.2", "--eps", "1"], "--eps 1.0 is above-mean's"),
+        (["sinks", path, "--detector", "attention-share:2"], "must lie between 0 and 1"),
         (["sinks", path, "--detector", "attention-share:x"], "attention-share:x"),
         (["sinks", path + "/none"], "no recording"),
         (["lens", path, "--steps", "a"], "--steps takes whole numbers"),
-        (["lens", path, "--eps", "1000"], "nothing to read"),
+        (["lens", path, "--detector", "above-mean:1000"], "nothing to read"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=sentence):
             CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
 
 
 def test_words_of_a_recording_stand_for_its_tokenizer(saved: Any) -> None:
-    rec = read(Path(saved[0]))
+    rec = load_recording(Path(saved[0]))
     assert rec.run.tokenizer.decode([5, 9]) == "w5 w9"
     assert StoredTokenizer({1: "a"}, between=" ").decode([1, 2]) == "a <2>"
     assert detector_of("top-k") == dl.TopK(5)

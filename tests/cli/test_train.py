@@ -56,14 +56,14 @@ def test_train_writes_checkpoints_and_curves(config: Path) -> None:
 
 @pytest.mark.long
 def test_the_same_command_goes_on(config: Path) -> None:
-    RUN.invoke(app, ["train", str(config), "--override", "save_steps=2"], catch_exceptions=False)
+    RUN.invoke(app, ["train", str(config), "--set", "save_steps=2"], catch_exceptions=False)
     output = config.parent / "run"
     before = (output / "checkpoint-6" / "model.safetensors").read_bytes()
     (output / "checkpoint-6" / "run.json").unlink()
-    result = RUN.invoke(app, ["train", str(config), "--override", "save_steps=2"], catch_exceptions=False)
+    result = RUN.invoke(app, ["train", str(config), "--set", "save_steps=2"], catch_exceptions=False)
     assert result.exit_code == 0
     assert (output / "checkpoint-6" / "model.safetensors").read_bytes() == before
-    refused = RUN.invoke(app, ["train", str(config), "--override", "seed=1"])
+    refused = RUN.invoke(app, ["train", str(config), "--set", "seed=1"])
     assert "belongs to a run with other settings: seed was 0 and is 1" in str(refused.exception)
 
 

@@ -35,7 +35,7 @@ def output(*arguments: str) -> str:
 
 def test_paths_are_those_of_the_library(saved: tuple[str, Any]) -> None:
     path, rec = saved
-    found = json.loads(output("paths", path, "--eps", "2", "--by", "pattern", "--json"))
+    found = json.loads(output("paths", path, "--detector", "above-mean:2", "--by", "pattern", "--json"))
     paths = dl.trajectories(rec, dl.AboveMean(2.0))
     assert found["rule"] == paths.rule
     lives, summary = paths.table(), paths.summary(by="pattern")
@@ -52,7 +52,9 @@ def test_paths_are_those_of_the_library(saved: tuple[str, Any]) -> None:
 def test_switches_are_changes_of_the_largest_sink_between_two_that_stay(saved: tuple[str, Any]) -> None:
     path, rec = saved
     rule = dl.AboveMean(1.0)
-    found = pd.read_csv(io.StringIO(output("paths", path, "--eps", "1", "--hysteresis", "1", "--csv", "switches")))
+    found = pd.read_csv(
+        io.StringIO(output("paths", path, "--detector", "above-mean:1", "--hysteresis", "1", "--csv", "switches"))
+    )
     # By hand, from the scores: who is on, and who is largest.
     scores = dl.received_of(rec).values
     on = rule.detect(scores)

@@ -21,7 +21,7 @@ def run(*arguments: str) -> str:
 
 
 def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
-    asked = ["--model", "toy", "--tasks", "toy_arithmetic,toy_choice", "--limit", "3", "--batch-size", "2"]
+    asked = ["toy", "--tasks", "toy_arithmetic,toy_choice", "--limit", "3", "--batch-size", "2"]
     asked += ["--hooks", "mask_positions(5)", "--likelihood", "method=chain_rule", "--out", str(tmp_path / "run")]
     printed = run(*asked)
     assert "| toy_arithmetic | exact_match |" in printed
@@ -40,12 +40,10 @@ def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
 
 
 def test_it_records_every_request(tmp_path: Path) -> None:
-    asked = ["--model", "toy", "--tasks", "toy_lists", "--limit", "2", "--generation", "steps=4,block_length=32"]
+    asked = ["toy", "--tasks", "toy_lists", "--limit", "2", "--generation", "steps=4,block_length=32"]
     asked += [
         "--record",
-        "received:all,masked",
-        "--record",
-        "top-keys:3",
+        "received:all+masked,top-keys:3",
         "--record-to",
         str(tmp_path / "recordings"),
     ]
@@ -62,7 +60,7 @@ def test_it_records_every_request(tmp_path: Path) -> None:
         (["--record", "recieved", "--record-to", str(tmp_path)], "--record 'recieved': there are received"),
         (
             ["--record-layers", "x", "--record-to", str(tmp_path)],
-            "--record-layers takes whole numbers with commas between them, got 'x'",
+            "--record-layers takes whole numbers separated by commas, got 'x'",
         ),
     ):
         with pytest.raises(ValueError, match=says):
@@ -75,7 +73,6 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
         "-m",
         "dlm_lens.cli.app",
         "eval",
-        "--model",
         "toy",
         "--tasks",
         "toy_lists",
@@ -96,7 +93,7 @@ def test_presets_are_listed_with_what_they_assume() -> None:
 
 def test_it_needs_a_task() -> None:
     with pytest.raises(ValueError, match="no task given"):
-        run("--model", "toy")
+        run("toy")
 
 
 def test_settings_are_read_as_json_or_text() -> None:

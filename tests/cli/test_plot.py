@@ -7,8 +7,9 @@ from dlm_lens.cli import app as cli
 from dlm_lens.recording import ReceivedAttention, RegionMass, ValueNorm, record
 from dlm_lens.sinks import find_sinks
 from dlm_lens.testing import tiny
-from dlm_lens.viz.plot_options import PlotOptions, strongest
-from dlm_lens.viz.plot_registry import KINDS
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plots
+from dlm_lens.viz.selection import strongest
 
 STARTS = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}
 
@@ -31,13 +32,13 @@ def plot(*arguments):
     return result, str(result.exception) if result.exception else ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", plots())
 def test_every_kind_writes_its_file(files, tmp_path, kind):
-    for suffix in KINDS[kind].suffixes[-1:]:
+    for suffix in plots()[kind].formats[-1:]:
         out = tmp_path / f"{kind}{suffix}"
-        eps = ["--eps", 0.3] if "eps" in KINDS[kind].options.split() else []
-        model = ["--model", files / "model"] if "model" in KINDS[kind].options.split() else []
-        result, error = plot(kind, files / "rec", "-o", out, *eps, *model)
+        rule = ["--detector", "above-mean:0.3"] if "detector" in plots()[kind].options else []
+        model = ["--model", files / "model"] if "model" in plots()[kind].options else []
+        result, error = plot(kind, files / "rec", "-o", out, *rule, *model)
         assert (result.exit_code, error) == (0, "")
         assert out.read_bytes().startswith(STARTS[suffix])
         assert result.output.strip().endswith(out.name)
@@ -47,35 +48,35 @@ def test_the_head_is_the_strongest_one_unless_told(files):
     from dlm_lens import Recording
 
     recording = Recording.load(files / "rec")
-    asked = PlotOptions({"rec": recording})
-    layer, head = asked.place()
+    options = PlotOptions({"rec": recording})
+    layer, head = options.place()
     best = recording.received.nan_to_num(nan=0).amax(-1).mean((0, 1))
     assert best[layer, head] == best.max()
-    assert strongest(asked.received) == (layer, head)
+    assert strongest(options.received) == (layer, head)
     assert PlotOptions({"rec": recording}, layer="mean", head="mean").place() == (None, None)
     assert PlotOptions({"rec": recording}, layer=1).place() == (1, None)
-    assert find_sinks(asked.received, asked.rule).detector.eps == 3.0
+    assert find_sinks(options.received, options.rule).detector.eps == 3.0
 
 
 def test_list_names_every_kind():
     result, _ = plot("list")
     assert result.exit_code == 0
-    for kind in KINDS:
+    for kind in plots():
         assert kind in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing", "rec"], "there is no picture 'nothing'; there are incoming-attention"),
+        (["nothing", "rec"], "there is no picture 'nothing'; there are attention-heads"),
         (["sink-strength"], "plot sink-strength needs the directory of a recording"),
-        (["sink-strength", "rec", "--step", 3], "sink-strength takes no --step; it takes --eps"),
-        (["region-mass", "rec", "rec"], "region-mass takes no several recordings"),
+        (["sink-strength", "rec", "--steps", 3], "sink-strength takes no --steps; it takes --detector"),
+        (["region-mass", "rec", "rec"], "region-mass is of one recording, not of 2"),
         (
             ["sink-strength", "rec", "-o", "x.gif"],
             "x.gif ends in .gif; sink-strength is written as .png, .pdf, .svg",
         ),
-        (["sink-strength", "rec", "-o", "none/x.png"], "none is not there"),
+        (["sink-strength", "rec", "-o", "none/x.png"], "none does not exist"),
         (
             ["sink-strength", "norms", "-o", "x.png"],
             "has no received, which sink-strength needs; it has value_norm",
@@ -85,7 +86,7 @@ def test_list_names_every_kind():
         (["attention-pattern", "rec", "--layer", "mean"], "is of one head"),
     ],
 )
-def test_what_cannot_work_is_said_in_a_sentence(files, monkeypatch, arguments, message):
+def test_what_cannot_work_is_a_sentence(files, monkeypatch, arguments, message):
     monkeypatch.chdir(files)
     before = set(files.iterdir())
     _, error = plot(*arguments)

@@ -1,0 +1,70 @@
+"""Errors as one sentence, in the words of the command line."""
+
+import errno
+import re
+from collections.abc import Mapping
+
+PHRASES = (
+    (r"dlm_lens\.record\(\.\.\., to=\) writes (one|some)", r"dlm-lens record writes \1"),
+    (r"ReceivedAttention\(queries='(\w+)'\)", r"--reducers received:\1"),
+    (r"pass (the right )?(\w+_token_id)= to dlm_lens\.load", r"put \1\2 into its config.json"),
+    (r"take a part, such as recording\.select\(.*\)$", "record fewer steps or shorter answers"),
+    (r"pass revision= one of the cached commits \(", "give the directory of a cached commit ("),
+)
+"""Advice for Python -> advice for a command line."""
+
+ALIASES = {"to": "out"}
+"""Parameters in Python whose options have another name."""
+
+
+def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
+    """An error's sentence with the arguments of a function as options of a command: seed=3 becomes --seed 3.
+
+    Arguments in the parentheses of a call, such as AboveMean(eps=3.0), are left as they are.
+
+    Args:
+        sentence: the sentence of the error.
+        options: a parameter's name in Python -> its option.
+    """
+    for pattern, replacement in PHRASES:
+        sentence = re.sub(pattern, replacement, sentence)
+    if not options:
+        return sentence
+    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
+    parts = re.split(r"([\w.]+\([^()]*\))", sentence)
+    # Every second part is a call.
+    parts[::2] = [_with_options(text, names, options) for text in parts[::2]]
+    return "".join(parts)
+
+
+def _with_options(text: str, names: str, options: Mapping[str, str]) -> str:
+    def option(found: re.Match[str]) -> str:
+        return options[found[1]]
+
+    # seed=..., and seed= at the end of a clause; then seed=3; then a name that begins the sentence.
+    text = re.sub(rf"(?<![\w.-])({names})=(?:\.\.\.)?(?=[\s,;:.)]|$)", option, text)
+    text = re.sub(rf"(?<![\w.-])({names})=", lambda found: f"{options[found[1]]} ", text)
+    text = re.sub(rf"^({names})(?= (?:is|must|has)\b)", option, text)
+    # No word of a sentence has an underscore.
+    return re.sub(rf"(?<![\w./-])({names})(?![\w./-])", lambda m: options[m[1]] if "_" in m[1] else m[1], text)
+
+
+def sentence_of(error: Exception) -> str:
+    """The error's own sentence; for an error of the operating system or the hub, one that names a remedy."""
+    # An OSError that this package raises has a sentence and no number.
+    number, path = getattr(error, "errno", None), getattr(error, "filename", None)
+    remedies = {
+        errno.EEXIST: "is a file already; give another directory",
+        errno.ENOTDIR: "lies below a file, not below a directory; give another path",
+        errno.EISDIR: "is a directory; give the name of a file in it",
+        errno.ENOENT: "does not exist; make its directory first, or give another path",
+        errno.EACCES: "may not be written or read by you; give another path",
+        errno.EPERM: "may not be written or read by you; give another path",
+        errno.EROFS: "is on a disk that cannot be written; give another path",
+        errno.ENOSPC: "does not fit on its disk; make room, and give the same command again",
+    }
+    if number in remedies and path:
+        return f"{path} {remedies[number]}"
+    if isinstance(error, ConnectionError):
+        return f"{error}; try again with a connection; files that were downloaded are kept"
+    return str(error) or type(error).__name__

@@ -1,0 +1,107 @@
+"""What `dlm-lens doctor` looks at: packages, devices, the embedded model through every host."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+from packaging.requirements import Requirement
+
+import dlm_lens
+from dlm_lens.attention.received import SWITCH, received_sums, turned_on, usable
+
+PROMPT, STEPS = "tom has 5 apples . tom buys 4 more . how many apples ? :", 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; `good` None where it is neither good nor bad."""
+
+    subject: str
+    found: str
+    good: bool | None = True
+
+
+def findings() -> Iterator[Finding]:
+    """Look at everything in turn; nothing is downloaded, nothing written."""
+    for requirement in map(Requirement, requires("dlm-lens") or ()):
+        if requirement.marker is None:
+            yield _package(requirement)
+    if not torch.cuda.device_count():
+        yield Finding("CUDA", "none: everything runs on the CPU", None)
+    for index in range(torch.cuda.device_count()):
+        yield _checked(f"cuda:{index}", partial(_computes, torch.device("cuda", index)))
+    for name, check in (("toy:denoise", _denoises), ("toy:nnsight", _traces), ("toy:bridge", _bridges)):
+        yield _checked(name, check)
+
+
+def _package(requirement: Requirement) -> Finding:
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return Finding(requirement.name, f"missing: pip install '{requirement}'", False)
+    good = requirement.specifier.contains(found, prereleases=True)
+    return Finding(
+        requirement.name, found if good else f"{found}, but dlm_lens needs {requirement.specifier}", good
+    )
+
+
+def _checked(name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, check())
+    except Exception as error:  # whatever is wrong is what the doctor is asked for
+        return Finding(name, f"{type(error).__name__}: {error}", False)
+
+
+def _denoises() -> str:
+    run = dlm_lens.denoise(dlm_lens.load("toy"), PROMPT, steps=STEPS, gen_length=STEPS, block_length=STEPS)
+    return f"toy wrote {run.answers[0]!r} in {run.steps} steps"
+
+
+@torch.no_grad()
+def _computes(device: torch.device) -> str:
+    """Run the embedded model and the attention kernels on a GPU, and compare both with the CPU.
+
+    Raises:
+        RuntimeError: the numbers differ.
+    """
+    name = torch.cuda.get_device_name(device)
+    plain, model = dlm_lens.load("toy"), dlm_lens.load("toy", device_map=str(device))
+    ids = torch.tensor([model.tokenizer(PROMPT)["input_ids"]])
+    gap = float((model(input_ids=ids.to(device)).logits.cpu() - plain(input_ids=ids).logits).abs().max())
+    # TF32 products, where a user turned them on, have 10 bits.
+    if not gap < 0.1:
+        raise RuntimeError(f"{name}: the logits of toy differ from the CPU's by {gap:.2g}")
+    run = dlm_lens.denoise(model, PROMPT, steps=STEPS, gen_length=STEPS, block_length=STEPS)
+    return f"{name}: toy wrote {run.answers[0]!r}, its logits are the CPU's to {gap:.1g}; {_kernels(device)}"
+
+
+def _kernels(device: torch.device) -> str:
+    """What the attention kernels make of half-precision heads of width 128, as most models have them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 64, 128, generator=generator).half() for _ in range(2))
+    expected = received_sums(q, k, scale=0.1)
+    gap = float((received_sums(q.to(device), k.to(device), scale=0.1).cpu() - expected).abs().max())
+    if not gap < 0.05:
+        raise RuntimeError(f"attention statistics on {device} differ from the CPU's by {gap:.2g}; set {SWITCH}=off")
+    if not turned_on():
+        return f"attention kernels off ({SWITCH}=off)"
+    kernels = usable(q.to(device), k.to(device))
+    return "attention kernels run" if kernels else "attention kernels do not run, tiles take their place"
+
+
+def _traces() -> str:
+    importlib.import_module("dlm_lens.tracing").DiffusionLM("toy")
+    return "patterns are there, sum to 1 and can be edited"
+
+
+def _bridges() -> str:
+    model = dlm_lens.load("toy")
+    ids = torch.tensor([model.tokenizer(PROMPT)["input_ids"]])
+    with torch.no_grad():
+        gap = float((dlm_lens.bridge(model)(ids) - model(ids).logits).abs().max())
+    if gap > 1e-3:
+        raise RuntimeError(f"the bridge's logits differ from the model's by {gap:.2g}")
+    return f"logits differ from the model's by {gap:.1g}"

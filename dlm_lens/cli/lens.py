@@ -1,0 +1,124 @@
+"""`dlm-lens lens`: what the logit lens reads in each layer at sinks or positions of a recording."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dlm_lens.cli.options import (
+    DETECTOR,
+    DEVICE,
+    DTYPE,
+    HOOKS,
+    JSON,
+    LEVEL,
+    RECORDING,
+    SEED,
+    check_device,
+    check_dtype,
+    check_rule,
+    device_or_gpu,
+)
+from dlm_lens.cli.output import show_tables
+from dlm_lens.cli.recordings import load_recording, sinks_of
+from dlm_lens.option_values import whole_numbers
+
+if TYPE_CHECKING:
+    from dlm_lens.recording import Recording
+
+logger = logging.getLogger(__name__)
+
+
+def lens_command(
+    recording: Annotated[Path, RECORDING],
+    model: Annotated[
+        str | None, typer.Option(help="The recording's model; the one that it names by default.")
+    ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(help="Positions from the prompt's first token, such as 3,-1; sinks by default."),
+    ] = None,
+    detector: Annotated[str, DETECTOR] = "above-mean",
+    level: Annotated[str, LEVEL] = "head",
+    steps: Annotated[str | None, typer.Option(help="Steps, such as 0,16,-1; all by default.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers, such as 0,5,-1; all by default.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the likeliest tokens to name.")] = 3,
+    lines: Annotated[
+        int, typer.Option(min=0, help="How many positions to list, of the last layer that is read.")
+    ] = 20,
+    tuned: Annotated[Path | None, typer.Option(help="A tuned lens of this model (train_tuned_lens).")] = None,
+    hooks: Annotated[str, HOOKS] = "",
+    device: Annotated[str | None, DEVICE] = None,
+    dtype: Annotated[str | None, DTYPE] = None,
+    seed: Annotated[int, SEED] = 0,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Read every layer at the sinks of a recording, or at given positions, with the logit lens, step by step.
+
+    With --hooks the tables also have what the interventions change.
+    """
+    from dlm_lens.adapters.model_names import check_model_name
+    from dlm_lens.hooks.expressions import check_expression, parse_hooks
+
+    if model is not None:
+        check_model_name(model)
+    check_dtype(dtype)
+    check_device(device)
+    if hooks:
+        check_expression(hooks)
+    if tuned is not None and not tuned.exists():
+        raise FileNotFoundError(f"{tuned} does not exist; --tuned takes a file that TunedLens.save wrote")
+    texts = {"steps": steps, "layers": layers, "positions": positions}
+    given = {name: whole_numbers(f"--{name}", text) for name, text in texts.items() if text is not None}
+    check_rule(recording, detector, level)
+
+    from dlm_lens.adapters import load
+    from dlm_lens.probes import TunedLens, logit_lens
+    from dlm_lens.recording.provenance import name_of
+
+    loaded = load_recording(recording)
+    sinks = sinks_of(loaded, detector, level) if positions is None else None
+    where: Any = sinks if sinks is not None else _on_canvas(loaded, given["positions"])
+    network = load(model or loaded.model, dtype=dtype, device_map=device_or_gpu(device))
+    if Path(name_of(network)).name != Path(loaded.model).name:
+        logger.warning("the recording is of %s, and %s reads it", loaded.model, name_of(network))
+    lens = logit_lens(
+        network,
+        loaded.run,
+        where,
+        steps=given.get("steps"),
+        layers=given.get("layers"),
+        top=top,
+        hooks=parse_hooks(hooks) if hooks else (),
+        tuned=None if tuned is None else TunedLens.load(tuned, network),
+        seed=seed,
+        progress=True,
+    )
+    if not len(lens.step):
+        raise ValueError("there is nothing to read: no such sink or position in these steps; lower the threshold")
+    listed = lens.table(lens.layers[-1]).head(lines)
+    about = {"lens": lens.lens, "rule": "positions" if sinks is None else sinks.rule, "hooks": list(lens.hooks)}
+    show_tables(as_json, about, {"layers": lens.summary(), "entries": listed})
+
+
+def _on_canvas(recording: "Recording", positions: list[int]) -> Any:
+    """Positions that count from each row's first token (negative ones from the end), on the canvas: [row, key].
+
+    Raises:
+        ValueError: a position that no row has.
+    """
+    import torch
+
+    rows, canvas = recording.run.tokens.shape
+    chosen = torch.zeros(rows, canvas + recording.sinks, dtype=torch.bool)
+    for row, padding in enumerate(recording.run.padding.tolist()):
+        length = canvas - padding
+        chosen[row, [p + (padding if p >= 0 else canvas) for p in positions if -length <= p < length]] = True
+    longest = canvas - int(recording.run.padding.min())
+    for position in positions:
+        if not -longest <= position < longest:
+            raise ValueError(
+                f"--positions {position}: positions go from 0 to {longest - 1}, or from -{longest} to -1"
+            )
+    return chosen

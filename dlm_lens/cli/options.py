@@ -1,0 +1,119 @@
+"""Options that several commands share, and checks of their values; nothing here imports torch."""
+
+import os
+import re
+from pathlib import Path
+
+import typer
+
+from dlm_lens.option_values import one_of
+from dlm_lens.sinks.detector_registry import DETECTORS, parse_detector
+
+LEVELS = ("head", "layer", "model")
+CLASSES = ("all", "masked", "unmasked", "prompt", "block")
+"""Classes of queries (`dlm_lens.recording.CLASSES`)."""
+STORAGES = ("float32", "float16")
+DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", "double")
+"""Dtypes of a model's weights (`dlm_lens.load`)."""
+
+MODEL = typer.Argument(help="Embedded model (toy, toy-ar, ...), directory or hub name.")
+RECORDING = typer.Argument(help="Directory of a recording (dlm-lens record, or record(..., to=)).")
+DETECTOR = typer.Option(
+    help="The rule that finds sinks, with its setting after a colon, such as above-mean:3 (2510.15731, Eq. 3). Rules: "
+    f"{', '.join(f'{name}[:{one.setting.upper()}]' for name, one in DETECTORS.items())}."
+)
+LEVEL = typer.Option(help="Which patterns are judged: head, layer (mean over heads) or model.")
+LAYER = typer.Option(help="Only this layer; with --head only that head of it.")
+HEAD = typer.Option(min=0, help="Only this head, of --layer or of every layer.")
+QUERIES = typer.Option(help="Which queries count: all, masked, unmasked, prompt or block, as recorded.")
+HOOKS = typer.Option(help='Interventions, such as "mask_sinks(above_mean(3), top=5)"; parsed, never executed.')
+SEED = typer.Option(help="Seed of all random numbers.")
+DEVICE = typer.Option(help="Where the model runs: cpu, cuda, cuda:1 or auto; a free GPU by default.")
+DTYPE = typer.Option(help="Dtype of the weights: bfloat16, float32, ...; the checkpoint's own by default.")
+JSON = typer.Option("--json", help="Print JSON.")
+
+
+def check_least(least: float, **values: float | None) -> None:
+    """Raise unless the given options are at least `least`; None is an option that was not given.
+
+    Raises:
+        ValueError: one is less.
+    """
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} is {value}; it must be at least {least:g}")
+
+
+def check_storage(option: str, value: str) -> None:
+    """Raise unless the value is a dtype in which statistics are stored.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value not in STORAGES:
+        raise ValueError(f"{option} is {value!r}; it must be {' or '.join(map(repr, STORAGES))}")
+
+
+def check_dtype(text: str | None, option: str = "--dtype") -> None:
+    """Raise unless the value is a floating dtype of a model's weights.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if text is not None:
+        one_of(option, text.removeprefix("torch."), DTYPES)
+
+
+def check_device(text: str | None, option: str = "--device") -> None:
+    """Raise unless the value looks like a device.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if text is not None and not re.fullmatch(r"[a-z_]+(:[0-9]+)?", text):
+        raise ValueError(f"{option} is {text!r}; it is cpu, cuda, cuda:1 or auto")
+
+
+def check_rule(recording: Path, detector: str, level: str = "head", queries: str = "all") -> None:
+    """Raise unless a command can find sinks in a recording: checks the rule, the level and the directory.
+
+    Raises:
+        FileNotFoundError: there is no recording.
+        ValueError: an unknown rule, setting, level or class of queries.
+    """
+    from dlm_lens.recording.directories import check_recording
+
+    parse_detector(detector)
+    one_of("--level", level, LEVELS)
+    one_of("--queries", queries, CLASSES)
+    check_recording(recording)
+
+
+def check_place(layer: int | None, head: int | None, level: str) -> None:
+    """Raise where a layer or a head is chosen that the level averages over.
+
+    Raises:
+        ValueError: it is.
+    """
+    if head is not None and level != "head":
+        raise ValueError(f"--head {head}: at --level {level} there are no heads; leave one of the two out")
+    if layer is not None and level == "model":
+        raise ValueError(f"--layer {layer}: at --level model there are no layers; leave one of the two out")
+
+
+def quiet_transformers() -> None:
+    """Turn off transformers' progress bar of loading weights, for models of a megabyte."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def device_or_gpu(given: str | None) -> str | None:
+    """The given device, or a GPU where there is one (under torchrun this process's); None for the CPU."""
+    import torch
+
+    if given is not None:
+        return given
+    if not torch.cuda.is_available():
+        return None
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"

@@ -1,0 +1,39 @@
+"""How commands print: tables as text, and everything as JSON."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dlm_lens.printable import echo, printable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def show_json(values: Any) -> None:
+    """Print JSON, with non-ASCII characters as they are where a terminal may show all of them."""
+    text = json.dumps(values, ensure_ascii=False, indent=1, allow_nan=False, default=str)
+    echo(text if printable(text) == text else json.dumps(values, indent=1, allow_nan=False, default=str))
+
+
+def show_tables(as_json: bool, about: Mapping[str, Any], tables: "Mapping[str, pd.DataFrame]") -> None:
+    """Print what the tables are about, and the tables, as JSON (NaN is null) or as text."""
+    if as_json:
+        show_json(
+            {**about, **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}}
+        )
+        return
+    for name, value in about.items():
+        echo(f"{name}: {value}")
+    for name, table in tables.items():
+        echo(f"\n{name}")
+        if table.empty:
+            echo("(none)")
+            continue
+        echo(_measured(table).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+
+
+def _measured(table: "pd.DataFrame") -> "pd.DataFrame":
+    """Without columns that hold no value, and without scale and level, which the lines above the tables name."""
+    repeated = [name for name in ("scale", "level") if name in table]
+    return table.dropna(axis=1, how="all").drop(columns=repeated, errors="ignore")

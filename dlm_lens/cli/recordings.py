@@ -1,0 +1,39 @@
+"""What the commands on a recording share: its sinks by a rule of the command line."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlm_lens.recording import Recording
+    from dlm_lens.sinks import Sinks
+
+
+def load_recording(path: Path) -> "Recording":
+    """A recording, whose tokens have the texts that it stores."""
+    from dlm_lens.recording import Recording
+
+    return Recording.load(path)
+
+
+def detector_of(text: str) -> Any:
+    """The detector that an option names, such as "above-std:3".
+
+    Raises:
+        ValueError: no such detector, or a setting that it does not take.
+    """
+    from dlm_lens.sinks.detector_registry import parse_detector
+
+    return parse_detector(text).build()
+
+
+def sinks_of(recording: "Recording", detector: str, level: str, queries: str = "all") -> "Sinks":
+    """The sinks of a recording by a rule; a class of queries counts for rules that read attention.
+
+    Raises:
+        ValueError: the recording lacks what the rule reads.
+    """
+    from dlm_lens.sinks import find_sinks, received_of
+
+    rule = detector_of(detector)
+    source = recording if rule.reads_hidden_states else received_of(recording, queries)  # type: ignore[arg-type]
+    return find_sinks(source, rule, level=level)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Values of command line options, read from text without torch: a wrong one is reported before it is imported."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
+    """The value of an option that must be one of a few words.
+
+    Raises:
+        ValueError: it is not.
+    """
+    names = list(allowed)
+    if value not in names:
+        near = difflib.get_close_matches(value, names, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{option} is {value!r}; {hint}it is one of {', '.join(names)}")
+    return value
+
+
+def words(option: str, text: str) -> list[str]:
+    """Words separated by commas, such as toy_lists,toy_choice.
+
+    Raises:
+        ValueError: an empty word.
+    """
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise ValueError(f"{option} is {text!r}; give words separated by commas")
+    return found
+
+
+def whole_number(option: str, text: str) -> int:
+    """A whole number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; give a whole number") from None
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Whole numbers separated by commas, such as 0,5,-1.
+
+    Raises:
+        ValueError: a part that is no whole number.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes whole numbers separated by commas, got {text!r}") from None
+
+
+def index_or_mean(option: str, text: str) -> int | str:
+    """The index of a layer or head, or "mean".
+
+    Raises:
+        ValueError: neither.
+    """
+    if text == "mean":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; give an index, or mean") from None
