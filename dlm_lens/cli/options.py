@@ -19,8 +19,8 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", 
 MODEL = typer.Argument(help="Embedded model (toy, toy-ar, ...), directory or hub name.")
 RECORDING = typer.Argument(help="Directory of a recording (dlm-lens record, or record(..., to=)).")
 DETECTOR = typer.Option(
-    help="The rule that finds sinks, with its setting after a colon, such as above-mean:3 (2510.15731, Eq. 3). Rules: "
-    f"{', '.join(f'{name}[:{one.setting.upper()}]' for name, one in DETECTORS.items())}."
+    help="The rule that finds sinks, with its setting after a colon, such as above-mean:3 (2510.15731, Eq. 3). "
+    f"Rules: {', '.join(f'{name}[:{one.setting.upper()}]' for name, one in DETECTORS.items())}."
 )
 LEVEL = typer.Option(help="Which patterns are judged: head, layer (mean over heads) or model.")
 LAYER = typer.Option(help="Only this layer; with --head only that head of it.")

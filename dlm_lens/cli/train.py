@@ -29,7 +29,7 @@ def train_command(
 ) -> None:
     """Train a masked DLM; the same command continues an interrupted run."""
     from dlm_lens.training.config_files import read_settings
-    from dlm_lens.training.cost_estimate import DEVICES
+    from dlm_lens.training.gpus import DEVICES
 
     one_of("--device", device, DEVICES)
     if not 0 < utilisation <= 1:

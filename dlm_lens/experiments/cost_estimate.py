@@ -89,12 +89,12 @@ def plan_experiment(
         small: the small settings.
         models: instead of the settings' own.
         settings: settings to replace.
-        device: "cpu", which is this machine, or a device of `dlm_lens.training.cost_estimate.DEVICES`.
+        device: "cpu", which is this machine, or a device of `dlm_lens.training.gpus.DEVICES`.
 
     Raises:
         ValueError: an unknown device, or a model whose size is not known here.
     """
-    from dlm_lens.training.cost_estimate import DEVICES
+    from dlm_lens.training.gpus import DEVICES
 
     if device != "cpu" and device not in DEVICES:
         raise ValueError(f"device is {device!r}; it must be cpu (this machine) or one of {', '.join(DEVICES)}")

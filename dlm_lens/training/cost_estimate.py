@@ -11,33 +11,11 @@ from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import CHECKPOINTS
 from dlm_lens.training.conversion import TARGETS
+from dlm_lens.training.gpus import DEVICES
 from dlm_lens.training.initialization import SCRATCH, smdm_config
 from dlm_lens.training.losses import ELEMENTS
 from dlm_lens.training.objective import NextToken
 from dlm_lens.training.settings import TrainingSettings
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device: its peak in bfloat16 matrix products (dense, operations per second), and its memory in bytes."""
-
-    name: str
-    peak: float
-    memory: float
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("a100", 312e12, 80e9),
-        Device("h100", 989e12, 80e9),
-        Device("h200", 989e12, 141e9),
-        Device("l40s", 362e12, 48e9),
-        Device("rtx4090", 165e12, 24e9),
-    )
-}
-"""NVIDIA's data sheets."""
-
 
 MOST_DEVICES = 8
 """Of one machine: what a plan assumes where the batch divides among so many."""
