@@ -11,7 +11,7 @@ from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import CHECKPOINTS
 from dlm_lens.training.conversion import TARGETS
-from dlm_lens.training.gpus import DEVICES
+from dlm_lens.training.gpus import DEVICES, Device
 from dlm_lens.training.initialization import SCRATCH, smdm_config
 from dlm_lens.training.losses import ELEMENTS
 from dlm_lens.training.objective import NextToken
