@@ -183,12 +183,15 @@ def unwrapped(module: Any) -> Any:
 
 
 def without_wrappers(model: Any) -> Any:
-    """The model without the wrapper of `torch.compile(model)`, for a host that addresses modules by name.
+    """The model without the wrappers of `torch.compile` and of PEFT, for a host that addresses modules by name.
+
+    Adapter layers of PEFT (LoRA) stay inside the model.
 
     Raises:
-        ValueError: one of its modules, or a module's forward, was replaced by what `torch.compile` returned.
+        ValueError: one of its modules, or a module's forward, was replaced by what `torch.compile` returned; or the
+            PEFT model learns a prompt, which its wrapper adds to every forward pass.
     """
-    model = unwrapped(model)
+    model = _without_peft(unwrapped(model))
     for name, module in model.named_modules():
         if unwrapped(module) is not module or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
             what = name or type(module).__name__
@@ -198,3 +201,15 @@ def without_wrappers(model: Any) -> Any:
                 "model.model.compile()"
             )
     return model
+
+
+def _without_peft(model: Any) -> Any:
+    if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
+        return model
+    for name, config in model.peft_config.items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"the PEFT adapter {name!r} of type {config.peft_type} adds a prompt in every forward pass, which "
+                "this host cannot follow; pass model.get_base_model(), which leaves the prompt out"
+            )
+    return model.get_base_model()

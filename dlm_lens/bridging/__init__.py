@@ -1,15 +1,18 @@
-"""TransformerLens host: `bridge`, a step axis for its hooks and caches, and our families in `boot_transformers`."""
+"""TransformerLens host: `bridge`, hooks and caches with a step axis, and our families in `boot_transformers`.
+
+Importing this package registers the families with TransformerLens, so its names are not loaded lazily.
+"""
 
 from dlm_lens.adapters.registry import families
-from dlm_lens.bridging.architectures import register_architectures
-from dlm_lens.bridging.boot_transformers import teach_boot_transformers
-from dlm_lens.bridging.model import DiffusionBridge, bridge
+from dlm_lens.bridging.architectures import register_architectures, register_embedded_models
+from dlm_lens.bridging.bridge_builder import bridge
+from dlm_lens.bridging.diffusion_bridge import DiffusionBridge
 from dlm_lens.bridging.recorder import BridgeRecorder
 from dlm_lens.bridging.step_cache import StepCache
-from dlm_lens.bridging.steps import StepPoint
+from dlm_lens.bridging.step_hooks import StepPoint
 
-families()  # boot_transformers asks AutoConfig, which must know our model types
+families()  # registers our model types with AutoConfig, which boot_transformers reads
 register_architectures()
-teach_boot_transformers()
+register_embedded_models()
 
 __all__ = ["BridgeRecorder", "DiffusionBridge", "StepCache", "StepPoint", "bridge"]

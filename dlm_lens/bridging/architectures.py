@@ -1,11 +1,14 @@
-"""How TransformerLens sees this library's families: two layouts, Llama's and Qwen2's, and what they share."""
+"""TransformerLens's architecture adapters for our families (layouts of Llama and Qwen2), and their registration."""
 
+from functools import wraps
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 from transformer_lens.factories import architecture_adapter_factory as factory
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
@@ -14,19 +17,20 @@ from transformer_lens.model_bridge.supported_architectures.qwen2 import Qwen2Arc
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.model_names import CHECKPOINTS, embedded_models
 from dlm_lens.attention import SinkLayout
-from dlm_lens.bridging.attention import DiffusionAttentionBridge, ZeroSinkValue
-from dlm_lens.bridging.layers import LazyNorm, NativeMLP, StreamBlock
+from dlm_lens.bridging.components import DiffusionAttentionBridge, LazyNorm, NativeMLP, StreamBlock, ZeroSinkValue
+from dlm_lens.bridging.diffusion_bridge import DiffusionBridge
 
 
 class FamilyArchitecture(ArchitectureAdapter):
-    """Mixin in front of TransformerLens's adapters, for DLMs and AR baselines alike.
+    """Mixin for TransformerLens's adapters, of DLMs and AR baselines alike; it comes before them in the bases.
 
-    TransformerLens's `generate`, its shifted loss and `diffusion_generate` are off for a DLM: it is denoised.
+    A DLM does not support TransformerLens's `generate`, its shifted loss and `diffusion_generate`; use `denoise`.
     """
 
     _attention_bridge_cls = DiffusionAttentionBridge
-    # The bridge computes patterns itself; transformers need not return them.
+    # The bridge computes patterns itself.
     supports_hf_output_attentions = False
     native_sampler = None
 
@@ -39,11 +43,11 @@ class FamilyArchitecture(ArchitectureAdapter):
         _remove_point(self.components["rotary_emb"], "hook_out")
 
     def prepare_loading(self, model_name: str, model_kwargs: dict[str, Any]) -> None:
-        """Refuse pickled weights where TransformerLens loads the model."""
+        """Refuse pickled weights when TransformerLens loads the model."""
         model_kwargs["use_safetensors"] = True
 
     def prepare_model(self, hf_model: Any) -> None:
-        """Fit the adapter to the model: direction of attention, sinks, gate, zero values.
+        """Set the adapter up for a model: direction of attention, sinks, gate, zero values.
 
         Raises:
             ValueError: the model carries a bridge already.
@@ -59,13 +63,13 @@ class FamilyArchitecture(ArchitectureAdapter):
         self.cfg.attention_dir = "causal" if family.causal else "bidirectional"
         self.cfg.rotary_base = int(config.rope_parameters["rope_theta"])
         self.cfg.mask_token_id = getattr(config, "mask_token_id", None)
-        self._fit_attention(config, causal=family.causal)
+        self._set_components(config, causal=family.causal)
 
-    def _fit_attention(self, config: Any, *, causal: bool) -> None:
+    def _set_components(self, config: Any, *, causal: bool) -> None:
         self.components["blocks"].__class__ = StreamBlock
         parts = self.components["blocks"].submodules
         parts["mlp"].__class__ = NativeMLP
-        attention, layout = parts["attn"], SinkLayout.of(_Has(config))
+        attention, layout = parts["attn"], SinkLayout.of(SimpleNamespace(config=config))
         attention.is_causal = causal
         for name in ("ln1", "ln2"):
             parts[name] = LazyNorm(name=parts[name].name, config=self.cfg)
@@ -78,13 +82,11 @@ class FamilyArchitecture(ArchitectureAdapter):
             attention.hook_gate, attention.hook_z_ungated = HookPoint(), HookPoint()
 
     def setup_hook_compatibility(self, bridge: Any) -> None:
-        """Called by every new bridge: make it a `DiffusionBridge`, and tell its hook points of the sinks."""
-        from dlm_lens.bridging.model import DiffusionBridge
-
+        """Make a new bridge a `DiffusionBridge`; TransformerLens calls this for every bridge that it builds."""
         DiffusionBridge.adopt(bridge)
 
     def preprocess_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fold a norm's weight into the gate of gated attention too, which reads what q, k and v read."""
+        """Fold a norm's weight also into the gate of gated attention, whose input is that of q, k and v."""
         state_dict = super().preprocess_weights(state_dict)
         for key in [key for key in state_dict if key.endswith("attn.gate.weight")]:
             norm = state_dict[key.replace("attn.gate", "ln1")]
@@ -94,16 +96,9 @@ class FamilyArchitecture(ArchitectureAdapter):
 
 
 def _remove_point(component: GeneralizedComponent, name: str) -> None:
-    """Take out a hook point that TransformerLens makes and that no configuration of this architecture runs."""
+    """Remove a hook point that TransformerLens adds and that no configuration of this architecture runs."""
     delattr(component, name)
     del component._hook_registry[name]
-
-
-class _Has:
-    """Something with a config."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
 
 
 class LlamaFamily(FamilyArchitecture, LlamaArchitectureAdapter):
@@ -115,10 +110,10 @@ class Qwen2Family(FamilyArchitecture, Qwen2ArchitectureAdapter):
 
 
 ARCHITECTURES = {"DlmLensLlama": LlamaFamily, "DlmLensQwen2": Qwen2Family}
-"""Names that a config's `original_architecture` may say -> adapters; also entry points of the package."""
+"""Values of a config's `original_architecture` -> adapters; also entry points of the package."""
 
 AUTOREGRESSIVE = {"llama": "DlmLensLlama", "qwen2": "DlmLensQwen2"}
-"""Model types of transformers' own, whose configs name TransformerLens's stock adapters."""
+"""Model types of transformers whose own configs lead to TransformerLens's stock adapters -> our adapter."""
 
 
 def architecture_of(config: Any) -> str:
@@ -138,11 +133,26 @@ def architecture_of(config: Any) -> str:
 
 
 def register_architectures() -> None:
-    """Make the adapters known to TransformerLens; safe to call again."""
+    """Register the adapters with TransformerLens; may be called again."""
     found = {point.name for point in entry_points(group="transformer_lens.architectures")}
     for name, adapter in ARCHITECTURES.items():
-        # boot_transformers looks only here.
+        # boot_transformers reads this table only.
         factory.SUPPORTED_ARCHITECTURES.setdefault(name, adapter)
-        # Installed, we are found by entry point; TransformerLens warns of a name that somebody registered before.
+        # An installed package is found by its entry point; TransformerLens warns if a name is registered twice.
         if name not in found:
             factory.ArchitectureAdapterFactory.register_adapter(name, adapter)
+
+
+def register_embedded_models() -> None:
+    """Let `TransformerBridge.boot_transformers` take the embedded models' names; may be called again."""
+    boot = TransformerBridge.boot_transformers
+    if getattr(boot, "takes_embedded_models", False):
+        return
+
+    @wraps(boot)
+    def boot_transformers(model_name: str, *args: Any, **options: Any) -> Any:
+        embedded = model_name in embedded_models()
+        return boot(str(CHECKPOINTS / model_name) if embedded else model_name, *args, **options)
+
+    boot_transformers.takes_embedded_models = True  # type: ignore[attr-defined]
+    TransformerBridge.boot_transformers = staticmethod(boot_transformers)

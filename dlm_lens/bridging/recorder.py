@@ -15,7 +15,7 @@ from dlm_lens.recording.recorder import Storage
 
 
 class BridgeTap:
-    """Shows every layer of a bridge when its attention is done, with all edits of hooks registered before.
+    """Passes every layer of a bridge to `show` after its attention, with the edits of hooks registered before.
 
     Args:
         bridge: of `dlm_lens.bridge`.
@@ -23,7 +23,7 @@ class BridgeTap:
         show: called with each layer.
 
     Raises:
-        ValueError: a layer that is not there.
+        ValueError: a layer that the model does not have.
     """
 
     def __init__(self, bridge: Any, layers: Sequence[int] | None, show: Callable[[LayerInputs], None]) -> None:
@@ -35,23 +35,23 @@ class BridgeTap:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores."""
+        """The factor that attention scores are multiplied by."""
         return float(self.bridge.blocks[self.layers[0]].attn.original_component.scaling)
 
     def open(self) -> None:
-        """Begin to show."""
+        """Add the hooks."""
         self.close()
         hooks: list[tuple[str, Callable[..., None]]] = []
         for layer in self.layers:
             gated = hasattr(self.bridge.blocks[layer].attn, "hook_z_ungated")
             points = {name: f"attn.hook_{name}" for name in ("rot_q", "rot_k", "v", "pattern", "z")}
             points |= {"resid": "hook_resid_pre"} | ({"z": "attn.hook_z_ungated"} if gated else {})
-            hooks += [(f"blocks.{layer}.{point}", self._keeping(layer, name)) for name, point in points.items()]
-            hooks.append((f"blocks.{layer}.hook_attn_out", self._end(layer)))
+            hooks += [(f"blocks.{layer}.{point}", self._keep(layer, name)) for name, point in points.items()]
+            hooks.append((f"blocks.{layer}.hook_attn_out", self._show_layer(layer)))
         self._open.enter_context(self.bridge.hooks(fwd_hooks=hooks))
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Remove the hooks."""
         self._open.close()
         self._seen.clear()
 
@@ -64,15 +64,15 @@ class BridgeTap:
         found: Tensor = attention.W_O
         return found
 
-    def _keeping(self, layer: int, name: str) -> Callable[..., None]:
+    def _keep(self, layer: int, name: str) -> Callable[..., None]:
         def keep(value: Tensor, hook: Any) -> None:
             if not self.bridge.silent:
                 self._seen[layer, name] = value
 
         return keep
 
-    def _end(self, layer: int) -> Callable[..., None]:
-        def show(added: Tensor, hook: Any) -> None:
+    def _show_layer(self, layer: int) -> Callable[..., None]:
+        def show_layer(added: Tensor, hook: Any) -> None:
             if self.bridge.silent:
                 return
             resid, q, k, v, pattern, z = (
@@ -91,13 +91,13 @@ class BridgeTap:
             )
             self.show(LayerInputs(inputs, resid, added))
 
-        return show
+        return show_layer
 
 
 class BridgeRecorder(Recorder):
-    """Reduces every layer of every step of a bridge's run: a host for `bridge.denoise` and `denoise_with_cache`.
+    """Reduces every layer of every step of a bridge's run: an observer for `denoise` and `denoise_with_cache`.
 
-    A bridge forms its patterns anyway; they are reduced as they come by, edited by whatever hooks there are.
+    A bridge computes its patterns in any case. They are reduced after all hooks have edited them.
     `recorder.recording(run)` is the `Recording`.
 
     Args:

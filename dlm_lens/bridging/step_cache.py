@@ -1,4 +1,4 @@
-"""`StepCache`: activations of some steps of a run, by name and step; which to keep, and what they will cost."""
+"""`StepCache`: activations of chosen steps of a run, by name and step; its collector and its size in advance."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,14 @@ from dlm_lens.placement import devices, input_device
 
 @dataclass(frozen=True, eq=False)
 class StepCache:
-    """Activations that a run kept, `cache[name, step]` as the hook points gave them.
+    """Activations that a run kept, `cache[name, step]`.
 
     `cache[name]` stacks all steps into [step, ...], in the order of `steps`. Every activation is kept once, and
-    answers to all names that TransformerLens has for its hook point. With guidance the batch axis holds the
+    is found under all names that TransformerLens has for its hook point. With guidance the batch axis holds the
     conditional rows and then the unconditional ones.
 
     Args:
-        names: what was asked for and seen.
+        names: the names that were requested and that ran.
         steps: the steps kept, counted from the most masked canvas.
         values: (the hook point's own name, step) -> the activation.
         aliases: every name -> the hook point's own.
@@ -92,10 +92,10 @@ def _listed(items: Iterable[Any]) -> str:
 
 
 NamesFilter = str | list[str] | Callable[[str], bool] | None
-Steps = int | slice | Iterable[int] | None
+StepSelection = int | slice | Iterable[int] | None
 
 SHARE_OF_FREE_MEMORY = 0.8
-"""How much of a device's free memory a cache may take."""
+"""The share of a device's free memory that a cache may take."""
 
 
 def chosen_points(bridge: Any, names_filter: NamesFilter) -> dict[str, list[str]]:
@@ -122,7 +122,7 @@ def chosen_points(bridge: Any, names_filter: NamesFilter) -> dict[str, list[str]
     return found
 
 
-def chosen_steps(steps: Steps, total: int) -> tuple[int, ...]:
+def chosen_steps(steps: StepSelection, total: int) -> tuple[int, ...]:
     """Step indices below `total`, in order; negative ones count from the end.
 
     Raises:
@@ -135,7 +135,7 @@ def chosen_steps(steps: Steps, total: int) -> tuple[int, ...]:
         indices = [steps] if isinstance(steps, int) else [int(step) for step in steps]
     for step in indices:
         if not -total <= step < total:
-            raise ValueError(f"cache_steps asks for step {step}, but the run has {total}, 0 to {total - 1}")
+            raise ValueError(f"cache_steps has step {step}, but the run has {total}, 0 to {total - 1}")
     if not indices:
         raise ValueError(f"cache_steps {steps!r} names no step of the run's {total}; give at least one")
     return tuple(sorted({step % total for step in indices}))
@@ -144,7 +144,7 @@ def chosen_steps(steps: Steps, total: int) -> tuple[int, ...]:
 def bytes_per_step(bridge: Any, points: Iterable[str], positions: int, rows: int = 1) -> dict[str, int]:
     """Bytes of every hook point's activation in one forward pass over `positions` canvas positions.
 
-    Told from three passes over 1, 2 and 3 positions: an activation is at most quadratic in their number.
+    Measured in three passes over 1, 2 and 3 positions: an activation is at most quadratic in their number.
     """
     sizes: dict[str, list[int]] = {name: [] for name in points}
 
@@ -168,22 +168,22 @@ def _extended(sizes: list[int], positions: int) -> int:
 
 
 @dataclass
-class Keeper:
-    """Keeps activations of chosen points at chosen steps, as hooks of a run.
+class CacheCollector:
+    """The hook that collects activations of chosen points at chosen steps of a run.
 
     Args:
         bridge: the model.
-        points: own name -> names that were asked for.
-        wanted: which steps; None for all.
-        device: where activations go; None to leave them, or of a model over several devices to bring them to
+        points: own name -> names that were requested.
+        wanted: the steps to keep; None for all.
+        device: device that activations are moved to; None for no move, or for a model over several devices to
             that of the canvas.
-        positions: which positions to keep, as TransformerLens's `pos_slice`.
-        limit: bytes that the cache may take; None for `SHARE_OF_FREE_MEMORY` of what is free.
+        positions: the positions to keep, as TransformerLens's `pos_slice`.
+        limit: the largest size in bytes; None for `SHARE_OF_FREE_MEMORY` of the free memory.
     """
 
     bridge: Any
     points: Mapping[str, list[str]]
-    wanted: Steps = None
+    wanted: StepSelection = None
     device: Any = None
     positions: Any = None
     limit: int | None = None
@@ -191,17 +191,17 @@ class Keeper:
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def check(self, rows: int, positions: int, total: int) -> None:
-        """Fix the steps, and refuse what does not fit into memory.
+        """Resolve the steps, and refuse a cache that does not fit into memory.
 
         Raises:
-            MemoryError: with the number of bytes and what to do.
+            MemoryError: the cache is larger than the limit; the message has its size and remedies.
             ValueError: a step that the run does not have.
         """
         self.steps = chosen_steps(self.wanted, total)
         costs = bytes_per_step(self.bridge, self.points, positions, rows)
         needed = len(self.steps) * sum(costs.values())
         if self.device is None and len(devices(self.bridge.original_model)) > 1:
-            # Layers on several devices: what is kept of them can be stacked and compared only on one.
+            # Layers on several devices: activations can be stacked and compared on one device only.
             self.device = input_device(self.bridge.original_model)
         device = torch.device(self.device or input_device(self.bridge.original_model))
         free = free_bytes(device)
@@ -227,7 +227,7 @@ class Keeper:
         self.values[hook.name, hook.step] = kept.to(self.device) if self.device is not None else kept
 
     def result(self) -> StepCache:
-        """What was kept."""
+        """The cache."""
         seen = {name for name, _ in self.values}
         names = tuple(name for own, matched in self.points.items() if own in seen for name in matched)
         aliases = {name: point.name for name, point in self.bridge.hook_dict.items() if point.name in seen}

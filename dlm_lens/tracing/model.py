@@ -118,7 +118,7 @@ class DiffusionLM(HuggingFaceModel):
         attention_mask: Any = None,
         *,
         grad: bool = False,
-        host: RunObserver | Sequence[RunObserver] = (),
+        observers: RunObserver | Sequence[RunObserver] = (),
         **settings: Any,
     ) -> DenoisingRun:
         """Denoise with the family's own sampler; traced (`with lm.generate(...) as tracer:`) or not.
@@ -127,7 +127,7 @@ class DiffusionLM(HuggingFaceModel):
             prompt: text, chat messages, ids, or a list of any of them, as for `dlm_lens.denoise`.
             attention_mask: for ids: 1 content, 0 padding on the left.
             grad: keep the graphs of the forward passes, so that `with loss.backward():` works inside a step.
-            host: who else follows the run: a `dlm_lens.Recorder`.
+            observers: observers of the run, as for `dlm_lens.denoise`; a `dlm_lens.Recorder`.
             **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, seed, ...
 
         Raises:
@@ -138,8 +138,8 @@ class DiffusionLM(HuggingFaceModel):
         place = f"{self.path}.canvas"
         run = TracedRun(self._module, self.interleaver, place, grad=grad, on_start=self._use_sampler)
         self._traced = run
-        hosts = (run, *(host if isinstance(host, Sequence) else (host,)))
-        return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=hosts, **settings))
+        others = observers if isinstance(observers, Sequence) else (observers,)
+        return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=(run, *others), **settings))
 
     def trace(self, *inputs: Any, **options: Any) -> Any:
         """Open a trace of one forward pass of the model; see nnsight's `Envoy.trace`."""

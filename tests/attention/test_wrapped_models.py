@@ -114,6 +114,54 @@ def test_a_wrapped_model_runs_as_the_merged_one(kind: str, tmp_path: Path) -> No
 
 
 @peft
+def test_the_hosts_take_lora_in_their_own_ways() -> None:
+    """nnsight traces the adapter layers; TransformerLens reads whole weights, so that it takes the merged model."""
+    wrapped = with_lora(tiny("llada"), "q_proj")
+    expected = logits(wrapped)
+    lm = dl.DiffusionLM(wrapped)
+    with lm.trace(IDS):
+        traced = lm.lm_head.output.save()
+    torch.testing.assert_close(traced, expected, rtol=1e-4, atol=1e-4)
+    for model in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(ValueError, match=r"q_proj is an adapter layer of PEFT.* model\.merge_and_unload\(\)"):
+            dl.bridge(model)
+    torch.testing.assert_close(dl.bridge(wrapped.merge_and_unload())(IDS), expected, rtol=1e-4, atol=1e-4)
+
+
+@peft
+@pytest.mark.parametrize("host", [dl.DiffusionLM, dl.bridge])
+def test_a_learned_prompt_is_refused_by_the_hosts(host: Any) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    wrapped = get_peft_model(tiny("llada"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match=r"PEFT adapter 'default' .* pass model\.get_base_model\(\)"):
+        host(wrapped)
+
+
+class AdapterLayer(torch.nn.Module):
+    """A linear layer in an adapter, with the attributes of PEFT's."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def merge(self) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The projection, without an update."""
+        return self.base_layer(x)  # type: ignore[no-any-return]
+
+
+def test_a_bridge_refuses_adapter_layers_without_peft_too() -> None:
+    """The check reads attributes, so that it also runs where peft is not installed."""
+    model = tiny("llada")
+    attention = model.get_decoder().layers[0].self_attn
+    attention.q_proj = AdapterLayer(attention.q_proj)
+    with pytest.raises(ValueError, match=r"q_proj is an adapter layer of PEFT.* model\.merge_and_unload\(\)"):
+        dl.bridge(model)
+
+
+@peft
 def test_hook_points_come_after_lora_too() -> None:
     wrapped = with_lora(build("qwen3"), "q_proj", "k_proj")
     plain = logits(wrapped)

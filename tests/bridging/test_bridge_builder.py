@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dlm_lens as dl
+from tests.attention.test_any_model import build
 from tests.bridging.cases import CASES, model_of, padded, some_ids
 from tests.reference import forward64
 
@@ -114,19 +114,17 @@ def test_a_bridge_is_not_bridged_again_and_strangers_are_refused() -> None:
         dl.bridge(model_of("llada"), dtype="bfloat16")
 
 
-def test_a_model_of_another_layout_is_refused_by_type(tmp_path: Path) -> None:
-    config = Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=64,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="layouts of Llama and Qwen2, not a model of type 'qwen3'"):
-        dl.bridge(dl.load(tmp_path))
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "mixtral", "olmo2", "qwen3"])
+def test_a_model_of_another_layout_is_refused_by_type(model_type: str, tmp_path: Path) -> None:
+    """In one sentence, without a line break, that names the type and what to use."""
+    build(model_type).save_pretrained(tmp_path)
+    model = dl.load(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"layouts of Llama and Qwen2, not a model of type '{model_type}'"
+    ) as error:
+        dl.bridge(model)
+    assert "use TransformerLens's own" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_what_a_dlm_cannot_do_is_refused() -> None:

@@ -10,7 +10,7 @@ from transformer_lens.factories import architecture_adapter_factory as factory
 from transformer_lens.model_bridge import TransformerBridge
 
 import dlm_lens as dl
-from dlm_lens.bridging.architectures import ARCHITECTURES, register_architectures
+from dlm_lens.bridging.architectures import ARCHITECTURES, register_architectures, register_embedded_models
 from tests.bridging.cases import CASES, model_of, some_ids
 
 
@@ -87,7 +87,7 @@ def test_configs_name_their_adapter_and_registering_again_changes_nothing() -> N
             assert "original_architecture" not in config.to_dict()
     before = TransformerBridge.boot_transformers
     register_architectures()
-    dl.bridging.booting.teach_boot_transformers()
+    register_embedded_models()
     assert TransformerBridge.boot_transformers is before
     assert factory.SUPPORTED_ARCHITECTURES["DlmLensLlama"] is ARCHITECTURES["DlmLensLlama"]
     assert factory.SUPPORTED_ARCHITECTURES["LlamaForCausalLM"] is not ARCHITECTURES["DlmLensLlama"]

@@ -1,0 +1,214 @@
+"""Hooks of a run in a bridge: which hook points they run at, and the denoising step that each call receives."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformer_lens import patching
+
+from dlm_lens.arguments import check_index
+from dlm_lens.attention import (
+    NAMES,
+    ColumnHook,
+    ColumnStats,
+    Hook,
+    HookKey,
+    RunStep,
+    SinkLayout,
+    columns_of,
+    counted_queries,
+    hook_keys,
+    listening,
+    visible_in,
+)
+from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.sampling import StepPlan
+from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in
+
+HookFunction = Callable[[Any, Any], Any]
+FwdHook = tuple[str | Callable[[str], bool], HookFunction]
+"""A hook point's name, or a filter of names, and the function that runs there; as in `run_with_hooks`."""
+
+_RUN_FIELDS = {field.name for field in fields(RunStep)} | {"progress", "prompt"}
+
+
+class StepPoint:
+    """A HookPoint of TransformerLens at one step of a run: the `hook` argument of hooks under `denoise`.
+
+    It has the attributes of the HookPoint (`name`, `layer()`, `ctx`, `sinks`, ...) and those of the `RunStep`
+    (`step`, `total`, `tokens`, `masked`, `valid`, `progress`, ...); `run` is the RunStep itself.
+    """
+
+    def __init__(self, point: Any, run: RunStep, place: HookKey | None = None) -> None:
+        self.point, self.run, self.place = point, run, place
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("point", "run", "place"):  # a copy that was never initialised
+            raise AttributeError(name)
+        return getattr(self.run if name in _RUN_FIELDS else self.point, name)
+
+    def __repr__(self) -> str:
+        return f"StepPoint(name={self.point.name!r}, step={self.run.step})"
+
+
+class BridgeRun(StepObserver):
+    """The observer that runs hooks on a bridge's hook points during one run; use it as a context.
+
+    Args:
+        bridge: the bridge whose hook points are used.
+        hooks: (name or filter, function), in the order in which they run.
+        on_start: called once, before the first forward pass, as (rows of the network, positions, steps).
+    """
+
+    needs_full_logits = True
+
+    def __init__(
+        self, bridge: Any, hooks: Sequence[FwdHook], on_start: Callable[[int, int, int], None] | None = None
+    ) -> None:
+        super().__init__(bridge.original_model)
+        self.bridge, self.hooks, self.on_start = bridge, hooks, on_start
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "BridgeRun":
+        with ExitStack() as stack:
+            stack.enter_context(listening(self.model))
+            fwd_hooks = [(name, self._with_step(hook, key)) for name, hook, key in self._keyed_hooks()]
+            stack.enter_context(self.bridge.hooks(fwd_hooks=fwd_hooks))
+            if any(getattr(hook, "needs_clean_pass", False) for _, hook in self.hooks):
+                stack.callback(self.model.register_forward_pre_hook(self._clean_pass, with_kwargs=True).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def step(
+        self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """A step begins; before the first one hooks may refuse the run."""
+        canvas = super().step(plan, canvas, masked)
+        # With guidance the network sees every row twice.
+        rows = len(canvas) * (2 if self.sampler is not None and self.sampler.cfg_scale else 1)
+        if self.now is not None:
+            self.now = self.now.for_rows(rows)
+            if plan.index == 0:
+                self._begin(rows, canvas.shape[1], self.now)
+        return canvas
+
+    def record(self, hooks: Sequence[Hook]) -> dict[str, Any]:
+        """What the settings of a finished run hold about its hooks, as after `dlm_lens.denoise`."""
+        if not hooks:
+            return {}
+        entries: dict[str, Any] = {"hooks": tuple(map(repr, hooks))}
+        if any(isinstance(hook, ColumnHook) for hook in hooks):
+            entries |= hidden_in(self._memory, hooks)
+        return entries
+
+    def _begin(self, rows: int, positions: int, now: RunStep) -> None:
+        # Plain functions, as TransformerLens takes them, have no check.
+        functions: list[Any] = [function for _, function in self.hooks]
+        check_hooks(functions, now)
+        if self.on_start is not None:
+            with self._silence():
+                self.on_start(rows, positions, now.total)
+
+    @contextmanager
+    def _silence(self) -> Iterator[None]:
+        """Exclude forward passes that are no steps from the run's hooks and from recorders of the bridge."""
+        self.bridge.silent = True
+        try:
+            yield
+        finally:
+            self.bridge.silent = False
+
+    def at(self, point: Any, rows: int, place: HookKey | None = None) -> Any:
+        """The `hook` argument at this point and step, with the run's rows repeated for an activation of `rows`."""
+        if self.now is None:
+            return point
+        fits = rows > 0 and rows % len(self.now.tokens) == 0
+        return StepPoint(point, self.now.for_rows(rows) if fits else self.now, place)
+
+    def _keyed_hooks(self) -> Iterator[tuple[str | Callable[[str], bool], HookFunction, HookKey]]:
+        """Every hook at every point, with the key that tells it from equal hooks at that point."""
+        for index, (name, hook) in enumerate(self.hooks):
+            here = [other for where, other in self.hooks[: index + 1] if where == name]
+            yield name, hook, hook_keys(here)[-1]
+
+    def _with_step(self, function: HookFunction, key: HookKey) -> Callable[..., Any]:
+        def hook_function(tensor: Any, hook: Any) -> Any:
+            if self.bridge.silent:
+                return None
+            rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0
+            return function(tensor, hook=self.at(hook, rows, key))  # type: ignore[call-arg]
+
+        return hook_function
+
+    def _clean_pass(self, model: Any, inputs: Any, kwargs: Any) -> None:
+        """Measure what every layer's keys receive without hooks, in one more pass over the same input."""
+        if self.bridge.silent or self.now is None or self.now.clean is not None:
+            return
+        columns: dict[int, ColumnStats] = {}
+
+        def read(scores: Float[Tensor, "batch head query key"], hook: Any) -> None:
+            rows, _, length, keys = scores.shape
+            queries = counted_queries(rows, length, keys, self.at(hook, rows), scores.device)
+            pattern = hook.attention_pass.softmax(scores)
+            columns[hook.layer()] = columns_of(pattern, visible_in(scores), queries)
+
+        points = [(f"blocks.{layer}.attn.hook_attn_scores", read) for layer in range(len(self.bridge.blocks))]
+        with self._silence(), torch.no_grad(), self.bridge.hooks(fwd_hooks=points):
+            model(*inputs, **kwargs)
+        self.now = replace(self.now, clean=lambda: columns)
+
+
+def fwd_hooks_of(bridge: Any, hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
+    """(name of the hook point, hook) for every layer that each hook acts in.
+
+    In a gated attention the site "z" is `hook_z_ungated`, the value before the gate, as in the native model.
+
+    Raises:
+        ValueError: a site or a layer that the model does not have.
+    """
+    count, fwd_hooks = len(bridge.blocks), []
+    for hook in checked(hooks):
+        layers = getattr(hook, "layers", None)
+        for layer in range(count) if layers is None else layers:
+            check_index("layer", layer, count, f"{hook}: ")
+            gated = hook.site == "z" and "gate" in bridge.blocks[layer].attn._modules
+            point = "attn.hook_z_ungated" if gated else NAMES[hook.site]
+            fwd_hooks.append((f"blocks.{layer % count}.{point}", hook))
+    return fwd_hooks
+
+
+_POSITION_ENTRIES = {
+    patching.layer_pos_patch_setter: (1,),
+    patching.layer_pos_head_vector_patch_setter: (1,),
+    patching.layer_head_pos_pattern_patch_setter: (2,),
+    patching.layer_head_dest_src_pos_pattern_patch_setter: (2, 3),
+}
+"""Setters of TransformerLens's patching helpers -> which entries of their index are positions."""
+
+
+def past_sinks(fwd_hooks: Sequence[tuple[Any, Any]], layout: SinkLayout) -> list[tuple[Any, Any]]:
+    """Hooks of TransformerLens's patching helpers, moved from canvas positions to those of the activations.
+
+    The helpers count positions of the tokens; an activation also has the positions of sink tokens. The index of a
+    setter that is not TransformerLens's own is not changed.
+    """
+    first = layout.locate(0, layout.count + 1)
+    return [(name, _moved(hook, first)) for name, hook in fwd_hooks]
+
+
+def _moved(hook: Any, first: int) -> Any:
+    if not (first and isinstance(hook, partial) and hook.func.__module__ == patching.__name__):
+        return hook
+    setter = inspect.getclosurevars(hook.func).nonlocals.get("patch_setter")
+    entries = _POSITION_ENTRIES.get(setter, ())
+    index = [value + first if entry in entries else value for entry, value in enumerate(hook.keywords["index"])]
+    return partial(hook, index=index)
