@@ -2,9 +2,15 @@ from .ablation import Ablate as Ablate
 from .ablation import ablate as ablate
 from .activation_capture import Activations as Activations
 from .activation_capture import capture as capture
-from .attaching import PointContext as PointContext
-from .attaching import attach_hooks as attach_hooks
-from .attaching import sink as sink
+from .activation_means import MeanActivations as MeanActivations
+from .activation_means import mean_activations as mean_activations
+from .base import ColumnHook as ColumnHook
+from .base import ColumnMask as ColumnMask
+from .base import Hook as Hook
+from .base import HookWrapper as HookWrapper
+from .base import PointContext as PointContext
+from .base import attach_hooks as attach_hooks
+from .base import sink as sink
 from .expressions import parse_hooks as parse_hooks
 from .frozen_sinks import FreezeSinks as FreezeSinks
 from .frozen_sinks import freeze_sinks as freeze_sinks
@@ -14,12 +20,13 @@ from .limits import at_heads as at_heads
 from .limits import at_layers as at_layers
 from .limits import at_progress as at_progress
 from .limits import at_steps as at_steps
-from .means import MeanActivations as MeanActivations
-from .means import mean_activations as mean_activations
 from .patching import PatchFrom as PatchFrom
 from .patching import patch_from as patch_from
 from .position_masking import MaskPositions as MaskPositions
+from .position_masking import MaskTokens as MaskTokens
 from .position_masking import mask_positions as mask_positions
+from .position_masking import mask_tokens as mask_tokens
+from .positions import PositionClass as PositionClass
 from .random_columns import MaskRandom as MaskRandom
 from .random_columns import mask_random as mask_random
 from .scaling import ScaleAttention as ScaleAttention
@@ -33,16 +40,17 @@ from .steering import Splice as Splice
 from .steering import Steer as Steer
 from .steering import splice as splice
 from .steering import steer as steer
-from .token_edits import MaskTokens as MaskTokens
-from .token_edits import mask_tokens as mask_tokens
-from .token_positions import PositionClass as PositionClass
 from .window import KeepOnly as KeepOnly
 from .window import keep_only as keep_only
 
 __all__ = [
     "Ablate",
     "Activations",
+    "ColumnHook",
+    "ColumnMask",
     "FreezeSinks",
+    "Hook",
+    "HookWrapper",
     "KeepOnly",
     "Limited",
     "LimitedColumns",

@@ -8,16 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import HookContext, SinkToken, run_of
-from dlm_lens.hooks.means import MeanActivations, bins_of, classes_of
-from dlm_lens.hooks.token_positions import (
+from dlm_lens.attention import Hook, PointContext, SinkToken, run_of
+from dlm_lens.hooks.activation_means import MeanActivations, bins_of, classes_of
+from dlm_lens.hooks.positions import (
     ActivationSite,
     PositionClass,
     Positions,
     activation_site,
+    printed_call,
     read_positions,
     run_rows,
-    shown,
     shown_tensor,
     spread,
     where,
@@ -25,7 +25,7 @@ from dlm_lens.hooks.token_positions import (
 
 
 @dataclass(frozen=True, eq=False)
-class Ablate:
+class Ablate(Hook):
     """Replace an activation; build it with `ablate`.
 
     Raises:
@@ -51,9 +51,9 @@ class Ablate:
     def __repr__(self) -> str:
         value = shown_tensor(self.value) if isinstance(self.value, Tensor) else repr(self.value)
         more = [f"value={value}", *([] if self.dims is None else [f"dims={self.dims}"])]
-        return shown("ablate", self.site, self.positions, *more)
+        return printed_call("ablate", self.site, self.positions, *more)
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return the activation with the value at the positions (and in the dimensions).
 
         Raises:
@@ -71,7 +71,7 @@ class Ablate:
             return tensor.masked_fill(chosen, 0.0)
         return torch.where(chosen, self._replacement(self.value, tensor, hook), tensor)
 
-    def _replacement(self, value: MeanActivations | Tensor, tensor: Tensor, hook: HookContext | None) -> Tensor:
+    def _replacement(self, value: MeanActivations | Tensor, tensor: Tensor, hook: PointContext) -> Tensor:
         if isinstance(value, Tensor):
             try:
                 return value.to(tensor).expand_as(tensor)
@@ -80,11 +80,8 @@ class Ablate:
                     f"ablate: value has shape {list(value.shape)}, which does not fit {self.site} of shape "
                     f"{list(tensor.shape)}"
                 ) from None
-        run = run_rows(hook, *tensor.shape[:2])
-        if run is None or hook is None:
-            run = run_of(hook, self)
-        layer = 0 if hook is None else hook.layer()
-        mean = value.at(layer, classes_of(run, tensor, hook), bins_of(run, value.bins))
+        run = run_rows(hook, *tensor.shape[:2]) or run_of(hook, self)
+        mean = value.at(hook.layer(), classes_of(run, tensor, hook), bins_of(run, value.bins))
         if mean.shape != tensor.shape:
             raise ValueError(
                 f"{self}: the means are those of {list(mean.shape[2:])} features a position, and {self.site} has "

@@ -12,7 +12,7 @@ from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import (
     SITES,
     Hook,
-    HookContext,
+    PointContext,
     SinkLayout,
     Site,
     attention_blocks,
@@ -154,23 +154,23 @@ class _Keeper(StepObserver):
 
     def hooks(self) -> list["_Keep"]:
         """What keeps, at every site."""
-        return [_Keep(site, self.layers, self) for site in self.sites]
+        return [_Keep(site, self, self.layers) for site in self.sites]
 
 
 @dataclass(frozen=True, eq=False)
-class _Keep:
+class _Keep(Hook):
     """Keeps one site's activation; a hook that changes nothing."""
 
     site: Site
-    layers: tuple[int, ...]
     keeper: _Keeper
+    layers: tuple[int, ...]
 
     def __repr__(self) -> str:
         return f"capture({self.site!r})"
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         step, keeper = run_of(hook, self).step, self.keeper
-        if step in keeper.steps and hook is not None:
+        if step in keeper.steps:
             # A copy: what the model edits in place later is not what passed here.
             kept = (
                 tensor.detach().clone() if keeper.device is None else tensor.detach().to(keeper.device, copy=True)

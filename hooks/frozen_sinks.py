@@ -6,17 +6,26 @@ from typing import Any
 
 import torch
 
-from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, HookKey, RunStep, SinkToken, Stage, run_of
-from dlm_lens.hooks.column_base import HidesColumns
-from dlm_lens.hooks.column_counts import grown
+from dlm_lens.attention import (
+    ColumnHook,
+    ColumnMask,
+    ColumnStats,
+    HookKey,
+    PointContext,
+    RunStep,
+    SinkToken,
+    Stage,
+    run_of,
+)
 from dlm_lens.hooks.limits import Limited, at_steps
 from dlm_lens.hooks.position_masking import mask_positions
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
+from dlm_lens.hooks.sink_sources import grown
 from dlm_lens.sinks import Detector
 
 
 @dataclass(frozen=True, repr=False)
-class FreezeSinks(HidesColumns):
+class FreezeSinks(ColumnHook):
     """Hide from `step` on the columns that were sinks at `step`; build it with `freeze_sinks`."""
 
     sinks: MaskSinks
@@ -27,7 +36,7 @@ class FreezeSinks(HidesColumns):
         return f"freeze_sinks({inside}, step={self.step})"
 
     @property
-    def stage(self) -> Stage:  # type: ignore[override]
+    def stage(self) -> Stage:
         """That of the mask."""
         return self.sinks.stage
 
@@ -55,14 +64,13 @@ class FreezeSinks(HidesColumns):
         if not -run.total <= self.step < run.total:
             raise ValueError(f"{self}: step {self.step} is not there; the run has steps 0 to {run.total - 1}")
 
-    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """What was found at the step; nothing before it."""
         run, step = self._at(hook)
         if run.step <= step:
             self.observe(keys, columns, hook)
         if run.step < step:
             return None
-        assert hook is not None
         held: dict[int, torch.Tensor | None] = run.memory.get(self._key(hook), {})
         if hook.layer() not in held:
             raise ValueError(f"{self} has not seen step {step} in layer {hook.layer()}: apply it there too")
@@ -72,20 +80,19 @@ class FreezeSinks(HidesColumns):
         most = self.sinks.bounds["most"]
         return ColumnMask(grown(found, keys), self.stage, self.sinks.keep_self, self.sinks.renormalise, most=most)
 
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
         """Look for the sinks at the step, also where a wrapper keeps the hook from acting."""
         run, step = self._at(hook)
         if run.step == step:
-            assert hook is not None
             run.memory.setdefault(self._key(hook), {})[hook.layer()] = self.sinks.found(keys, columns, hook)
         else:
             self.sinks.observe(keys, columns, hook)
 
-    def _key(self, hook: HookContext | None) -> tuple[str, HookKey | None, "FreezeSinks"]:
+    def _key(self, hook: PointContext) -> tuple[str, HookKey | None, "FreezeSinks"]:
         """Where the sinks of this hook are kept; an equal one at another place of the run has its own."""
-        return "frozen", getattr(hook, "place", None), self
+        return "frozen", hook.place, self
 
-    def _at(self, hook: HookContext | None) -> tuple[RunStep, int]:
+    def _at(self, hook: PointContext) -> tuple[RunStep, int]:
         run = run_of(hook, self)
         self.check_run(run)
         return run, self.step % run.total

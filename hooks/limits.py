@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,85 +14,61 @@ from dlm_lens.attention import (
     ColumnMask,
     ColumnStats,
     Hook,
-    HookContext,
+    HookWrapper,
+    PointContext,
     RunStep,
-    Site,
-    hide_columns,
+    as_hook,
     run_of,
 )
-from dlm_lens.attention.hook_attachment import checked
 
 Active = bool | Bool[Tensor, "row"]
 """Whether the hook acts: at all, or in which rows."""
 
 
-class Limit(Protocol):
-    """A condition on where a hook acts."""
+class Limit:
+    """A condition on where a hook acts; a subclass replaces a default by a class attribute, a field or a property.
 
-    @property
-    def layers(self) -> tuple[int, ...] | None:
-        """The only layers in which the hook need run; None for all."""
-        ...
+    Attributes:
+        layers: the only layers in which the hook need be called; None, the default, for all.
+        heads: the only heads in which it acts; None, the default, for all.
+        padding_safe: whether the condition is decided for every row on its own. True by default.
+        stateless: whether the condition depends on neither step nor progress. False by default.
+    """
 
-    @property
-    def heads(self) -> tuple[int, ...] | None:
-        """The only heads in which the hook acts; None for all."""
-        ...
+    if TYPE_CHECKING:
 
-    @property
-    def padding_safe(self) -> bool:
-        """Whether it decides for every row by itself."""
-        ...
+        @property
+        def layers(self) -> tuple[int, ...] | None: ...  # noqa: D102
+        @property
+        def heads(self) -> tuple[int, ...] | None: ...  # noqa: D102
+        @property
+        def padding_safe(self) -> bool: ...  # noqa: D102
+        @property
+        def stateless(self) -> bool: ...  # noqa: D102
+    else:
+        layers = heads = None
+        padding_safe, stateless = True, False
 
-    @property
-    def stateless(self) -> bool:
-        """Whether it heeds neither step nor progress."""
-        ...
+    def active(self, hook: PointContext, who: Hook) -> Active:
+        """Whether the hook `who` acts in this context."""
+        raise NotImplementedError
 
-    def active(self, hook: Any, who: Any) -> Active:
-        """Whether the hook acts at the point and step that `hook` tells."""
-        ...
-
-    def check(self, run: RunStep, who: Any) -> None:
-        """Refuse what the run or its model do not have."""
-        ...
+    def check(self, run: RunStep, who: Hook) -> None:
+        """Raise a ValueError if the run or its model lack a step, a layer or a head; by default do nothing."""
 
     def call(self, hook: str) -> str:
-        """The wrapper around a hook as the call that makes it."""
-        ...
-
-
-class _Anywhere:
-    """The parts of a limit that most limits leave alone."""
-
-    @property
-    def padding_safe(self) -> bool:
-        return True
-
-    @property
-    def stateless(self) -> bool:
-        return False
-
-    @property
-    def layers(self) -> tuple[int, ...] | None:
-        return None
-
-    @property
-    def heads(self) -> tuple[int, ...] | None:
-        return None
-
-    def check(self, run: RunStep, who: Any) -> None:
-        """Nothing to refuse."""
+        """The limited hook as the call that makes it, from the repr of the hook inside."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class StepLimit(_Anywhere):
+class StepLimit(Limit):
     """Some steps of the run; `bounds` are those of a slice, which may reach beyond the run."""
 
     steps: range | tuple[int, ...] = ()
     bounds: tuple[int | None, int | None, int | None] | None = None
 
-    def active(self, hook: Any, who: Any) -> Active:
+    def active(self, hook: PointContext, who: Hook) -> Active:
         """Whether the run is at one of the steps."""
         run = run_of(hook, who)
         if self.bounds is not None:
@@ -100,7 +76,7 @@ class StepLimit(_Anywhere):
         self.check(run, who)
         return run.step in self.steps or run.step - run.total in self.steps
 
-    def check(self, run: RunStep, who: Any) -> None:
+    def check(self, run: RunStep, who: Hook) -> None:
         """Refuse steps that the run does not have."""
         if self.bounds is None and self.steps:
             for step in (min(self.steps), max(self.steps)):
@@ -119,31 +95,28 @@ class StepLimit(_Anywhere):
 
 
 @dataclass(frozen=True)
-class LayerLimit(_Anywhere):
+class LayerLimit(Limit):
     """Some layers of the model."""
 
     indices: tuple[int, ...]
 
-    @property
-    def stateless(self) -> bool:
-        """It heeds no step."""
-        return True
+    stateless = True
 
     @property
     def layers(self) -> tuple[int, ...]:
         """These."""
         return self.indices
 
-    def active(self, hook: Any, who: Any) -> Active:
+    def active(self, hook: PointContext, who: Hook) -> Active:
         """Whether the point is in one of the layers."""
-        if hook is None:
+        if hook.index is None:
             raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attach_hooks")
         count = _count(hook, "num_hidden_layers")
         if count is None and min(self.indices) < 0:
             raise ValueError(f"{who}: without a run the number of layers is unknown; count them from 0")
-        return hook.layer() in {index % count if count and index < 0 else index for index in self.indices}
+        return hook.index in {index % count if count and index < 0 else index for index in self.indices}
 
-    def check(self, run: RunStep, who: Any) -> None:
+    def check(self, run: RunStep, who: Hook) -> None:
         """Refuse layers that the model does not have."""
         _check_indices(self.indices, getattr(run.config, "num_hidden_layers", None), "layer", who)
 
@@ -153,28 +126,25 @@ class LayerLimit(_Anywhere):
 
 
 @dataclass(frozen=True)
-class HeadLimit(_Anywhere):
+class HeadLimit(Limit):
     """Some heads of every layer."""
 
     indices: tuple[int, ...]
 
-    @property
-    def stateless(self) -> bool:
-        """It heeds no step."""
-        return True
+    stateless = True
 
     @property
     def heads(self) -> tuple[int, ...]:
         """These."""
         return self.indices
 
-    def active(self, hook: Any, who: Any) -> Active:
+    def active(self, hook: PointContext, who: Hook) -> Active:
         """Yes: the heads are told to the hook's result."""
         return True
 
-    def check(self, run: RunStep, who: Any) -> None:
+    def check(self, run: RunStep, who: Hook) -> None:
         """Refuse heads that the model does not have."""
-        grouped = getattr(who, "site", "") in ("k", "v", "rot_k")
+        grouped = who.site in ("k", "v", "rot_k")
         name = "num_key_value_heads" if grouped else "num_attention_heads"
         _check_indices(self.indices, getattr(run.config, name, None), "head", who)
 
@@ -184,7 +154,7 @@ class HeadLimit(_Anywhere):
 
 
 @dataclass(frozen=True)
-class ProgressLimit(_Anywhere):
+class ProgressLimit(Limit):
     """Rows whose progress lies in [low, high); `high` = 1 includes 1. Or rows that a function chooses."""
 
     low: float = 0.0
@@ -196,7 +166,7 @@ class ProgressLimit(_Anywhere):
         """Unless a function chooses, which sees all rows at once."""
         return self.chosen is None
 
-    def active(self, hook: Any, who: Any) -> Active:
+    def active(self, hook: PointContext, who: Hook) -> Active:
         """The rows."""
         progress = run_of(hook, who).progress
         if self.chosen is None:
@@ -214,9 +184,9 @@ class ProgressLimit(_Anywhere):
         return f"at_progress({hook}, {(self.low, self.high) if self.chosen is None else self.chosen})"
 
 
-def _count(hook: Any, name: str) -> int | None:
-    run = getattr(hook, "run", None)
-    return getattr(getattr(run, "config", None), name, None) or getattr(hook, "depth", None)
+def _count(hook: PointContext, name: str) -> int | None:
+    known: int | None = None if hook.run is None else getattr(hook.run.config, name, None)
+    return known or hook.depth
 
 
 def _check_indices(indices: tuple[int, ...], count: int | None, what: str, who: Any) -> None:
@@ -230,49 +200,31 @@ HEAD_AXIS: dict[str, int] = {"scores": 1, "pattern": 1, **dict.fromkeys(("q", "k
 
 
 @dataclass(frozen=True, repr=False)
-class Limited:
-    """A hook that acts only where its limit says; `at_steps`, `at_layers`, `at_heads`, `at_progress` make it."""
+class Limited(HookWrapper):
+    """A hook that acts only where its limit allows; `at_steps`, `at_layers`, `at_heads`, `at_progress` make it."""
 
-    hook: Any
-    limit: Any
+    hook: Hook
+    limit: Limit
 
     def __repr__(self) -> str:
-        return str(self.limit.call(repr(self.hook)))
-
-    @property
-    def site(self) -> Site:
-        """Where the hook belongs."""
-        site: Site = self.hook.site
-        return site
+        return self.limit.call(repr(self.hook))
 
     @property
     def layers(self) -> tuple[int, ...] | None:
-        """The layers in which it need run."""
-        inner: tuple[int, ...] | None = getattr(self.hook, "layers", None)
+        """The layers in which it need be called."""
         if self.sees_all_layers:
             return None
-        own: tuple[int, ...] | None = self.limit.layers
-        return inner if own is None else own
-
-    @property
-    def needs_clean_pass(self) -> bool:
-        """Whether the hook wants statistics of a pass without hooks."""
-        return bool(getattr(self.hook, "needs_clean_pass", False))
-
-    @property
-    def sees_all_layers(self) -> bool:
-        """Whether the hook has to see every layer, also those in which it does not act."""
-        return bool(getattr(self.hook, "sees_all_layers", False))
+        return self.hook.layers if self.limit.layers is None else self.limit.layers
 
     @property
     def padding_safe(self) -> bool:
-        """Whether the hook is, and the limit looks at every row by itself."""
-        return bool(getattr(self.hook, "padding_safe", False)) and self.limit.padding_safe
+        """Whether hook and limit are."""
+        return self.hook.padding_safe and self.limit.padding_safe
 
     @property
     def stateless(self) -> bool:
-        """Whether the hook is, and the limit heeds no step."""
-        return bool(getattr(self.hook, "stateless", False)) and self.limit.stateless
+        """Whether hook and limit are."""
+        return self.hook.stateless and self.limit.stateless
 
     def check_run(self, run: RunStep) -> None:
         """Refuse what the run or its model do not have.
@@ -281,33 +233,31 @@ class Limited:
             ValueError: a step, a layer or a head that is not there.
         """
         self.limit.check(run, self)
-        check: Callable[[RunStep], None] | None = getattr(self.hook, "check_run", None)
-        if check is not None:
-            check(run)
+        self.hook.check_run(run)
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """The edited activation; where the hook does not act, the activation as it was."""
         active = self.limit.active(hook, self)
         if not self._any(active, hook):
             return tensor
-        edited: Tensor = self.hook(tensor, hook)
+        edited = self.hook(tensor, hook)
         if isinstance(active, Tensor):
             edited = torch.where(_rows(active, tensor), edited, tensor)
         if self.limit.heads is not None:
-            edited = torch.where(self._heads(tensor), edited, tensor)
+            edited = torch.where(self._heads(tensor, self.limit.heads), edited, tensor)
         return edited
 
-    def _any(self, active: Active, hook: Any) -> bool:
-        """Whether the hook acts in any row: asked of the device once a step, not in every layer."""
+    def _any(self, active: Active, hook: PointContext) -> bool:
+        """Whether the hook acts in any row; in a run the device is waited for once a step, not in every layer."""
         if isinstance(active, bool):
             return active
-        run = getattr(hook, "run", None)
+        run = hook.run
         return bool(active.any()) if run is None else bool(run.once(("acts", id(self)), lambda: bool(active.any())))
 
-    def _heads(self, tensor: Tensor) -> Tensor:
+    def _heads(self, tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
         axis = HEAD_AXIS[self.site]
         wanted = torch.zeros(tensor.shape[axis], dtype=torch.bool, device=tensor.device)
-        for head in self.limit.heads:
+        for head in heads:
             if not -len(wanted) <= head < len(wanted):
                 raise ValueError(f"{self}: head {head} of {len(wanted)}")
             place = head % len(wanted)
@@ -316,33 +266,31 @@ class Limited:
 
 
 @dataclass(frozen=True, repr=False)
-class LimitedColumns(Limited):
-    """A column hook that acts only where its limit says; it needs no pattern either."""
+class LimitedColumns(Limited, ColumnHook):
+    """A column hook that acts only where its limit allows; it needs no pattern either."""
 
-    def __call__(
-        self, tensor: Float[Tensor, "batch head query key"], hook: HookContext | None = None
-    ) -> Float[Tensor, "batch head query key"]:
+    hook: ColumnHook
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """The scores or the pattern without the columns that the hook hides where it acts."""
-        return hide_columns(self, tensor, hook)
+        return ColumnHook.edit(self, tensor, hook)
 
-    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """What the hook hides, in the heads and rows in which it acts."""
         active = self.limit.active(hook, self)
         if not self._any(active, hook):
             self.observe(keys, columns, hook)
             return None
-        hidden: ColumnMask | None = self.hook.hidden(keys, columns, hook)
+        hidden = self.hook.hidden(keys, columns, hook)
         if hidden is None:
             return None
         if isinstance(active, Tensor):
             hidden = hidden.only_rows(active)
         return hidden if self.limit.heads is None else hidden.only_heads(self.limit.heads)
 
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
         """Let the hook see a step at which it does not act."""
-        observe: Callable[..., None] | None = getattr(self.hook, "observe", None)
-        if observe is not None:
-            observe(keys, columns, hook)
+        self.hook.observe(keys, columns, hook)
 
 
 def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
@@ -354,7 +302,7 @@ def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
     Raises:
         ValueError: no hook, no steps.
     """
-    checked([hook])
+    hook = as_hook(hook)
     if isinstance(steps, slice):
         return _limited(hook, StepLimit(bounds=(steps.start, steps.stop, steps.step)))
     found = steps if isinstance(steps, range) else _indices([steps] if isinstance(steps, int) else steps, "step")
@@ -369,7 +317,7 @@ def at_layers(hook: Hook, layers: int | Sequence[int]) -> Limited:
     Raises:
         ValueError: no hook, no layers.
     """
-    checked([hook])
+    hook = as_hook(hook)
     return _limited(hook, LayerLimit(_indices([layers] if isinstance(layers, int) else layers, "layer")))
 
 
@@ -379,7 +327,7 @@ def at_heads(hook: Hook, heads: int | Sequence[int]) -> Limited:
     Raises:
         ValueError: no hook, no heads, or a hook whose site has no heads.
     """
-    checked([hook])
+    hook = as_hook(hook)
     if hook.site not in HEAD_AXIS:
         raise ValueError(
             f"{hook} belongs at {hook.site!r}, which has no heads; heads are at {', '.join(HEAD_AXIS)}"
@@ -396,7 +344,7 @@ def at_progress(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tens
     Raises:
         ValueError: no hook, or no interval within 0 and 1.
     """
-    checked([hook])
+    hook = as_hook(hook)
     if callable(progress):
         return _limited(hook, ProgressLimit(chosen=progress))
     pair = tuple(progress) if isinstance(progress, tuple | list) else ()
@@ -408,7 +356,7 @@ def at_progress(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tens
 
 
 def _limited(hook: Hook, limit: Limit) -> Limited:
-    return (LimitedColumns if isinstance(hook, ColumnHook) else Limited)(hook, limit)
+    return LimitedColumns(hook, limit) if isinstance(hook, ColumnHook) else Limited(hook, limit)
 
 
 def _indices(given: Sequence[int], what: str) -> tuple[int, ...]:

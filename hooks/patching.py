@@ -6,22 +6,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import HookContext, RunStep, SinkToken, run_of
+from dlm_lens.attention import Hook, PointContext, RunStep, SinkToken, run_of
 from dlm_lens.hooks.activation_capture import Activations
-from dlm_lens.hooks.token_positions import (
+from dlm_lens.hooks.positions import (
     ActivationSite,
     PositionClass,
     Positions,
     activation_site,
+    printed_call,
     read_positions,
-    shown,
     spread,
     where,
 )
 
 
 @dataclass(frozen=True, eq=False)
-class PatchFrom:
+class PatchFrom(Hook):
     """Put in what another run had; build it with `patch_from`.
 
     Raises:
@@ -58,7 +58,7 @@ class PatchFrom:
 
     def __repr__(self) -> str:
         more = [f"step={self.step}", *([] if self.from_step is None else [f"from_step={self.from_step}"])]
-        return shown("patch_from", self.site, self.positions, f"source={self.source}", *more)
+        return printed_call("patch_from", self.site, self.positions, f"source={self.source}", *more)
 
     def check_run(self, run: RunStep) -> None:
         """Refuse a step that the run does not have.
@@ -76,7 +76,7 @@ class PatchFrom:
         """The layers that were captured, in which it acts."""
         return self.source.layers
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return the activation with the other run's at the positions, at its step.
 
         Outside a run it acts in every call, which needs `step`.
@@ -85,13 +85,12 @@ class PatchFrom:
             ValueError: a position or a layer that is not there, a class outside a run, or activations of another
                 shape.
         """
-        run = getattr(hook, "run", None)
-        now = run.step if isinstance(run, RunStep) else self.step
+        now = self.step if hook.run is None else hook.run.step
         if now is None:
             now = run_of(hook, self).step
         if (self.step is not None and now != self.step) or (self.step is None and now not in self.source.steps):
             return tensor
-        if hook is None:
+        if hook.index is None:
             raise ValueError(f"{self}: a bare call does not know its layer; run it with attach_hooks(model, ...)")
         layer = hook.layer()
         if layer not in self.layers:

@@ -12,15 +12,17 @@ from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
     ColumnStats,
-    HookContext,
+    Hook,
+    PointContext,
     RunStep,
-    SinkLayout,
     Site,
     Stage,
+    as_hook,
+    is_hook,
     padding_before,
     top_columns,
 )
-from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
+from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.limits import Limited
 from dlm_lens.hooks.sink_masking import MaskSinks
 from dlm_lens.hooks.window import KeepOnly
@@ -30,7 +32,7 @@ Match = Literal["columns", "mass"]
 
 
 @dataclass(frozen=True, repr=False)
-class MaskRandom(HidesColumns):
+class MaskRandom(ColumnHook):
     """Hide columns chosen by chance; build it with `mask_random`.
 
     Raises:
@@ -38,7 +40,7 @@ class MaskRandom(HidesColumns):
     """
 
     k: int | None = None
-    like: Any = None
+    like: ColumnHook | None = None
     seed: int = 0
     stage: Stage = "before_softmax"
     renormalise: bool = False
@@ -51,8 +53,7 @@ class MaskRandom(HidesColumns):
             raise ValueError(f"mask_random(k={self.k!r}, like={self.like!r}): give one of the two")
         if self.k is not None and (isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1):
             raise ValueError(f"mask_random(k={self.k!r}): k must be a whole number of at least 1")
-        if self.like is not None and (isinstance(self.like, type) or not isinstance(self.like, ColumnHook)):
-            raise ValueError(f"mask_random(like={self.like!r}): it must be a hook that hides columns")
+        object.__setattr__(self, "like", _column_hook(self.like))
         if self.like is not None and (self.stage, self.renormalise, self.keep_self) != (
             "before_softmax",
             False,
@@ -68,34 +69,32 @@ class MaskRandom(HidesColumns):
             )
 
     def __repr__(self) -> str:
-        return written(self, "mask_random")
+        return call_of(self, "mask_random")
 
     @property
     def site(self) -> Site:
         """That of the hook it stands beside, or of its stage."""
-        site: Site = self.like.site if self.like is not None else super().site
-        return site
+        return super().site if self.like is None else self.like.site
 
     @property
     def layers(self) -> tuple[int, ...] | None:
         """Those of the hook it stands beside."""
-        layers: tuple[int, ...] | None = getattr(self.like, "layers", None)
-        return layers
+        return None if self.like is None else self.like.layers
 
     @property
     def needs_clean_pass(self) -> bool:
         """As the hook it stands beside."""
-        return bool(getattr(self.like, "needs_clean_pass", False))
+        return self.like is not None and self.like.needs_clean_pass
 
     @property
     def sees_all_layers(self) -> bool:
         """As the hook it stands beside."""
-        return bool(getattr(self.like, "sees_all_layers", False))
+        return self.like is not None and self.like.sees_all_layers
 
     @property
     def padding_safe(self) -> bool:
         """As the hook it stands beside; numbers are drawn for the row's own positions."""
-        return self.like is None or bool(getattr(self.like, "padding_safe", False))
+        return self.like is None or self.like.padding_safe
 
     def check_run(self, run: RunStep) -> None:
         """What the hook it stands beside refuses.
@@ -103,15 +102,15 @@ class MaskRandom(HidesColumns):
         Raises:
             ValueError: whatever that is.
         """
-        if hasattr(self.like, "check_run"):
+        if self.like is not None:
             self.like.check_run(run)
 
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
         """Let the hook it stands beside see a step at which it does not act."""
-        if hasattr(self.like, "observe"):
+        if self.like is not None:
             self.like.observe(keys, columns, hook)
 
-    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """Content positions of the canvas, matched to the columns of content that the hook hides; never those."""
         content = _content(keys, columns, hook)
         if self.like is None:
@@ -119,12 +118,11 @@ class MaskRandom(HidesColumns):
             numbers = _numbers(self.seed, content, _heads(columns, hook), hook)
             chosen = top_columns(numbers.masked_fill(~content[:, None], torch.nan), self.k)
             return ColumnMask(chosen, self.stage, self.keep_self, self.renormalise, most=self.k)
-        real: ColumnMask | None = self.like.hidden(keys, columns, hook)
+        real = self.like.hidden(keys, columns, hook)
         if real is None:
             return None
         wanted = real.columns.to(content.device)
-        layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
-        gone = wanted & (content | layout.is_sink(keys, content.device))[:, None]
+        gone = wanted & (content | hook.sinks.is_sink(keys, content.device))[:, None]
         free = content[:, None] & ~wanted
         numbers = _numbers(self.seed, content, wanted.shape[1], hook)
         order = numbers.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
@@ -171,7 +169,21 @@ def mask_random(
     return MaskRandom(k, like, seed, stage, renormalise, keep_self, match)
 
 
-def _innermost(hook: Any) -> Any:
+def _column_hook(hook: Any) -> ColumnHook | None:
+    """The hook of `like=`, a user's own object adapted.
+
+    Raises:
+        ValueError: it hides no columns.
+    """
+    if hook is None:
+        return None
+    column = as_hook(hook) if is_hook(hook) else None
+    if not isinstance(column, ColumnHook):
+        raise ValueError(f"mask_random(like={hook!r}): it must be a hook that hides columns")
+    return column
+
+
+def _innermost(hook: Hook | None) -> Hook | None:
     """The hook inside `at_steps`, `at_layers`, `at_heads` and `at_progress`."""
     while isinstance(hook, Limited):
         hook = hook.hook
@@ -179,7 +191,7 @@ def _innermost(hook: Any) -> Any:
 
 
 def _received(
-    like: Any, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None, heads: int
+    like: ColumnHook, keys: int, columns: Callable[[], ColumnStats], hook: PointContext, heads: int
 ) -> Float[Tensor, "batch #head key"]:
     """R_j by which the mass is matched; the mean over heads where all heads lose the same columns."""
     inner = _innermost(like)
@@ -214,10 +226,9 @@ def _nearest(
     return taken | last & (others < 2 * gap)
 
 
-def _content(keys: int, columns: Callable[[], ColumnStats], hook: Any) -> Bool[Tensor, "batch key"]:
-    """Content positions of the canvas, in the network's order; outside a run, what is seen by anybody."""
-    layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
-    run = getattr(hook, "run", None)
+def _content(keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> Bool[Tensor, "batch key"]:
+    """Content positions of the canvas, in the network's order; outside a run, those that any query sees."""
+    layout, run = hook.sinks, hook.run
     if run is None:
         given = columns()
         content = (given.viewers > 0).any(1).expand(len(given.sums), keys)
@@ -227,25 +238,25 @@ def _content(keys: int, columns: Callable[[], ColumnStats], hook: Any) -> Bool[T
     return content
 
 
-def _heads(columns: Callable[[], ColumnStats], hook: Any) -> int:
+def _heads(columns: Callable[[], ColumnStats], hook: PointContext) -> int:
     """How many heads choose for themselves."""
-    config = getattr(getattr(hook, "run", None), "config", None)
+    config = None if hook.run is None else hook.run.config
     known: int | None = getattr(config, "num_attention_heads", None)
     return known or columns().sums.shape[1]
 
 
 def _numbers(
-    seed: int, content: Bool[Tensor, "batch key"], heads: int, hook: Any
+    seed: int, content: Bool[Tensor, "batch key"], heads: int, hook: PointContext
 ) -> Float[Tensor, "batch head key"]:
     """Random numbers of every head and position, the same for a row in any batch."""
-    run, device = getattr(hook, "run", None), content.device
+    run, device = hook.run, content.device
     position = torch.arange(content.shape[-1], device=device) - padding_before(content)[:, None]
     row = torch.zeros(len(content), dtype=torch.long, device=device)
     if run is not None:
         where = torch.arange(run.tokens.shape[1], device=device) - padding_before(run.valid)[:, None]
         row = (_mixed(_mixed(where) + run.tokens) * run.prompt).sum(-1)
     key = torch.full((), seed, device=device)
-    for number in (getattr(run, "step", 0), hook.layer() if hook is not None else 0):
+    for number in (0 if run is None else run.step, hook.index or 0):
         key = _mixed(key + number)
     head = _mixed(key + torch.arange(heads, device=device))
     return _mixed(_mixed(head[:, None] + row[:, None, None]) + _mixed(position)[:, None]).double()

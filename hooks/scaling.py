@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.attention import HookContext, SinkToken, Site, Stage
-from dlm_lens.hooks.token_positions import PositionClass, Positions, read_positions, shown, spread, where
+from dlm_lens.attention import Hook, PointContext, SinkToken, Site, Stage
+from dlm_lens.hooks.positions import PositionClass, Positions, printed_call, read_positions, spread, where
 
 
 @dataclass(frozen=True)
-class ScaleAttention:
+class ScaleAttention(Hook):
     """Multiply the attention to chosen keys; build it with `scale_attention`.
 
     Raises:
@@ -33,15 +33,15 @@ class ScaleAttention:
 
     def __repr__(self) -> str:
         more = [f"factor={self.factor}", f"stage={self.stage!r}", *(["renormalise=True"] * self.renormalise)]
-        return shown("scale_attention", None, self.positions, *more)
+        return printed_call("scale_attention", None, self.positions, *more)
 
     @property
     def site(self) -> Site:
         """`scores` before the softmax, `pattern` after it."""
         return "scores" if self.stage == "before_softmax" else "pattern"
 
-    def __call__(
-        self, tensor: Float[Tensor, "batch head query key"], hook: HookContext | None = None
+    def edit(
+        self, tensor: Float[Tensor, "batch head query key"], hook: PointContext
     ) -> Float[Tensor, "batch head query key"]:
         """Return the scores plus ln(factor), or the pattern times factor, in the columns of the keys.
 
@@ -83,7 +83,7 @@ def scale_attention(
 
 
 @dataclass(frozen=True)
-class ZeroValue:
+class ZeroValue(Hook):
     """Set value vectors to zero; build it with `zero_value`.
 
     Raises:
@@ -100,10 +100,10 @@ class ZeroValue:
             raise ValueError("zero_value needs positions: canvas positions, sink(i), or a class such as 'masked'")
 
     def __repr__(self) -> str:
-        return shown("zero_value", None, self.positions)
+        return printed_call("zero_value", None, self.positions)
 
-    def __call__(
-        self, tensor: Float[Tensor, "batch position kv_head d_head"], hook: HookContext | None = None
+    def edit(
+        self, tensor: Float[Tensor, "batch position kv_head d_head"], hook: PointContext
     ) -> Float[Tensor, "batch position kv_head d_head"]:
         """Return the values with zeros at the positions.
 

@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, Stage, run_of, top_columns
-from dlm_lens.hooks.column_base import HidesColumns, check_stage, written
-from dlm_lens.hooks.column_counts import grown, received_by, scores_of
-from dlm_lens.hooks.precomputed_sinks import KnownSource, known_columns
+from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, Stage, run_of, top_columns
+from dlm_lens.hooks.base import call_of, check_stage
+from dlm_lens.hooks.sink_sources import MeasuredSinks, grown, measured_columns, received_by, scores_of
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
 from dlm_lens.sinks.received import MERGED
@@ -21,7 +20,7 @@ When = Literal["current", "previous", "clean"]
 
 
 @dataclass(frozen=True, repr=False)
-class MaskSinks(HidesColumns):
+class MaskSinks(ColumnHook):
     """Hide the sinks from all queries; build it with `mask_sinks` or `mask_top_sinks`.
 
     Raises:
@@ -31,7 +30,7 @@ class MaskSinks(HidesColumns):
     detector: Detector | None = None
     top: int | None = None
     per: Level = "head"
-    source: When | KnownSource = "current"
+    source: When | MeasuredSinks = "current"
     stage: Stage = "before_softmax"
     renormalise: bool = False
     keep_self: bool = False
@@ -47,7 +46,7 @@ class MaskSinks(HidesColumns):
         _check_detector(self)
 
     def __repr__(self) -> str:
-        return written(self, "mask_sinks", () if self.detector is None else ("detector",))
+        return call_of(self, "mask_sinks", () if self.detector is None else ("detector",))
 
     @property
     def needs_clean_pass(self) -> bool:
@@ -69,7 +68,7 @@ class MaskSinks(HidesColumns):
         """Where the sinks are those of this pass, or of one without hooks."""
         return self.source in ("current", "clean")
 
-    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """The columns of the sinks."""
         found = self.found(keys, columns, hook)
         return (
@@ -88,18 +87,18 @@ class MaskSinks(HidesColumns):
         leaves_one = self.detector is not None and self.detector.leaves_one and current
         return {"most": most, "leaves_one": leaves_one}
 
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
         """See a step at which a wrapper keeps the hook from acting: the next one may ask for its statistics."""
         if self.source == "previous":
             self._remember(columns(), hook)
 
     def found(
-        self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None
+        self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext
     ) -> Bool[Tensor, "batch #head key"] | None:
         """The sinks; None where the statistics that they are judged by are not there yet."""
         if isinstance(self.source, Received | Sinks):
             settings = (self.source, self.detector, self.top, self.per, self.relative)
-            return known_columns(*settings, keys, hook, self)
+            return measured_columns(*settings, keys, hook, self)
         given = self._statistics(columns, hook)
         if given is None:
             return None
@@ -111,19 +110,16 @@ class MaskSinks(HidesColumns):
         return grown(found, keys)
 
     def received(
-        self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None
+        self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext
     ) -> Float[Tensor, "batch #head key"]:
         """R_j in the statistics that the sinks are judged by; of known sinks (`source=sinks`), in this pass."""
         given = None if isinstance(self.source, Received | Sinks) else self._statistics(columns, hook)
         return received_by([columns()] if given is None else given, self.per, keys)
 
-    def _statistics(
-        self, columns: Callable[[], ColumnStats], hook: HookContext | None
-    ) -> Sequence[ColumnStats] | None:
+    def _statistics(self, columns: Callable[[], ColumnStats], hook: PointContext) -> Sequence[ColumnStats] | None:
         if self.source == "current":
             return [columns()]
         run = run_of(hook, self)
-        assert hook is not None
         if self.source == "clean":
             if run.clean is None:
                 raise ValueError(f"{self} needs a pass without hooks, and this host does not run one")
@@ -135,12 +131,11 @@ class MaskSinks(HidesColumns):
             return list(before.values()) or None
         return [before.get(hook.layer(), now)]
 
-    def _remember(self, columns: ColumnStats, hook: HookContext | None) -> dict[int, ColumnStats]:
+    def _remember(self, columns: ColumnStats, hook: PointContext) -> dict[int, ColumnStats]:
         """Keep this step's statistics of the layer; returns those of the step before, by layer."""
         run = run_of(hook, self)
-        assert hook is not None
         # Equal hooks of a run see different things: each stands where the ones before it have hidden something.
-        place = getattr(hook, "place", None)
+        place = hook.place
         held: dict[int, dict[int, ColumnStats]] = run.memory.setdefault(("received", place, self), {})
         for step in [step for step in held if step not in (run.step - 1, run.step)]:
             del held[step]
@@ -184,7 +179,7 @@ def mask_sinks(
     *,
     top: int | None = None,
     per: Level = "head",
-    source: When | KnownSource | Recording = "current",
+    source: When | MeasuredSinks | Recording = "current",
     stage: Stage = "before_softmax",
     renormalise: bool = False,
     keep_self: bool = False,

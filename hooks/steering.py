@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.attention import HookContext, SinkToken, run_of
-from dlm_lens.hooks.token_positions import (
+from dlm_lens.attention import Hook, PointContext, SinkToken, run_of
+from dlm_lens.hooks.positions import (
     ActivationSite,
     PositionClass,
     Positions,
     activation_site,
+    printed_call,
     read_positions,
-    shown,
     shown_tensor,
     spread,
     where,
@@ -23,7 +23,7 @@ from dlm_lens.hooks.token_positions import (
 
 
 @dataclass(frozen=True, eq=False)
-class Steer:
+class Steer(Hook):
     """Add a direction; build it with `steer`.
 
     Raises:
@@ -47,9 +47,9 @@ class Steer:
 
     def __repr__(self) -> str:
         direction = f"direction={shown_tensor(self.direction)}"
-        return shown("steer", self.site, self.positions, direction, f"scale={self.scale}")
+        return printed_call("steer", self.site, self.positions, direction, f"scale={self.scale}")
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return the activation plus scale times direction at the positions.
 
         Raises:
@@ -61,9 +61,9 @@ class Steer:
         chosen = spread(where(self.positions, tensor, hook, self), tensor)
         return torch.where(chosen, tensor + self.scale * self._direction_on(tensor, hook), tensor)
 
-    def _direction_on(self, tensor: Tensor, hook: HookContext | None) -> Tensor:
+    def _direction_on(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """The direction in the activation's dtype and place, brought there once a step."""
-        run = getattr(hook, "run", None)
+        run = hook.run
         if run is None or self.direction.device == tensor.device:
             return self.direction.to(tensor)
         moved: Tensor = run.once(
@@ -98,7 +98,7 @@ Schedule = Callable[[float], float] | tuple[float, float] | float | None
 
 
 @dataclass(frozen=True, eq=False)
-class Splice:
+class Splice(Hook):
     """Run an activation through a module; build it with `splice`.
 
     Raises:
@@ -128,9 +128,9 @@ class Splice:
         name = getattr(self.module, "__name__", type(self.module).__name__)
         schedule = self.schedule
         written = getattr(schedule, "__name__", type(schedule).__name__) if callable(schedule) else repr(schedule)
-        return shown("splice", self.site, self.positions, f"module={name}", f"schedule={written}")
+        return printed_call("splice", self.site, self.positions, f"module={name}", f"schedule={written}")
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return (1 - w) x + w module(x) at the positions.
 
         Raises:
@@ -148,7 +148,7 @@ class Splice:
         mixed = (1 - weights) * tensor + weights * found.to(tensor)
         return torch.where(spread(where(self.positions, tensor, hook, self), tensor), mixed, tensor)
 
-    def _shares(self, tensor: Tensor, hook: HookContext | None) -> tuple[float, ...]:
+    def _shares(self, tensor: Tensor, hook: PointContext) -> tuple[float, ...]:
         """W of every row; one number where it is the same for all."""
         schedule = 1.0 if self.schedule is None else self.schedule
         if isinstance(schedule, int | float):
@@ -160,9 +160,9 @@ class Splice:
             return tuple(lo + (hi - lo) * share for share in progress)
         return tuple(float(schedule(share)) for share in progress)
 
-    def _weights(self, shares: tuple[float, ...], tensor: Tensor, hook: HookContext | None) -> Tensor:
+    def _weights(self, shares: tuple[float, ...], tensor: Tensor, hook: PointContext) -> Tensor:
         """W with as many axes as the activation."""
-        run = getattr(hook, "run", None)
+        run = hook.run
         if len(set(shares)) == 1:
             return tensor.new_full([1] * tensor.ndim, shares[0])
 

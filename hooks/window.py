@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import ColumnMask, ColumnStats, HookContext, SinkLayout, SinkToken, Stage
-from dlm_lens.hooks.column_base import HidesColumns, check_stage
+from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, SinkLayout, SinkToken, Stage
+from dlm_lens.hooks.base import check_stage
 from dlm_lens.hooks.position_masking import MaskPositions
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
 from dlm_lens.sinks import Detector, TopK
 
 
 @dataclass(frozen=True, repr=False)
-class KeepOnly(HidesColumns):
+class KeepOnly(ColumnHook):
     """Hide everything but sinks and a window; build it with `keep_only`.
 
     Raises:
@@ -46,12 +46,12 @@ class KeepOnly(HidesColumns):
     @property
     def needs_clean_pass(self) -> bool:
         """Whether the sinks are looked for in a pass without hooks."""
-        return bool(getattr(self.sinks, "needs_clean_pass", False))
+        return self.sinks is not None and self.sinks.needs_clean_pass
 
     @property
-    def everywhere(self) -> bool:
+    def sees_all_layers(self) -> bool:
         """Whether it has to see every layer."""
-        return bool(getattr(self.sinks, "everywhere", False))
+        return self.sinks is not None and self.sinks.sees_all_layers
 
     @property
     def padding_safe(self) -> bool:
@@ -63,19 +63,17 @@ class KeepOnly(HidesColumns):
         """As what finds the sinks."""
         return self.sinks is None or self.sinks.stateless
 
-    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask:
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
         """All columns but the sinks, of which every query spares its window."""
-        layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
         found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)
-        run = getattr(hook, "run", None)
-        device = None if run is None else run.tokens.device
+        device = None if hook.run is None else hook.run.tokens.device
         gone = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if found is None else ~found.columns
-        spare = partial(in_window, window=self.window, ahead=self.ahead, layout=layout)
+        spare = partial(in_window, window=self.window, ahead=self.ahead, layout=hook.sinks)
         return ColumnMask(gone, self.stage, renormalise=self.renormalise, spare=spare)
 
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> None:
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
         """See a step at which a wrapper keeps the hook from acting."""
-        if isinstance(self.sinks, MaskSinks):
+        if self.sinks is not None:
             self.sinks.observe(keys, columns, hook)
 
 

@@ -1,25 +1,30 @@
 """Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
 
-from dlm_lens.attention.column_masking import (
-    ColumnMask,
-    ColumnStats,
-    Stage,
-    columns_of,
-    counted_queries,
-    hide_columns,
-)
+from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
     MIN_VIEWERS,
+    ColumnStats,
     column_sums,
+    columns_of,
     expected_received,
     received_attention,
     top_columns,
     viewers,
 )
 from dlm_lens.attention.functions import attend, hooked_attention
-from dlm_lens.attention.hook import SITES, ColumnHook, Hook, HookContext, Site
-from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks
-from dlm_lens.attention.hook_context import PointContext, RunStep, run_of
+from dlm_lens.attention.hook import (
+    SITES,
+    ColumnHook,
+    Hook,
+    HookLike,
+    HookWrapper,
+    Site,
+    as_hook,
+    hide_columns,
+    is_hook,
+)
+from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks, checked
+from dlm_lens.attention.hook_context import HookContext, HookKey, PointContext, RunStep, run_of
 from dlm_lens.attention.hook_points import (
     HOOK_POINTS,
     HookPoint,
@@ -40,7 +45,7 @@ from dlm_lens.attention.layers import (
     output_weight,
 )
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
-from dlm_lens.attention.masking_stats import HookKey, hidden_mass, hidden_per_map, hook_keys
+from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
@@ -64,7 +69,9 @@ __all__ = [
     "Hook",
     "HookContext",
     "HookKey",
+    "HookLike",
     "HookPoint",
+    "HookWrapper",
     "Placement",
     "PointContext",
     "Reader",
@@ -75,6 +82,7 @@ __all__ = [
     "Stage",
     "add_hook_points",
     "adding_module",
+    "as_hook",
     "attach_hooks",
     "attend",
     "attends_causally",
@@ -83,6 +91,7 @@ __all__ = [
     "attention_of",
     "check_hook_points",
     "check_ids",
+    "checked",
     "column_sums",
     "columns_of",
     "counted_queries",
@@ -98,6 +107,7 @@ __all__ = [
     "hooked_attention",
     "hooked_attentions",
     "in_use",
+    "is_hook",
     "is_hooked_attention",
     "layer_windows",
     "listening",

@@ -3,8 +3,11 @@
 The scale is the design's choice for Eq. 3 of 2510.15731: received attention relative to uniform attention.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 MIN_VIEWERS = 8
@@ -97,3 +100,56 @@ def top_columns(
     order = received.masked_fill(~defined, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     chosen = torch.zeros_like(defined).scatter(-1, order[..., :k], True)
     return chosen & defined
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnStats:
+    """What the keys of one layer receive at one step, in the network's order of positions.
+
+    Args:
+        sums: r_j = sum_i A_ij over the counted queries.
+        expected: e_j, the same under uniform attention.
+        viewers: how many counted queries see each key.
+        counted: how many queries count: content, not padding, not the rows of learned sink tokens.
+    """
+
+    sums: Float[Tensor, "batch head key"]
+    expected: Float[Tensor, "batch #head key"]
+    viewers: Float[Tensor, "batch #head key"]
+    counted: Int[Tensor, "batch"]
+
+    def of_rows(self, rows: Int[Tensor, "row"]) -> "ColumnStats":
+        """The statistics of some rows of the batch."""
+        return ColumnStats(self.sums[rows], self.expected[rows], self.viewers[rows], self.counted[rows])
+
+
+class DeferredColumnStats:
+    """Statistics that are computed at the first call and kept.
+
+    Args:
+        compute: the pass over the scores.
+    """
+
+    def __init__(self, compute: Callable[[], ColumnStats]) -> None:
+        self.compute = compute
+        self.found: ColumnStats | None = None
+
+    def __call__(self) -> ColumnStats:
+        """The statistics."""
+        if self.found is None:
+            self.found = self.compute()
+        return self.found
+
+
+def columns_of(
+    pattern: Float[Tensor, "batch head query key"],
+    visible: Bool[Tensor, "batch #head query key"],
+    queries: Bool[Tensor, "batch query"],
+) -> ColumnStats:
+    """The statistics of a materialised pattern over the counted queries; `visible` is M of `expected_received`."""
+    return ColumnStats(
+        column_sums(pattern, queries),
+        expected_received(visible, queries),
+        viewers(visible, queries),
+        queries.sum(-1),
+    )

@@ -1,64 +1,369 @@
-"""What an intervention looks like to the rooms that run it."""
+"""`Hook` and `ColumnHook`, the base classes of interventions; `as_hook` adapts a user's own objects."""
 
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args, runtime_checkable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+import torch
 from torch import Tensor
 
-from dlm_lens.attention.column_masking import ColumnMask, ColumnStats
+from dlm_lens.arguments import shown
+from dlm_lens.attention.column_masking import (
+    ColumnMask,
+    Stage,
+    count_hidden,
+    counted_queries,
+    own_keys,
+    visible_from_pattern,
+)
+from dlm_lens.attention.column_stats import ColumnStats, DeferredColumnStats, columns_of
+from dlm_lens.attention.hook_context import HookContext, PointContext, RunStep
+from dlm_lens.attention.visibility import AttentionPass, visible_in
 
 Site = Literal["q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"]
 """Where a hook belongs: a hook point of attention, what attention or MLP add to the residual stream, or the
-residual stream behind a block."""
+residual stream after a block."""
 
 SITES: tuple[Site, ...] = get_args(Site)
 
 
-class HookContext(Protocol):
-    """What a hook is told of the place it is called at; TransformerLens's HookPoint has `name` and `layer()`.
-
-    `PointContext` also has `sinks` (where the network's learned sink tokens stand) and `run` (the `RunStep`).
-    """
+class HookLike(Protocol):
+    """What a user may give as a hook: a `Hook`, or an object or function with a site and a call."""
 
     @property
-    def name(self) -> str | None:
-        """The point, by TransformerLens's name."""
+    def site(self) -> Any:
+        """One of `SITES`."""
         ...
 
-    def layer(self) -> int:
-        """Index of the layer."""
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        """`(tensor, hook=None) -> tensor`."""
         ...
 
 
-@runtime_checkable
-class Hook(Protocol):
+class Hook:
     """An intervention on one activation: a small frozen value, callable with TransformerLens's signature.
 
-    It returns the new tensor and never edits its argument in place. What it needs to know of the run arrives
-    in `hook`; its own fields are settings only. A hook may declare `layers`, the only layers that it acts in.
+    A subclass gives `site` and overrides `edit`. It returns a new tensor and never edits its argument in place.
+    Its fields are settings only; what it needs of the run arrives in the context, and what it keeps from one step
+    to the next goes into `RunStep.memory`.
+
+    The library reads these attributes. A subclass replaces a default by a class attribute, a field or a property.
+
+    Attributes:
+        site: the activation that it edits; no default.
+        layers: the only layers in which it acts, negative from the end; None, the default, for all.
+        stateless: whether its effect follows from the forward pass alone, not from the step or from earlier steps.
+            Evaluation may then cut runs short. False by default.
+        padding_safe: whether every row of a padded batch gets what it gets alone. Evaluation may then batch prompts
+            of unequal length. False by default.
+        needs_clean_pass: whether `RunStep.clean` is needed, which costs one more forward pass a step. False by
+            default.
+        sees_all_layers: whether the hook has to be called in every layer, even inside `at_layers`. False by
+            default.
     """
+
+    if TYPE_CHECKING:
+        # Read-only to a type checker: a field of a frozen dataclass and a property may then override them.
+        @property
+        def site(self) -> Site: ...  # noqa: D102
+        @property
+        def layers(self) -> tuple[int, ...] | None: ...  # noqa: D102
+        @property
+        def stateless(self) -> bool: ...  # noqa: D102
+        @property
+        def padding_safe(self) -> bool: ...  # noqa: D102
+        @property
+        def needs_clean_pass(self) -> bool: ...  # noqa: D102
+        @property
+        def sees_all_layers(self) -> bool: ...  # noqa: D102
+    else:
+        layers = None
+        stateless = padding_safe = needs_clean_pass = sees_all_layers = False
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        """Return the edited activation.
+
+        Args:
+            tensor: the activation at `site`.
+            hook: the context that the host passes; None in a bare call.
+
+        Raises:
+            ValueError: what the hook needs to know is not in the context.
+        """
+        return self.edit(tensor, PointContext.of(hook))
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """Return the edited activation; every subclass defines it."""
+        raise NotImplementedError(f"{type(self).__name__} is a Hook without an edit(tensor, hook)")
+
+    def check_run(self, run: RunStep) -> None:
+        """Raise a ValueError if the run or its model lack a step, a layer or a head that the hook needs.
+
+        Called once, before the first forward pass. By default nothing is refused.
+        """
+
+    @property
+    def key(self) -> Any:
+        """What identifies the hook in a run's memory: itself, or its id where it is not hashable."""
+        return _itself_or_id(self)
+
+
+class ColumnHook(Hook):
+    """A hook that hides columns of the attention pattern. A subclass overrides `hidden`.
+
+    Called at its site, it edits scores or the pattern. While nothing else reads these, attention calls `hidden`
+    directly, with statistics computed in tiles, and runs the fused kernel on the columns that are left. The results
+    are the same.
+
+    Attributes:
+        stage: hide scores ("before_softmax", the default) or entries of the pattern ("after").
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def stage(self) -> Stage: ...  # noqa: D102
+    else:
+        stage = "before_softmax"
 
     @property
     def site(self) -> Site:
-        """The hook point that the intervention belongs at."""
-        ...
+        """`scores` before the softmax, `pattern` after it."""
+        return "scores" if self.stage == "before_softmax" else "pattern"
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
-        """Return the edited activation."""
-        ...
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """Return the scores or the pattern `[batch, head, query, key]` without the hidden columns."""
+        return hide_columns(self, tensor, hook)
+
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
+        """Which columns to hide in this layer, at this step; None for none.
+
+        Args:
+            keys: number of keys, those of learned sink tokens among them.
+            columns: computes what each key receives, at the cost of a pass over the scores.
+            hook: the context.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is a ColumnHook without a hidden(keys, columns, hook)")
+
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
+        """See a step at which a wrapper such as `at_steps` keeps the hook from acting; by default do nothing."""
 
 
-@runtime_checkable
-class ColumnHook(Hook, Protocol):
-    """A hook that hides columns of the pattern: attention can run it without a pattern.
+class HookWrapper(Hook):
+    """A hook around another one; what a subclass does not override is that of `hook`.
 
-    Its call is `hide_columns(self, tensor, hook)`; where nobody reads the pattern, attention asks `hidden` itself,
-    with statistics taken in stream, and runs the fused kernel on what is left. The numbers are the same.
+    Attributes:
+        hook: the hook inside.
     """
 
-    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: HookContext | None) -> ColumnMask | None:
-        """Which of the `keys` columns to hide in this layer, now; None for none.
+    hook: Hook
 
-        `columns` computes what each key receives, at the cost of a pass over the scores.
+    @property
+    def site(self) -> Site:
+        """That of the hook inside."""
+        return self.hook.site
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Those of the hook inside."""
+        return self.hook.layers
+
+    @property
+    def stateless(self) -> bool:
+        """As the hook inside."""
+        return self.hook.stateless
+
+    @property
+    def padding_safe(self) -> bool:
+        """As the hook inside."""
+        return self.hook.padding_safe
+
+    @property
+    def needs_clean_pass(self) -> bool:
+        """As the hook inside."""
+        return self.hook.needs_clean_pass
+
+    @property
+    def sees_all_layers(self) -> bool:
+        """As the hook inside."""
+        return self.hook.sees_all_layers
+
+    def check_run(self, run: RunStep) -> None:
+        """What the hook inside refuses.
+
+        Raises:
+            ValueError: naming it.
         """
-        ...
+        self.hook.check_run(run)
+
+
+@dataclass(frozen=True, repr=False)
+class HookAdapter(Hook):
+    """A user's own object or function with a `site` and a call `(tensor, hook)`, as a `Hook`; `as_hook` makes it.
+
+    Attributes of `Hook` that the object lacks have their defaults. Its call gets the host's context unchanged.
+    """
+
+    wrapped: Any
+
+    def __repr__(self) -> str:
+        return repr(self.wrapped)
+
+    @property
+    def site(self) -> Site:
+        """Its site."""
+        site: Site = self.wrapped.site
+        return site
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Its layers, if it declares any."""
+        layers: tuple[int, ...] | None = getattr(self.wrapped, "layers", None)
+        return layers
+
+    @property
+    def stateless(self) -> bool:
+        """As it declares."""
+        return bool(getattr(self.wrapped, "stateless", False))
+
+    @property
+    def padding_safe(self) -> bool:
+        """As it declares."""
+        return bool(getattr(self.wrapped, "padding_safe", False))
+
+    @property
+    def needs_clean_pass(self) -> bool:
+        """As it declares."""
+        return bool(getattr(self.wrapped, "needs_clean_pass", False))
+
+    @property
+    def sees_all_layers(self) -> bool:
+        """As it declares."""
+        return bool(getattr(self.wrapped, "sees_all_layers", False))
+
+    @property
+    def key(self) -> Any:
+        """The object's own."""
+        return _itself_or_id(self.wrapped)
+
+    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+        """Call the object."""
+        edited: Tensor = self.wrapped(tensor, hook)
+        return edited
+
+    def check_run(self, run: RunStep) -> None:
+        """What the object refuses, if it has a `check_run`.
+
+        Raises:
+            ValueError: naming it.
+        """
+        check = getattr(self.wrapped, "check_run", None)
+        if check is not None:
+            check(run)
+
+
+@dataclass(frozen=True, repr=False)
+class ColumnHookAdapter(HookAdapter, ColumnHook):
+    """A user's own object that also has `hidden`, as a `ColumnHook`."""
+
+    def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
+        """What the object hides."""
+        found: ColumnMask | None = self.wrapped.hidden(keys, columns, hook)
+        return found
+
+    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
+        """Let the object see the step, if it has an `observe`."""
+        observe = getattr(self.wrapped, "observe", None)
+        if observe is not None:
+            observe(keys, columns, hook)
+
+
+def is_hook(value: Any) -> bool:
+    """Whether `as_hook` accepts it: a `Hook`, or anything with a `site` and a call."""
+    return not isinstance(value, type) and hasattr(value, "site") and callable(value)
+
+
+def as_hook(value: Any) -> Hook:
+    """The `Hook` that a user gave, or the adapter of a user's own object or function.
+
+    Raises:
+        ValueError: it has no site or no call, or its site does not exist.
+    """
+    if not is_hook(value):
+        raise ValueError(
+            f"{shown(value)} is no hook; take one of dlm_lens.hooks, or an object with a site and a call "
+            "(tensor, hook)"
+        )
+    if not isinstance(value.site, str) or value.site not in SITES:
+        raise ValueError(f"{shown(value)} belongs at {shown(value.site)}, which is none of {', '.join(SITES)}")
+    if isinstance(value, Hook):
+        return value
+    return ColumnHookAdapter(value) if callable(getattr(value, "hidden", None)) else HookAdapter(value)
+
+
+def key_of(hook: Any) -> Any:
+    """`Hook.key` of a hook, or of a user's own object or function before it is adapted."""
+    return hook.key if isinstance(hook, Hook) else _itself_or_id(hook)
+
+
+def _itself_or_id(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def hide_columns(hook: Any, tensor: Tensor, context: HookContext | None) -> Tensor:
+    """Run a column hook on materialised scores or a pattern `[batch, head, query, key]`; returns the edited one.
+
+    Raises:
+        ValueError: the hook hides no columns, a host put it at another hook point, or attention has a cache.
+    """
+    column, point = as_hook(hook), PointContext.of(context)
+    if not isinstance(column, ColumnHook):
+        raise ValueError(f"{hook!r} hides no columns: it has no hidden(keys, columns, hook)")
+    _check_point(column, point)
+    rows, heads, queries, keys = tensor.shape
+    if queries != keys and point.run is not None:
+        raise ValueError(
+            f"{hook}: attention has {queries} of {keys} queries, and a column is hidden from "
+            "all of them; decode without a cache (use_cache=False)"
+        )
+    before, known = column.site == "scores", point.attention_pass
+    after = partial(visible_from_pattern, tensor, point) if known is None else partial(known.visible, point.rows)
+    visible = visible_in(tensor) if before else after()
+    seen = visible.any((1, 2)) if known is None else known.seen_by_any(point.rows)
+    counted = counted_queries(rows, queries, keys, point, tensor.device, seen)
+
+    def statistics() -> ColumnStats:
+        pattern = (known or AttentionPass()).softmax(tensor, point.rows) if before else tensor.float()
+        return columns_of(pattern, visible, counted)
+
+    columns = DeferredColumnStats(statistics)
+    with torch.no_grad():
+        hidden = column.hidden(keys, columns, point)
+    if hidden is None:
+        return tensor
+    hidden = hidden.settled(heads, tensor.device)
+    count_hidden(column.key, hidden, rows, heads, point, columns.found)
+    entries = hidden.entries(visible, own_keys(queries, keys, tensor.device))
+    if before:
+        return tensor.masked_fill(entries, torch.finfo(tensor.dtype).min)
+    if known is not None:
+        known.hide(entries, point.rows)
+    edited = tensor.masked_fill(entries, 0.0)
+    if not hidden.renormalise:
+        return edited
+    whole = edited / edited.sum(-1, keepdim=True).clamp(min=1e-30)
+    # Rows may sum to less than 1 for another reason, such as a spare entry: those of other heads stay so.
+    return torch.where(hidden.acts_in(rows, heads, tensor.device)[..., None, None], whole, edited)
+
+
+def _check_point(hook: ColumnHook, point: PointContext) -> None:
+    """Raise if the host names another point: what hides scores would leave minus infinity in a pattern."""
+    own = "hook_attn_scores" if hook.site == "scores" else "hook_pattern"
+    if point.name.startswith("blocks.") and not point.name.endswith(own):
+        raise ValueError(f"{hook} belongs at {own} and was put at {point.name}; name that point")

@@ -1,4 +1,4 @@
-"""`attach_hooks`: run hooks at their sites in a model, for as long as a block lasts."""
+"""`attach_hooks`: run hooks at their sites in a model, inside a `with` block."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention.hook import SITES, ColumnHook, Hook
-from dlm_lens.attention.hook_context import PointContext, RunStep
+from dlm_lens.attention.hook import ColumnHook, Hook, HookLike, as_hook, is_hook
+from dlm_lens.attention.hook_context import HookKey, PointContext, RunStep
 from dlm_lens.attention.hook_points import HOOK_POINTS, hook_point, listening
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
-from dlm_lens.attention.masking_stats import HookKey, hook_keys
+from dlm_lens.attention.masking_stats import hook_keys
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.sliding_windows import attends_causally
 from dlm_lens.printable import is_array, shown
@@ -28,8 +28,8 @@ class HookCall:
 
     Args:
         hook: the intervention.
-        context: what the hook is told.
-        off: whether the hook does not act now; it keeps its place among the module's hooks.
+        context: returns the context of the call.
+        off: whether the hook is switched off; it keeps its place among the module's hooks.
     """
 
     hook: Hook
@@ -70,42 +70,42 @@ NAMES = {
     "mlp_out": "hook_mlp_out",
     "resid": "hook_resid_post",
 }
-"""Sites -> what TransformerLens calls them inside a block."""
+"""Site -> TransformerLens's name of the hook point inside a block."""
 
 
 @contextmanager
 def attach_hooks(
     model: Any,
-    *hooks: Hook,
+    *hooks: HookLike,
     layers: Sequence[int] | None = None,
     run: Callable[[], RunStep | None] = lambda: None,
     off: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Run `hooks` at their sites in every forward pass of `model` inside the block.
 
-    Several hooks at one site run in the order given. Hooks that hide columns run without a pattern while nobody
-    reads it. All are gone when the block ends, however it ends. Until then other threads wait for the model, and
-    code that torch.compile made of it runs eagerly.
+    Several hooks at one site run in the order given. Hooks that hide columns run without a pattern while nothing
+    else reads it. All are removed at the end of the block, also after an error. Until then other threads wait for
+    the model, and its torch.compile code runs eagerly.
 
     Args:
         model: from `dlm_lens.load`.
-        *hooks: values of `dlm_lens.hooks`, or anything with a `site` and their call.
+        *hooks: values of `dlm_lens.hooks`, or objects with a `site` and the call `(tensor, hook)`.
         layers: indices of the layers, negative from the end; None for all. A hook's own `layers` narrow this.
-        run: the run's present step, for hooks that ask; `dlm_lens.denoise(..., hooks=[...])` gives it.
-        off: whether the hooks do not act now, as in a pass without hooks; they keep their places meanwhile.
+        run: returns the run's present step, None outside a run; `dlm_lens.denoise(..., hooks=[...])` gives it.
+        off: whether the hooks are switched off, as in a pass without hooks; they keep their places.
 
     Raises:
-        ValueError: a layer that is not there, a site that is none, or a model without hook points.
+        ValueError: a layer or a site that does not exist, or a model without hook points.
     """
     blocks = attention_blocks(model)
-    checked(hooks)
+    values = checked(hooks)
     wanted = _layers(layers, len(blocks))
     causal = attends_causally(model)
     sinks = SinkLayout.of(model)
     with ExitStack() as handles:
         handles.enter_context(listening(model))
-        for hook, place in zip(hooks, hook_keys(hooks), strict=True):
-            for layer in sorted(wanted & _layers(getattr(hook, "layers", None), len(blocks))):
+        for hook, place in zip(values, hook_keys(values), strict=True):
+            for layer in sorted(wanted & _layers(hook.layers, len(blocks))):
                 name, module = f"blocks.{layer}.{NAMES[hook.site]}", _module(hook, blocks[layer])
 
                 def context(
@@ -122,24 +122,16 @@ def attach_hooks(
         yield
 
 
-def checked(hooks: Iterable[Hook] | None) -> tuple[Hook, ...]:
-    """The hooks, if each is one; None for no hooks.
+def checked(hooks: Iterable[Any] | None) -> tuple[Hook, ...]:
+    """The hooks that a user gave, a user's own objects and functions adapted (`as_hook`); None for no hooks.
 
     Raises:
-        ValueError: a hook that is in no list, something without a site, or with a site that is none.
+        ValueError: a hook outside a list, something without a site or a call, or a site that does not exist.
     """
-    if isinstance(hooks, Hook | str | bytes) or is_array(hooks) or not isinstance(hooks, Iterable | None):
+    listed = isinstance(hooks, Iterable | None) and not (isinstance(hooks, str | bytes) or is_array(hooks))
+    if is_hook(hooks) or not listed:
         raise ValueError(f"hooks is {shown(hooks)}; give a list of hooks, such as hooks=[mask_top_sinks(5)]")
-    found = tuple(hooks or ())
-    for hook in found:
-        if not isinstance(hook, Hook) or isinstance(hook, type):
-            raise ValueError(
-                f"{shown(hook)} is no hook; take one of dlm_lens.hooks, or an object with a site and a call "
-                "(tensor, hook)"
-            )
-        if not isinstance(hook.site, str) or hook.site not in SITES:
-            raise ValueError(f"{shown(hook)} belongs at {shown(hook.site)}, which is none of {', '.join(SITES)}")
-    return found
+    return tuple(map(as_hook, hooks or ()))
 
 
 def _layers(layers: Sequence[int] | None, count: int) -> set[int]:

@@ -1,43 +1,45 @@
-"""What a hook is told of the point it runs at, and of the denoising step that the run is in."""
+"""The context of a hook: the hook point at which it runs, and the step of the denoising run."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention.column_masking import ColumnStats
-from dlm_lens.attention.masking_stats import HookKey
+from dlm_lens.attention.column_stats import ColumnStats
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.visibility import AttentionPass
+
+HookKey = tuple[Any, int]
+"""What distinguishes a hook of a run from the others: `Hook.key`, and the number of equal hooks before it."""
 
 _PER_POSITION = ("tokens", "masked", "valid", "answer")
 
 
 @dataclass(frozen=True, eq=False)
 class RunStep:
-    """One step of a denoising run, as a hook sees it.
+    """One step of a denoising run, as hooks see it.
 
-    Rows are the network's: with guidance every row stands there twice, the conditional ones first. Positions are
-    those of the canvas; in an AR run the canvas ends where the network's input ends.
+    Rows are those of the network's batch: with guidance every row occurs twice, the conditional rows first.
+    Positions are those of the canvas; in an AR run the canvas ends where the network's input ends.
 
     Args:
         step: counted from the most masked canvas.
         total: steps of the run.
         block: index of the block being decoded.
         span: the block, as (start, stop) canvas positions.
-        tokens: the canvas that the step sees.
+        tokens: the canvas before the step.
         masked: which of its positions are still masked.
         valid: which are content rather than padding.
         answer: which positions were masked when the run began; in an AR run, what the run has written.
-        config: the model's, with its special token ids.
+        config: the model's config, with its special token ids.
         tokenizer: decodes ids; None if there is none.
-        memory: what hooks remember from step to step of this run.
-        known: what was computed for this step and is the same in every layer (`once`).
-        clean: what every layer's keys receive in a pass over the same canvas without any hook, by layer; runs that
-            pass when first asked.
+        memory: values that hooks keep from one step of this run to the next.
+        computed: values computed once for all layers of this step (`once`).
+        clean: returns, by layer, what keys receive in a pass over the same canvas without any hook. Only runs of a
+            hook with `needs_clean_pass` have it.
     """
 
     step: int
@@ -51,41 +53,41 @@ class RunStep:
     config: Any = field(default=None, repr=False)
     tokenizer: Any = field(default=None, repr=False)
     memory: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
-    known: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
+    computed: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
     clean: Callable[[], Mapping[int, ColumnStats]] | None = field(default=None, repr=False)
 
     @property
     def prompt(self) -> Bool[Tensor, "row position"]:
-        """What was given: content that was not masked when the run began."""
+        """The prompt: content that was not masked when the run began."""
         return self.valid & ~self.answer
 
     @property
     def progress(self) -> Float[Tensor, "row"]:
-        """Share of the answer that is written, per row; in an AR run, step / total."""
+        """Share of the answer that is decided, per row; in an AR run, step / total."""
         written = 1 - self.masked.sum(-1) / self.answer.sum(-1).clamp(min=1)
         return torch.where(self.masked.any(), written, self.step / self.total)
 
     @property
     def fewest_content(self) -> int:
-        """Content positions of the row that has fewest."""
+        """The smallest number of content positions of any row."""
         return int(self.once("content", lambda: int(self.valid.sum(-1).min())))
 
     def once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns, computed once for all layers of the step: what waits for a GPU waits once."""
+        """What `compute` returns, computed once for all layers of the step, so that a GPU is waited for once."""
         key = (key, tuple(self.tokens.shape))
-        if key not in self.known:
-            self.known[key] = compute()
-        return self.known[key]
+        if key not in self.computed:
+            self.computed[key] = compute()
+        return self.computed[key]
 
     def until(self, stop: int) -> "RunStep":
-        """The same step of a canvas that ends at `stop`."""
+        """The same step, of a canvas cut off at `stop`."""
         return replace(self, **{name: getattr(self, name)[:, :stop] for name in _PER_POSITION})
 
     def for_rows(self, rows: int) -> "RunStep":
-        """The same step for a batch of `rows`, a multiple of this one's: guidance repeats it.
+        """The same step for a batch of `rows` rows, which repeats this one's (guidance).
 
         Raises:
-            ValueError: it is no multiple.
+            ValueError: `rows` is no multiple of this step's rows.
         """
         have = len(self.tokens)
         if rows == have:
@@ -95,19 +97,40 @@ class RunStep:
         return replace(self, **{name: getattr(self, name).repeat(rows // have, 1) for name in _PER_POSITION})
 
 
+class HookContext(Protocol):
+    """What a host passes to a hook's call: a `PointContext`, or TransformerLens's HookPoint."""
+
+    @property
+    def name(self) -> str | None:
+        """The hook point, by TransformerLens's name."""
+        ...
+
+    def layer(self) -> int:
+        """Index of the layer."""
+        ...
+
+
 @dataclass(frozen=True)
 class PointContext:
-    """What a hook is told of the point it runs at.
+    """What a hook can read of the hook point at which it runs, and of the run.
 
-    Its name, its layer, where the sinks stand, whether attention is causal, the run's step, None outside a run
-    (then `step`, `tokens`, `masked` and `valid`, which stand for the run's, raise a ValueError), and `depth`, how
-    many layers the model has, where that is known. At scores and pattern `attention_pass` knows who sees whom;
-    `rows` are the rows of its batch that the activation has, None for all. `place` tells the hook from equal ones
-    of the run.
+    `step`, `tokens`, `masked` and `valid` are those of the run's step; without a run they raise a ValueError.
+
+    Args:
+        name: the hook point, by TransformerLens's name; empty in a bare call.
+        index: index of the layer; None if it is not known.
+        sinks: the positions of the network's learned sink tokens; none in a bare call.
+        causal: whether attention is causal.
+        run: the run's step; None outside a run.
+        depth: number of the model's layers; None if it is not known.
+        attention_pass: at scores and pattern, which query sees which key; None if it is not known.
+        rows: the rows of that pass's batch that the activation has; None for all.
+        place: distinguishes the hook from equal ones of the run.
+        sinks_known: whether `sinks` is the model's; False in a bare call.
     """
 
-    name: str
-    index: int
+    name: str = ""
+    index: int | None = None
     sinks: SinkLayout = field(default_factory=SinkLayout)
     causal: bool = False
     run: RunStep | None = None
@@ -115,9 +138,39 @@ class PointContext:
     attention_pass: AttentionPass | None = field(default=None, repr=False)
     rows: Int[Tensor, "row"] | None = field(default=None, repr=False)
     place: HookKey | None = field(default=None, repr=False)
+    sinks_known: bool = field(default=True, repr=False)
+
+    @classmethod
+    def of(cls, hook: Any) -> "PointContext":
+        """The context that a host passed to a call.
+
+        TransformerLens's HookPoint knows its name and layer; those of `dlm_lens.bridge` have some of the other
+        values as attributes. None (a bare call) knows nothing.
+        """
+        if isinstance(hook, PointContext):
+            return hook
+        sinks, run = getattr(hook, "sinks", None), getattr(hook, "run", None)
+        return cls(
+            name=str(getattr(hook, "name", None) or ""),
+            index=_layer_of(hook),
+            sinks=sinks if isinstance(sinks, SinkLayout) else SinkLayout(),
+            causal=bool(getattr(hook, "causal", False)),
+            run=run if isinstance(run, RunStep) else None,
+            depth=getattr(hook, "depth", None),
+            attention_pass=getattr(hook, "attention_pass", None),
+            rows=getattr(hook, "rows", None),
+            place=getattr(hook, "place", None),
+            sinks_known=isinstance(sinks, SinkLayout),
+        )
 
     def layer(self) -> int:
-        """Index of the layer."""
+        """Index of the layer.
+
+        Raises:
+            ValueError: it is not known.
+        """
+        if self.index is None:
+            raise ValueError(f"the layer of hook point {self.name!r} is not known; use attach_hooks(model, ...)")
         return self.index
 
     @property
@@ -127,7 +180,7 @@ class PointContext:
 
     @property
     def tokens(self) -> Int[Tensor, "row position"]:
-        """The canvas that the step sees."""
+        """The canvas before the step."""
         return run_of(self, "this hook").tokens
 
     @property
@@ -141,18 +194,30 @@ class PointContext:
         return run_of(self, "this hook").valid
 
 
+def _layer_of(point: Any) -> int | None:
+    """The layer of a host's hook point; None for a point outside the layers, and in a bare call."""
+    try:
+        return int(point.layer())
+    except (AttributeError, IndexError, ValueError):
+        return None
+
+
 class NoRunError(ValueError):
-    """A hook was called outside a run, and needs to know of its steps."""
+    """A hook that needs the run's step was called outside a run."""
 
 
-def run_of(hook: Any, who: Any) -> RunStep:
-    """The run that a hook is called in.
+def run_of(hook: HookContext | None, who: Any) -> RunStep:
+    """The step of the run in which a hook is called.
+
+    Args:
+        hook: the context that the hook's call was given.
+        who: the hook, for the error.
 
     Raises:
-        NoRunError: `hook`, the context it was given, knows of none; the sentence says how to give it one.
+        NoRunError: there is no run; the message says how to run the hook in one.
     """
-    run = getattr(hook, "run", None)
-    if not isinstance(run, RunStep):
+    run = PointContext.of(hook).run
+    if run is None:
         raise NoRunError(
             f"{who} needs to know the run's step: pass it to dlm_lens.denoise(..., hooks=[...]) or "
             "bridge.denoise(..., hooks=[...]), or give attn.apply(hook, step) the step"

@@ -13,12 +13,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention.column_masking import ColumnMask, ColumnStats, DeferredColumnStats, counted_queries
-from dlm_lens.attention.column_stats import expected_received, viewers
+from dlm_lens.attention.column_masking import ColumnMask, count_hidden, counted_queries
+from dlm_lens.attention.column_stats import ColumnStats, DeferredColumnStats, expected_received, viewers
 from dlm_lens.attention.hook_attachment import ColumnCall
 from dlm_lens.attention.hook_context import PointContext
 from dlm_lens.attention.inputs import AttentionInputs
-from dlm_lens.attention.masking_stats import count_hidden
 from dlm_lens.attention.received import received_sums
 from dlm_lens.attention.tiled import pattern_rows, pattern_tiles
 
@@ -46,7 +45,7 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
         hidden = replace(
             hidden.settled(inputs.q.shape[1], inputs.q.device), edge=least.edge(hidden, inputs, context)
         )
-        count_hidden(call.hook, hidden, inputs.q.shape[0], inputs.q.shape[1], context, columns.found)
+        count_hidden(call.hook.key, hidden, inputs.q.shape[0], inputs.q.shape[1], context, columns.found)
         if hidden.stage == "after" and not hidden.renormalise:
             return replace(inputs, dropped=hidden)
         # Behind the softmax with rows that sum to 1 again is the same as before it.

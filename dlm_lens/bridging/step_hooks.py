@@ -21,13 +21,15 @@ from dlm_lens.attention import (
     HookKey,
     RunStep,
     SinkLayout,
+    as_hook,
+    checked,
     columns_of,
     counted_queries,
     hook_keys,
+    is_hook,
     listening,
     visible_in,
 )
-from dlm_lens.attention.hook_attachment import checked
 from dlm_lens.sampling import StepPlan
 from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in
 
@@ -73,6 +75,8 @@ class BridgeRun(StepObserver):
     ) -> None:
         super().__init__(bridge.original_model)
         self.bridge, self.hooks, self.on_start = bridge, hooks, on_start
+        # The others are plain functions, as TransformerLens takes them, which declare nothing.
+        self._values = [as_hook(hook) for _, hook in hooks if is_hook(hook)]
         self._stack = ExitStack()
 
     def __enter__(self) -> "BridgeRun":
@@ -80,7 +84,7 @@ class BridgeRun(StepObserver):
             stack.enter_context(listening(self.model))
             fwd_hooks = [(name, self._with_step(hook, key)) for name, hook, key in self._keyed_hooks()]
             stack.enter_context(self.bridge.hooks(fwd_hooks=fwd_hooks))
-            if any(getattr(hook, "needs_clean_pass", False) for _, hook in self.hooks):
+            if any(hook.needs_clean_pass for hook in self._values):
                 stack.callback(self.model.register_forward_pre_hook(self._clean_pass, with_kwargs=True).remove)
             self._stack = stack.pop_all()
         return self
@@ -106,14 +110,12 @@ class BridgeRun(StepObserver):
         if not hooks:
             return {}
         entries: dict[str, Any] = {"hooks": tuple(map(repr, hooks))}
-        if any(isinstance(hook, ColumnHook) for hook in hooks):
+        if any(isinstance(hook, ColumnHook) for hook in checked(hooks)):
             entries |= hidden_in(self._memory, hooks)
         return entries
 
     def _begin(self, rows: int, positions: int, now: RunStep) -> None:
-        # Plain functions, as TransformerLens takes them, have no check.
-        functions: list[Any] = [function for _, function in self.hooks]
-        check_hooks(functions, now)
+        check_hooks(self._values, now)
         if self.on_start is not None:
             with self._silence():
                 self.on_start(rows, positions, now.total)
@@ -177,7 +179,7 @@ def fwd_hooks_of(bridge: Any, hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
     """
     count, fwd_hooks = len(bridge.blocks), []
     for hook in checked(hooks):
-        layers = getattr(hook, "layers", None)
+        layers = hook.layers
         for layer in range(count) if layers is None else layers:
             check_index("layer", layer, count, f"{hook}: ")
             gated = hook.site == "z" and "gate" in bridge.blocks[layer].attn._modules

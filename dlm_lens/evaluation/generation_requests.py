@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.attention import checked
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.likelihood_requests import Around, together
 from dlm_lens.evaluation.settings import GenerationSettings, request_seed
@@ -102,14 +103,14 @@ class Generator:
     def __init__(
         self, model: Any, *, batch_size: int | None = None, hooks: Sequence[Any] = (), around: Around | None = None
     ) -> None:
-        self.model, self.batch_size, self.hooks, self.around = model, batch_size, tuple(hooks), around
-        self.padded, self.leaves = together(hooks, around), around is None
+        self.model, self.batch_size, self.hooks, self.around = model, batch_size, checked(hooks), around
+        self.padded, self.leaves = together(self.hooks, around), around is None
         self.algorithm = family_of(model.config.model_type).sampler_of(model.config)
         self.ends = end_ids(model.config)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
         """The results, as they finish, the longest prompts first."""
-        memory = not all(getattr(hook, "stateless", False) for hook in self.hooks)
+        memory = not all(hook.stateless for hook in self.hooks)
 
         def kind(job: Job) -> tuple[Any, ...]:
             return job.gen_length, repr(job.settings), 0 if self.padded else len(job.prompt)

@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import load
-from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.attention import checked, is_hook
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
 from dlm_lens.evaluation.likelihood_requests import Around, ItemMaker, Likelihoods, refuse_likelihood_hooks
@@ -353,7 +353,7 @@ class HarnessLM(SharedLM):
 def _hooks(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str):
         return parse_hooks(value)
-    return checked([value] if hasattr(value, "site") else value)
+    return checked([value] if is_hook(value) else value)
 
 
 def _batch_size(value: int | str | None) -> int | None:

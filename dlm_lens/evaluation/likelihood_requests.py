@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.attention import checked
 from dlm_lens.attention.hook_context import NoRunError
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
@@ -29,7 +30,7 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 
 def together(hooks: Sequence[Any], around: Around | None) -> bool:
     """Whether requests of unequal length may share a forward: every row gets what it gets alone."""
-    return around is None and all(getattr(hook, "padding_safe", False) for hook in hooks)
+    return around is None and all(hook.padding_safe for hook in hooks)
 
 
 class Item(NamedTuple):
@@ -79,7 +80,7 @@ class Likelihoods:
         around: Around | None = None,
     ) -> None:
         self.model, self.settings, self.batch_size = model, settings, batch_size
-        self.hooks, self.around = tuple(hooks), around
+        self.hooks, self.around = checked(hooks), around
 
     def run(self, items: Sequence[Item]) -> Iterator[list[Answer]]:
         """The results, chunk by chunk, the longest requests first."""

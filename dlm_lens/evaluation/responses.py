@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import torch
 
+from dlm_lens.attention import is_hook
 from dlm_lens.files.atomic_writes import append, open_to_append
 from dlm_lens.files.locks import lock
 from dlm_lens.files.sealed_json import (
@@ -212,7 +213,7 @@ def _tensors(value: Any, seen: set[int], name: str = "") -> Iterator[tuple[str, 
         inside = value.items()
     elif isinstance(value, list | tuple):
         inside = enumerate(value)
-    elif not isinstance(value, type) and (is_dataclass(value) or hasattr(value, "site")):
+    elif not isinstance(value, type) and (is_dataclass(value) or is_hook(value)):
         inside = getattr(value, "__dict__", {}).items()
     for key, one in inside:
         yield from _tensors(one, seen, f"{name}.{key}")

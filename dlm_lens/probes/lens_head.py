@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import final_norm, head_logits
-from dlm_lens.attention import HookContext, SinkLayout, Site, attach_hooks
+from dlm_lens.attention import Hook, PointContext, SinkLayout, Site, attach_hooks
 from dlm_lens.placement import execution_device
 
 ENTRIES_AT_ONCE = 2**22
@@ -127,7 +127,7 @@ def divergence(p: Float[Tensor, "state d_vocab"], q: Float[Tensor, "state d_voca
 
 
 @dataclass(eq=False)
-class StreamReader:
+class StreamReader(Hook):
     """Keeps the residual stream behind some layers, on the canvas's positions and behind them the sink tokens'.
 
     Args:
@@ -145,11 +145,10 @@ class StreamReader:
 
     site: Site = "resid"
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Keep the entries' states."""
-        if hook is not None:
-            states = self.layout.sinks_last(tensor[: self.rows], 1)
-            self.streams[hook.layer()] = states[self.batch.to(tensor.device), self.position.to(tensor.device)]
+        states = self.layout.sinks_last(tensor[: self.rows], 1)
+        self.streams[hook.layer()] = states[self.batch.to(tensor.device), self.position.to(tensor.device)]
         return tensor
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, chosen_indices
-from dlm_lens.attention import MIN_VIEWERS, ColumnStats, Hook, SinkLayout, attention_blocks, exclusive
-from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.attention import MIN_VIEWERS, ColumnStats, Hook, SinkLayout, attention_blocks, checked, exclusive
 from dlm_lens.probes.residual_reader import ResidualReader, stacked_layers, watching
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt

@@ -12,7 +12,8 @@ from torch import Tensor
 from dlm_lens.attention import (
     AttentionInputs,
     ColumnStats,
-    HookContext,
+    Hook,
+    PointContext,
     SinkLayout,
     Site,
     attach_hooks,
@@ -23,7 +24,7 @@ from dlm_lens.attention import (
 
 
 @dataclass(eq=False)
-class ResidualReader:
+class ResidualReader(Hook):
     """Reads one pass; a hook at the residual stream that changes nothing, and a reader of attention.
 
     Args:
@@ -38,18 +39,17 @@ class ResidualReader:
     rows: int
     states: Bool[Tensor, "batch position"]
     queries: Bool[Tensor, "batch position"]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = field()
     residual: dict[int, Float[Tensor, "state d_model"]] = field(default_factory=dict)
     columns: dict[int, ColumnStats] = field(default_factory=dict)
 
     site: Site = "resid"
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Keep the residual stream of the wanted positions."""
         canvas = tensor[: self.rows, self.layout.canvas(tensor.shape[1])]
-        if hook is not None:
-            wanted = self.states[:, : canvas.shape[1]].to(canvas.device)
-            self.residual[hook.layer()] = canvas[wanted]
+        wanted = self.states[:, : canvas.shape[1]].to(canvas.device)
+        self.residual[hook.layer()] = canvas[wanted]
         return tensor
 
     def read(self, inputs: AttentionInputs) -> None:

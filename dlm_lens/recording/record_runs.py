@@ -10,8 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, instance
-from dlm_lens.attention import Hook, exclusive
-from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.attention import Hook, checked, exclusive
 from dlm_lens.files.locks import held
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of

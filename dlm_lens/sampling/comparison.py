@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.attention import Hook, exclusive
-from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.attention import Hook, checked, exclusive
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.prompt_positions import from_prompt

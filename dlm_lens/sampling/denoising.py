@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
-from dlm_lens.attention import Hook, exclusive
-from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.attention import Hook, checked, exclusive
 from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, network_inputs

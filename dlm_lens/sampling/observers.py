@@ -18,6 +18,7 @@ from dlm_lens.attention import (
     RunStep,
     SinkLayout,
     attach_hooks,
+    checked,
     counted_queries,
     hidden_mass,
     hidden_per_map,
@@ -334,7 +335,7 @@ class HookRunner(StepObserver):
         record: MutableMapping[str, Any] | None = None,
     ) -> None:
         super().__init__(model)
-        self.hooks, self.forward = tuple(hooks), forward
+        self.hooks, self.forward = checked(hooks), forward
         self.record = {} if record is None else record
         self._checked = self._off = False
         self._attached = ExitStack()
@@ -358,7 +359,7 @@ class HookRunner(StepObserver):
         if not self._checked:
             check_hooks(self.hooks, self.now)
             self._checked = True
-        if any(getattr(hook, "needs_clean_pass", False) for hook in self.hooks):
+        if any(hook.needs_clean_pass for hook in self.hooks):
             # Switched off where they are: taken off and put on again, they would stand behind who observes the run.
             self._off = True
             try:
@@ -386,15 +387,13 @@ def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[Hook]) -> dict[str, tup
 
 
 def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
-    """Let hooks with a `check_run` refuse what this run or its model do not have, before anything is computed.
+    """Let hooks refuse what this run or its model do not have, before anything is computed (`Hook.check_run`).
 
     Raises:
         ValueError: a step, a layer or a head that is not there.
     """
     for hook in hooks:
-        check = getattr(hook, "check_run", None)
-        if check is not None:
-            check(run)
+        hook.check_run(run)
 
 
 @contextmanager

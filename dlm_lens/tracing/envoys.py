@@ -12,11 +12,11 @@ from torch import Tensor
 from dlm_lens.attention import (
     HOOK_POINTS,
     NAMES,
-    SITES,
     Hook,
     HookKey,
     PointContext,
     SinkLayout,
+    as_hook,
     hook_keys,
     hook_point,
 )
@@ -107,8 +107,7 @@ class AttentionEnvoy(Envoy):
         Raises:
             ValueError: its site is none.
         """
-        if hook.site not in SITES:
-            raise ValueError(f"{hook} belongs at {hook.site!r}, which is none of {', '.join(SITES)}")
+        hook = as_hook(hook)
         if hook.site in HOOK_POINTS:
             value = getattr(self, hook.site)
             setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))

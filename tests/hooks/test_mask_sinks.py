@@ -7,7 +7,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import ColumnStats
 from dlm_lens.hooks import mask_sinks, mask_top_sinks
-from dlm_lens.hooks.column_counts import scores_of
+from dlm_lens.hooks.sink_sources import scores_of
 from dlm_lens.sinks import LowKeyNorm
 from tests.hooks.by_hand import (
     PROMPTS,

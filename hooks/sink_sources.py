@@ -1,29 +1,83 @@
-"""Sinks that are known beforehand: the columns that a `Received` or `Sinks` has at a step, for a network's keys."""
+"""Where hooks find the sinks: statistics of a pass, or a `Received` or `Sinks` that was measured before."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import HookContext, SinkLayout, run_of, top_columns
-from dlm_lens.sinks import Detector, Received, Sinks
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Level
+from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, run_of, top_columns
+from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
+from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE
 
-KnownSource = Received | Sinks
+def scores_of(
+    given: Sequence[ColumnStats], per: Level, quantity: Quantity, relative: bool
+) -> Float[Tensor, "batch #head key"]:
+    """Scores of the keys from the statistics of one layer, or of all layers for per="model".
+
+    The arithmetic of `Received`: relative to uniform r_j / e_j, raw r_j, shares r_j / n of n counted queries, or
+    mean attention r_j / n_j of n_j viewers; above heads the mean of r_j over the mean of e_j. NaN where fewer than
+    MIN_VIEWERS counted queries see the key in any of the patterns.
+    """
+    sums, expected, viewers = (
+        _merged([getattr(columns, name) for columns in given], per) for name in ("sums", "expected", "viewers")
+    )
+    counted = given[0].counted[:, None, None].clamp(min=1)
+    if quantity == "share":
+        scores = sums / counted
+    elif quantity == "mean attention":
+        scores = sums / viewers.clamp(min=1)
+    else:
+        scores = sums / expected if relative else sums
+    return scores.masked_fill(_undefined([columns.viewers for columns in given], per), torch.nan)
+
+
+def received_by(given: Sequence[ColumnStats], per: Level, keys: int) -> Float[Tensor, "batch #head keys"]:
+    """Column sums r_j at a level, on a canvas of `keys` positions; 0 for keys that were not there yet."""
+    sums = _merged([columns.sums for columns in given], per)
+    return torch.nn.functional.pad(sums, (0, keys - sums.shape[-1]))
+
+
+def _merged(values: Sequence[Float[Tensor, "batch #head key"]], per: Level) -> Float[Tensor, "batch #head key"]:
+    """The mean over heads (and layers) that the level asks for."""
+    if per == "head":
+        return values[0].float()
+    device = values[0].device
+    return torch.stack([value.float().to(device).mean(1, keepdim=True) for value in values]).mean(0)
+
+
+def _undefined(viewers: Sequence[Float[Tensor, "batch #head key"]], per: Level) -> Bool[Tensor, "batch #head key"]:
+    few = [value < MIN_VIEWERS for value in viewers]
+    if per == "head":
+        return few[0]
+    device = few[0].device
+    return torch.stack([value.to(device).any(1, keepdim=True) for value in few]).any(0)
+
+
+def grown(found: Bool[Tensor, "batch #head key"], keys: int) -> Bool[Tensor, "batch #head keys"]:
+    """What was found on a shorter canvas, on one of `keys` positions: an AR canvas grows at its end."""
+    return (
+        found
+        if found.shape[-1] == keys
+        else torch.nn.functional.pad(found.byte(), (0, keys - found.shape[-1])).bool()
+    )
+
+
+MeasuredSinks = Received | Sinks
 
 _PER_STEP = ("values", "expected", "counted", "tokens", "masked", "viewers")
 
 
-def known_columns(
-    source: KnownSource,
+def measured_columns(
+    source: MeasuredSinks,
     detector: Detector | None,
     top: int | None,
     per: Level,
     relative: bool,
     keys: int,
-    hook: HookContext | None,
+    hook: PointContext,
     who: Any,
 ) -> Bool[Tensor, "batch #head key"]:
     """The sinks of `source` at the run's step in this layer, in the network's order of positions.
@@ -34,7 +88,7 @@ def known_columns(
         ValueError: the source has no such step, layer or rows, or a canvas of another length.
     """
     step = run_of(hook, who).step if "step" in source.dims else 0
-    layer = hook.layer() if hook is not None and "layer" in source.dims else 0
+    layer = hook.layer() if "layer" in source.dims else 0
     if isinstance(source, Sinks):
         found, scores = (_wide(tensor, source.dims) for tensor in (source.is_sink, source.scores))
         _check_step(len(found), step, who)
@@ -74,7 +128,7 @@ def _check_step(steps: int, step: int, who: Any) -> None:
         raise ValueError(f"{who}: the source has {steps} steps and the run is at step {step}")
 
 
-def _layer_index(source: KnownSource, layer: int, who: Any) -> int:
+def _layer_index(source: MeasuredSinks, layer: int, who: Any) -> int:
     if "layer" not in source.dims:
         return 0
     if layer not in source.layers:
@@ -84,13 +138,12 @@ def _layer_index(source: KnownSource, layer: int, who: Any) -> int:
 
 
 def _for_network(
-    found: Bool[Tensor, "batch #head key"], sinks: int, keys: int, hook: HookContext | None, who: Any
+    found: Bool[Tensor, "batch #head key"], sinks: int, keys: int, hook: PointContext, who: Any
 ) -> Bool[Tensor, "rows #head key"]:
     """Canvas and sinks where this network has them; rows repeated for guidance."""
-    layout: SinkLayout = getattr(hook, "sinks", None) or SinkLayout()
+    layout, run = hook.sinks, hook.run
     canvas, known = keys - layout.count, found.shape[-1] - sinks
-    run = getattr(hook, "run", None)
-    growing = run is not None and bool(getattr(hook, "causal", False))
+    growing = run is not None and hook.causal
     if sinks != layout.count or canvas > known or (canvas < known and not growing):
         raise ValueError(
             f"{who}: the source has {known} canvas positions and {sinks} sink tokens, the run {canvas} and "

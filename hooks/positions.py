@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dlm_lens.attention import RunStep, SinkLayout, SinkToken, run_of
+from dlm_lens.attention import PointContext, RunStep, SinkToken, run_of
 
 PositionClass = Literal["masked", "visible", "prompt", "answer"]
 """Positions that are masked now, are no mask now, were given, or were masked when the run began (AR: written)."""
@@ -54,17 +54,16 @@ def activation_site(site: str, who: str) -> None:
         raise ValueError(f"{who}: site is {site!r}; it must be one of {', '.join(get_args(ActivationSite))}")
 
 
-def run_rows(hook: Any, rows: int, positions: int) -> RunStep | None:
+def run_rows(hook: PointContext, rows: int, positions: int) -> RunStep | None:
     """The run's step for `rows` rows of `positions` network positions; None outside a run.
 
     Raises:
         ValueError: the step has another number of positions.
     """
-    run = getattr(hook, "run", None)
-    if not isinstance(run, RunStep):
+    if hook.run is None:
         return None
-    run = run.for_rows(rows)
-    canvas = positions - layout_of(hook).count
+    run = hook.run.for_rows(rows)
+    canvas = positions - hook.sinks.count
     if run.valid.shape[-1] != canvas:
         raise ValueError(
             f"the activation has {canvas} canvas positions and the run's step {run.valid.shape[-1]}; decode "
@@ -73,19 +72,14 @@ def run_rows(hook: Any, rows: int, positions: int) -> RunStep | None:
     return run
 
 
-def layout_of(hook: Any) -> SinkLayout:
-    """Where sink tokens stand; without a context, none."""
-    return getattr(hook, "sinks", None) or SinkLayout()
-
-
-def where(positions: Positions, tensor: Tensor, hook: Any, who: Any) -> Bool[Tensor, "row position"]:
+def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
     """Which positions of an activation [row, position, ...] are meant; inside a run padding never is.
 
     Raises:
         ValueError: a position that is not there; a class outside a run; a sink without a model.
     """
     rows, length = tensor.shape[:2]
-    run, layout = run_rows(hook, rows, length), layout_of(hook)
+    run, layout = run_rows(hook, rows, length), hook.sinks
     canvas = layout.canvas(length)
     chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
     if isinstance(positions, str):
@@ -95,10 +89,7 @@ def where(positions: Positions, tensor: Tensor, hook: Any, who: Any) -> Bool[Ten
     elif positions is None:
         chosen[:] = True
     else:
-        if getattr(hook, "sinks", None) is None and any(isinstance(one, SinkToken) for one in positions):
-            raise ValueError(
-                f"{who}: the position of a sink depends on the model; use dlm_lens.hooks.attach_hooks(model, ...)"
-            )
+        check_sinks_known(positions, hook, who)
         for position in positions:
             place = layout.locate(position, length)
             chosen[:, place : place + 1] = True
@@ -112,8 +103,20 @@ def spread(chosen: Tensor, tensor: Tensor) -> Tensor:
     return chosen.reshape(*chosen.shape, *[1] * (tensor.ndim - 2))
 
 
-def shown(name: str, site: str | None, positions: Positions, *more: str) -> str:
-    """How a hook prints itself."""
+def check_sinks_known(positions: tuple[int | SinkToken, ...], hook: PointContext, who: Any) -> None:
+    """Check that the context knows where the model's sink tokens are, if there is one among the positions.
+
+    Raises:
+        ValueError: a sink token in a bare call.
+    """
+    if not hook.sinks_known and any(isinstance(position, SinkToken) for position in positions):
+        raise ValueError(
+            f"{who}: the position of a sink depends on the model; use dlm_lens.hooks.attach_hooks(model, ...)"
+        )
+
+
+def printed_call(name: str, site: str | None, positions: Positions, *more: str) -> str:
+    """A hook of activations as the call that makes it; `more` are its other arguments."""
     parts = [] if site is None else [repr(site)]
     if positions is not None:
         parts.append(f"positions={positions!r}")
@@ -121,5 +124,5 @@ def shown(name: str, site: str | None, positions: Positions, *more: str) -> str:
 
 
 def shown_tensor(tensor: Tensor) -> str:
-    """A tensor in a hook's repr: its shape and norm, which tell two apart in a record."""
+    """A tensor in a hook's repr: its shape and norm, which distinguish two in a record."""
     return f"Tensor({list(tensor.shape)}, norm={float(tensor.detach().float().norm()):.4g})"

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import Hook, HookContext, RunStep, Site, attention_blocks, exclusive, run_of
+from dlm_lens.attention import Hook, PointContext, RunStep, Site, attention_blocks, exclusive, run_of
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
-from dlm_lens.hooks.token_positions import ActivationSite, activation_site, layout_of, run_rows
+from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
 from dlm_lens.sampling import denoise
 
 CLASSES = ("masked", "visible", "sink")
@@ -112,9 +112,9 @@ class MeanActivations:
         return cls(site, tensors["means"], tensors["counts"])
 
 
-def classes_of(run: RunStep, tensor: Tensor, hook: Any) -> Int[Tensor, "row position"]:
+def classes_of(run: RunStep, tensor: Tensor, hook: PointContext) -> Int[Tensor, "row position"]:
     """The class of every network position; padding counts as visible, and nobody asks for it."""
-    layout, length = layout_of(hook), tensor.shape[1]
+    layout, length = hook.sinks, tensor.shape[1]
     classes = torch.full(tensor.shape[:2], CLASSES.index("sink"), device=tensor.device)
     classes[:, layout.canvas(length)] = (~run.masked).long().to(tensor.device)
     return classes
@@ -127,7 +127,7 @@ def bins_of(run: RunStep, bins: int) -> Int[Tensor, "row"]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Summing:
+class _Summing(Hook):
     """Adds up an activation as it goes by; a hook that changes nothing."""
 
     site: Site
@@ -139,15 +139,15 @@ class _Summing:
     def __repr__(self) -> str:
         return f"mean_activations({self.site!r}, bins={self.bins})"
 
-    def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         run = run_rows(hook, *tensor.shape[:2]) or run_of(hook, self)
         kind = torch.nn.functional.one_hot(classes_of(run, tensor, hook), len(CLASSES)).double()
         at_bin = torch.nn.functional.one_hot(bins_of(run, self.bins), self.bins).double().to(kind.device)
-        kind[:, layout_of(hook).canvas(tensor.shape[1])] *= run.valid[..., None].to(kind.device)
+        kind[:, hook.sinks.canvas(tensor.shape[1])] *= run.valid[..., None].to(kind.device)
         # With guidance the second half of the rows has a masked prompt.
         kind[len(tensor) // self.halves :] = 0
         weights = torch.einsum("rpc,rb->cbrp", kind, at_bin)
-        layer = 0 if hook is None else hook.layer()
+        layer = hook.layer()
         added = (weights.flatten(2) @ tensor.flatten(0, 1).flatten(1).double()).unflatten(-1, tensor.shape[2:])
         count = weights.sum((2, 3)).round().long()
         self.sums[layer] = self.sums[layer] + added if layer in self.sums else added
