@@ -12,6 +12,7 @@ from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, run_of, t
 from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
 from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE
 
+
 def scores_of(
     given: Sequence[ColumnStats], per: Level, quantity: Quantity, relative: bool
 ) -> Float[Tensor, "batch #head key"]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from dlm_lens.arguments import shown
 from dlm_lens.attention.column_masking import (
     ColumnMask,
     Stage,
@@ -20,6 +19,7 @@ from dlm_lens.attention.column_masking import (
 from dlm_lens.attention.column_stats import ColumnStats, DeferredColumnStats, columns_of
 from dlm_lens.attention.hook_context import HookContext, PointContext, RunStep
 from dlm_lens.attention.visibility import AttentionPass, visible_in
+from dlm_lens.printable import shown
 
 Site = Literal["q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"]
 """Where a hook belongs: a hook point of attention, what attention or MLP add to the residual stream, or the

@@ -25,6 +25,8 @@ class Weighed(HookWrapper, ColumnHook):
         hook: the one that hides columns.
     """
 
+    hook: ColumnHook
+
     def __init__(self, hook: ColumnHook) -> None:
         self.hook = hook
         self._memories: dict[int, Any] = {}
