@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.arguments import chosen_indices
@@ -21,7 +20,7 @@ from dlm_lens.attention import (
     head_width,
     run_of,
 )
-from dlm_lens.sampling import DenoisingRun, Sampler, StepObserver, StepPlan, denoise
+from dlm_lens.sampling import DenoisingRun, StepObserver, StepPlan, denoise
 from dlm_lens.sampling.stored_run import StoredRun
 
 MAX_BYTES = 4 * 2**30
@@ -127,13 +126,8 @@ class _Keeper(StepObserver):
     def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
         """The first step says how long the run is."""
         if plan.index == 0:
-            halves = 2 if self.sampler is not None and self.sampler.cfg_scale else 1
-            self.check(plan.total, halves * len(canvas), canvas.shape[1])
+            self.check(plan.total, self.sampler.halves * len(canvas), canvas.shape[1])
         return canvas
-
-    def start(self, sampler: Sampler | None, content: Bool[Tensor, "batch position"]) -> None:
-        """A run begins."""
-        self.sampler = sampler
 
     def check(self, total: int, rows: int, positions: int) -> None:
         """Fix the steps.

@@ -97,8 +97,7 @@ class BridgeRun(StepObserver):
     ) -> Int[Tensor, "batch position"]:
         """A step begins; before the first one hooks may refuse the run."""
         canvas = super().step(plan, canvas, masked)
-        # With guidance the network sees every row twice.
-        rows = len(canvas) * (2 if self.sampler is not None and self.sampler.cfg_scale else 1)
+        rows = len(canvas) * self.sampler.halves
         if self.now is not None:
             self.now = self.now.for_rows(rows)
             if plan.index == 0:

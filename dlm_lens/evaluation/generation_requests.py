@@ -17,10 +17,8 @@ from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.likelihood_requests import Around, together
 from dlm_lens.evaluation.settings import GenerationSettings, request_seed
 from dlm_lens.placement import execution_device
-from dlm_lens.sampling import denoise
-from dlm_lens.sampling.denoising import ALGORITHMS
+from dlm_lens.sampling import algorithms, denoise
 from dlm_lens.sampling.likelihood.scoring import LOGITS, POSITIONS
-from dlm_lens.sampling.samplers.causal import CausalSettings
 from dlm_lens.sampling.samplers.llada import LLaDASettings
 from dlm_lens.sampling.settings import block_settings
 
@@ -105,7 +103,7 @@ class Generator:
     ) -> None:
         self.model, self.batch_size, self.hooks, self.around = model, batch_size, checked(hooks), around
         self.padded, self.leaves = together(self.hooks, around), around is None
-        self.algorithm = family_of(model.config.model_type).sampler_of(model.config)
+        self.algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
         self.ends = end_ids(model.config)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
@@ -133,7 +131,7 @@ class Generator:
         head = self.model.get_output_embeddings()
         most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
         halves = 2 if settings.get("cfg_scale", self.model.sampler_defaults.get("cfg_scale")) else 1
-        if self.algorithm == "causal":
+        if self.algorithm.sampler.autoregressive:
             evaluated = 1
         else:
             evaluated = settings.get("block_length") or self.model.sampler_defaults.get("block_length")
@@ -143,7 +141,7 @@ class Generator:
 
     def _settled(self, settings: Mapping[str, Any]) -> bool:
         """Whether a written block is final and the next one depends on nothing but the canvas."""
-        if self.algorithm != "llada":
+        if self.algorithm.name != "llada":
             return False
         values = {**self.model.sampler_defaults, **settings}
         plain = not values.get("temperature") and not values.get("cfg_scale")
@@ -167,9 +165,9 @@ class Generator:
 
     def _leaving(self, jobs: Sequence[Job], options: Mapping[str, Any]) -> dict[str, Any]:
         """What ends a run when all its texts have ended."""
-        if self.algorithm == "causal":
+        if self.algorithm.sampler.autoregressive:
             return {"on_logits": _Stopper(self, jobs)}
-        if self.algorithm != "llada":
+        if self.algorithm.name != "llada":
             return {}
         block, each = self._blocks(options)
         width = max(len(job.prompt) for job in jobs)
@@ -327,8 +325,7 @@ class JobMaker:
 def sampler_settings(model: Any) -> frozenset[str]:
     """Names of the settings that the model's sampler has, but its length."""
     algorithm = family_of(model.config.model_type).sampler_of(model.config)
-    kind = CausalSettings if algorithm == "causal" else ALGORITHMS[algorithm][0]
-    return frozenset(field.name for field in fields(kind)) - {"gen_length"}
+    return frozenset(field.name for field in fields(algorithms()[algorithm].settings)) - {"gen_length"}
 
 
 @cache

@@ -90,8 +90,8 @@ class CanvasRecorder(Recorder):
         ids: Int[Tensor, "row position"] = args[0] if args else kwargs["input_ids"]
         ids = ids[: len(ids) // self.halves]
         # Whether causal or not: all of the canvas is there.
-        self.start(Sampler(), torch.ones_like(ids, dtype=torch.bool))
-        self.answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
+        answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
+        self.start(Sampler(), torch.ones_like(ids, dtype=torch.bool), answer)
         self.step(StepPlan(0, 1, 0, (self.context, ids.shape[1]), 1), ids, self._masked(ids))
 
     def _behind(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -106,19 +106,13 @@ class CanvasRecorder(Recorder):
         return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
 
     def _run(self, canvases: Int[Tensor, "step batch position"], settings: Mapping[str, Any]) -> DenoisingRun:
-        steps, _, positions = canvases.shape
         masked = self._masked(canvases)
-        return DenoisingRun(
-            canvases=torch.cat([canvases, canvases[-1:]]),
-            masked=torch.cat([masked, masked[-1:]]),
-            proposals=canvases,
-            confidence=torch.full(canvases.shape, -torch.inf),
-            unmasked=torch.zeros_like(masked),
-            attention_mask=torch.ones_like(masked[0]),
+        return DenoisingRun.of_canvases(
+            canvases,
+            masked,
+            torch.ones_like(masked[0]),
             prompt_length=self.context,
-            spans=((self.context, positions),) * steps,
-            blocks=(0,) * steps,
-            settings=dict(settings),
+            settings=settings,
             tokenizer=getattr(self.model, "tokenizer", None),
         )
 

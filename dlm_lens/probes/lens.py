@@ -288,7 +288,7 @@ class _Entries:
         self.stored, self.head, self.places, self.layers, self.top = stored, head, places, layers, top
         self.layout, self.last = SinkLayout.of(stored.model), len(attention_blocks(stored.model)) - 1
         self.translate = (lambda layer, stream: stream) if tuned is None else tuned.translate
-        self.shifted = stored.causal or bool(getattr(stored.model.config, "logit_shift", False))
+        self.shifted = stored.autoregressive or bool(getattr(stored.model.config, "logit_shift", False))
 
     def at(self, step: int, runner: HookRunner | None) -> dict[str, Tensor]:
         """Every number of a step's entries, those with hooks under hooked_..., what they change under change."""

@@ -122,7 +122,7 @@ def _controls(
     masked, chosen = run.masked[list(steps)], torch.zeros_like(found)
     numbers = torch.rand(masked.shape, generator=torch.Generator().manual_seed(seed))
     content = _content(run, 0).expand(masked.shape)
-    if run.settings.get("sampler") == "causal":
+    if run.autoregressive:
         content, masked = content & ~masked, torch.zeros_like(masked)
     for kind in (masked, ~masked):
         count = (found[..., :canvas] & kind).sum(-1, keepdim=True)

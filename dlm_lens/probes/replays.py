@@ -249,7 +249,7 @@ def replay(
     stored = StoredRun(model, run)
     if not len(checked(hooks)):
         raise ValueError("replay: hooks is empty; give at least one hook")
-    if queries not in ("all", "masked") or (queries == "masked" and stored.causal):
+    if queries not in ("all", "masked") or (queries == "masked" and stored.autoregressive):
         raise ValueError(f"replay: queries is {queries!r}; 'all', or (in a DLM) 'masked'")
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "replay: ")
     passes = _Passes(stored, hooks, chosen, attention, queries)
@@ -316,7 +316,7 @@ class _Passes:
     def _sources(self, step: int) -> Bool[Tensor, "batch position"]:
         """Where the residual stream is compared: the predicted positions; in an AR run the one that predicts."""
         predicted = self.stored.predicted(step)
-        return predicted.roll(-1, 1) if self.stored.causal else predicted
+        return predicted.roll(-1, 1) if self.stored.autoregressive else predicted
 
     def _per_position(
         self, predicted: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor

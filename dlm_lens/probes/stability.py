@@ -198,7 +198,7 @@ def pattern_stability(
         TypeError: the run is no `DenoisingRun`.
         ValueError: an AR run, whose written rows never change; a step or share that cannot be.
     """
-    if isinstance(run, DenoisingRun) and run.settings.get("sampler") == "causal":
+    if isinstance(run, DenoisingRun) and run.autoregressive:
         raise ValueError("the pattern of an AR model never changes where it is written; take a DLM's run")
     chosen = run.steps // 5 if reference is None else reference
     if not 0 <= chosen < run.steps or not 0 < keep <= 1:

@@ -109,8 +109,8 @@ class _ForwardRecorder(Recorder):
             )
         masked = self._masked(ids) & content
         # Whether causal or not: all of the canvas is there.
-        self.start(Sampler(), content)
-        self.answer = masked if not self.canvases else self._masked(self.canvases[0]).to(ids.device) & content
+        answer = masked if not self.canvases else self._masked(self.canvases[0]).to(ids.device) & content
+        self.start(Sampler(), content, answer)
         self.content = content
         index = len(self.canvases)
         self.step(StepPlan(index, index + 1, 0, (0, ids.shape[1]), 1), ids, masked)
@@ -139,17 +139,11 @@ class _ForwardRecorder(Recorder):
         assert self.content is not None
         canvases = torch.stack(self.canvases)
         masked = self._masked(canvases) & self.content.cpu()
-        steps, _, positions = canvases.shape
-        return DenoisingRun(
-            canvases=torch.cat([canvases, canvases[-1:]]),
-            masked=torch.cat([masked, masked[-1:]]),
-            proposals=canvases,
-            confidence=torch.full(canvases.shape, -torch.inf),
-            unmasked=torch.zeros_like(masked),
-            attention_mask=self.content.cpu(),
-            prompt_length=positions,
-            spans=((0, positions),) * steps,
-            blocks=(0,) * steps,
+        return DenoisingRun.of_canvases(
+            canvases,
+            masked,
+            self.content.cpu(),
+            prompt_length=canvases.shape[-1],
             settings={"sampler": "forward"},
             tokenizer=getattr(self.model, "tokenizer", None),
         )

@@ -96,6 +96,8 @@ class StoringRecorder(Recorder):
         path: directory of the recording.
     """
 
+    keeps_state = True
+
     def __init__(
         self,
         model: Any,

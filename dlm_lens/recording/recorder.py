@@ -73,11 +73,16 @@ class Recorder(StepObserver):
         """Where the layers are shown; another host has its own."""
         return Tap(self.model, layers, self.show, stream=stream)
 
-    def start(self, sampler: Sampler | None, content: Bool[Tensor, "batch position"]) -> None:
-        """A run begins: watch the model."""
-        super().start(sampler, content)
+    def start(
+        self,
+        sampler: Sampler,
+        content: Bool[Tensor, "batch position"],
+        answer: Bool[Tensor, "batch position"] | None = None,
+    ) -> None:
+        """A run begins: read the model's layers from now on."""
+        super().start(sampler, content, answer)
         self.arrays.clear()
-        self._unpadded = bool(getattr(sampler, "unpadded", False))
+        self._unpadded = sampler.unpadded
         self._memory_of = {layer: {} for layer in self.tap.layers}
         self.tap.open()
 

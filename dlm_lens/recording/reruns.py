@@ -77,15 +77,12 @@ def rerun(
 def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], bar: Any) -> Recording:
     """The steps of a run through a recorder, one forward pass each."""
     run = stored.run
-    recorder.start(stored.sampler, stored.content)
-    recorder.answer = run.masked[0].to(stored.device)
+    stored.start(recorder)
     try:
         for step in steps:
-            plan = stored.plan(step)
-            canvas, masked = (each[step].to(stored.device) for each in (run.canvases, run.masked))
-            recorder.step(plan, canvas, masked)
+            stored.enter(recorder, step)
             stored.forward(step)
-            recorder.finish(plan, canvas, None, masked)
+            stored.leave(recorder, step)
             bar.update()
     finally:
         recorder.stop()

@@ -1,7 +1,11 @@
+from .algorithms import Algorithm as Algorithm
+from .algorithms import algorithms as algorithms
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .denoising import denoise as denoise
 from .denoising_run import DenoisingRun as DenoisingRun
+from .denoising_run import Proposal as Proposal
+from .denoising_run import StepPlan as StepPlan
 from .likelihood.estimates import LogLikelihood as LogLikelihood
 from .likelihood.estimates import log_likelihood as log_likelihood
 from .network import CanvasLogits as CanvasLogits
@@ -13,15 +17,14 @@ from .observers import RunObserver as RunObserver
 from .observers import RunState as RunState
 from .observers import StepObserver as StepObserver
 from .observers import collecting_columns as collecting_columns
-from .samplers.base import Proposal as Proposal
 from .samplers.base import Sampler as Sampler
-from .samplers.base import StepPlan as StepPlan
 from .samplers.image_tokens import ImageTokens as ImageTokens
 from .samplers.image_tokens import generate_image_tokens as generate_image_tokens
 from .stored_run import StoredCanvases as StoredCanvases
 from .stored_run import StoredRun as StoredRun
 
 __all__ = [
+    "Algorithm",
     "CanvasLogits",
     "Comparison",
     "DenoisingRun",
@@ -39,6 +42,7 @@ __all__ = [
     "StepPlan",
     "StoredCanvases",
     "StoredRun",
+    "algorithms",
     "collecting_columns",
     "compare",
     "denoise",

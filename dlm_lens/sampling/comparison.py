@@ -24,14 +24,14 @@ from dlm_lens.sampling.token_text import TokenTexts
 class Comparison:
     """Two runs of the same prompts from the same seed, the second one under hooks.
 
-    Behind the first difference the runs see different canvases, so that later differences are not the hooks' own
-    doing; `dlm_lens.replay` keeps the canvases fixed. An AR run that ended earlier counts as going on with its end
+    After the first difference the runs see different canvases, so that later differences are not direct effects of
+    the hooks; `dlm_lens.replay` keeps the canvases fixed. An AR run that ended earlier is continued with its end
     token.
 
     Args:
-        plain: without hooks.
-        hooked: with them.
-        hooks: the hooks, as they print themselves.
+        plain: the run without hooks.
+        hooked: the run with them.
+        hooks: the `repr` of each hook.
 
     Raises:
         ValueError: the runs have other prompts or other shapes.
@@ -47,7 +47,7 @@ class Comparison:
         if two.prompt_length != width or len(one.tokens) != len(two.tokens):
             raise ValueError(f"the runs do not pair: {one} and {two} differ in prompt length or rows")
         lengths = one.tokens.shape[1], two.tokens.shape[1]
-        if not self._causal and lengths[0] != lengths[1]:
+        if not self.plain.autoregressive and lengths[0] != lengths[1]:
             raise ValueError(f"the runs do not pair: they have {lengths[0]} and {lengths[1]} positions")
         content = one.attention_mask[:, :width]
         if not content.equal(two.attention_mask[:, :width]) or not torch.equal(
@@ -63,15 +63,11 @@ class Comparison:
             f"hooks=[{', '.join(self.hooks)}])"
         )
 
-    @property
-    def _causal(self) -> bool:
-        return self.plain.settings.get("sampler") == "causal"
-
     @cached_property
     def _pair(self) -> tuple[DenoisingRun, DenoisingRun]:
         """Both runs with as many steps and positions."""
         steps = max(self.plain.steps, self.hooked.steps)
-        first, second = (_longer(run, steps, self._causal) for run in (self.plain, self.hooked))
+        first, second = (_longer(run, steps) for run in (self.plain, self.hooked))
         return first, second
 
     @property
@@ -81,40 +77,40 @@ class Comparison:
 
     @cached_property
     def first_difference(self) -> Int[Tensor, "batch"]:
-        """The first step that wrote something else, other tokens or elsewhere, per row; -1 if none did."""
+        """The first step that unmasked other tokens or other positions, per row; -1 if none did."""
         one, two = (run.canvases[1:].masked_fill(run.masked[1:], -1) for run in self._pair)
         differs = (one != two).any(-1)
         return torch.where(differs.any(0), differs.int().argmax(0), -1)
 
     @property
     def changed(self) -> Bool[Tensor, "batch position"]:
-        """Answer positions whose final token is another one."""
+        """Answer positions whose final tokens differ."""
         one, two = self._pair
         return (one.tokens != two.tokens) & self.answer
 
     @property
     def tokens_changed(self) -> Int[Tensor, "batch"]:
-        """How many final tokens are others, per row."""
+        """How many final tokens differ, per row."""
         return self.changed.sum(-1)
 
     @property
     def share_changed(self) -> Float[Tensor, "batch"]:
-        """The share of the answer that they are, 0 to 1."""
+        """The share of the answer that differs, 0 to 1."""
         return self.tokens_changed / self.answer.sum(-1).clamp(min=1)
 
     @property
     def confidence_change(self) -> Float[Tensor, "batch position"]:
-        """Confidence at which a position was written, with hooks minus without, aligned by position.
+        """Confidence at which a position was unmasked, with hooks minus without, aligned by position.
 
-        In the unit of the sampler's ranking. NaN outside the answer, where either run wrote nothing, and where the
-        algorithm ranks by nothing (Dream's "origin").
+        In the unit of the sampler's ranking. NaN outside the answer, where a position stayed masked in either run,
+        and where the algorithm does not rank (Dream's "origin").
         """
-        one, two = (_written_confidence(run) for run in self._pair)
+        one, two = (_confidence_of(run) for run in self._pair)
         return two - one
 
     @property
     def step_change(self) -> Float[Tensor, "batch position"]:
-        """The step at which a position was written, with hooks minus without; NaN as in `confidence_change`."""
+        """The step that unmasked a position, with hooks minus without; NaN as in `confidence_change`."""
         one, two = (run.step_of.float().masked_fill(run.step_of < 0, torch.nan) for run in self._pair)
         return two - one
 
@@ -133,7 +129,7 @@ class Comparison:
         for name, run in pair.items():
             columns[f"step_{name}"] = run.step_of[rows, positions].tolist()
         for name, run in pair.items():
-            columns[f"confidence_{name}"] = _written_confidence(run)[rows, positions].tolist()
+            columns[f"confidence_{name}"] = _confidence_of(run)[rows, positions].tolist()
         one = self._pair[0]
         return from_prompt(pd.DataFrame(columns), one.padding, one.tokens.shape[1])
 
@@ -145,8 +141,8 @@ def compare(
 ) -> Comparison:
     """Denoise prompts with and without hooks, from the same seed.
 
-    Both runs draw the same random numbers, so that they are one until the hooks change what is written. An AR model
-    decodes both times without a cache.
+    Both runs draw the same random numbers, so that they are equal until the hooks change a token. An AR model
+    decodes without a cache in both.
 
     Args:
         model: from `dlm_lens.load`.
@@ -156,7 +152,7 @@ def compare(
         **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
 
     Raises:
-        ValueError: no hook, hooks among the settings of both runs, or what `denoise` refuses.
+        ValueError: no hook, observers among the settings, or what `denoise` refuses.
     """
     check_model(model)
     hooks = checked(hooks)
@@ -172,19 +168,19 @@ def compare(
     return Comparison(plain, hooked, tuple(map(repr, hooks)))
 
 
-def _written_confidence(run: DenoisingRun) -> Float[Tensor, "batch position"]:
-    """The confidence of the step that wrote a position; NaN where none did, or where it ranked by nothing."""
+def _confidence_of(run: DenoisingRun) -> Float[Tensor, "batch position"]:
+    """The confidence at which a position was unmasked; NaN where it was not, or where the sampler does not rank."""
     step = run.step_of
     found = run.confidence.gather(0, step.clamp(min=0)[None])[0]
     return found.masked_fill((step < 0) | ~found.isfinite(), torch.nan)
 
 
-def _longer(run: DenoisingRun, steps: int, causal: bool) -> DenoisingRun:
-    """The run with `steps` steps, those behind its end writing nothing; an AR run goes on with its end token."""
+def _longer(run: DenoisingRun, steps: int) -> DenoisingRun:
+    """The run with `steps` steps; those after its end unmask nothing, or the end token in an AR run."""
     more = steps - run.steps
     if not more:
         return run
-    if causal:
+    if run.autoregressive:
         run = _wider(run, more)
 
     def held(tensor: Tensor) -> Tensor:
@@ -194,7 +190,7 @@ def _longer(run: DenoisingRun, steps: int, causal: bool) -> DenoisingRun:
         return torch.cat([tensor, torch.full_like(tensor[:1], value).expand(more, *tensor.shape[1:])])
 
     canvases, masked = held(run.canvases), held(run.masked)
-    if causal:
+    if run.autoregressive:
         ends = run.tokens.shape[1] - more + torch.arange(1, more + 1)
         written = torch.arange(run.tokens.shape[1]) < ends[:, None]
         masked = torch.cat([run.masked, ~written[:, None].expand(-1, len(run.tokens), -1)])
@@ -211,7 +207,7 @@ def _longer(run: DenoisingRun, steps: int, causal: bool) -> DenoisingRun:
 
 
 def _wider(run: DenoisingRun, more: int) -> DenoisingRun:
-    """An AR run with more positions, on which the end token will stand."""
+    """An AR run with more positions, which hold the end token."""
     end = run.eos_token_ids[0] if run.eos_token_ids else 0
 
     def padded(tensor: Tensor, value: float) -> Tensor:

@@ -1,37 +1,68 @@
 """`DenoisingRun`: what a denoising run did, step by step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import padding_before
-from dlm_lens.sampling.samplers.base import Proposal, StepPlan
+from dlm_lens.sampling.algorithms import algorithms
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The place of a step in its run, known before the step; Python numbers only.
+
+    Args:
+        index: the step, from 0.
+        total: steps of the whole run.
+        block: index of the block that is decoded.
+        span: that block, as (start, stop) canvas positions.
+        remaining: steps left in the block, this one included.
+    """
+
+    index: int
+    total: int
+    block: int
+    span: tuple[int, int]
+    remaining: int
+
+    @property
+    def prefix_length(self) -> int:
+        """In AR decoding, the positions that the network sees; the next one is written."""
+        return self.span[0] + self.index
+
+
+class Proposal(NamedTuple):
+    """x0 and its confidence; the canvas's own token and -inf where nothing is proposed."""
+
+    tokens: Int[Tensor, "batch position"]
+    confidence: Float[Tensor, "batch position"]
 
 
 @dataclass(frozen=True, eq=False)
 class DenoisingRun:
     """A finished run; all tensors are on the CPU.
 
-    A step is one forward pass, counted from the most masked canvas; `canvases[t]` is what step t saw and
-    `canvases[-1]` the result. For an AR baseline a step is one decoded token, and a position that is not yet
-    written counts as masked (its token is a placeholder).
+    A step is one forward pass, counted from the most masked canvas; `canvases[t]` is the input of step t and
+    `canvases[-1]` the result. For an AR baseline a step is one decoded token, and a position that is not decided
+    yet counts as masked (its token is a placeholder).
 
     Args:
         canvases: token ids x_t.
-        masked: which positions of each canvas are masked (not yet written).
+        masked: which positions of each canvas are masked (not decided yet).
         proposals: x0, the token proposed for every position that was evaluated; elsewhere the canvas's own.
-        confidence: what the ranking used; -inf where a position was not eligible.
-        unmasked: which positions were written at each step.
+        confidence: the number that the sampler ranked by; -inf where a position was not eligible.
+        unmasked: which positions each step unmasked (decided).
         attention_mask: True for content, False for the padding on the left of shorter prompts.
-        prompt_length: positions in front of the answer, padding included.
-        spans: the block being decoded at each step, as (start, stop) canvas positions.
+        prompt_length: positions before the answer, padding included.
+        spans: the block decoded at each step, as (start, stop) canvas positions.
         blocks: its index at each step.
-        settings: the sampler and every setting that it ran with, seeds included.
+        settings: the name of the sampler and every setting that it ran with, seeds included.
         eos_token_ids: ids that end a text.
         tokenizer: decodes `texts`; None if the model has none.
         rows_ran: how many steps each row ran, where runs of different lengths were joined (a recording of several
@@ -76,6 +107,56 @@ class DenoisingRun:
         steps, batch, positions = self.unmasked.shape
         return f"DenoisingRun(steps={steps}, batch={batch}, positions={positions}, settings={dict(self.settings)})"
 
+    @classmethod
+    def of_canvases(
+        cls,
+        canvases: Int[Tensor, "step batch position"],
+        masked: Bool[Tensor, "step batch position"],
+        attention_mask: Bool[Tensor, "batch position"],
+        *,
+        prompt_length: int,
+        settings: Mapping[str, Any],
+        spans: Sequence[tuple[int, int]] | None = None,
+        blocks: Sequence[int] | None = None,
+        **others: Any,
+    ) -> "DenoisingRun":
+        """A run whose steps only read canvases: nothing is proposed, nothing is unmasked.
+
+        Forward passes that no sampler made are described by it (`record_forward`, likelihoods, probes that change
+        canvases).
+
+        Args:
+            canvases: the canvas of each step; the last one is the result too.
+            masked: which positions of each are masked.
+            attention_mask: True for content.
+            prompt_length: positions before the answer.
+            settings: where the canvases are from, `{"sampler": ...}`.
+            spans: of each step; None for the answer, or the whole canvas if there is none.
+            blocks: of each step; None for 0.
+            **others: `eos_token_ids`, `tokenizer`.
+        """
+        steps, _, positions = canvases.shape
+        span = (prompt_length % positions, positions)
+        return cls(
+            canvases=torch.cat([canvases, canvases[-1:]]),
+            masked=torch.cat([masked, masked[-1:]]),
+            proposals=canvases,
+            confidence=torch.full(canvases.shape, -torch.inf),
+            unmasked=torch.zeros_like(masked),
+            attention_mask=attention_mask,
+            prompt_length=prompt_length,
+            spans=(span,) * steps if spans is None else tuple(spans),
+            blocks=(0,) * steps if blocks is None else tuple(blocks),
+            settings=dict(settings),
+            **others,
+        )
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether this is AR decoding: a step sees the prefix that is written and decides the next position."""
+        algorithm = algorithms().get(str(self.settings.get("sampler")))
+        return algorithm is not None and algorithm.sampler.autoregressive
+
     @property
     def steps(self) -> int:
         """How many steps ran, T."""
@@ -97,12 +178,12 @@ class DenoisingRun:
 
     @property
     def row_steps(self) -> Int[Tensor, "batch"]:
-        """How many steps each row ran, see `rows_ran`; behind them nothing of a row is defined."""
+        """How many steps each row ran, see `rows_ran`; after them nothing of a row is defined."""
         rows = len(self.attention_mask)
         return torch.tensor([self.steps] * rows if self.rows_ran is None else self.rows_ran, dtype=torch.long)
 
     def first_steps(self, count: int) -> "DenoisingRun":
-        """The first `count` steps; the canvas that they leave is the last."""
+        """The first `count` steps; the canvas after them becomes the result."""
         if count >= self.steps:
             return self
         per_step = ("proposals", "confidence", "unmasked", "spans", "blocks")
@@ -114,7 +195,7 @@ class DenoisingRun:
 
     @property
     def counts(self) -> Int[Tensor, "step batch"]:
-        """How many positions each row wrote at each step."""
+        """How many positions of each row each step unmasked."""
         return self.unmasked.sum(-1)
 
     @property
@@ -124,13 +205,13 @@ class DenoisingRun:
 
     @cached_property
     def step_of(self) -> Int[Tensor, "batch position"]:
-        """The step at which a position was (last) written; -1 for the prompt and for what nothing wrote."""
+        """The (last) step that unmasked a position; -1 for the prompt and for positions that no step unmasked."""
         steps = torch.arange(1, self.steps + 1)[:, None, None]
         return (self.unmasked * steps).amax(0) - 1
 
     @property
     def progress(self) -> Float[Tensor, "step_plus_one batch"]:
-        """Share of the answer (everything masked at the start) that is written, per canvas and row."""
+        """Share of the answer (the positions masked at the start) that is decided, per canvas and row."""
         wanted = self.masked[0].sum(-1).clamp(min=1)
         return 1 - self.masked.sum(-1) / wanted
 
@@ -141,7 +222,7 @@ class DenoisingRun:
 
     @property
     def answers(self) -> list[str]:
-        """The answer alone (behind the prompt) as text, up to the first end-of-text."""
+        """The answer alone (the text after the prompt), up to the first end-of-text."""
         return [self._decode(row[: self._end(row)][len(row) - self._answer_length :]) for row in self._contents()]
 
     @property
@@ -163,9 +244,15 @@ class DenoisingRun:
 
 
 class History:
-    """Steps on the model's device; `result` moves them to the CPU at once.
+    """The steps of a run so far, on the model's device; `result` moves them to the CPU at once.
 
-    The canvases are kept, not copied: nobody edits a canvas in place.
+    Canvases are kept without a copy: no code of the library edits a canvas in place.
+
+    Args:
+        model: whose end-of-text ids and tokenizer the result gets.
+        attention_mask: True for content, False for padding.
+        prompt_length: positions before the answer.
+        settings: of the run; may be added to before `result`.
     """
 
     def __init__(
@@ -184,18 +271,29 @@ class History:
         self.plans: list[StepPlan] = []
 
     def start(self, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
-        """The canvas that a step (or nobody any more) is about to see."""
+        """Add the canvas that the next step sees, or the final one."""
         self.canvases.append(canvas)
         self.masked.append(masked)
 
     def finish(self, plan: StepPlan, proposal: Proposal, unmasked: Bool[Tensor, "batch position"]) -> None:
-        """What the step proposed and wrote."""
+        """Add what the step proposed and unmasked."""
         self.plans.append(plan)
         self.proposals.append(proposal)
         self.unmasked.append(unmasked)
 
+    def cut(self, length: int) -> None:
+        """Keep the first `length` positions of every canvas."""
+        if length == self.attention_mask.shape[1]:
+            return
+        self.canvases = [canvas[:, :length] for canvas in self.canvases]
+        self.masked = [masked[:, :length] for masked in self.masked]
+        self.proposals = [Proposal(*(part[:, :length] for part in proposal)) for proposal in self.proposals]
+        self.unmasked = [unmasked[:, :length] for unmasked in self.unmasked]
+        self.plans = [replace(plan, span=(plan.span[0], min(plan.span[1], length))) for plan in self.plans]
+        self.attention_mask = self.attention_mask[:, :length]
+
     def result(self) -> DenoisingRun:
-        """The finished steps as a `DenoisingRun`; the last canvas started counts as the result."""
+        """The finished steps as a `DenoisingRun`; the canvas added last is the result."""
         shape = self.canvases[0].shape
         steps = len(self.plans)
 

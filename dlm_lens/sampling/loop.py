@@ -1,30 +1,31 @@
-"""The denoising loop: a plain function over a `Sampler`, which never edits a canvas in place."""
+"""The run loop: a plain function over a `Sampler` and a network, which never edits a canvas in place."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Literal
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.sampling.denoising_run import DenoisingRun, History
-from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, check_finite
+from dlm_lens.sampling.network import Network, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful, same_shape
 from dlm_lens.sampling.samplers.base import Sampler
 
 OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
 OnCanvas = Callable[[int, Tensor], Tensor | None]
+IsMasked = Callable[[int, Tensor], Bool[Tensor, "batch position"]]
+"""Which positions of the canvas of a step are masked (not decided yet)."""
 
 
 def run_sampler(
-    network: CanvasLogits,
+    network: Network,
     sampler: Sampler,
     canvas: Int[Tensor, "batch position"],
     history: History,
     *,
-    is_masked: Callable[[Tensor], Bool[Tensor, "batch position"]],
+    is_masked: IsMasked,
     logits: Literal["needed", "masked", "all"] = "needed",
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
@@ -35,31 +36,41 @@ def run_sampler(
 ) -> DenoisingRun:
     """Run every step of `sampler` from `canvas`, or those until it has finished.
 
-    `logits` says where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
-    Masks are recounted from the canvas at every step. `observers` see every step, in order. `resume` continues
-    after the steps of an unfinished run; `noise` is where the sampler's random numbers come from.
+    Args:
+        network: whose logits the sampler reads.
+        sampler: plans the steps, and proposes and selects at each.
+        canvas: the first canvas.
+        history: where the steps are kept.
+        is_masked: which positions are masked; called again at every step, for edits of the canvas count.
+        logits: where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
+        on_logits: as for `dlm_lens.denoise`.
+        on_canvas: as for `dlm_lens.denoise`.
+        progress: show a progress bar.
+        observers: called at every step, in order.
+        noise: where the sampler's random numbers come from.
+        resume: an unfinished run that this one continues.
 
     Raises:
         NonFiniteLogitsError: its `partial` is the `DenoisingRun` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
     guests = RunObservers(observers, [sampler] if noise is None else [noise, sampler])
-    everywhere = logits == "all" or on_logits is not None or guests.needs_full_logits
+    own_forward = logits == "all" or guests.needs_full_logits
+    sampler.proposes_all = guests.proposes_all
     if resume is not None:
-        canvas = _go_on(resume, history, noise, sampler)
+        canvas = _resumed(resume, history, noise, sampler)
         plans = [] if resume.state.over else plans[len(resume.steps) :]
     rows = int(network.model.get_input_embeddings().weight.shape[0])
     guests.start(sampler, history)
-    for plan in tqdm(plans, desc="denoising", unit="step", disable=not progress):
+    run, step = sampler.progress
+    for plan in tqdm(plans, desc=run, unit=step, disable=not progress):
         canvas = _edited(on_canvas, plan.index, canvas, rows)
-        canvas = guests.step(plan, canvas, is_masked)
-        masked = is_masked(canvas)
+        canvas = guests.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive)
+        masked = is_masked(plan.index, canvas)
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
-        if everywhere:
-            found = _all_logits(network, canvas, on_logits, plan.index, grad=guests.grad)[evaluated]
-        else:
-            found = network.at(canvas, evaluated)
+        edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)
+        found = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=guests.grad, edit=edit)
         try:
             check_finite(found, evaluated, plan.index)
             canvas, proposal, unmasked = sampler(canvas, found, evaluated, masked, plan)
@@ -72,22 +83,24 @@ def run_sampler(
         if over:
             break
     guests.stop()
-    canvas = _edited(on_canvas, len(history.plans), canvas, rows)
-    history.start(canvas, is_masked(canvas))
+    done = len(history.plans)
+    canvas = _edited(on_canvas, done, canvas, rows)
+    history.start(canvas, is_masked(done, canvas))
+    history.cut(sampler.final_length(canvas.shape[1], done))
     return history.result()
 
 
-def _all_logits(
-    network: CanvasLogits, canvas: Tensor, on_logits: OnLogits | None, step: int, *, grad: bool
-) -> Float[Tensor, "batch position d_vocab"]:
-    """Logits of every position, as the caller wants them."""
-    with torch.enable_grad() if grad else nullcontext():
-        logits = network.everywhere(canvas)
-    replaced = on_logits(step, canvas, logits) if on_logits is not None else None
-    return logits if replaced is None else same_shape("on_logits", logits, replaced)
+def _edit_logits(on_logits: OnLogits, step: int, canvas: Tensor) -> Callable[[Tensor], Tensor]:
+    """The caller's `on_logits` as a function of the logits alone."""
+
+    def edit(logits: Tensor) -> Tensor:
+        replaced = on_logits(step, canvas, logits)
+        return logits if replaced is None else same_shape("on_logits", logits, replaced)
+
+    return edit
 
 
-def _go_on(resume: Resumption, history: History, noise: Stateful | None, sampler: Sampler) -> Tensor:
+def _resumed(resume: Resumption, history: History, noise: Stateful | None, sampler: Sampler) -> Tensor:
     """The canvas, with history, generators and sampler as the finished steps left them."""
     resume.enter(history)
     own = {name: value.to(history.attention_mask.device) for name, value in resume.state.own.items()}
@@ -98,7 +111,7 @@ def _go_on(resume: Resumption, history: History, noise: Stateful | None, sampler
 
 
 def _known_ids(canvas: Tensor, rows: int) -> Tensor:
-    """What the caller put on the canvas, known to have rows in the embedding."""
+    """The canvas of `on_canvas`, whose ids have rows in the embedding."""
     outside = canvas[(canvas < 0) | (canvas >= rows)]
     if len(outside):
         raise ValueError(

@@ -1,6 +1,8 @@
-"""Logits of a canvas: the head only where it is needed, guidance in one forward pass."""
+"""Logits of a run's network: of canvases, with guidance in one forward pass, and of the prefixes of AR decoding."""
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import SinkLayout, position_ids, predicting_position
+from dlm_lens.sampling.denoising_run import StepPlan
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -19,6 +22,53 @@ class NonFiniteLogitsError(RuntimeError):
             "float16), and any hook that edits activations"
         )
         self.partial: Any = None
+
+
+EditLogits = Callable[[Tensor], Tensor]
+"""Replaces the logits of a step."""
+
+
+class Network(Protocol):
+    """What the run loop, hooks and reruns call of a run's network."""
+
+    model: Any
+
+    def of_step(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        evaluated: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+        *,
+        own_forward: bool,
+        grad: bool = False,
+        edit: EditLogits | None = None,
+    ) -> Float[Tensor, "evaluated d_vocab"]:
+        """Logits of the evaluated positions of a step, in row-major order.
+
+        Args:
+            canvas: that the step sees.
+            evaluated: where logits are needed.
+            plan: of the step.
+            own_forward: run the model's own forward, with all its logits, instead of the decoder and as much of the
+                head as is needed.
+            grad: keep the graph of the model's own forward.
+            edit: replaces the logits before the evaluated ones are taken.
+        """
+        ...
+
+    def states(
+        self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
+    ) -> Float[Tensor, "half needed d_model"]:
+        """The inputs of the head for the `needed` positions."""
+        ...
+
+    def head(self, states: Float[Tensor, "half needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
+        """Logits of (some of) these states."""
+        ...
+
+    def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
+        """One pass without the head, as a step of the run makes it, of which nothing is kept."""
+        ...
 
 
 class CanvasLogits:
@@ -47,6 +97,23 @@ class CanvasLogits:
         self.source = predicting_position(attention_mask) if shift else None
         self.inputs = network_inputs(attention_mask.repeat(2 if cfg_scale else 1, 1))
 
+    def of_step(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        evaluated: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+        *,
+        own_forward: bool,
+        grad: bool = False,
+        edit: EditLogits | None = None,
+    ) -> Float[Tensor, "evaluated d_vocab"]:
+        """Logits of the evaluated positions; `edit` gets those of every position."""
+        if not own_forward and edit is None:
+            return self.at(canvas, evaluated)
+        with torch.enable_grad() if grad else nullcontext():
+            logits = self.everywhere(canvas)
+        return (logits if edit is None else edit(logits))[evaluated]
+
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position, through the model's own forward."""
         logits = self.model(input_ids=self._halves(canvas), **self.inputs).logits.to(canvas.device)
@@ -62,7 +129,7 @@ class CanvasLogits:
     def states(
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "half needed d_model"]:
-        """What the head reads for the `needed` positions; with guidance twice, the conditional canvas's first."""
+        """The inputs of the head for the `needed` positions; with guidance twice, the conditional first."""
         # With a device map the last layer may compute elsewhere than the embedding, and the head elsewhere again.
         states = self.forward(canvas).last_hidden_state.to(canvas.device)
         states = states[:, self.sinks.canvas(states.shape[1])]
@@ -79,7 +146,7 @@ class CanvasLogits:
         return self._guided(logits)
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
-        """The network without its head, as `at` runs it: for whoever only watches."""
+        """The pass of `at` without the head."""
         return self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs)
 
     def _rows(self, canvas: Tensor) -> Int[Tensor, "batch 1"]:
@@ -97,6 +164,67 @@ class CanvasLogits:
             return logits
         conditional, unconditional = logits.chunk(2)
         return unconditional + (self.cfg_scale + 1) * (conditional - unconditional)
+
+
+class PrefixLogits:
+    """Logits of the next position of AR decoding, from the prefix before it.
+
+    Args:
+        model: from `dlm_lens.load`.
+        content: False at the padding on the left; covers prompt and answer.
+        use_cache: keep keys and values, so that a step computes its newest position only.
+    """
+
+    def __init__(self, model: Any, content: Bool[Tensor, "batch position"], *, use_cache: bool = False) -> None:
+        self.model, self.content, self.use_cache = model, content, use_cache
+        self.positions = position_ids(content)
+        self._cache: Any = None
+        self._cached = 0
+
+    def of_step(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        evaluated: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+        *,
+        own_forward: bool,
+        grad: bool = False,
+        edit: EditLogits | None = None,
+    ) -> Float[Tensor, "batch d_vocab"]:
+        """Logits of the next position of every row, which is the one evaluated; `edit` gets the same."""
+        stop = plan.prefix_length
+        inputs: dict[str, Any] = {"use_cache": self.use_cache, "past_key_values": self._cache}
+        if not bool(self.content.all()):
+            inputs["attention_mask"] = self.content[:, :stop].long()
+        span = slice(self._cached, stop)
+        inputs |= {"input_ids": canvas[:, span], "position_ids": self.positions[:, span]}
+        if own_forward:
+            with torch.enable_grad() if grad else nullcontext():
+                output = self.model(**inputs)
+            logits: Tensor = output.logits[:, -1].detach()
+        else:
+            output = self.model.get_decoder()(**inputs)
+            logits = head_logits(self.model, output.last_hidden_state[:, -1])
+        if self.use_cache:
+            self._cache, self._cached = output.past_key_values, stop
+        logits = logits.to(canvas.device)
+        return logits if edit is None else edit(logits)
+
+    def states(
+        self, canvas: Int[Tensor, "batch prefix"], needed: Bool[Tensor, "batch position"]
+    ) -> Float[Tensor, "1 batch d_model"]:
+        """The input of the head for the position after the prefix, of every row."""
+        last: Tensor = self.forward(canvas).last_hidden_state[:, -1]
+        return last[None].to(canvas.device)
+
+    def head(self, states: Float[Tensor, "1 batch d_model"]) -> Float[Tensor, "batch d_vocab"]:
+        """Logits of (some of) these states."""
+        logits: Tensor = head_logits(self.model, states[0])
+        return logits.to(states.device)
+
+    def forward(self, canvas: Int[Tensor, "batch prefix"]) -> Any:
+        """A pass over a whole prefix without the head and without the cache."""
+        return self.model.get_decoder()(input_ids=canvas, **network_inputs(self.content[:, : canvas.shape[1]]))
 
 
 def network_inputs(content: Bool[Tensor, "batch position"]) -> dict[str, Any]:

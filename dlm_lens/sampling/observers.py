@@ -1,9 +1,9 @@
-"""Observers of a run: objects that see every step, may replace logits, and can go on from a stored state."""
+"""Observers of a run: `RunObserver`, the state that a run is resumed from, and the observer that runs hooks."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Int
@@ -27,19 +27,19 @@ from dlm_lens.attention import (
     listening,
     stream_columns,
 )
-from dlm_lens.sampling.denoising_run import History
-from dlm_lens.sampling.samplers.base import Proposal, Sampler, StepPlan
+from dlm_lens.sampling.denoising_run import History, Proposal, StepPlan
+from dlm_lens.sampling.samplers.base import Sampler
 
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """All that the next step of a run depends on.
+    """Everything that the next step of a run depends on.
 
     Args:
-        canvas: what the finished steps left.
+        canvas: the canvas after the finished steps.
         own: states of the random generators and of the sampler, by name.
         over: no step follows.
-        remembers: a hook keeps something of earlier steps, which is not here: such a run cannot go on.
+        remembers: a hook keeps values of earlier steps, which are not stored here: such a run cannot be resumed.
     """
 
     canvas: Int[Tensor, "batch position"]
@@ -50,7 +50,7 @@ class RunState:
 
 @dataclass(frozen=True, eq=False)
 class FinishedStep:
-    """One step of a run: its plan, what it saw, what it proposed and wrote."""
+    """One step of a run: its plan, the canvas that it saw, its proposal and the positions that it unmasked."""
 
     plan: StepPlan
     canvas: Int[Tensor, "batch position"]
@@ -61,21 +61,21 @@ class FinishedStep:
 
 @dataclass(frozen=True, eq=False)
 class Resumption:
-    """The finished steps of an unfinished run, and where they left it."""
+    """The finished steps of an unfinished run, and the state after them."""
 
     steps: tuple[FinishedStep, ...]
     state: RunState
 
     def enter(self, history: History) -> None:
-        """Put the finished steps in front of a run's history.
+        """Add the finished steps to an empty history.
 
         Raises:
             ValueError: they are of other prompts or of another length.
         """
-        held, wanted = tuple(self.state.canvas.shape), tuple(history.attention_mask.shape)
-        if held != wanted:
+        stored, expected = tuple(self.state.canvas.shape), tuple(history.attention_mask.shape)
+        if stored != expected:
             raise ValueError(
-                f"resume holds canvases {list(held)}, this run has {list(wanted)}; it is another run's"
+                f"resume holds canvases {list(stored)}, this run has {list(expected)}; it is another run's"
             )
         for step in self.steps:
             history.start(step.canvas.to(self._device(history)), step.masked.to(self._device(history)))
@@ -90,15 +90,6 @@ class Resumption:
         return history.attention_mask.device
 
 
-@runtime_checkable
-class StateObserver(Protocol):
-    """A observer that is also told, behind every step, where the run stands."""
-
-    def keep(self, state: RunState) -> None:
-        """The run stands here."""
-        ...
-
-
 class Stateful(Protocol):
     """A part of a run with a state of its own: random generators, a sampler."""
 
@@ -107,32 +98,59 @@ class Stateful(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         ...
 
 
-class RunObserver(Protocol):
-    """Somebody who follows a run: told of every step, asked for its canvas, told what the step did."""
+class RunObserver:
+    """Base class of the objects that follow a run: `denoise(observers=...)` calls their methods in this order.
+
+    `use_network` once, `start` once, `step` and `finish` (and `keep`) at every step, `stop` after the last step,
+    `close` however the run ends. Each does nothing unless a subclass says otherwise.
+
+    Attributes:
+        grad: the network's forward passes keep their graphs.
+        needs_full_logits: the model's own forward runs, with all logits, instead of as little as the sampler needs.
+        whole_prefix: in AR decoding, every step computes the whole prefix, without a cache.
+        proposes_all: the sampler proposes for every position that it evaluates, also where it would unmask nothing,
+            because the observer may choose other positions.
+        keeps_state: `keep` is called after every step.
+    """
+
+    grad: bool = False
+    needs_full_logits: bool = False
+    whole_prefix: bool = False
+    proposes_all: bool = False
+    keeps_state: bool = False
 
     @property
-    def grad(self) -> bool:
-        """Whether the network's forward passes keep their graphs."""
-        ...
+    def remembers(self) -> bool:
+        """Whether hooks keep values of earlier steps in this observer, which no `RunState` holds."""
+        return False
 
-    @property
-    def needs_full_logits(self) -> bool:
-        """Whether the model's own forward runs, with all logits, rather than the least that is needed."""
-        ...
+    def use_network(self, forward: Callable[[Int[Tensor, "batch position"]], Any]) -> None:
+        """Get the run's network without its head, guidance and padding included, for passes that are no steps."""
 
-    def start(self, sampler: Sampler | None, content: Bool[Tensor, "batch position"]) -> None:
-        """A run begins with this sampler (None: AR decoding); `content` is False where there is padding."""
-        ...
+    def start(
+        self,
+        sampler: Sampler,
+        content: Bool[Tensor, "batch position"],
+        answer: Bool[Tensor, "batch position"] | None = None,
+    ) -> None:
+        """A run begins.
+
+        Args:
+            sampler: of the run.
+            content: False where there is padding.
+            answer: what was masked when the run began, if it continues after earlier steps; None if the first step
+                is still to come.
+        """
 
     def step(
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
-        """A step begins; returns the canvas that it shall see, which may be the one given."""
-        ...
+        """A step begins; returns the canvas that it sees: the one given, or (except in AR decoding) another."""
+        return canvas
 
     def finish(
         self,
@@ -141,46 +159,43 @@ class RunObserver(Protocol):
         proposal: Proposal,
         unmasked: Bool[Tensor, "batch position"],
     ) -> None:
-        """A step is over: `canvas` is what it left, `unmasked` what it wrote of the proposal."""
-        ...
+        """A step is over: `canvas` is the next one, `unmasked` the positions of the proposal that it took over."""
+
+    def keep(self, state: RunState) -> None:
+        """The state of the run after the step, from which it can be resumed."""
 
     def stop(self) -> None:
         """The run is over."""
-        ...
+
+    def close(self) -> None:
+        """The run is over, however it ended: `denoise` calls this also where it raises."""
 
 
-@runtime_checkable
-class NetworkObserver(Protocol):
-    """A observer that runs the run's network itself, for a pass that is no step."""
+class StepObserver(RunObserver):
+    """An observer that changes nothing and has the run's present step as a `RunStep`, at `now`.
 
-    def use_network(self, forward: Callable[[Int[Tensor, "batch position"]], Any]) -> None:
-        """Take the network without its head, as the run calls it: guidance and padding included."""
-        ...
-
-
-class StepObserver:
-    """A observer that changes nothing and knows the run's present step as a `RunStep`, at `now`.
-
-    `answer` is what was masked at the first step that it was told of, unless somebody sets it behind `start`.
+    `answer` is what was masked at the first step.
 
     Args:
         model: the network, whose config and tokenizer the steps carry.
     """
 
-    grad = False
-    needs_full_logits = False
-
     def __init__(self, model: Any) -> None:
         self.model = model
         self.now: RunStep | None = None
-        self.sampler: Sampler | None = None
+        self.sampler: Sampler = Sampler()
         self._content = self.answer = torch.empty(0)
         self._memory: dict[Any, Any] = {}
 
-    def start(self, sampler: Sampler | None, content: Bool[Tensor, "batch position"]) -> None:
+    def start(
+        self,
+        sampler: Sampler,
+        content: Bool[Tensor, "batch position"],
+        answer: Bool[Tensor, "batch position"] | None = None,
+    ) -> None:
         """A run begins."""
         self.sampler, self._content, self._memory = sampler, content, {}
-        self.answer = torch.empty(0)
+        self.answer = torch.empty(0) if answer is None else answer
 
     @property
     def remembers(self) -> bool:
@@ -206,25 +221,15 @@ class StepObserver:
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,
         )
-        # An AR network sees what is written so far.
-        self.now = now if self.sampler is not None else now.until(plan.span[0] + plan.index)
+        self.now = now.until(plan.prefix_length) if self.sampler.autoregressive else now
         return canvas
-
-    def finish(
-        self,
-        plan: StepPlan,
-        canvas: Int[Tensor, "batch position"],
-        proposal: Proposal,
-        unmasked: Bool[Tensor, "batch position"],
-    ) -> None:
-        """A step is over."""
 
     def stop(self) -> None:
         """The run is over."""
         self.now = None
 
     def close(self) -> None:
-        """The run is over, however it ended: `denoise` calls this also where it raises."""
+        """The run is over, however it ended."""
         self.now = None
 
 
@@ -237,30 +242,45 @@ class RunObservers:
 
     @property
     def needs_full_logits(self) -> bool:
-        """Whether one of them wants the model's own forward."""
+        """Whether one of them needs the model's own forward."""
         return any(observer.needs_full_logits for observer in self.observers)
 
     @property
     def grad(self) -> bool:
-        """Whether one of them wants graphs."""
+        """Whether one of them needs graphs."""
         return any(observer.grad for observer in self.observers)
 
-    def start(self, sampler: Sampler | None, history: History) -> None:
-        """A run begins, or goes on behind the steps that its history already has."""
+    @property
+    def proposes_all(self) -> bool:
+        """Whether one of them may choose other positions than the sampler."""
+        return any(observer.proposes_all for observer in self.observers)
+
+    def start(self, sampler: Sampler, history: History) -> None:
+        """A run begins, or continues after the steps that its history already has."""
         for observer in self.observers:
-            observer.start(sampler, history.attention_mask)
-            if history.masked and isinstance(observer, StepObserver):
-                observer.answer = history.masked[0]
+            observer.start(sampler, history.attention_mask, history.masked[0] if history.masked else None)
 
     def step(
         self,
         plan: StepPlan,
         canvas: Int[Tensor, "batch position"],
         is_masked: Callable[[Tensor], Bool[Tensor, "batch position"]],
+        *,
+        editable: bool = True,
     ) -> Int[Tensor, "batch position"]:
-        """A step begins; returns the canvas as they left it, each having seen what the ones before it did."""
+        """A step begins; returns the canvas after the edits of every observer, each made on that of the one before.
+
+        Raises:
+            ValueError: an observer returned no canvas, or edited one that is not `editable`.
+        """
         for observer in self.observers:
-            canvas = same_shape("the observer", canvas, observer.step(plan, canvas, is_masked(canvas)))
+            edited = same_shape("the observer", canvas, observer.step(plan, canvas, is_masked(canvas)))
+            if not editable and edited is not canvas and not edited.equal(canvas):
+                raise ValueError(
+                    f"{type(observer).__name__} edited the canvas at step {plan.index}; an AR model has no canvas "
+                    "to edit: use on_logits to choose another token"
+                )
+            canvas = edited
         return canvas
 
     def finish(
@@ -271,18 +291,14 @@ class RunObservers:
         unmasked: Bool[Tensor, "batch position"],
         *,
         over: bool,
-        **own: Tensor,
     ) -> None:
-        """A step is over; those who keep states are told where the run stands. `own` is what is no part's."""
+        """A step is over; the observers that keep states get that of the run."""
         for observer in self.observers:
             observer.finish(plan, canvas, proposal, unmasked)
-        keepers = [observer for observer in self.observers if isinstance(observer, StateObserver)]
+        keepers = [observer for observer in self.observers if observer.keeps_state]
         if keepers:
-            for part in self.parts:
-                own |= part.state()
-            remembers = any(
-                isinstance(observer, StepObserver) and observer.remembers for observer in self.observers
-            )
+            own = {name: value for part in self.parts for name, value in part.state().items()}
+            remembers = any(observer.remembers for observer in self.observers)
             state = RunState(canvas, own, over or plan.index == plan.total - 1, remembers)
             for keeper in keepers:
                 keeper.keep(state)
@@ -294,7 +310,7 @@ class RunObservers:
 
 
 def same_shape(name: str, before: Tensor, after: object) -> Tensor:
-    """What a callback or a observer returned, if it can stand in for `before`.
+    """What a callback or an observer returned, if it can replace `before`.
 
     Raises:
         ValueError: it is no tensor, of another shape, or not of whole numbers where these are.
@@ -312,19 +328,19 @@ def same_shape(name: str, before: Tensor, after: object) -> Tensor:
 class HookRunner(StepObserver):
     """Attaches hooks to a model for one run; use it as a context around the run.
 
-    A hook that says `needs_clean_pass` finds, at `run.clean()`, what every layer's keys receive in a pass over the
-    same canvas without hooks; that pass runs once a step, in front of the real one.
+    For a hook with `needs_clean_pass`, `run.clean()` gives what every layer's keys receive in a pass over the same
+    canvas without hooks; that pass runs once a step, before the real one.
 
     Args:
         model: from `dlm_lens.load`.
-        hooks: what to run.
+        hooks: the interventions.
         forward: runs the network on a canvas as the run does, guidance and padding included.
         record: where to note `columns_hidden` and `mass_hidden` at the end of the run: for every hook how many
             columns it hid per map (`hidden_per_map`) and their share of the attention (`hidden_mass`), None for
-            those that hide none, or never asked what columns receive.
+            hooks that hide none, or that did not read what columns receive.
 
     Raises:
-        ValueError: something that is no hook, or a model without hook points.
+        ValueError: a hook that is none, or a model without hook points.
     """
 
     def __init__(
@@ -351,16 +367,16 @@ class HookRunner(StepObserver):
     def step(
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
-        """A step begins: take the clean statistics, if somebody wants them."""
+        """A step begins: compute the clean statistics if a hook needs them."""
         canvas = super().step(plan, canvas, masked)
         seen: Any = self.now
         # With guidance the network sees every row twice.
-        self.now = seen.for_rows(len(canvas) * (2 if self.sampler is not None and self.sampler.cfg_scale else 1))
+        self.now = seen.for_rows(len(canvas) * self.sampler.halves)
         if not self._checked:
             check_hooks(self.hooks, self.now)
             self._checked = True
         if any(hook.needs_clean_pass for hook in self.hooks):
-            # Switched off where they are: taken off and put on again, they would stand behind who observes the run.
+            # Switched off in place: removed and attached again, they would run after the hooks of other observers.
             self._off = True
             try:
                 with collecting_columns(self.model, self.now) as columns:
@@ -378,7 +394,7 @@ class HookRunner(StepObserver):
 
 
 def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[Hook]) -> dict[str, tuple[float | None, ...]]:
-    """What the settings of a finished run say of the hooks that hide columns: how many, and their attention."""
+    """The entries of a run's settings about the hooks that hide columns: how many they hid, and their attention."""
     placed = list(zip(hooks, hook_keys(hooks), strict=True))
     return {
         "columns_hidden": tuple(hidden_per_map(memory, hook, place) for hook, place in placed),
@@ -387,7 +403,7 @@ def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[Hook]) -> dict[str, tup
 
 
 def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
-    """Let hooks refuse what this run or its model do not have, before anything is computed (`Hook.check_run`).
+    """Call `Hook.check_run` of every hook, which refuses a run or a model that lacks what the hook needs.
 
     Raises:
         ValueError: a step, a layer or a head that is not there.
@@ -412,7 +428,7 @@ def collecting_columns(model: Any, run: RunStep) -> Iterator[Mapping[int, Column
     with listening(model):
         before = [module.hook_z.readers for module in modules]
         for module in modules:
-            # Whoever records the run is not told of this pass.
+            # Recorders of the run do not read this pass.
             module.hook_z.readers = (read,)
         try:
             yield columns

@@ -177,13 +177,10 @@ class DiffusionLM(HuggingFaceModel):
         rows: Int[Tensor, row] = batcher.narrow(torch.arange(batcher.total * (2 if batcher.guided else 1)), group)
         return rows
 
-    def _use_sampler(self, sampler: Sampler | None) -> None:
-        if sampler is not None:
-            # An edit of lm.sampler.unmasked may then write any masked position.
-            sampler.proposes_all = True
-        self.sampler._update(sampler or _NoRun())
+    def _use_sampler(self, sampler: Sampler) -> None:
+        self.sampler._update(_NoRun() if sampler.autoregressive else sampler)
         if self.interleaver.batcher is not None:
-            self.interleaver.batcher.guided = bool(sampler and sampler.cfg_scale)
+            self.interleaver.batcher.guided = bool(sampler.cfg_scale)
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
         given = _prompt(inputs, kwargs)

@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.attention import ColumnStats, RunStep
-from dlm_lens.sampling import DenoisingRun, Proposal, Sampler, StepPlan, collecting_columns, denoise
+from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise
 from dlm_lens.tracing.steps import STEP
 
 
@@ -81,16 +81,19 @@ class Run(DenoisingRun):
         return cls(**{name.name: getattr(run, name.name) for name in fields(run)})
 
 
-class TracedRun:
-    """Hands every step of a run, and its canvas, to the workers of a trace (a `RunObserver` of `sampling`).
+class TracedRun(RunObserver):
+    """Gives every step of a run, and its canvas, to the workers of a trace.
 
     Args:
         model: the traced network.
         interleaver: of the traced model.
         canvas: the location of the canvas.
         grad: whether the network's forward passes keep their graphs.
-        on_start: called with the run's sampler, None for AR decoding.
+        on_start: called with the run's sampler.
     """
+
+    needs_full_logits = True
+    proposes_all = True
 
     def __init__(
         self,
@@ -99,22 +102,26 @@ class TracedRun:
         canvas: str,
         *,
         grad: bool,
-        on_start: Callable[[Sampler | None], None],
+        on_start: Callable[[Sampler], None],
     ) -> None:
         self.model, self.interleaver, self.location = model, interleaver, canvas
         self.grad, self.on_start = grad, on_start
-        self.needs_full_logits = True
         self.now: RunStep | None = None
         self._forward: Callable[[Tensor], Any] | None = None
         self._clean: Mapping[int, ColumnStats] | None = None
         self.state: dict[str, Tensor] = {}
         self.editable = False
 
-    def start(self, sampler: Sampler | None, content: Bool[Tensor, "batch position"]) -> None:
+    def start(
+        self,
+        sampler: Sampler,
+        content: Bool[Tensor, "batch position"],
+        answer: Bool[Tensor, "batch position"] | None = None,
+    ) -> None:
         """A run begins."""
         self.on_start(sampler)
-        self.editable = sampler is not None
-        self.state = {"valid": content}
+        self.editable = not sampler.autoregressive
+        self.state = {"valid": content} if answer is None else {"valid": content, "answer": answer}
 
     def use_network(self, forward: Callable[[Int[Tensor, "batch position"]], Any]) -> None:
         """Take the run's network, for passes without hooks."""
@@ -133,8 +140,7 @@ class TracedRun:
             canvas = torch.as_tensor(edited, device=canvas.device)
         given = (canvas, masked, self.state["valid"], self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given)
-        # An AR network sees what is written so far.
-        self.now = now if self.editable else now.until(plan.span[0] + plan.index)
+        self.now = now if self.editable else now.until(plan.prefix_length)
         self._clean = None
         return canvas
 
@@ -155,9 +161,6 @@ class TracedRun:
                 self.interleaver.interleaving = tracing
             self._clean = columns
         return self._clean
-
-    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, unmasked: Tensor) -> None:
-        """A step is over; the trace has seen it in the sampler."""
 
     def stop(self) -> None:
         """The run is over: whoever waits for another step goes on behind its loop."""

@@ -144,7 +144,7 @@ def test_what_does_not_pair_is_refused() -> None:
     model = tiny("llada")
     with pytest.raises(ValueError, match="hooks is empty"):
         compare(model, PROMPTS, [])
-    with pytest.raises(ValueError, match="a host cannot follow"):
+    with pytest.raises(ValueError, match="one observer cannot follow"):
         compare(model, PROMPTS, [mask_positions(0)], observers=())
     one, two = dl.denoise(model, PROMPTS, **RUN), dl.denoise(model, [[5, 9, 14, 3, 8, 1], [7, 2, 11]], **RUN)
     with pytest.raises(ValueError, match="their prompts differ"):

@@ -13,6 +13,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import exclusive
 from dlm_lens.printable import shown
+from dlm_lens.sampling.algorithms import algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, RateCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
@@ -243,11 +244,11 @@ def log_likelihood(
     """
     check_model(model)
     algorithm = family_of(model.config.model_type).sampler_of(model.config)
-    causal = algorithm == "causal"
+    causal = algorithms()[algorithm].sampler.autoregressive
     method = method or ("chain_rule" if causal else "mc")
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
-    _check(method, algorithm, samples, cfg_scale, batch_size)
+    _check(method, algorithm, causal, samples, cfg_scale, batch_size)
     pairs = read_pairs(model, prompt, answer)
     seeds = row_seeds(seed, len(pairs))
     if reference_quirks and len(set(seeds)) > 1:
@@ -278,12 +279,14 @@ def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:
     )
 
 
-def _check(method: str, algorithm: str, samples: int, cfg_scale: float, batch_size: int | None) -> None:
+def _check(
+    method: str, algorithm: str, causal: bool, samples: int, cfg_scale: float, batch_size: int | None
+) -> None:
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
-    if algorithm == "causal" and method == "mc":
+    if causal and method == "mc":
         raise ValueError("an AR model has no masks to draw, its likelihood is exact; use method='chain_rule'")
-    if algorithm == "causal" and cfg_scale:
+    if causal and cfg_scale:
         raise ValueError(f"cfg_scale is {cfg_scale}, but an AR model has no mask token to guide with; leave it out")
     if method == "mc" and algorithm not in CORRUPTIONS:
         raise ValueError(f"no mc likelihood is known for the sampler {algorithm!r}; use method='chain_rule'")

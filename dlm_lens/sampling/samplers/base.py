@@ -1,33 +1,18 @@
-"""The two halves of a sampler, as modules: `propose` says what would be written, `select` what is written now."""
+"""The base class of samplers. Its two halves are modules: `propose` computes x0 and a confidence, `select` chooses.
+
+The positions that `select` chooses are unmasked at the step.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Where a run stands before a step; Python numbers only.
-
-    `remaining` counts the steps left in the block, this one included; `span` is the block in canvas positions.
-    """
-
-    index: int
-    total: int
-    block: int
-    span: tuple[int, int]
-    remaining: int
-
-
-class Proposal(NamedTuple):
-    """x0 and its confidence; the canvas's own token and -inf where nothing is proposed."""
-
-    tokens: Int[Tensor, "batch position"]
-    confidence: Float[Tensor, "batch position"]
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.network import CanvasLogits, Network
 
 
 class Select(nn.Module):
@@ -39,7 +24,7 @@ class Select(nn.Module):
         eligible: Bool[Tensor, "batch position"],
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
-        """Return the positions to write now."""
+        """Return the positions that this step unmasks."""
         order = confidence.argsort(dim=-1, descending=True, stable=True)
         # Eligible positions first, whatever their confidence: -inf among them must not tie with the others.
         first = eligible.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True)
@@ -52,39 +37,122 @@ class Select(nn.Module):
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Token ids that samplers treat specially."""
+    """Token ids that samplers treat specially.
 
-    mask: int
+    Args:
+        mask: of [MASK]; None for an AR model.
+        eos: of the end of the text, the first if there are several.
+        eot: of the end of a turn.
+        ends: every id that ends an AR model's text.
+    """
+
+    mask: int | None
     eos: int | None = None
     eot: int | None = None
+    ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> "SpecialIds":
+        """The ids of a model's config."""
+        eos = config.eos_token_id
+        ends = [eos] if isinstance(eos, int) else list(eos or [])
+        mask, eot = getattr(config, "mask_token_id", None), getattr(config, "eot_token_id", None)
+        return cls(mask, first_id(eos), eot, tuple(int(end) for end in ends))
+
+
+def first_id(*ids: Any) -> int | None:
+    """The first id among ids, lists of ids and None."""
+    for value in ids:
+        if isinstance(value, list | tuple) and value:
+            return int(value[0])
+        if isinstance(value, int):
+            return value
+    return None
 
 
 class Sampler(nn.Module):
     """One sampling algorithm: a schedule and the modules `propose` and `select`.
 
-    The loop asks, at every step, which positions are `eligible` and how many of them to write (`count`), and
-    hands both to the modules. A subclass per algorithm; hosts hook the two children.
+    At every step the loop evaluates the positions that are `eligible` and calls the sampler, which proposes tokens
+    for them and selects `count` of each row. nnsight and TransformerLens hook the two children. A subclass per
+    algorithm, in a file of its own in `samplers/`, which ends with `ALGORITHM = Algorithm(...)`.
+
+    Attributes:
+        autoregressive: a step sees the prefix that is written and decides the next position (AR decoding), instead
+            of the whole canvas.
+        has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
+        hides_prompt: guidance masks all of the prompt's positions, instead of those that were not masked at first.
+        cfg_scale: classifier-free guidance of the run; 0 for none.
+        unpadded: the network sees padding as content (a quirk of MMaDA's code).
+        use_cache: the network keeps keys and values of the prefix.
+        proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
+            The loop sets it from `RunObserver.proposes_all`.
+        progress: what a progress bar calls the run and its steps.
     """
 
     propose: nn.Module
     select: nn.Module
+    autoregressive: ClassVar[bool] = False
+    has_quirks: ClassVar[bool] = True
+    hides_prompt: ClassVar[bool] = False
+    progress: ClassVar[tuple[str, str]] = ("denoising", "step")
     cfg_scale: float = 0.0
-    unpadded: bool = False  # whether the network sees padding as content: a quirk
-    proposes_all: bool = False  # whether to propose where nothing would be written too, for a host to choose from
-    hides_prompt: bool = False  # whether guidance masks all of the prompt's positions, or what was no mask at first
+    unpadded: bool = False
+    use_cache: bool = False
+    proposes_all: bool = False
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
+        """A sampler of this class for passes over the canvases of a finished run with these settings.
+
+        It has the run's network; it plans, proposes and selects nothing.
+        """
+        sampler = cls.__new__(cls)
+        nn.Module.__init__(sampler)
+        sampler.cfg_scale = float(settings.get("cfg_scale") or 0.0)
+        quirk = settings.get("reference_quirks") and settings.get("unpadded_guidance")
+        sampler.unpadded = bool(sampler.cfg_scale and quirk)
+        return sampler
+
+    @property
+    def halves(self) -> int:
+        """How often the network sees every row: twice with guidance, the conditional rows first."""
+        return 2 if self.cfg_scale else 1
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+    ) -> Network:
+        """The network of a run: the logits that the sampler reads.
+
+        Args:
+            model: from `dlm_lens.load`.
+            content: False where there is padding.
+            masked: what is masked on the first canvas; guidance masks everything else for its second half.
+            prompt_length: positions before the answer.
+        """
+        fixed = ~masked
+        if self.hides_prompt:
+            fixed = torch.arange(masked.shape[1], device=masked.device).expand_as(masked) < prompt_length
+        seen = torch.ones_like(content) if self.unpadded else content
+        mask_id = model.config.mask_token_id
+        return CanvasLogits(model, seen, cfg_scale=self.cfg_scale, fixed=fixed, mask_token_id=mask_id)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of the run, in order."""
         raise NotImplementedError
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Positions that may be written at this step."""
+        """Positions that may be unmasked at this step."""
         raise NotImplementedError
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
-        """How many positions each row writes at this step."""
+        """How many positions of each row this step unmasks."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
@@ -92,11 +160,15 @@ class Sampler(nn.Module):
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from such a state."""
+        """Continue from such a state."""
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
-        """Whether the run ends with this step, whatever the plans say; asked once, behind every step."""
+        """Whether the run ends with this step, whatever the plans say; called once, after every step."""
         return False
+
+    def final_length(self, positions: int, steps: int) -> int:
+        """How many of the canvas's positions the result keeps after so many steps; all, for most."""
+        return positions
 
     def forward(
         self,
@@ -106,7 +178,7 @@ class Sampler(nn.Module):
         masked: Bool[Tensor, "batch position"],
         plan: StepPlan,
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step: the next canvas (a new tensor), what was proposed, what was written.
+        """One step: the next canvas (a new tensor), the proposal, the positions unmasked.
 
         `logits` has a row for every True of `evaluated`, in row-major order.
         """

@@ -1,23 +1,18 @@
-"""Autoregressive decoding for the baselines, with the result type of a denoising run."""
+"""AR decoding of the baselines as a sampler: every step decides the next position, from left to right."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
-from tqdm.auto import tqdm
+from torch import Tensor, nn
 
-from dlm_lens.adapters.head import head_logits
-from dlm_lens.attention import position_ids
-from dlm_lens.sampling.denoising_run import DenoisingRun, History
-from dlm_lens.sampling.loop import OnLogits
-from dlm_lens.sampling.network import NonFiniteLogitsError, check_finite
-from dlm_lens.sampling.noise import RowNoise, add_gumbel
-from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, same_shape
-from dlm_lens.sampling.samplers.base import Proposal, StepPlan
+from dlm_lens.sampling.algorithms import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.network import PrefixLogits
+from dlm_lens.sampling.noise import Noise, add_gumbel
+from dlm_lens.sampling.samplers.base import Sampler, SpecialIds
 from dlm_lens.sampling.settings import not_negative
 
 
@@ -25,8 +20,8 @@ from dlm_lens.sampling.settings import not_negative
 class CausalSettings:
     """Settings of AR decoding: greedy at temperature 0, else sampling from softmax(logits / temperature).
 
-    `use_cache=False` recomputes the whole prefix at every step, so that whoever watches attention sees every
-    query's row and not only the newest.
+    `use_cache=False` computes the whole prefix at every step, so that hooks and recorders see the attention of
+    every query and not of the newest alone.
 
     Raises:
         ValueError: a value is out of its range.
@@ -42,150 +37,130 @@ class CausalSettings:
         not_negative(self, "temperature", zero="greedy")
 
 
-def decode(
-    model: Any,
-    prompt: Int[Tensor, "batch prompt"],
-    padding: Bool[Tensor, "batch position"],
-    settings: CausalSettings,
-    noise: RowNoise,
-    history: History,
-    *,
-    placeholder: int,
-    on_logits: OnLogits | None = None,
-    progress: bool = False,
-    observers: Sequence[RunObserver] = (),
-    resume: Resumption | None = None,
-) -> DenoisingRun:
-    """Decode token by token; a row that has ended goes on with its end token until every row has ended.
+class CausalPropose(nn.Module):
+    """x0 of the next position = argmax of the (noisy) logits; confidence = its probability under the clean ones.
 
-    `padding` covers prompt and answer, `placeholder` stands where nothing is written yet. `observers`
-    are told of every step; the canvas of a prefix is not theirs to edit. `resume` goes on behind the steps of an
-    unfinished run.
-
-    Raises:
-        NonFiniteLogitsError: its `partial` is the `DenoisingRun` of the steps before.
+    A row that has ended proposes its end token, with the confidence of the token that it would have taken.
     """
-    width, length = prompt.shape[1], settings.gen_length
-    canvas = torch.cat([prompt, prompt.new_full((len(prompt), length), placeholder)], 1)
-    ends = _end_ids(model.config, prompt.device)
-    ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    guests = RunObservers(observers, [noise])
-    prefix = _Prefix(model, padding, settings.use_cache, guests)
-    masked = torch.arange(width + length, device=prompt.device).expand_as(canvas) >= width
-    if resume is not None:
-        resume.enter(history)
-        noise.restore(resume.state.own)
-        canvas, ended = resume.canvas(history), resume.state.own["ended"].to(prompt.device)
-        masked = masked & (torch.arange(width + length, device=prompt.device) >= width + len(resume.steps))
 
-    def not_written(canvas: Tensor) -> Tensor:
-        return masked
+    def __init__(self, settings: CausalSettings, noise: Noise, ends: tuple[int, ...]) -> None:
+        super().__init__()
+        self.temperature, self.noise, self.ends = settings.temperature, noise, ends
+        self.ended: Bool[Tensor, "batch"] | None = None
 
-    guests.start(None, history)
-    begun = len(history.plans)
-    steps = range(begun, begun if resume is not None and resume.state.over else length)
-    for step in tqdm(steps, desc="decoding", unit="token", disable=not progress):
-        here, plan = width + step, StepPlan(step, length, 0, (width, width + length), length - step)
-        guests.step(plan, canvas, not_written)
-        history.start(canvas, masked)
-        evaluated = torch.zeros_like(masked).index_fill(1, torch.tensor([here], device=canvas.device), True)
-        logits = _checked(prefix.next_logits(canvas, here), on_logits, canvas, evaluated, plan, history)
-        token, confidence = _choose(logits, settings.temperature, noise, evaluated)
-        if len(ends):
-            token = torch.where(ended, ends[0], token)
-            ended = ended | torch.isin(token, ends)
-        proposal = Proposal(
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "batch d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 and its confidence at the one position of every row that is evaluated."""
+        scores = logits
+        if self.temperature > 0:
+            scores = add_gumbel(logits, self.noise.columns(evaluated, eligible, logits.shape[-1]), self.temperature)
+        token = scores.argmax(-1)
+        confidence = logits.float().softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+        if self.ends and self.ended is not None:
+            token = token.masked_fill(self.ended, self.ends[0])
+        return Proposal(
             canvas.masked_scatter(evaluated, token),
             torch.full(canvas.shape, -torch.inf, device=canvas.device).masked_scatter(evaluated, confidence),
         )
-        canvas, masked = proposal.tokens, masked & ~evaluated
-        history.finish(plan, proposal, evaluated)
-        over = bool(ended.all())
-        guests.finish(plan, canvas, proposal, evaluated, over=over, ended=ended)
-        if over:
-            break
-    guests.stop()
-    history.start(canvas, masked)
-    return _shortened(history, width)
 
 
-class _Prefix:
-    """Forward passes over what is written so far, with or without a cache; observers may want the whole forward."""
+class SelectAll(nn.Module):
+    """Choose every eligible position."""
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions that this step unmasks."""
+        return eligible
+
+
+class CausalSampler(Sampler):
+    """One token per step and row; a row that has ended repeats its end token until every row has ended.
+
+    The network sees prefixes of the canvas (`PrefixLogits`), and what is not decided yet counts as masked.
+    """
+
+    autoregressive = True
+    has_quirks = False
+    progress = ("decoding", "token")
 
     def __init__(
-        self, model: Any, padding: Bool[Tensor, "batch position"], use_cache: bool, guests: RunObservers
+        self, settings: CausalSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        self.model, self.padding, self.use_cache = model, padding, use_cache
-        self.own_forward, self.grad = guests.needs_full_logits, guests.grad
-        self.positions = position_ids(padding)
-        self.cache: Any = None
-        self.seen = 0
+        super().__init__()
+        self.settings, self.use_cache = settings, settings.use_cache
+        self.propose: CausalPropose = CausalPropose(settings, noise, ids.ends)
+        self.select = SelectAll()
 
-    def next_logits(self, canvas: Int[Tensor, "batch position"], stop: int) -> Float[Tensor, "batch d_vocab"]:
-        """Logits for position `stop`, from the positions before it."""
-        inputs: dict[str, Any] = {"use_cache": self.use_cache, "past_key_values": self.cache}
-        if not bool(self.padding.all()):
-            inputs["attention_mask"] = self.padding[:, :stop].long()
-        span = slice(self.seen, stop)
-        inputs |= {"input_ids": canvas[:, span], "position_ids": self.positions[:, span]}
-        if self.own_forward:
-            with torch.enable_grad() if self.grad else nullcontext():
-                output = self.model(**inputs)
-            self._keep(output.past_key_values, stop)
-            last: Tensor = output.logits[:, -1].detach().to(canvas.device)
-            return last
-        states = self.model.get_decoder()(**inputs)
-        self._keep(states.past_key_values, stop)
-        logits: Tensor = head_logits(self.model, states.last_hidden_state[:, -1])
-        return logits.to(canvas.device)
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+    ) -> PrefixLogits:
+        """The network of the prefixes."""
+        return PrefixLogits(model, content, use_cache=self.use_cache)
 
-    def _keep(self, cache: Any, stop: int) -> None:
-        if self.use_cache:
-            self.cache, self.seen = cache, stop
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """A step per token of the answer."""
+        total = positions - prompt_length
+        return [StepPlan(step, total, 0, (prompt_length, positions), total - step) for step in range(total)]
 
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The next position of every row."""
+        return (torch.arange(masked.shape[1], device=masked.device) == plan.prefix_length).expand_as(masked)
 
-def _checked(
-    logits: Float[Tensor, "batch d_vocab"],
-    on_logits: OnLogits | None,
-    canvas: Int[Tensor, "batch position"],
-    evaluated: Bool[Tensor, "batch position"],
-    plan: StepPlan,
-    history: History,
-) -> Float[Tensor, "batch d_vocab"]:
-    """The logits as the caller wants them, known to be finite."""
-    if on_logits is not None:
-        replaced = on_logits(plan.index, canvas, logits)
-        logits = logits if replaced is None else same_shape("on_logits", logits, replaced)
-    try:
-        check_finite(logits, evaluated, plan.index)
-    except NonFiniteLogitsError as error:
-        error.partial = history.result()
-        raise
-    return logits
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """One."""
+        return eligible.sum(-1)
 
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended."""
+        return {} if self.propose.ended is None else {"ended": self.propose.ended}
 
-def _choose(
-    logits: Float[Tensor, "batch d_vocab"], temperature: float, noise: RowNoise, evaluated: Bool[Tensor, "batch p"]
-) -> tuple[Int[Tensor, "batch"], Float[Tensor, "batch"]]:
-    scores = logits
-    if temperature > 0:
-        scores = add_gumbel(logits, noise.columns(evaluated, evaluated, logits.shape[-1]), temperature)
-    token = scores.argmax(-1)
-    return token, logits.float().softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        self.propose.ended = state["ended"]
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row has ended."""
+        token, ended = canvas[:, plan.prefix_length], self.propose.ended
+        ended = torch.zeros_like(token, dtype=torch.bool) if ended is None else ended
+        for end in self.propose.ends:
+            ended = ended | (token == end)
+        self.propose.ended = ended
+        return bool(ended.all())
+
+    def final_length(self, positions: int, steps: int) -> int:
+        """The positions up to the last one that any row decided."""
+        return positions - self.settings.gen_length + steps
 
 
-def _end_ids(config: Any, device: torch.device) -> Int[Tensor, "ends"]:
-    eos = config.eos_token_id
-    return torch.tensor([eos] if isinstance(eos, int) else list(eos or []), dtype=torch.long, device=device)
+def causal_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """Settings of AR decoding, whose steps are its tokens.
+
+    Raises:
+        ValueError: another number of steps.
+    """
+    values = {**defaults, **given}
+    steps = values.pop("steps", None)
+    if steps is not None and steps != values["gen_length"]:
+        raise ValueError(
+            f"an AR model takes one step per token, so steps ({steps}) must equal gen_length "
+            f"({values['gen_length']}) or be left out"
+        )
+    return values
 
 
-def _shortened(history: History, width: int) -> DenoisingRun:
-    """Cut the canvases behind the last token that any row wrote."""
-    stop = width + len(history.plans)
-    history.canvases = [canvas[:, :stop] for canvas in history.canvases]
-    history.masked = [masked[:, :stop] for masked in history.masked]
-    history.proposals = [Proposal(p.tokens[:, :stop], p.confidence[:, :stop]) for p in history.proposals]
-    history.unmasked = [unmasked[:, :stop] for unmasked in history.unmasked]
-    history.plans = [StepPlan(p.index, len(history.plans), 0, (width, stop), p.remaining) for p in history.plans]
-    history.attention_mask = history.attention_mask[:, :stop]
-    return history.result()
+ALGORITHM = Algorithm("causal", CausalSettings, CausalSampler, causal_settings)

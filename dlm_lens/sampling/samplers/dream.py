@@ -6,10 +6,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.sampling.algorithms import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import Proposal, Select, SpecialIds, StepPlan
+from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
-from dlm_lens.sampling.settings import at_least_one, inner_eps, known_remasking, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
 
 REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
@@ -121,7 +123,7 @@ class SelectDrawn(nn.Module):
         eligible: Bool[Tensor, "batch position"],
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
-        """Return the positions to write now."""
+        """Return the positions that this step unmasks."""
         weights = (confidence / self.alg_temp).masked_fill(~eligible, -torch.inf)
         return self.noise.draw(weights, eligible, count) & eligible
 
@@ -151,3 +153,6 @@ class DreamSampler(TimestepSampler):
             return left
         masks = (left.sum() / len(left)).expand(len(left)) if self.reference_quirks else left.float()
         return (masks * self.fractions[plan.index].to(masks.device)).long()
+
+
+ALGORITHM = Algorithm("dream", DreamSettings, DreamSampler, answer_settings)

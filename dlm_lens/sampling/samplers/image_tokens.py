@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from dlm_lens.adapters import ImageLayout, family_of
 from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.attention import exclusive
-from dlm_lens.sampling.denoising_run import DenoisingRun, History
+from dlm_lens.sampling.denoising_run import DenoisingRun, History, Proposal, StepPlan
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, check_finite, network_inputs
 from dlm_lens.sampling.noise import Noise, RowNoise, SharedNoise
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
-from dlm_lens.sampling.samplers.base import Proposal, Sampler, Select, StepPlan
+from dlm_lens.sampling.samplers.base import Sampler, Select
 from dlm_lens.sampling.settings import at_least_one, not_negative, row_seeds
 
 
@@ -93,7 +93,7 @@ class ImageSelect(Select):
         eligible: Bool[Tensor, "batch position"],
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
-        """Return the positions to write now."""
+        """Return the positions that this step unmasks."""
         scores = confidence.clamp(min=1e-20).log()
         if self.temperature > 0 or self.reference_quirks:
             uniform = self.noise.masked_positions(eligible).to(scores.device)
@@ -264,7 +264,7 @@ def generate_image_tokens(
         ImageSampler(settings, noise, layout, mask_id, image, reference_quirks),
         ids,
         History(model, prompts.attention_mask, start, record),
-        is_masked=lambda canvas: (canvas == mask_id) & image,
+        is_masked=lambda step, canvas: (canvas == mask_id) & image,
         on_logits=on_logits,
         on_canvas=on_canvas,
         progress=progress,

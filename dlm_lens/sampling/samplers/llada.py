@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.sampling.algorithms import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import Proposal, Sampler, Select, SpecialIds, StepPlan
-from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative
+from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
+from dlm_lens.sampling.settings import at_least_one, block_settings, known_remasking, not_negative
 
 REMASKING = ("low_confidence", "random")
 
@@ -208,3 +210,6 @@ class LLaDASampler(Sampler):
             return bool(ends.all())
         self._done = ends if self._done is None else self._done | ends
         return bool(self._done.all())
+
+
+ALGORITHM = Algorithm("llada", LLaDASettings, LLaDASampler, block_settings)

@@ -6,10 +6,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.sampling.algorithms import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import Proposal, Select, SpecialIds, StepPlan
+from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
-from dlm_lens.sampling.settings import at_least_one, inner_eps, known_remasking, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
 
 REMASKING = ("origin", "greedy", "greddy")
 
@@ -78,7 +80,7 @@ class SelectAcrossRows(Select):
         eligible: Bool[Tensor, "batch position"],
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
-        """Return the positions to write now."""
+        """Return the positions that this step unmasks."""
         chosen = super().forward(confidence.reshape(1, -1), eligible.reshape(1, -1), count[:1])
         return chosen.reshape(eligible.shape)
 
@@ -110,3 +112,6 @@ class SMDMSampler(TimestepSampler):
         if plan.remaining == 1:
             return masks
         return (masks * self.fractions[plan.index].to(masks.device)).long()
+
+
+ALGORITHM = Algorithm("smdm", SMDMSettings, SMDMSampler, answer_settings)

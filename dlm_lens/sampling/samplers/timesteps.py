@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.noise import Noise, RowNoise
-from dlm_lens.sampling.samplers.base import Proposal, Sampler, StepPlan
+from dlm_lens.sampling.samplers.base import Sampler
 
 
 class TimestepSettings(Protocol):

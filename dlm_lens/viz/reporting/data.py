@@ -171,7 +171,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "settings": {name: _shown(value, subject.row) for name, value in run.settings.items()},
         "versions": dict(subject.versions),
         "text": printable(run.texts[subject.row]) if run.tokenizer is not None else None,
-        "causal": run.settings.get("sampler") == "causal",  # which calls what is not yet written masked
+        "causal": run.autoregressive,  # then what is not yet decided counts as masked
     }
 
 

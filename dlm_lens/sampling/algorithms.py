@@ -1,0 +1,41 @@
+"""The sampling algorithms of `denoise`. An algorithm is one file of `samplers/` that defines `ALGORITHM`."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+Resolve = Callable[[Mapping[str, Any], Mapping[str, Any], int], dict[str, Any]]
+"""Settings of a run from (defaults of the checkpoint, arguments of the caller, masks in the prompt)."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A sampling algorithm, as its file in `samplers/` defines it.
+
+    Args:
+        name: what `Family.samplers`, a checkpoint's config.json (field `sampler`) and `DenoisingRun.settings` call
+            it.
+        settings: the frozen dataclass of its settings, which raises ValueError for values that cannot be.
+        sampler: the subclass of `Sampler`, called as `sampler(settings, noise, ids, reference_quirks=)`.
+        resolve: fills in the settings that the caller left out.
+    """
+
+    name: str
+    settings: type[Any]
+    sampler: type[Any]
+    resolve: Resolve
+
+
+@cache
+def algorithms() -> Mapping[str, Algorithm]:
+    """Every algorithm by its name, in alphabetical order of the files."""
+    package = importlib.import_module("dlm_lens.sampling.samplers")
+    modules = [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    ]
+    found = [getattr(module, "ALGORITHM", None) for module in modules]
+    return {algorithm.name: algorithm for algorithm in found if isinstance(algorithm, Algorithm)}
