@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import is_peft_available
 
+from dlm_lens.adapters import smollm2
 from dlm_lens.adapters.config_fields import REFUSALS, built_config
 from dlm_lens.adapters.head import check_head
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
@@ -201,6 +202,8 @@ def _resolve(name: str | Path, options: dict[str, Any]) -> str:
     check_model_name(name)
     if str(name) in embedded_models():
         return str(CHECKPOINTS / str(name))
+    if str(name) == smollm2.NAME:
+        return str(smollm2.smollm2_directory())
     path = Path(name).expanduser()
     if not path.exists() and path.suffix == ".safetensors" and len(path.parts) > 2:
         return needed_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
