@@ -19,10 +19,10 @@ from dlm_lens.cli.options import (
     check_storage,
 )
 from dlm_lens.cli.output import show_json
-from dlm_lens.cli.reducers import check_reducers, read_reducers
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import whole_numbers, words
 from dlm_lens.printable import echo
+from dlm_lens.recording.reducer_registry import parse_reducers
 
 if TYPE_CHECKING:
     from dlm_lens.evaluation import Preset
@@ -152,10 +152,10 @@ def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> 
     """What to record, as `HarnessLM` takes it."""
     if to is None:
         raise ValueError("--record and --record-layers need --record-to, the directory of the recordings")
-    check_reducers("--record", names)
+    reducers = parse_reducers(names, option="--record")
     check_storage("--record-storage", storage)
     chosen = None if layers is None else whole_numbers("--record-layers", layers)
-    record = {"reducers": read_reducers("--record", names), "layers": chosen, "dtype": storage}
+    record = {"reducers": [reducer.build() for reducer in reducers], "layers": chosen, "dtype": storage}
     return {"record": record, "record_to": to}
 
 

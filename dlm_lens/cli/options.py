@@ -7,11 +7,10 @@ from pathlib import Path
 import typer
 
 from dlm_lens.option_values import one_of
+from dlm_lens.recording.query_classes import QUERY_CLASSES
 from dlm_lens.sinks.detector_registry import DETECTORS, parse_detector
 
 LEVELS = ("head", "layer", "model")
-CLASSES = ("all", "masked", "unmasked", "prompt", "block")
-"""Classes of queries (`dlm_lens.recording.CLASSES`)."""
 STORAGES = ("float32", "float16")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", "double")
 """Dtypes of a model's weights (`dlm_lens.load`)."""
@@ -85,7 +84,7 @@ def check_rule(recording: Path, detector: str, level: str = "head", queries: str
 
     parse_detector(detector)
     one_of("--level", level, LEVELS)
-    one_of("--queries", queries, CLASSES)
+    one_of("--queries", queries, QUERY_CLASSES)
     check_recording(recording)
 
 

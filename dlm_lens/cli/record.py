@@ -18,10 +18,10 @@ from dlm_lens.cli.options import (
     device_or_gpu,
 )
 from dlm_lens.cli.prompts import read_prompts
-from dlm_lens.cli.reducers import REDUCERS_HELP, check_reducers, read_reducers
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import whole_numbers
 from dlm_lens.printable import echo
+from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 
 
 def record_command(
@@ -66,7 +66,7 @@ def record_command(
     check_least(1, batch_size=batch_size, steps=steps, gen_length=gen_length, block_length=block_length)
     check_least(0, temperature=temperature)
     chosen = None if layers is None else whole_numbers("--layers", layers)
-    check_reducers("--reducers", reducers)
+    statistics = parse_reducers(reducers)
     if hooks:
         check_expression(hooks)
     lines = read_prompts(prompts)
@@ -87,7 +87,7 @@ def record_command(
     made = record_batches(
         network,
         batches,
-        read_reducers("--reducers", reducers),
+        [statistic.build() for statistic in statistics],
         hooks=parse_hooks(hooks) if hooks else (),
         to=out,
         layers=chosen,

@@ -1,20 +1,20 @@
 """Reducers per query: how much of its attention goes to known sinks, and how much it could mix at most."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.recording import LayerStep
+from dlm_lens.recording import LayerStep, PatternReducer
 from dlm_lens.sinks import Sinks
 
 QUERIES = ("step", "batch", "layer", "head", "query")
 
 
 @dataclass(frozen=True, eq=False)
-class SinkMass:
+class SinkMass(PatternReducer):
     """Share of every query's attention that goes to the sinks of its pattern, m_i = sum_{j in sinks} A_ij.
 
     Args:
@@ -31,7 +31,6 @@ class SinkMass:
     dims = QUERIES
     unit = "share of attention"
     formula = "sum_{j in sinks} A_ij"
-    reads: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         wanted = (
@@ -69,14 +68,13 @@ class SinkMass:
 
 
 @dataclass(frozen=True)
-class MixingBound:
+class MixingBound(PatternReducer):
     """The most that a query can mix, sum_j A_ij ||v_j||, which bounds ||o_i|| (2601.19657, Eq. 20)."""
 
     name = "mixing_bound"
     dims = QUERIES
     unit = "norm of a value"
     formula = "sum_j A_ij ||v_j||_2 (2601.19657, Eq. 20)"
-    reads: ClassVar[tuple[str, ...]] = ()
 
     def start(self, layer: LayerStep) -> tuple[Float[Tensor, "batch head key 1"], list[Tensor]]:
         """The norm of every value, for every query head."""

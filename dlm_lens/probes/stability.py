@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_lens.attention import exclusive
 from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
-from dlm_lens.recording import LayerStep, ReceivedAttention, rerun
+from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
@@ -20,7 +20,7 @@ MEASURES = ("cosine", "overlap", "kept", "best")
 
 
 @dataclass(frozen=True)
-class PatternSimilarity:
+class PatternSimilarity(PatternReducer):
     """A pattern against that of the step before, and against the keys that a reference step would keep.
 
     Over the queries i that are content, n of them: `cosine` of A_t and A_{t-1} as vectors; `overlap` = 1/n sum_i
@@ -41,8 +41,11 @@ class PatternSimilarity:
     dims = ("step", "batch", "layer", "head", "measure")
     unit = "cosine, or share of attention"
     formula = "cos(A_t, A_t-1); 1/n sum_ij min(A_t, A_t-1); 1/n sum of A_t on kept keys"
-    labels: ClassVar[dict[str, tuple[str, ...]]] = {"measure": MEASURES}
-    reads: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def labels(self) -> dict[str, tuple[str, ...]]:
+        """The names of the measures."""
+        return {"measure": MEASURES}
 
     def start(self, layer: LayerStep) -> list[Tensor]:
         """Nothing yet."""

@@ -1,8 +1,8 @@
 from .arrays import ArraySpec as ArraySpec
+from .canvas_facts import CanvasFacts as CanvasFacts
 from .forward_recording import ForwardRecording as ForwardRecording
 from .forward_recording import record_forward as record_forward
-from .query_classes import CLASSES as CLASSES
-from .query_classes import CanvasFacts as CanvasFacts
+from .query_classes import QUERY_CLASSES as QUERY_CLASSES
 from .query_classes import QueryClass as QueryClass
 from .record_runs import Batches as Batches
 from .record_runs import record as record
@@ -13,6 +13,7 @@ from .recording_set import RecordingSet as RecordingSet
 from .reducers.base import LayerStep as LayerStep
 from .reducers.base import PatternReducer as PatternReducer
 from .reducers.base import Reducer as Reducer
+from .reducers.base import ReducerGroup as ReducerGroup
 from .reducers.norms import KeyNorm as KeyNorm
 from .reducers.norms import MassiveActivations as MassiveActivations
 from .reducers.norms import ResidualNorm as ResidualNorm

@@ -47,8 +47,8 @@ def specs_of(reducers: Sequence[Statistic]) -> tuple[ArraySpec, ...]:
             unit=reducer.unit,
             formula=reducer.formula,
             reducer=repr(reducer),
-            labels=dict(getattr(reducer, "labels", {})),
-            positions=bool(getattr(reducer, "positions", False)),
+            labels=dict(reducer.labels),
+            positions=reducer.positions,
             settings=_plain_fields(reducer),
         )
         for reducer in reducers

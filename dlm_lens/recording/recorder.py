@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dlm_lens.attention import RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
+from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.layer_pass import on_canvas, reduce_layer
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
 from dlm_lens.recording.provenance import name_of, versions, words_of
-from dlm_lens.recording.query_classes import CanvasFacts
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, checked_reducers
 from dlm_lens.sampling import DenoisingRun, Sampler, StepObserver, StepPlan

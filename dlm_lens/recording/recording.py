@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.recording.arrays import ArraySpec
-from dlm_lens.recording.query_classes import CanvasFacts, QueryClass, checked_class
+from dlm_lens.recording.canvas_facts import CanvasFacts
+from dlm_lens.recording.query_classes import QueryClass, checked_class
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import StoredTokenizer
 

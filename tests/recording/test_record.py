@@ -18,6 +18,7 @@ from dlm_lens.recording import (
     Recorder,
     Recording,
     RecordingSet,
+    Reducer,
     RegionMass,
     ResidualNorm,
     TopKeys,
@@ -227,7 +228,7 @@ def test_layers_and_dtypes(tmp_path):
         assert bool((((a - b).abs() / b.abs())[normal] <= 2**-11).all()), name
 
 
-class TooLarge:
+class TooLarge(Reducer):
     name, unit, formula, reads = "large", "none", "1e5", ()
     dims = ("step", "batch", "layer")
 
@@ -413,7 +414,7 @@ def test_save_and_load(recorded, tmp_path):
     equal(lazy, recorded.select(step=3))
 
 
-class NoAxes:
+class NoAxes(Reducer):
     name, unit, formula, reads = "few", "none", "0", ()
     dims = ("step", "batch", "layer", "head")
 
@@ -431,11 +432,11 @@ def named(name, dims=("step", "batch", "layer"), reads=()):
     ("reducers", "sentence"),
     [
         ([], "no reducers given"),
-        ([ReceivedAttention], "is no reducer"),
+        ([ReceivedAttention], "is not a reducer"),
         (ReceivedAttention(), "give a list, such as"),
         ("received", "reducers is 'received'; give a list"),
-        ([ValueNorm(), ValueNorm("both")], "two reducers are called 'value_norm'"),
-        ([named("a b")], "no identifier"),
+        ([ValueNorm(), ValueNorm("both")], "two reducers have the name 'value_norm'"),
+        ([named("a b")], "not an identifier"),
         ([named("tokens")], "which a Recording has already"),
         ([named("x", ("batch", "layer", "key"))], "begin with step, batch, layer"),
         ([named("x", ("step", "batch", "layer", "key", "head"))], "the order is"),

@@ -35,8 +35,8 @@ from dlm_lens.recording import (
     record,
     record_forward,
 )
+from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.concatenation import joined
-from dlm_lens.recording.query_classes import CanvasFacts
 from dlm_lens.sampling import denoise
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, received_over_steps, trajectories
 from dlm_lens.testing import tiny

@@ -9,7 +9,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.probes import logit_lens, value_norms
-from dlm_lens.recording import CLASSES, KEY_REGIONS, ReceivedAttention, RegionMass, ValueNorm, record
+from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, ReceivedAttention, RegionMass, ValueNorm, record
 from dlm_lens.sampling import denoise
 from dlm_lens.sinks import (
     AboveMean,
@@ -214,7 +214,7 @@ def test_region_mass_is_the_mean_over_sequences_and_its_base_even_attention(reco
     mass = recording.region_mass[:, :, 1, 3].double()
     for axes, region in zip(figure.axes, KEY_REGIONS, strict=False):
         for name in ("masked", "prompt"):
-            wanted = mass[..., CLASSES.index(name), KEY_REGIONS.index(region)].nanmean(1)
+            wanted = mass[..., QUERY_CLASSES.index(name), KEY_REGIONS.index(region)].nanmean(1)
             np.testing.assert_allclose(line(axes, name)[:, 1], wanted.numpy(), rtol=1e-6)
         assert axes.get_title() == f"on {region}"
     run, even = recording.run, []

@@ -1,8 +1,10 @@
-"""What a reducer looks like, and what it is shown: one layer in one step."""
+"""`Reducer` and `PatternReducer`, the base classes of all statistics, and `LayerStep`, what they compute from."""
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,30 +12,35 @@ from torch import Tensor
 
 from dlm_lens.attention import AttentionInputs, RunStep
 from dlm_lens.printable import shown
-from dlm_lens.recording.query_classes import CLASSES, CanvasFacts, QueryClass
+from dlm_lens.recording.canvas_facts import CanvasFacts
+from dlm_lens.recording.query_classes import QUERY_CLASSES, QueryClass
 
-AXES = ("step", "batch", "layer", "head", "kv_head", "query", "key")
-"""Axes that a statistic may have, in this order; a reducer may add axes of its own behind them."""
+ARRAY_AXES = ("step", "batch", "layer", "head", "kv_head", "query", "key")
+"""Axes of a recorded array, in this order; axes of a reducer's own come after them."""
+
+KEY_DIMS = ("step", "batch", "layer", "head", "key")
+"""The axes of a number per head and key."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStep:
-    """One layer in one step, as a reducer sees it.
+    """One layer at one step: the tensors that a reducer computes its statistic from.
 
-    Rows are the prompts: of a guided forward the conditional half. Queries are the canvas's positions; keys are
-    the canvas's and, behind them, the model's learned sink tokens, wherever those stand in the network.
+    Rows are the prompts; of a guided forward pass the conditional half. Queries are the canvas positions; keys are
+    the canvas positions and, after them, the model's learned sink tokens, wherever the network has those.
 
     Args:
         index: of the layer.
-        inputs: rotated queries and keys, values, and who sees whom; `inputs.z` is what attention mixed, per head.
-        run: the run's step: tokens, masked, valid, prompt, block, ...
-        facts: the same as classes of queries, with the attention that they would spread evenly.
-        sums: r_j = sum_i A_ij by class of queries, those that a reducer declared.
-        regions: keys by name: prompt, masked, unmasked, block, sink (the learned sink tokens).
-        weight: W_O of every head, [head, d_head, d_model].
-        resid: the residual stream that enters the layer (declare "resid").
-        attn_out: what attention adds to it (declare "resid").
-        memory: what reducers keep from step to step of one run, for this layer.
+        inputs: rotated queries and keys, values, and which keys each query sees; `inputs.z` is the attention output
+            of every head, before W_O.
+        run: the step of the run: tokens, masked, valid, prompt, block, ...
+        facts: the classes of queries, and what keys receive under uniform attention.
+        sums: r_j = sum_i A_ij for each class of queries that a reducer reads.
+        regions: sets of keys by name: prompt, masked, unmasked, block, sink (the learned sink tokens).
+        weight: returns W_O of every head, [head, d_head, d_model].
+        resid: the residual stream that enters the layer, if a reducer reads "resid".
+        attn_out: the output of attention that is added to it, if a reducer reads "resid".
+        memory: a dict that reducers may keep tensors in, from step to step of one run, for this layer.
     """
 
     index: int
@@ -53,7 +60,7 @@ class LayerStep:
         """Received attention r_j of a class of queries, divided by e_j if relative; NaN where a key is undefined.
 
         Raises:
-            ValueError: no reducer declared that it reads this class.
+            ValueError: no reducer of the recording reads this class.
         """
         if queries not in self.sums:
             raise ValueError(f"received attention of {queries!r} queries: declare reads = ('received:{queries}',)")
@@ -68,11 +75,11 @@ class LayerStep:
         return few | ~self.facts.keys
 
     def only_keys(self, values: Float[Tensor, "batch *axes key"]) -> Float[Tensor, "batch *axes key"]:
-        """`values` with NaN at padding."""
+        """`values` with NaN at keys that are padding or, in an AR run, not written yet."""
         return _blank(values, ~self.facts.keys)
 
     def only_queries(self, values: Float[Tensor, "batch *axes query"]) -> Float[Tensor, "batch *axes query"]:
-        """`values` with NaN at the queries that are padding."""
+        """`values` with NaN at queries that are padding or, in an AR run, not written yet."""
         return _blank(values, ~self.facts.present)
 
 
@@ -82,82 +89,118 @@ def _blank(values: Tensor, where: Bool[Tensor, "batch position"]) -> Tensor:
     return values.masked_fill(where, torch.nan)
 
 
-class Statistic(Protocol):
-    """What a reducer says of itself.
+class Statistic:
+    """The attributes that `Reducer` and `PatternReducer` share; each has a default.
 
-    `name` is how a Recording calls it. `dims` begin with ("step", "batch", "layer"), which record adds and joins;
-    the tensor that the reducer returns has batch and the rest. Keys and queries are called "key" and "query", so
-    that a Recording can pad them. `unit` and `formula` are text. `reads` may hold "received:CLASS" for the column
-    sums of a class of queries and "resid" for the residual stream; queries, keys and values are always there.
+    A subclass overrides those that do not fit it, with a class attribute or a property.
     """
 
     @property
     def name(self) -> str:
-        """How a Recording calls the statistic."""
-        ...
+        """The attribute of a `Recording` that holds the array; the name of the class in snake_case."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The axes, step, batch and layer first."""
-        ...
+        """The axes of the array, in the order of `ARRAY_AXES`; one number per head and key.
+
+        They begin with "step", "batch", "layer"; the recording adds step and layer, the reducer returns the rest.
+        """
+        return KEY_DIMS
 
     @property
     def unit(self) -> str:
-        """The unit of the numbers."""
-        ...
+        """The unit of the numbers; none."""
+        return ""
 
     @property
     def formula(self) -> str:
-        """The formula, with its source."""
-        ...
+        """The formula, with its source; none."""
+        return ""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What it asks for."""
-        ...
+        """What is computed for the reducer beside queries, keys and values; nothing.
+
+        "received:CLASS" for the column sums of a class of queries, "resid" for the residual stream.
+        """
+        return ()
+
+    @property
+    def labels(self) -> Mapping[str, tuple[str, ...]]:
+        """Axis -> the names along it, for axes of the reducer's own; none."""
+        return {}
+
+    @property
+    def positions(self) -> bool:
+        """Whether the numbers are positions of keys, which change where prompts are padded; False."""
+        return False
+
+    @property
+    def parts(self) -> "tuple[AnyReducer, ...]":
+        """The reducers of one array each that are recorded; this one alone."""
+        assert isinstance(self, AnyReducer)
+        return (self,)
 
 
-@runtime_checkable
-class Reducer(Statistic, Protocol):
-    """A statistic of one layer in one step, from anything but the pattern: a small frozen value."""
+class Reducer(Statistic, ABC):
+    """A statistic of one layer at one step, computed without the attention pattern.
 
+    A subclass is a frozen dataclass whose fields are its settings; see docs/add-a-reducer.md.
+    """
+
+    @abstractmethod
     def reduce(self, layer: LayerStep) -> Tensor:
-        """The statistic, without the axes step and layer."""
-        ...
+        """The statistic: `dims` without step and layer."""
 
 
-@runtime_checkable
-class PatternReducer(Statistic, Protocol):
-    """A statistic that needs the pattern itself, which it sees in tiles of queries: a small frozen value."""
+class PatternReducer(Statistic, ABC):
+    """A statistic of one layer at one step that needs the attention pattern, which it gets in tiles of queries.
 
+    All pattern reducers of a recording share one pass over the tiles.
+    """
+
+    @abstractmethod
     def start(self, layer: LayerStep) -> Any:
         """The state before the first tile."""
-        ...
 
+    @abstractmethod
     def tile(self, state: Any, layer: LayerStep, rows: slice, pattern: Float[Tensor, "batch head tile key"]) -> Any:
-        """The state after the queries `rows`, whose attention is `pattern`, float32."""
-        ...
+        """The state after one more tile: `pattern` is the attention of the queries `rows`, in float32."""
 
+    @abstractmethod
     def finish(self, state: Any, layer: LayerStep) -> Tensor:
-        """The statistic, without the axes step and layer."""
-        ...
+        """The statistic: `dims` without step and layer."""
+
+
+class ReducerGroup(ABC):
+    """Several statistics that are recorded together, as `TopKeys` records positions and scores."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> "tuple[AnyReducer, ...]":
+        """The reducers, one per array."""
 
 
 AnyReducer = Reducer | PatternReducer
 
 
 def checked_reducers(reducers: Any) -> tuple[AnyReducer, ...]:
-    """The reducers one by one, those of several statistics taken apart (`parts`).
+    """The reducers of one array each, with groups replaced by their parts.
 
     Raises:
-        ValueError: something that is none, two of one name, or dims or reads that cannot be.
+        ValueError: an object that is not a reducer, two reducers of one name, or dims or reads that do not exist.
     """
     found: list[AnyReducer] = []
     if isinstance(reducers, str) or not isinstance(reducers, Iterable):
         raise ValueError(f"reducers is {shown(reducers)}; give a list, such as reducers=[ReceivedAttention()]")
     for reducer in reducers:
-        parts = None if isinstance(reducer, type) else getattr(reducer, "parts", None)
-        found += parts or (reducer,)
+        if not isinstance(reducer, Reducer | PatternReducer | ReducerGroup):
+            raise ValueError(
+                f"{shown(reducer)} is not a reducer; give one with its settings, such as ReceivedAttention(), or "
+                "an instance of a class derived from dlm_lens.recording.Reducer or PatternReducer"
+            )
+        found += reducer.parts
     if not found:
         raise ValueError("no reducers given; take some of dlm_lens.recording, such as ReceivedAttention()")
     for reducer in found:
@@ -165,29 +208,26 @@ def checked_reducers(reducers: Any) -> tuple[AnyReducer, ...]:
     names = [reducer.name for reducer in found]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two reducers are called {name!r}; a Recording finds a statistic by its name")
+            raise ValueError(f"two reducers have the name {name!r}; a Recording finds a statistic by its name")
     return tuple(found)
 
 
-def _check(reducer: Any) -> None:
-    if isinstance(reducer, type) or not isinstance(reducer, AnyReducer):
-        raise ValueError(
-            f"{shown(reducer)} is no reducer; give one with its settings, such as ReceivedAttention(), or an "
-            "object with name, dims, unit, formula, reads and either reduce(layer) or start, tile and finish"
-        )
+def _check(reducer: AnyReducer) -> None:
     if not str(reducer.name).isidentifier():
         raise ValueError(
-            f"the reducer's name {reducer.name!r} is no identifier; a Recording has it as an attribute"
+            f"the reducer's name {reducer.name!r} is not an identifier; a Recording has it as an attribute"
         )
     if tuple(reducer.dims[:3]) != ("step", "batch", "layer"):
         raise ValueError(f"{reducer.name} has dims {reducer.dims}; they begin with step, batch, layer")
-    order = [AXES.index(name) for name in reducer.dims if name in AXES]
+    order = [ARRAY_AXES.index(name) for name in reducer.dims if name in ARRAY_AXES]
     if order != sorted(set(order)) or len(set(reducer.dims)) < len(reducer.dims):
-        raise ValueError(f"{reducer.name} has dims {reducer.dims}; the order is {', '.join(AXES)}, then its own")
+        raise ValueError(
+            f"{reducer.name} has dims {reducer.dims}; the order is {', '.join(ARRAY_AXES)}, then its own"
+        )
     for read in reducer.reads:
         kind, _, queries = read.partition(":")
-        if read != "resid" and not (kind == "received" and queries in CLASSES):
+        if read != "resid" and not (kind == "received" and queries in QUERY_CLASSES):
             raise ValueError(
                 f"{reducer.name} reads {read!r}; it may read 'resid', and 'received:CLASS' for the classes "
-                f"{', '.join(CLASSES)}"
+                f"{', '.join(QUERY_CLASSES)}"
             )

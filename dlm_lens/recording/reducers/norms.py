@@ -1,4 +1,4 @@
-"""Norms: of values and keys, of the residual stream, of what attention mixes and adds."""
+"""Norms of values and keys, of the residual stream and its updates; massive activations."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -7,26 +7,37 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.recording.reducers.base import LayerStep
+from dlm_lens.recording.reducer_registry import ReducerEntry
+from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
+
+HEADS = ("each", "mean", "both")
+
+ENTRIES = (
+    ReducerEntry(name="value-norm", kind="ValueNorm", setting="heads", values=("each", "mean", "both")),
+    ReducerEntry(name="key-norm", kind="KeyNorm", setting="heads", values=("each", "mean", "both")),
+    ReducerEntry(name="residual-norm", kind="ResidualNorm"),
+    ReducerEntry(name="massive", kind="MassiveActivations"),
+    ReducerEntry(name="update-norm", kind="UpdateNorm"),
+)
 
 
 @dataclass(frozen=True)
-class _HeadNorms:
-    """Norms of keys or values in the forms asked for: one reducer per statistic."""
+class _HeadNorms(ReducerGroup):
+    """Norms of keys or values, per key head, averaged over query heads, or both."""
 
     heads: Literal["each", "mean", "both"] = "each"
 
     of: ClassVar[Literal["key", "value"]]
 
     def __post_init__(self) -> None:
-        if self.heads not in ("each", "mean", "both"):
+        if self.heads not in HEADS:
             raise ValueError(f"{type(self).__name__}(heads={self.heads!r}): it must be 'each', 'mean' or 'both'")
 
     @property
     def parts(self) -> "tuple[_HeadNorm, ...]":
-        """One reducer per statistic."""
-        wanted = {"each": (False,), "mean": (True,), "both": (False, True)}[self.heads]
-        return tuple(_HeadNorm(self.of, mean) for mean in wanted)
+        """The norm per key head, its mean, or both."""
+        means = {"each": (False,), "mean": (True,), "both": (False, True)}[self.heads]
+        return tuple(_HeadNorm(self.of, mean) for mean in means)
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class ValueNorm(_HeadNorms):
         heads: "each" for `value_norm` with an axis kv_head, "mean" for `value_norm_mean` without, "both".
 
     Raises:
-        ValueError: another word.
+        ValueError: another value of `heads`.
     """
 
     of = "value"
@@ -56,20 +67,18 @@ class KeyNorm(_HeadNorms):
         heads: "each" for `key_norm` with an axis kv_head, "mean" for `key_norm_mean` without, "both".
 
     Raises:
-        ValueError: another word.
+        ValueError: another value of `heads`.
     """
 
     of = "key"
 
 
 @dataclass(frozen=True)
-class _HeadNorm:
+class _HeadNorm(Reducer):
     """The norm of keys or values."""
 
     of: Literal["key", "value"]
     mean: bool
-
-    reads: ClassVar[tuple[str, ...]] = ()
 
     @property
     def name(self) -> str:
@@ -98,7 +107,7 @@ class _HeadNorm:
 
 
 @dataclass(frozen=True)
-class ResidualNorm:
+class ResidualNorm(Reducer):
     """L2 norm of the residual stream that enters each layer, ||h_j||_2, at every position."""
 
     name = "residual_norm"
@@ -113,22 +122,22 @@ class ResidualNorm:
 
 
 @dataclass(frozen=True)
-class MassiveActivations:
+class MassiveActivations(ReducerGroup):
     """Massive activations of the residual stream that enters each layer (2402.17762, section 2).
 
-    `max_activation` is max_d |h_jd| at every position; `median_activation` the (lower) median of |h| over content
-    positions and features, which a massive one exceeds about 1,000 times. Learned sink tokens have a max, but are
-    not in the median.
+    `max_activation` is max_d |h_jd| at every position. `median_activation` is the (lower) median of |h| over
+    content positions and features; a massive activation is about 1,000 times larger. Learned sink tokens have a
+    maximum but are not in the median.
     """
 
     @property
     def parts(self) -> "tuple[_MaxActivation, _MedianActivation]":
-        """The largest one and the median."""
+        """The maximum and the median."""
         return _MaxActivation(), _MedianActivation()
 
 
 @dataclass(frozen=True)
-class _MaxActivation:
+class _MaxActivation(Reducer):
     name = "max_activation"
     dims = ("step", "batch", "layer", "key")
     unit = "residual stream"
@@ -140,7 +149,7 @@ class _MaxActivation:
 
 
 @dataclass(frozen=True)
-class _MedianActivation:
+class _MedianActivation(Reducer):
     name = "median_activation"
     dims = ("step", "batch", "layer")
     unit = "residual stream"
@@ -150,65 +159,68 @@ class _MedianActivation:
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch"]:
         present = layer.facts.present
         size = _stream(layer)[:, : present.shape[1]].abs().float()
-        # Without a boolean index, whose result has a size that a GPU would be waited for.
+        # Not a boolean index: the CPU would wait for the GPU to learn the size of its result.
         median = size.masked_fill(~present[..., None], torch.nan).flatten(1).nanmedian(-1).values
         return median.masked_fill((size.isnan() & present[..., None]).flatten(1).any(-1), torch.nan)
 
 
 @dataclass(frozen=True)
-class UpdateNorm:
-    """How large an update attention makes at every position of the canvas: three norms.
+class UpdateNorm(ReducerGroup):
+    """The norm of the update that attention makes at every canvas position: three statistics.
 
-    `mixed_norm` ||o_i^m|| of what a head mixes (2601.19657, Eq. 20, whose bound is sum_j A_ij ||v_j||),
-    `update_norm` ||z_i|| of what all heads together add (Eq. 21), `updated_norm` ||h_i + z_i|| of the stream behind
-    attention (Eq. 22). With gated attention o_i is what is mixed, before the gate. Hooks have acted: o_i is what
-    those at "z" left, z_i what those at "attn_out" left.
+    `mixed_norm` is ||o_i^m||, o_i^m = sum_j A_ij^m v_j (2601.19657, Eq. 20; at most sum_j A_ij ||v_j||).
+    `update_norm` is ||z_i||, the update of all heads together (Eq. 21). `updated_norm` is ||h_i + z_i||, the
+    residual stream after attention (Eq. 22). With gated attention o_i is taken before the gate. Hooks at "z" and
+    "attn_out" are applied first.
     """
 
     @property
     def parts(self) -> "tuple[_MixedNorm, _StreamNorm, _StreamNorm]":
-        """The three."""
+        """The norms of the mixed values, of the update, and of the stream after it."""
         return _MixedNorm(), _StreamNorm("update_norm"), _StreamNorm("updated_norm")
 
 
 @dataclass(frozen=True)
-class _MixedNorm:
+class _MixedNorm(Reducer):
     name = "mixed_norm"
     dims = ("step", "batch", "layer", "head", "query")
     unit = "norm of a value"
     formula = "||o_i^m||_2 (2601.19657, Eq. 20)"
-    reads: ClassVar[tuple[str, ...]] = ()
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query"]:
         if layer.inputs.z is None:
-            raise ValueError("UpdateNorm needs what attention mixed (z), which this host does not show")
+            raise ValueError("UpdateNorm needs the attention output per head (z), which this recorder lacks")
         return layer.only_queries(layer.inputs.z.norm(dim=-1, dtype=torch.float32).transpose(1, 2))
 
 
 @dataclass(frozen=True)
-class _StreamNorm:
-    name: str
+class _StreamNorm(Reducer):
+    kind: Literal["update_norm", "updated_norm"]
 
     dims = ("step", "batch", "layer", "query")
     unit = "norm of the residual stream"
     reads = ("resid",)
 
     @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
     def formula(self) -> str:
-        if self.name == "update_norm":
+        if self.kind == "update_norm":
             return "||z_i||_2 (2601.19657, Eq. 21)"
         return "||h_i + z_i||_2 (2601.19657, Eq. 22)"
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch query"]:
         if layer.attn_out is None:
-            raise ValueError("UpdateNorm needs the output of attention, which this host does not show")
+            raise ValueError("UpdateNorm needs the output of attention, which this recorder lacks")
         added = layer.attn_out
-        vector = added if self.name == "update_norm" else _stream(layer) + added
+        vector = added if self.kind == "update_norm" else _stream(layer) + added
         positions = layer.facts.present.shape[1]
         return layer.only_queries(vector[:, :positions].norm(dim=-1, dtype=torch.float32))
 
 
 def _stream(layer: LayerStep) -> Float[Tensor, "batch key d_model"]:
     if layer.resid is None:
-        raise ValueError("this reducer reads the residual stream, which this host does not show")
+        raise ValueError("this reducer reads the residual stream, which this recorder lacks")
     return layer.resid

@@ -1,22 +1,28 @@
-"""Statistics that need the pattern itself, tile by tile: its entropy, and its mass between regions."""
+"""Statistics of the attention pattern: its entropy, its mass between regions, and the pattern itself."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.recording.query_classes import CLASSES
-from dlm_lens.recording.reducers.base import LayerStep
+from dlm_lens.recording.query_classes import QUERY_CLASSES
+from dlm_lens.recording.reducer_registry import ReducerEntry
+from dlm_lens.recording.reducers.base import LayerStep, PatternReducer
+
+ENTRIES = (
+    ReducerEntry(name="entropy", kind="AttentionEntropy"),
+    ReducerEntry(name="region-mass", kind="RegionMass"),
+)
 
 KEY_REGIONS = ("prompt", "masked", "unmasked", "block", "sink", "self", "past", "future")
-"""Where attention goes. The first five are sets of keys, which may overlap; self, past, future and the learned sink
-tokens together are everything."""
+"""Regions of keys. The first five are sets of keys, which may overlap. Self, past, future and the learned sink
+tokens together are all keys."""
 
 
 @dataclass(frozen=True)
-class AttentionPattern:
+class AttentionPattern(PatternReducer):
     """The pattern A itself, for a few steps and layers: [step, batch, layer, head, query, key] takes much memory.
 
     Queries are canvas positions; keys are canvas positions and, after them, the learned sink tokens.
@@ -26,7 +32,6 @@ class AttentionPattern:
     dims = ("step", "batch", "layer", "head", "query", "key")
     unit = "share of attention"
     formula = "A_ij"
-    reads: ClassVar[tuple[str, ...]] = ()
 
     def start(self, layer: LayerStep) -> list[Tensor]:
         """No tile yet."""
@@ -43,7 +48,7 @@ class AttentionPattern:
 
 
 @dataclass(frozen=True)
-class AttentionEntropy:
+class AttentionEntropy(PatternReducer):
     """Entropy of every query's attention, H_i = -sum_j A_ij ln A_ij, in nats.
 
     From 0 (one key) to ln n (even attention over n visible keys).
@@ -53,36 +58,36 @@ class AttentionEntropy:
     dims = ("step", "batch", "layer", "head", "query")
     unit = "nats"
     formula = "-sum_j A_ij ln A_ij"
-    reads: ClassVar[tuple[str, ...]] = ()
 
     def start(self, layer: LayerStep) -> list[Tensor]:
-        """Nothing yet."""
+        """No tile yet."""
         return []
 
     def tile(self, state: list[Tensor], layer: LayerStep, rows: slice, pattern: Tensor) -> list[Tensor]:
-        """With the entropies of some more queries."""
+        """One more tile of entropies."""
         return [*state, torch.special.entr(pattern).sum(-1)]
 
     def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head query"]:
-        """All of them, NaN at padding."""
+        """The entropy of every query, NaN at padding."""
         return layer.only_queries(torch.cat(state, -1))
 
 
 @dataclass(frozen=True)
-class RegionMass:
-    """Which share of its attention a query of one region puts on each region of keys, per head.
+class RegionMass(PatternReducer):
+    """The share of attention that queries of one class give to each region of keys, per head.
 
     m_cR = 1 / n_c sum_{i in c} sum_{j in R} A_ij, from 0 to 1, for the query classes all, masked, unmasked, prompt
-    and block, and the keys prompt, masked, unmasked, block, sink, self (the query's own position: the diagonal of
-    2510.15731, Figure 4b), past and future (in front of it and behind it). NaN where a class has no queries.
+    and block, and the key regions prompt, masked, unmasked, block, sink, self (the query's own position: the
+    diagonal of 2510.15731, Figure 4b), past and future (keys before and after it). NaN where a class has no
+    queries.
 
     Args:
-        sinks: a detector of `dlm_lens.sinks`, or anything with detect(scores [batch, head, key]) -> bool, whose
-            sinks of all queries, relative to uniform, are the region "sink" beside the learned sink tokens; None
-            for those alone.
+        sinks: a detector of `dlm_lens.sinks`, or an object with detect(scores [batch, head, key]) -> bool. Its
+            sinks (all queries, relative to uniform) join the learned sink tokens in the region "sink"; None for
+            the learned ones alone.
 
     Raises:
-        ValueError: something without detect.
+        ValueError: an object without detect.
     """
 
     sinks: Any = field(default=None)
@@ -91,8 +96,12 @@ class RegionMass:
     dims = ("step", "batch", "layer", "head", "query_region", "key_region")
     unit = "share of attention"
     formula = "1/n_c sum_{i in c} sum_{j in R} A_ij (2510.15731, Figure 4b: self)"
-    labels: ClassVar[dict[str, tuple[str, ...]]] = {"query_region": CLASSES, "key_region": KEY_REGIONS}
-    reads = tuple(f"received:{name}" for name in CLASSES)
+    reads = tuple(f"received:{name}" for name in QUERY_CLASSES)
+
+    @property
+    def labels(self) -> dict[str, tuple[str, ...]]:
+        """The names of both regions."""
+        return {"query_region": QUERY_CLASSES, "key_region": KEY_REGIONS}
 
     def __post_init__(self) -> None:
         if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
@@ -101,21 +110,21 @@ class RegionMass:
     def start(self, layer: LayerStep) -> Float[Tensor, "relation batch head klass"]:
         """No mass on self, past and future."""
         q = layer.inputs.q
-        return torch.zeros(3, *q.shape[:2], len(CLASSES), device=q.device)
+        return torch.zeros(3, *q.shape[:2], len(QUERY_CLASSES), device=q.device)
 
     def tile(self, state: Tensor, layer: LayerStep, rows: slice, pattern: Tensor) -> Tensor:
-        """With some more queries' mass; learned sink tokens have no place in front of or behind a query."""
+        """One more tile of queries; learned sink tokens are neither past nor future."""
         canvas = pattern[..., : layer.facts.present.shape[1]]
         own = canvas.diagonal(rows.start, -2, -1)
         past = canvas.tril(rows.start - 1).sum(-1)
         parts = torch.stack([own, past, canvas.sum(-1) - own - past])
-        classes = torch.stack([layer.facts.queries(name)[:, rows] for name in CLASSES], -1)
+        classes = torch.stack([layer.facts.queries(name)[:, rows] for name in QUERY_CLASSES], -1)
         return state + parts @ classes.float()
 
     def finish(self, state: Tensor, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
-        """The matrix of every head."""
+        """The matrix [query_region, key_region] of every head."""
         own, past, future = state
-        sums = torch.stack([layer.sums[name] for name in CLASSES], 2)
+        sums = torch.stack([layer.sums[name] for name in QUERY_CLASSES], 2)
         regions: dict[
             str,
             Bool[
@@ -129,6 +138,6 @@ class RegionMass:
             regions["sink"] = regions["sink"] | self.sinks.detect(layer.received("all", min_viewers=1))
         static = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()}
         found = {**static, "self": own, "past": past, "future": future}
-        counts = torch.stack([layer.facts.queries(name).sum(-1) for name in CLASSES], -1)[:, None, :, None]
+        counts = torch.stack([layer.facts.queries(name).sum(-1) for name in QUERY_CLASSES], -1)[:, None, :, None]
         mass = torch.stack([found[name] for name in KEY_REGIONS], -1)
         return (mass / counts).masked_fill(counts == 0, torch.nan)

@@ -1,4 +1,4 @@
-"""`ReceivedAttention` and what follows from it: how much a key writes, and the keys that receive most."""
+"""`ReceivedAttention` and statistics computed from it: the norm that a key writes, the keys that receive most."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +9,26 @@ from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS
 from dlm_lens.recording.query_classes import QueryClass, checked_class
-from dlm_lens.recording.reducers.base import LayerStep
+from dlm_lens.recording.reducer_registry import ReducerEntry
+from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
 
-KEYS = ("step", "batch", "layer", "head", "key")
+ENTRIES = (
+    ReducerEntry(name="received", kind="ReceivedAttention", setting="queries", values="query classes"),
+    ReducerEntry(name="weighted-value", kind="WeightedValue", setting="queries", values="query class"),
+    ReducerEntry(name="top-keys", kind="TopKeys", setting="k", values="count"),
+)
 
 
 @dataclass(frozen=True)
-class ReceivedAttention:
+class ReceivedAttention(Reducer):
     """Received attention of every key relative to uniform, score_j = r_j / e_j.
 
-    r_j = sum_i A_ij over a class of queries (2510.15731, section 4.1), e_j = sum_i M_ij / sum_k M_ik what key j
-    would get of even attention. 1 means as much as that; `Recording.received_sums` gives r_j back.
+    r_j = sum_i A_ij over a class of queries (2510.15731, section 4.1); e_j = sum_i M_ij / sum_k M_ik is r_j under
+    uniform attention, so that a score of 1 is uniform. `Recording.received_sums` gives r_j.
 
     Args:
         queries: "all", "masked", "unmasked", "prompt", "block", or several of them. All but "all" are recorded as
-            received_CLASS, each divided by its own e_j, so that sinks do not seem to die when the masks run out.
+            received_CLASS, each divided by its own e_j, so that scores do not fall only because the masks run out.
         min_viewers: a key that fewer queries of the class see is undefined (NaN).
 
     Raises:
@@ -33,7 +38,6 @@ class ReceivedAttention:
     queries: QueryClass | Sequence[QueryClass] = "all"
     min_viewers: int = MIN_VIEWERS
 
-    dims = KEYS
     unit = "relative to uniform"
 
     def __post_init__(self) -> None:
@@ -51,17 +55,17 @@ class ReceivedAttention:
 
     @property
     def name(self) -> str:
-        """received, or received_CLASS."""
+        """The array: received, or received_CLASS."""
         return "received" if self._classes[0] == "all" else f"received_{self._classes[0]}"
 
     @property
     def formula(self) -> str:
-        """With its source."""
+        """The formula, with its source."""
         return f"sum_i A_ij / e_j over {self._classes[0]} queries (2510.15731, section 4.1, relative to uniform)"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Column sums of its class."""
+        """The column sums of its class."""
         return (f"received:{self._classes[0]}",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
@@ -74,12 +78,12 @@ class ReceivedAttention:
 
 
 @dataclass(frozen=True)
-class WeightedValue:
-    """How much each key writes: r_j ||W_O v_j||, the attention it receives times what it puts into the stream.
+class WeightedValue(Reducer):
+    """The norm that each key writes: r_j ||W_O v_j||, its received attention times the norm of its projected value.
 
     The norm-based weight of 2004.10102 (section 3), summed over queries: sum_i A_ij ||W_O^h v_j^h||, in the units
-    of the residual stream. With gated attention it is what the key would write with an open gate. NaN at padding; 0
-    where no query of the class sees the key, which is a sum over none.
+    of the residual stream. With gated attention the gate is taken as open. NaN at padding; 0 where no query of the
+    class sees the key.
 
     Args:
         queries: which queries count.
@@ -90,7 +94,6 @@ class WeightedValue:
 
     queries: QueryClass = "all"
 
-    dims = KEYS
     unit = "norm of the residual stream"
     formula = "sum_i A_ij ||W_O v_j|| (2004.10102, section 3, summed over queries)"
 
@@ -99,12 +102,12 @@ class WeightedValue:
 
     @property
     def name(self) -> str:
-        """weighted_value, or weighted_value_CLASS."""
+        """The array: weighted_value, or weighted_value_CLASS."""
         return "weighted_value" if self.queries == "all" else f"weighted_value_{self.queries}"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Column sums of its class."""
+        """The column sums of its class."""
         return (f"received:{self.queries}",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
@@ -121,19 +124,19 @@ class WeightedValue:
 
 def _triangle(layer: LayerStep) -> Float[Tensor, "head d_head d_head"]:
     if layer.weight is None:
-        raise ValueError("WeightedValue needs the output projection, which this host does not show")
+        raise ValueError("WeightedValue needs the output projection, which this recorder lacks")
     return torch.linalg.qr(layer.weight().float().mT, mode="r").R
 
 
 @dataclass(frozen=True)
-class TopKeys:
-    """The k keys of every head that receive most, best first: `top_keys` are positions, `top_scores` scores.
+class TopKeys(ReducerGroup):
+    """The k keys of every head that receive most, in falling order: positions `top_keys`, scores `top_scores`.
 
-    Scores are relative to uniform. Learned sink tokens stand behind the canvas. Where fewer than k keys are
-    defined, the rest has position -1 and score NaN. Of equal scores the earlier key comes first.
+    Scores are relative to uniform. Learned sink tokens have the positions after the canvas. Where fewer than k keys
+    are defined, the rest has position -1 and score NaN. Of equal scores the earlier key comes first.
 
     Args:
-        k: how many.
+        k: the number of keys.
         queries: which queries count.
         min_viewers: a key that fewer queries of the class see is undefined.
 
@@ -157,8 +160,8 @@ class TopKeys:
 
 
 @dataclass(frozen=True)
-class _Top:
-    """One of the two."""
+class _Top(Reducer):
+    """The positions or the scores."""
 
     top: TopKeys
     kind: str
@@ -179,7 +182,7 @@ class _Top:
 
     @property
     def positions(self) -> bool:
-        """Its numbers are positions of keys, which move where recordings of unequal width are joined."""
+        """Whether the numbers are positions of keys, which change where recordings of unequal width are joined."""
         return self.kind == "top_keys"
 
     @property

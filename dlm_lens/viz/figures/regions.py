@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.recording import CLASSES, KEY_REGIONS, QueryClass, Recording
+from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.sinks.statistics import ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, note
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -66,8 +66,8 @@ def region_mass(
         raise ValueError(
             f"this recording has no region_mass; record with RegionMass(), it has {', '.join(recording.specs)}"
         )
-    if not queries or not set(queries) <= set(CLASSES):
-        raise ValueError(f"queries is {queries!r}; give some of {', '.join(CLASSES)}")
+    if not queries or not set(queries) <= set(QUERY_CLASSES):
+        raise ValueError(f"queries is {queries!r}; give some of {', '.join(QUERY_CLASSES)}")
     mass = _chosen(recording, layer, head)
     even, spec, ends = _even(recording), recording.specs["region_mass"], _ends(recording)
     figure = NotebookFigure(figsize=(9.6, 4.9), layout="constrained")
@@ -78,11 +78,11 @@ def region_mass(
                 recording.steps, even[region], color="0.55", linewidth=0.9, label="even attention", gid="even"
             )
         for name in queries:
-            _line(axes, recording.steps, mass[..., CLASSES.index(name), number], name)
+            _line(axes, recording.steps, mass[..., QUERY_CLASSES.index(name), number], name)
         axes.set_title(f"on {region}", fontsize=8)
         # From nothing to a little above the highest line, and never down to rounding errors.
         axes.set_ylim(0, max(1.06 * axes.dataLim.y1, 0.001))
-        _say_if_empty(axes, mass[..., [CLASSES.index(name) for name in queries], number], region)
+        _say_if_empty(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region)
         for step in ends:
             axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label="a sequence ends", gid="ends")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -99,7 +99,7 @@ def region_mass(
     level = f"level: head (layer {layer}, head {head})" if head is not None else f"mean over the heads of {where}"
     rows, left = len(recording.rows), int((recording.run.row_steps == len(recording.steps)).sum())
     some = f" ({left} to the end)" if ends else ""
-    absent = [name for name in queries if not bool(mass[..., CLASSES.index(name), :].isfinite().any())]
+    absent = [name for name in queries if not bool(mass[..., QUERY_CLASSES.index(name), :].isfinite().any())]
     sentences = [
         *([title] if title else []),
         "Attention by region of keys",

@@ -1,0 +1,137 @@
+"""`CanvasFacts`: classes of queries and the uniform expectation of every key, without a pattern."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dlm_lens.recording.query_classes import QueryClass
+
+
+@dataclass(frozen=True, eq=False)
+class CanvasFacts:
+    """Which positions of canvases are content, masked, answer and block, and from that the classes of queries.
+
+    Leading axes are any, such as step and batch.
+
+    Args:
+        valid: content (True) or padding (False).
+        masked: masked positions (in an AR run: not written yet).
+        answer: positions that were masked when the run began.
+        block: positions of the block that is being decoded.
+        causal: an AR run, in which positions that are not written yet are neither queries nor keys.
+        sinks: number of learned sink tokens: keys after the canvas positions; as queries they are not counted.
+        unpadded: the network takes padding for content (a quirk of a reference), so that padding is a key.
+        window: the sliding window w of the layer, in an AR run: query i sees the keys i - w + 1, ..., i; None if
+            the layer has none.
+
+    Raises:
+        ValueError: a window below 1, or in a run that is not causal.
+    """
+
+    valid: Bool[Tensor, "*run position"]
+    masked: Bool[Tensor, "*run position"]
+    answer: Bool[Tensor, "*run position"]
+    block: Bool[Tensor, "*run position"]
+    causal: bool = False
+    sinks: int = 0
+    unpadded: bool = False
+    window: int | None = None
+    _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal or self.sinks):
+            raise ValueError(
+                f"CanvasFacts(window={self.window}, causal={self.causal}, sinks={self.sinks}): a window is at "
+                "least 1, in a causal run without learned sink tokens"
+            )
+
+    @property
+    def present(self) -> Bool[Tensor, "*run position"]:
+        """Content that the network sees: all of it, or in an AR run the written positions."""
+        return self.valid & ~self.masked if self.causal else self.valid
+
+    @property
+    def prompt(self) -> Bool[Tensor, "*run position"]:
+        """Content that was not masked when the run began."""
+        return self.valid & ~self.answer
+
+    @property
+    def keys(self) -> Bool[Tensor, "*run key"]:
+        """Which keys are defined: the present canvas positions and, after them, the learned sink tokens."""
+        return self._beside_sinks(self.present)
+
+    def queries(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
+        """The queries of a class."""
+        return self._once("queries", name, self._queries)
+
+    def expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
+        """e_j = sum_i M_ij / sum_k M_ik over a class of queries: r_j under uniform attention.
+
+        Without causality every query gives 1 / n to each of the n visible keys, so that all have the same e_j.
+        """
+        return self._once("expected", name, self._expected)
+
+    def viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
+        """How many queries of a class see each key."""
+        return self._once("viewers", name, self._viewers)
+
+    def _once(self, kind: str, name: QueryClass, compute: Callable[[QueryClass], Tensor]) -> Tensor:
+        """Compute once: all layers of a step read the same."""
+        if (kind, name) not in self._computed:
+            self._computed[kind, name] = compute(name)
+        return self._computed[kind, name]
+
+    def _queries(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
+        chosen = {
+            "all": self.present,
+            "masked": self.masked,
+            "unmasked": ~self.masked,
+            "prompt": self.prompt,
+            "block": self.block,
+        }
+        return self.present & chosen[name]
+
+    def _expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
+        queries, seen = self.queries(name).float(), self._visible
+        if not self.causal:
+            each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
+            return self._beside_sinks(seen) * each
+        # Key j is seen by the queries i >= j; query i sees the keys up to i.
+        if self._whole:
+            each = queries / seen.cumsum(-1).clamp(min=1)
+            return each.flip(-1).cumsum(-1).flip(-1) * seen
+        # Differences of sums over long canvases: in float32 they would lose digits.
+        each = queries.double() / self._in_window(seen.long()).clamp(min=1)
+        even = self._in_window(each.flip(-1)).flip(-1)
+        return even.masked_fill(~seen | (self.viewers(name) == 0), 0.0).float()
+
+    def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
+        queries, seen = self.queries(name).float(), self._visible
+        if not self.causal:
+            return self._beside_sinks(seen) * queries.sum(-1, keepdim=True)
+        if self._whole:
+            return queries.flip(-1).cumsum(-1).flip(-1) * seen
+        return self._in_window(self.queries(name).long().flip(-1)).flip(-1).float() * seen
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the window, if there is one, holds the canvas."""
+        return self.window is None or self.window >= self.valid.shape[-1]
+
+    def _in_window(self, values: Tensor) -> Tensor:
+        """The sum of the values at i - w + 1, ..., i, for every i."""
+        sums = values.cumsum(-1)
+        earlier = torch.nn.functional.pad(sums, (self.window or 0, 0))[..., : sums.shape[-1]]
+        return sums - earlier
+
+    @property
+    def _visible(self) -> Bool[Tensor, "*run position"]:
+        return torch.ones_like(self.valid) if self.unpadded else self.present
+
+    def _beside_sinks(self, canvas: Bool[Tensor, "*run position"]) -> Bool[Tensor, "*run key"]:
+        if not self.sinks:
+            return canvas
+        return torch.cat([canvas, canvas.new_ones(*canvas.shape[:-1], self.sinks)], -1)
