@@ -1,7 +1,7 @@
 """The registry of reducers and the parser of their texts, such as "top-keys:5". Nothing here imports torch.
 
 A reducer is a class in a file of `reducers/` with a `ReducerEntry` beside it. The entries are read from the
-source of those files, which are imported only when a reducer is built: command lines are checked before torch loads.
+source of those files, which are imported only when a reducer is built: a command line is checked without torch.
 """
 
 import ast
@@ -105,7 +105,7 @@ def _registry() -> Mapping[str, ReducerEntry]:
         if entry.name in found:
             raise ValueError(f"two reducers are named {entry.name!r}: {found[entry.name].module}, {entry.module}")
         found[entry.name] = entry
-    return MappingProxyType(found)
+    return MappingProxyType(dict(sorted(found.items())))
 
 
 REDUCERS: Mapping[str, ReducerEntry] = _registry()
@@ -113,7 +113,8 @@ REDUCERS: Mapping[str, ReducerEntry] = _registry()
 
 REDUCERS_HELP = (
     "names separated by commas, such as received:all+masked,value-norm,top-keys:5; there are "
-    f"{', '.join(entry.usage for entry in REDUCERS.values())}. CLASS is a class of queries: {', '.join(QUERY_CLASSES)}"
+    f"{', '.join(entry.usage for entry in REDUCERS.values())}. CLASS is a class of queries: "
+    f"{', '.join(QUERY_CLASSES)}"
 )
 
 

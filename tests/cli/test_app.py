@@ -278,7 +278,7 @@ WRONG = [
     (["record", "toy", "--prompts", "p.jsonl", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "x"],
-        "--reducers 'x': there are received",
+        "--reducers 'x': there are entropy",
     ),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "received:x"],
@@ -305,7 +305,7 @@ WRONG = [
     (["eval", "--preset", "none"], "no preset is named 'none'"),
     (["eval", "./none", "--tasks", "toy_problems"], "none is no directory"),
     (["eval", "--tasks", "toy_problems", "--hooks", "mask_sink(1)"], "perhaps mask_sinks"),
-    (["eval", "--tasks", "toy_problems", "--record", "x", "--record-to", "o"], "--record 'x': there are received"),
+    (["eval", "--tasks", "toy_problems", "--record", "x", "--record-to", "o"], "--record 'x': there are entropy"),
     (["eval", "--tasks", "toy_problems", "--batch-size", "many"], "--batch-size is 'many'"),
     (["experiment", "none"], "no experiment is named 'none'"),
     (["experiment", "fig7-paths", "--models", "toy,./none"], "none is no directory"),
