@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.sinks import find_sinks, received_of
+from dlm_lens.sinks import AttentionShare, LowKeyNorm, MeanReceived, SoftSigmoid, find_sinks, received_of
 
 pytestmark = pytest.mark.browser
 
@@ -70,7 +70,8 @@ def of_page(page, rule, level, pane=0):
         dl.AboveMean: lambda: ("above-mean", rule.eps),
         dl.AboveStd: lambda: ("above-std", rule.k),
         dl.TopK: lambda: ("top-k", rule.k),
-    }[type(rule)]()
+        SoftSigmoid: lambda: ("soft-sigmoid", rule.alpha),
+    }.get(type(rule), lambda: (repr(rule), None))()
     lines = page.evaluate(FOUND, [pane, level, name, value])
     found = {tuple(line[:4]): (line[4], line[5]) for line in lines}
     assert len(found) == len(lines)
@@ -87,7 +88,9 @@ def until(page, condition, seconds=20):
 
 
 RULES = [*map(dl.AboveMean, (0.0, 0.1, 1.0, 2.0, 2.7182818, 3.0, 4.5, 8.0)), *map(dl.AboveStd, (0.3, 2.0, 3.3))]
-RULES += [dl.TopK(1), dl.TopK(5)]
+RULES += [dl.TopK(1), dl.TopK(5), SoftSigmoid(), SoftSigmoid(2.0)]
+# Those are computed in the page; these are stored with their default settings in every file.
+RULES += [AttentionShare(), MeanReceived()]
 
 
 @pytest.mark.parametrize("name", ["toy", "toy-sink", "toy-ar"])
@@ -101,6 +104,31 @@ def test_the_page_finds_what_find_sinks_finds(recordings, files, opened, name):
             assert of_page(page, rule, level) == expected, (rule, level)
             total += len(expected)
     assert total > 1000
+
+
+def test_stored_rules_are_chosen_in_the_page_and_say_what_they_are(opened, tmp_path):
+    reducers = [dl.ReceivedAttention(), dl.KeyNorm()]
+    recording = dl.record(dl.load("toy"), PROMPTS, reducers, steps=STEPS, gen_length=16)
+    rule = LowKeyNorm(0.9)
+    page = opened(dl.viz.report(recording, tmp_path / "low.html", detector=rule, row=1))
+    assert page.evaluate("document.getElementById('rule').value") == repr(rule)
+    options = page.evaluate("[...document.getElementById('rule').options].map((one) => one.value)")
+    assert options[:4] == ["above-mean", "above-std", "soft-sigmoid", "top-k"]
+    assert set(options[4:]) == {repr(rule), "AttentionShare(threshold=0.3)", "MeanReceived(threshold=0.3)"}
+    expected = of_python(recording, rule, "head")
+    assert of_page(page, rule, "head") == expected
+    assert len(expected) > 20
+    said = page.text("#limit")
+    assert "LowKeyNorm(below=0.9): norm of the key < below times the median norm" in said
+    assert "the page cannot change the setting of this rule" in said
+    assert "on the scale of the rule (key norm)" in said
+    assert not page.is_visible("#value")
+    page.select_option("#level", "layer")
+    assert "It has sinks at the level head only." in page.text("#limit")
+    assert page.text(".count").startswith("0 sinks")
+    page.select_option("#rule", "above-mean")
+    assert page.is_visible("#value")
+    assert "what find_sinks finds" in page.text("#limit")
 
 
 def test_a_cut_file_is_exact_from_its_limit_on_and_says_so(recordings, opened, tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "dlm_lens.cli.app",
+        "dlm_lens.cli",
         "eval",
         "toy",
         "--tasks",

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens.cli.app import app
-from dlm_lens.sinks import AttentionShare, Received, find_sinks, received_of
+from dlm_lens.recording import MassiveActivations
+from dlm_lens.sinks import AboveMedian, AttentionShare, LowKeyNorm, Received, find_sinks, received_of
 from dlm_lens.viz.reporting import report
 from dlm_lens.viz.reporting.data import Subject, content_of
 from dlm_lens.viz.reporting.packing import narrow, packed
@@ -292,12 +293,8 @@ def test_comparison_holds_two_with_their_names(recording, tmp_path):
     [
         ({"row": 2}, ValueError, "row 2 of 2"),
         ({"row": -1}, ValueError, "row -1 of 2"),
-        (
-            {"detector": AttentionShare(0.2)},
-            ValueError,
-            r"cannot apply AttentionShare\(threshold=0.2\); it has AboveMean",
-        ),
-        ({"detector": dl.AboveMean(0.5, literal=True)}, ValueError, "literal=True"),
+        ({"detector": "low-key-norm:0.7"}, ValueError, r"has no key_norm; record with KeyNorm\(\)"),
+        ({"detector": "loud"}, ValueError, "detector 'loud': there are above-mean"),
         ({"compare": "x"}, TypeError, "a report of a str; give a Recording"),
     ],
 )
@@ -308,9 +305,9 @@ def test_what_cannot_be_shown_is_said_before_a_file_is_there(recording, tmp_path
 
 
 def test_a_place_that_is_no_file_is_said_with_the_remedy(recording, tmp_path):
-    with pytest.raises(IsADirectoryError, match=r"is a directory; give the name of a file, such as .*report\.html"):
+    with pytest.raises(IsADirectoryError, match=r"is a directory; give the name of a file, such as .*file"):
         report(recording, tmp_path)
-    with pytest.raises(FileNotFoundError, match="nowhere is not there; make the directory first"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; make the directory first"):
         report(recording, tmp_path / "nowhere" / "r.html")
     assert list(tmp_path.iterdir()) == []
 
@@ -369,4 +366,47 @@ def test_the_command(recording, tmp_path):
     assert out.read_text().count('"label":"rec"') == 2
     wrong = CliRunner().invoke(app, ["report", str(saved), "--detector", "loud"])
     assert isinstance(wrong.exception, ValueError)
-    assert "'loud' is not one of above-mean, above-std, top-k" in str(wrong.exception)
+    assert "--detector 'loud': there are above-mean, above-std" in str(wrong.exception)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [AttentionShare(0.05), dl.AboveMean(0.03, literal=True), LowKeyNorm(0.9), AboveMedian(5.0, 0.0)],
+    ids=repr,
+)
+def test_a_rule_that_the_page_does_not_compute_is_stored_as_find_sinks_found_it(rule, tmp_path):
+    reducers = [dl.ReceivedAttention(), dl.KeyNorm(), MassiveActivations()]
+    source = dl.record(dl.load("toy"), PROMPTS, reducers, steps=6, gen_length=12)
+    path = report(source, tmp_path / "r.html", detector=rule, row=1)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), flags=re.DOTALL).group(1))
+    assert data["rule"] == {"name": repr(rule), "value": None}
+    (recorded,) = data["recordings"]
+    # Also the other rules of the registry that the page does not compute, with their default settings.
+    kinds = {stored["name"].split("(")[0] for stored in recorded["stored"]}
+    assert kinds >= {"AttentionShare", "MeanReceived", "AboveMedian", "LowKeyNorm"}
+    (stored,) = [one for one in recorded["stored"] if one["name"] == repr(rule)]
+    counts, keys, scores = (unpacked(stored[name]) for name in ("count", "key", "score"))
+    places = [place for place, count in enumerate(counts) for _ in range(count)]
+    shown = source.run.attention_mask[1].nonzero().flatten().tolist()
+    total = 0
+    for level in recorded["levels"]:
+        patterns = range(level["first"], level["first"] + level["layers"] * level["heads"])
+        found = {
+            (place // 6, place % 6, shown[key]): score
+            for place, key, score in zip(places, keys, scores, strict=True)
+            if place // 6 in patterns
+        }
+        if level["name"] not in stored["levels"]:
+            assert not found
+            continue
+        sinks = find_sinks(source, rule, level="head" if rule.reads_hidden_states else level["name"])
+        is_sink, values = (
+            t.flatten(2, -2)[:, 1] if t.ndim > 3 else t[:, 1, None] for t in (sinks.is_sink, sinks.scores)
+        )
+        wanted = {
+            (level["first"] + pattern, step, key): values[step, pattern, key].item()
+            for step, pattern, key in is_sink.nonzero().tolist()
+        }
+        assert found == wanted
+        total += len(found)
+    assert total > 20

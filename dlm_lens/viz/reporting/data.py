@@ -14,8 +14,9 @@ from dlm_lens.printable import printable
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks import AboveMean, AboveStd, Detector, Level, Received, TopK, received_of, trajectories
+from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
 from dlm_lens.viz.reporting.packing import narrow, packed
+from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
 from dlm_lens.viz.reporting.score_precision import LADDER, Rung, Scores
 
 logger = logging.getLogger(__name__)
@@ -38,14 +39,13 @@ LONGEST_LABEL = 90
 MOST = 2**28
 """Scores of one row that a browser can be asked to hold."""
 
-RULES = ("above-mean", "above-std", "top-k")
-
 
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A recording and its row that a report is about.
 
     Args:
+        source: what the sinks of stored rules are found in: the recording, or received attention, all rows.
         received: received attention of this row alone.
         run: the run, all rows.
         row: which of its rows.
@@ -57,6 +57,7 @@ class Subject:
         versions: of the packages that computed the scores.
     """
 
+    source: Recording | Received
     received: Received
     run: DenoisingRun
     row: int
@@ -91,6 +92,7 @@ class Subject:
         ran = int(run.row_steps[row])
         received, run = received.first_steps(ran), run.first_steps(ran)
         return cls(
+            source=source if isinstance(source, Recording) else source[0],
             received=received.part(rows=slice(row, row + 1)),
             run=run,
             row=row,
@@ -121,33 +123,22 @@ def _check(received: Received, run: DenoisingRun, row: int) -> None:
         )
 
 
-def rule_of(detector: Detector) -> dict[str, Any]:
-    """A detector as the page knows it.
-
-    Raises:
-        ValueError: one that the page does not have.
-    """
-    if isinstance(detector, AboveMean) and not detector.literal:
-        return {"name": "above-mean", "value": detector.eps}
-    if isinstance(detector, AboveStd):
-        return {"name": "above-std", "value": detector.k}
-    if isinstance(detector, TopK):
-        return {"name": "top-k", "value": detector.k}
-    raise ValueError(f"a report cannot apply {detector!r}; it has AboveMean(eps), AboveStd(k) and TopK(k)")
-
-
 def content_of(subject: Subject, budget: int = BUDGET, *, rule: Detector = START) -> dict[str, Any]:
-    """Everything that the page shows of a recording, ready for JSON; `rule` says which patterns move."""
+    """Everything that the page shows of a recording, ready for JSON; `rule` is the one with which it starts."""
     valid = subject.run.attention_mask[subject.row]
     shown = torch.cat([valid.nonzero().flatten(), len(valid) + torch.arange(subject.received.sinks)])
     levels, values = _patterns(subject.received, shown)
+    steps = len(subject.steps)
+    stored = stored_rules(subject.source, rule, levels, shown, row=subject.row, steps=steps, budget=budget)
+    size = sum(len(one[name]["data"]) for one in stored for name in ("count", "key", "score", "threshold"))
     return {
         **_facts(subject),
         **_canvas(subject, shown),
         "levels": levels,
-        "kinds": _kinds(subject.received, [level["name"] for level in levels], rule),
+        "kinds": kinds_of(subject.received, [level["name"] for level in levels], rule),
         "moved_by": repr(rule),
-        **_fitting(Scores(values), budget),
+        "stored": stored,
+        **_fitting(Scores(values), budget - size),
     }
 
 
@@ -181,12 +172,6 @@ def _prompt_text(subject: Subject) -> str:
     ids = run.tokens[row, : run.prompt_length][run.attention_mask[row, : run.prompt_length]].tolist()
     text = " ".join(subject.text_of(token) for token in ids)
     return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\u2026"
-
-
-def _kinds(received: Received, levels: list[Level], rule: Detector) -> str:
-    """A letter per pattern, in the order of `_patterns`: n(one), s(tatic), m(oving) or u(nsettled)."""
-    found = (trajectories(received, rule, level=level).kinds for level in levels)
-    return "".join(kind[0] for kinds in found for kind in kinds.flatten().tolist())
 
 
 def _shown(value: Any, row: int) -> str:

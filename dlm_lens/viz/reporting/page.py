@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dlm_lens.files.atomic_writes import write_file
+from dlm_lens.files.paths import check_file
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Detector
-from dlm_lens.viz.reporting.data import BUDGET, MOST_PROMPTS, START, Source, Subject, content_of, rule_of
+from dlm_lens.sinks.detectors.base import as_detector
+from dlm_lens.viz.reporting.data import BUDGET, MOST_PROMPTS, START, Source, Subject, content_of
+from dlm_lens.viz.reporting.rules import rule_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ def report(
     path: str | Path,
     *,
     compare: Source | None = None,
-    detector: Detector | None = None,
+    detector: Detector | str | None = None,
     row: int | None = None,
     title: str = "",
     labels: tuple[str, str] | None = None,
@@ -43,8 +46,10 @@ def report(
             tuple.
         path: the file to write; one of that name is replaced.
         compare: another one to show beside it, step by step.
-        detector: the rule that the page starts with, `AboveMean(eps)`, `AboveStd(k)` or `TopK(k)`; `AboveMean(3.0)`
-            by default.
+        detector: the rule with which the page starts, or its text, such as "attention-share:0.1";
+            `AboveMean(3.0)` by default. The page computes the sinks by `AboveMean(eps)`, `AboveStd(k)`,
+            `SoftSigmoid(alpha)` and `TopK(k)` for any setting. By other rules it holds the sinks that `find_sinks`
+            finds with the given or the default setting, where the recording has the statistic that the rule reads.
         row: which sequence of the batch; None for all, with a menu in the page, at most the first 16. They share
             the room of one, so that the file does not grow: of each fewer scores may be exact.
         title: heading of the page.
@@ -55,13 +60,13 @@ def report(
 
     Raises:
         TypeError: something else than a recording.
-        ValueError: a row or a detector that a report cannot show, or too many scores.
+        ValueError: a row that the run does not have, a statistic for `detector` that was not recorded, or too many
+            scores.
         IsADirectoryError: `path` is a directory.
         FileNotFoundError: its directory is not there.
     """
-    _check_place(Path(path))
-    rule = rule_of(START if detector is None else detector)
-    judged = START if detector is None else detector
+    check_file(Path(path))
+    rule = START if detector is None else as_detector(detector)
     sources = [source] if compare is None else [source, compare]
     rows = range(shown_rows(sources)) if row is None else [row]
     prompts = [[Subject.of(given, one) for given in sources] for one in rows]
@@ -69,10 +74,10 @@ def report(
     named = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
     data: dict[str, Any] = {
         "title": title or " and ".join(dict.fromkeys(named if compare is not None else [subjects[0].model])),
-        "rule": rule,
+        "rule": rule_of(rule),
     }
     room = BUDGET // len(prompts)
-    contents = [[content_of(subject, room, rule=judged) for subject in pair] for pair in prompts]
+    contents = [[content_of(subject, room, rule=rule) for subject in pair] for pair in prompts]
     first = [{"label": label, **content} for label, content in zip(named, contents[0], strict=False)]
     data |= {"recordings": first, "others": contents[1:]}
     return write_file(path, page_of(data))  # all or nothing: who opens it meanwhile sees the old one
@@ -127,10 +132,3 @@ def _part(name: str) -> str:
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode("ascii")).digest()
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"
-
-
-def _check_place(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory; give the name of a file, such as {path / 'report.html'}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is not there; make the directory first")

@@ -27,7 +27,7 @@ function paint() {
   control("step").value = state.step;
   control("step").setAttribute("aria-valuetext", whereWords());
   control("where").textContent = whereWords();
-  control("limit").textContent = limitWords(panes.map((pane) => pane.recorded), state.rule);
+  control("limit").textContent = limitWords(panes.map((pane) => pane.recorded), state.rule, state.level);
 }
 
 function whereWords() {
@@ -71,12 +71,25 @@ function play(on) {
   control("play").setAttribute("aria-pressed", String(on));
 }
 
+// A rule whose sinks are stored has no setting: its value is null.
+function takeStoredRule(name) {
+  state.rule = { name, value: null };
+  control("rule").value = name;
+  for (const id of ["setting", "value", "fine"]) control(id).parentElement.hidden = true;
+  paint();
+}
+
 function takeRule(name, value) {
+  if (!(name in RULES)) {
+    takeStoredRule(name);
+    return;
+  }
+  for (const id of ["setting", "value", "fine"]) control(id).parentElement.hidden = false;
   const whole = name === "top-k";
   const most = whole ? Math.max(...panes.map((pane) => pane.recorded.keys)) : Infinity;
   const safe = Number.isFinite(value) ? value : RULES[name].start;
-  state.rule = { name, value: whole ? Math.min(Math.max(Math.round(safe), 1), most) : Math.max(safe, 0) };
-  const range = { "above-mean": [0, 20], "above-std": [0, 10], "top-k": [1, Math.min(most, 32)] }[name];
+  state.rule = { name, value: whole ? Math.min(Math.max(Math.round(safe), 1), most) : Math.max(safe, name === "soft-sigmoid" ? 0.05 : 0) };
+  const range = [RULES[name].range[0], Math.min(most, RULES[name].range[1])];
   for (const id of ["value", "fine"]) {
     control(id).step = whole ? 1 : id === "value" ? "any" : 0.05;
     control(id).min = id === "fine" ? range[0] : whole ? 1 : 0;
@@ -116,7 +129,7 @@ function listen() {
   control("back").addEventListener("click", () => goStep(state.step - 1));
   control("forward").addEventListener("click", () => goStep(state.step + 1));
   control("play").addEventListener("click", () => play(state.timer === null));
-  control("rule").addEventListener("change", (event) => takeRule(event.target.value, RULES[event.target.value].start));
+  control("rule").addEventListener("change", (event) => takeRule(event.target.value, RULES[event.target.value]?.start ?? null));
   for (const id of ["value", "fine"]) {
     control(id).addEventListener("input", (event) => {
       if (event.target.value !== "") takeRule(state.rule.name, Number(event.target.value));
@@ -174,6 +187,14 @@ async function show(data, index) {
   return recordings;
 }
 
+// The computed rules, and the stored ones that every recording of the file has.
+function listRules(data) {
+  const all = data.prompts.flat().map((given) => given.stored.map((rule) => rule.name));
+  const stored = all[0].filter((name) => all.every((names) => names.includes(name)));
+  const options = Object.entries(RULES).map(([name, { label }]) => new Option(label, name));
+  control("rule").append(...options, ...stored.map((name) => new Option(name, name)));
+}
+
 function listPrompts(data) {
   control("prompts").hidden = data.prompts.length < 2;
   control("prompt").append(...data.prompts.map(([first], i) => new Option(`row ${first.row}: ${visible(first.prompt_text)}`, i)));
@@ -192,6 +213,7 @@ async function start() {
   control("title").append(make("bdi", "", data.title || "Attention sinks"));
   const recordings = await show(data, 0);
   listPrompts(data);
+  listRules(data);
   const names = recordings.map((recorded) => recorded.about.levels.map((level) => level.name));
   const shared = names[0].filter((name) => names.every((others) => others.includes(name)));
   if (!shared.length) throw new Error("the two recordings have no level in common");

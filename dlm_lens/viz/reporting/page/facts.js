@@ -18,9 +18,9 @@ function exactWords({ about }) {
   const { exact } = about;
   if (exact.all) return "All scores are in this file exactly (as recorded).";
   const limits = exact.limits;
-  return `The scores of the ${exact.fewest} strongest keys of every pattern and step, and of more where more are sinks, are ` +
-    `exact (${exact.scores.toLocaleString("en")} of ${exact.of.toLocaleString("en")}); every number in a table is one of them. ` +
-    `The others are known by their colour's bin only, with borders at ${about.edges.map(number).join(", ")}. ` +
+  return `The scores of at least the ${exact.fewest} strongest keys of every pattern and step are exact ` +
+    `(${exact.scores.toLocaleString("en")} of ${exact.of.toLocaleString("en")}); every number in a table is one of them. ` +
+    `Of the other scores the file holds the bin of their colour, with borders at ${about.edges.map(number).join(", ")}. ` +
     `All sinks are found from eps = ${limits["above-mean"]}, k = ${limits["above-std"]} standard deviations, and up to top ${limits["top-k"]}.`;
 }
 
@@ -51,12 +51,24 @@ function finalTokens(recorded) {
   return keys.map((key) => visible(recorded.word(recorded.steps, key))).join(" ");
 }
 
-// What to say below the controls when the rule asks for more than the file holds.
-function limitWords(recordings, rule) {
+// The sentence below the controls: the rule, and what of its sinks the file holds.
+function limitWords(recordings, rule, level) {
+  if (rule.value === null) return storedWords(recordings.map((recorded) => recorded.stored.get(rule.name)), level);
   const short = recordings.filter((recorded) => !findsAll(recorded, rule));
-  if (!short.length) return `${RULES[rule.name].words(rule.value)}. The page finds what find_sinks finds.`;
-  const limits = short.map((recorded) => recorded.about.exact.limits[rule.name]);
+  if (!short.length) return `${RULES[rule.name].formula(rule.value)}. The page finds what find_sinks finds.`;
+  const limits = short.map((recorded) => limitOf(recorded, rule));
   const [side, limit] = rule.name === "top-k" ? ["up to", Math.min(...limits)] : ["from", Math.max(...limits)];
-  return `${RULES[rule.name].words(rule.value)}. This file holds all sinks ${side} ${RULES[rule.name].setting} = ${limit}; ` +
-    "here only the strongest keys are listed, and counts are lower bounds. Main sinks are right.";
+  const setting = rule.name === "soft-sigmoid" ? RULES["above-std"].setting : RULES[rule.name].setting;
+  return `${RULES[rule.name].formula(rule.value)}. This file holds all sinks ${side} ${setting} = ${limit}; ` +
+    "at this setting only the strongest keys are listed, and counts are lower bounds. Main sinks are exact.";
+}
+
+function storedWords([{ name, formula, scale, levels }], level) {
+  const sentences = [
+    `${name}${formula ? `: ${formula}` : ""}.`,
+    "The sinks are those that find_sinks found when this file was written; the page cannot change the setting of this rule.",
+    `Scores of sinks are on the scale of the rule (${scale}); colours and the strongest keys show received attention.`,
+  ];
+  if (!levels.includes(level)) sentences.push(`It has sinks at the level ${levels.join(", ")} only.`);
+  return sentences.join(" ");
 }

@@ -21,13 +21,14 @@ function paintGrid(pane, state) {
   for (let layer = 0; layer < shape.layers; layer += 1) {
     for (let head = 0; head < shape.heads; head += 1) {
       const [main] = sinksOf(recorded, recorded.pattern(state.level, layer, head), step, state.rule);
+      const shade = (sink) => receivedScore(recorded, recorded.pattern(state.level, layer, head), step, sink, state.rule);
       const [x, y] = [GRID_LEFT + head * shape.width, GRID_TOP + layer * shape.height];
       pen.fillStyle = css("--blank");
-      if (main) pen.fillStyle = pane.gridColour.value === "score" ? colours(main.score).ground : POSITIONS[main.key % POSITIONS.length];
+      if (main) pen.fillStyle = pane.gridColour.value === "score" ? colours(shade(main)).ground : POSITIONS[main.key % POSITIONS.length];
       pen.fillRect(x + 0.5, y + 0.5, shape.width - 1, shape.height - 1);
       if (isMoving(recorded, recorded.pattern(state.level, layer, head))) paintMover(pen, x, y, shape);
       if (!main || shape.width < 20 || shape.height < 11) continue;
-      pen.fillStyle = pane.gridColour.value === "score" ? colours(main.score).ink : "#000";
+      pen.fillStyle = pane.gridColour.value === "score" ? colours(shade(main)).ink : "#000";
       pen.textAlign = "center";
       pen.fillText(shortPlace(recorded, main.key), x + shape.width / 2, y + shape.height / 2, shape.width - 2);
     }
@@ -45,7 +46,7 @@ function paintGrid(pane, state) {
   grid.setAttribute("aria-label", pane.root.querySelector(".chosen").textContent);
 }
 
-// Whether dl.trajectories calls the pattern moving, by the rule that the report was written with.
+// Whether dl.trajectories calls the pattern moving, by the rule with which the page starts.
 function isMoving(recorded, pattern) {
   return recorded.about.kinds[pattern] === "m";
 }
@@ -67,6 +68,7 @@ function paintMover(pen, x, y, { width, height }) {
 
 function moverWords(pane) {
   const { about } = pane.recorded;
+  if (!about.kinds) return "";
   const { first, layers, heads } = pane.size;
   const kinds = about.kinds.slice(first, first + layers * heads);
   const count = [...kinds].filter((kind) => kind === "m").length;

@@ -47,8 +47,8 @@ function paintPath(pane, state) {
   for (let step = 0; step < shape.steps; step += 1) {
     const sinks = sinksOf(pane.recorded, pane.pattern, step, state.rule);
     const [largest] = pane.recorded.strongest(pane.pattern, step);
-    for (const { key } of sinks.slice(1)) mark(pen, spot(step, key), radius * 0.45, true);
-    if (largest) mark(pen, spot(step, largest.key), radius, sinks.length > 0);
+    for (const { key } of sinks) if (key !== largest?.key) mark(pen, spot(step, key), radius * 0.45, true);
+    if (largest) mark(pen, spot(step, largest.key), radius, sinks.some(({ key }) => key === largest.key));
     if (sinks.length) places.set(sinks[0].key, (places.get(sinks[0].key) ?? 0) + 1);
   }
   paintPathAxes(pen, pane, shape, spot);
@@ -112,7 +112,7 @@ function paintStrongest(pane, state) {
   const sinks = new Map(sinksOf(recorded, pattern, step, state.rule).map((entry) => [entry.key, entry]));
   header(table, ["position", "token", "state", "score", "threshold", "sink"]);
   table.tBodies[0].replaceChildren(...recorded.strongest(pattern, step).slice(0, 16).map(({ key, score }) => {
-    const level = state.rule.name === "top-k" ? NaN : threshold(recorded, place, score, state.rule);
+    const level = state.rule.value === null || state.rule.name === "top-k" ? NaN : threshold(recorded, place, score, state.rule);
     const line = row(recorded.place(key), tokenAt(pane, key), stateOf(pane, key), scored(score), scored(level), sinks.has(key) ? "yes" : "");
     line.dataset.key = key;
     return line;

@@ -1,9 +1,25 @@
-// The detectors, number for number those of dlm_lens.sinks: float64 arithmetic, a float32 threshold.
+// The detectors. Those of RULES are computed here, number for number as in dlm_lens.sinks: float64 arithmetic, a float32
+// threshold. Sinks by other rules are stored in the file, as find_sinks found them (Recorded.stored).
+
+const STEEPNESS = 2; // SoftSigmoid's default k, in standard deviations
 
 const RULES = {
-  "above-mean": { setting: "eps", start: 3, words: (v) => `AboveMean(eps=${v}): score > mean of the others + ${v}` },
-  "above-std": { setting: "k", start: 3, words: (v) => `AboveStd(k=${v}): score > mean + ${v} standard deviations` },
-  "top-k": { setting: "k", start: 1, words: (v) => `TopK(k=${v}): the ${v} keys that receive most` },
+  "above-mean": {
+    label: "mean of the others + eps", setting: "eps", start: 3, range: [0, 20],
+    formula: (v) => `AboveMean(eps=${v}): score > mean of the others + ${v}`,
+  },
+  "above-std": {
+    label: "mean + k std", setting: "k", start: 3, range: [0, 10],
+    formula: (v) => `AboveStd(k=${v}): score > mean + ${v} standard deviations`,
+  },
+  "soft-sigmoid": {
+    label: "soft sigmoid", setting: "alpha", start: 5, range: [0.05, 20],
+    formula: (v) => `SoftSigmoid(alpha=${v}): sigmoid(${v} (score - mean - ${STEEPNESS} std)) > 0.5; alpha sets the slope of the weights, and changes no sink`,
+  },
+  "top-k": {
+    label: "top k", setting: "k", start: 1, range: [1, 32],
+    formula: (v) => `TopK(k=${v}): the ${v} keys with the highest scores`,
+  },
 };
 
 function threshold(recorded, place, score, rule) {
@@ -14,27 +30,44 @@ function threshold(recorded, place, score, rule) {
   }
   const mean = total[place] / defined[place];
   if (std[place] <= 1e-6 * Math.abs(mean)) return NaN;
-  return Math.fround(mean + rule.value * std[place]);
+  return Math.fround(mean + (rule.name === "soft-sigmoid" ? STEEPNESS : rule.value) * std[place]);
 }
 
-// The sinks of a pattern at a step, highest first: {key, score, threshold}.
+// The sinks of a pattern at a step, strongest first: {key, score, threshold}.
 function sinksOf(recorded, pattern, step, rule) {
+  const stored = recorded.stored.get(rule.name);
+  if (stored) return stored.at(pattern, step);
   const found = recorded.strongest(pattern, step);
   if (rule.name === "top-k") return found.slice(0, rule.value).map((entry) => ({ ...entry, threshold: NaN }));
   const place = pattern * recorded.steps + step;
   const sinks = [];
   for (const entry of found) {
     const level = threshold(recorded, place, entry.score, rule);
-    // Lower scores have higher thresholds: behind the first that fails, all fail.
+    // A lower score has a higher threshold, so that no key after the first that fails passes.
     if (!(entry.score > level)) break;
     sinks.push({ ...entry, threshold: level });
   }
   return sinks;
 }
 
-// Whether all sinks by this rule are among the exactly known keys of every pattern.
+// The setting from which on (for top-k: up to which) all sinks are among the exactly known keys; null for any setting.
+function limitOf(recorded, rule) {
+  const limits = recorded.about.exact.limits;
+  return limits[rule.name === "soft-sigmoid" ? "above-std" : rule.name];
+}
+
+// Whether all sinks by this rule are known.
 function findsAll(recorded, rule) {
-  const limit = recorded.about.exact.limits[rule.name];
+  if (recorded.stored.has(rule.name)) return true;
+  const limit = limitOf(recorded, rule);
   if (limit === null) return true;
-  return rule.name === "top-k" ? rule.value <= limit : rule.value >= limit;
+  if (rule.name === "top-k") return rule.value <= limit;
+  return (rule.name === "soft-sigmoid" ? STEEPNESS : rule.value) >= limit;
+}
+
+// The score that colours a sink: received attention, also where the rule reads something else.
+function receivedScore(recorded, pattern, step, sink, rule) {
+  if (!recorded.stored.has(rule.name)) return sink.score;
+  const bin = recorded.bin(pattern, step, sink.key);
+  return bin ? middle(bin) : 0;
 }

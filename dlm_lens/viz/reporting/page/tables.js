@@ -2,7 +2,7 @@
 
 const LINES = 24;
 
-// Every sink of the level at a step: {layer, head, key, score, threshold}, highest first.
+// Every sink of the level at a step: {layer, head, key, score, threshold}, strongest first.
 function sinksAt(recorded, levelName, step, rule) {
   const { layers, heads } = recorded.level(levelName);
   const found = [];
@@ -13,7 +13,8 @@ function sinksAt(recorded, levelName, step, rule) {
       }
     }
   }
-  return found.sort((a, b) => b.score - a.score || a.layer - b.layer || a.head - b.head || a.key - b.key);
+  const sign = recorded.stored.get(rule.name)?.low ? -1 : 1;
+  return found.sort((a, b) => sign * (b.score - a.score) || a.layer - b.layer || a.head - b.head || a.key - b.key);
 }
 
 function countSinks(pane, state) {
@@ -36,12 +37,12 @@ function paintSinks(pane, state) {
 
 function linesByKey(pane, table, unit) {
   const { recorded } = pane;
-  header(table, ["position", "token", "state", unit, "highest score", "in"]);
-  const highest = new Map();
-  for (const sink of pane.sinks) if (!highest.has(sink.key)) highest.set(sink.key, sink);
-  const keys = [...highest.keys()].sort((a, b) => pane.heads.get(b) - pane.heads.get(a) || a - b);
+  header(table, ["position", "token", "state", unit, "strongest score", "in"]);
+  const strongest = new Map();
+  for (const sink of pane.sinks) if (!strongest.has(sink.key)) strongest.set(sink.key, sink);
+  const keys = [...strongest.keys()].sort((a, b) => pane.heads.get(b) - pane.heads.get(a) || a - b);
   return keys.map((key) => () => {
-    const best = highest.get(key);
+    const best = strongest.get(key);
     const line = row(recorded.place(key), tokenAt(pane, key), stateOf(pane, key), String(pane.heads.get(key)), scored(best.score), go(pane, best));
     line.dataset.key = key;
     return line;

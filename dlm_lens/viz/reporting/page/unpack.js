@@ -1,4 +1,4 @@
-// The data of the page: from text to typed arrays, and a recording that can be asked.
+// The data of the page: from text to typed arrays, and the recording that they describe.
 
 const TYPES = { f8: Float64Array, f4: Float32Array, f2: Uint16Array, u4: Uint32Array, u2: Uint16Array, u1: Uint8Array };
 
@@ -41,6 +41,35 @@ async function unpacked(part) {
   return part.dtype === "f2" ? fromHalf(values) : values;
 }
 
+// Where the entries of each (pattern, step) begin, from their counts.
+function offsetsOf(count) {
+  const offsets = new Uint32Array(count.length + 1);
+  for (let i = 0; i < count.length; i += 1) offsets[i + 1] = offsets[i] + count[i];
+  return offsets;
+}
+
+// The sinks by one rule, as find_sinks found them when the report was written.
+class StoredRule {
+  static async from(data, steps) {
+    const rule = new StoredRule();
+    Object.assign(rule, { name: data.name, formula: data.formula, levels: data.levels, scale: data.scale, low: data.low, steps });
+    const parts = ["count", "key", "score", "threshold"];
+    const arrays = await Promise.all(parts.map((part) => unpacked(data[part])));
+    parts.forEach((part, i) => { rule[part] = arrays[i]; });
+    rule.offsets = offsetsOf(rule.count);
+    return rule;
+  }
+
+  at(pattern, step) {
+    const place = pattern * this.steps + step;
+    const found = [];
+    for (let i = this.offsets[place]; i < this.offsets[place + 1]; i += 1) {
+      found.push({ key: this.key[i], score: this.score[i], threshold: this.threshold[i] });
+    }
+    return found;
+  }
+}
+
 // One recording. A pattern is a head of a layer, the mean of a layer's heads, or the mean of all.
 class Recorded {
   static async from(data) {
@@ -54,8 +83,9 @@ class Recorded {
     given.steps = data.steps.length;
     given.keys = data.positions.length;
     given.words = data.words;
-    given.offsets = new Uint32Array(given.count.length + 1);
-    for (let i = 0; i < given.count.length; i += 1) given.offsets[i + 1] = given.offsets[i] + given.count[i];
+    given.offsets = offsetsOf(given.count);
+    const rules = await Promise.all(data.stored.map((rule) => StoredRule.from(rule, given.steps)));
+    given.stored = new Map(rules.map((rule) => [rule.name, rule]));
     return given;
   }
 
