@@ -1,4 +1,4 @@
-"""`region_flow`: which regions attention comes from and goes to, over the steps of a run."""
+"""`region_flow`: attention between regions of queries and of keys, over the steps of a run."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.probes.intervals import estimate, mean_of
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks.statistics import estimate, mean_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +20,8 @@ class RegionFlow:
         mass: mean over the queries of a region and over heads; NaN where a region has no queries.
         steps: index of each step in the run.
         layers: index of each layer in the model.
-        query_regions: names along the axis.
-        key_regions: names along the axis; those of keys overlap, except self, past, future and learned sinks.
+        query_regions: names of the regions of queries.
+        key_regions: names of the regions of keys; they overlap, except self, past, future and learned sinks.
         seed: of the intervals.
 
     Raises:
@@ -53,10 +53,10 @@ class RegionFlow:
         """One line per step and pair of regions: mean over layers and prompts, with its interval over prompts.
 
         Args:
-            layer: only this one.
+            layer: the only layer to average over; None for all.
 
         Raises:
-            ValueError: a layer that was not recorded.
+            ValueError: the layer was not recorded.
         """
         if layer is not None and layer not in self.layers:
             raise ValueError(f"layer {layer} was not recorded; there are {self.layers}")
@@ -77,7 +77,7 @@ class RegionFlow:
 
 
 def region_flow(recording: Recording, *, seed: int = 0) -> RegionFlow:
-    """Flow of attention between regions over the steps, out of a recording with RegionMass, mean over heads.
+    """Attention between regions at every step, from a recording with RegionMass; mean over heads.
 
     Raises:
         ValueError: RegionMass was not recorded.

@@ -1,4 +1,4 @@
-"""`logit_lens`: what the network would predict if it ended after a layer, at any step and position."""
+"""`logit_lens`: the residual stream of every layer as a distribution over tokens, at any step and position."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,52 +12,52 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance
-from dlm_lens.attention import Hook, SinkLayout, attention_blocks, exclusive
+from dlm_lens.attention import Hook, SinkLayout, attach_hooks, attention_blocks, exclusive
 from dlm_lens.printable import shown
-from dlm_lens.probes.intervals import estimate, mean_of, summed
-from dlm_lens.probes.lens_head import Head, StreamReader, change, numbers, reading
-from dlm_lens.probes.lens_positions import LensPositions, places_of
+from dlm_lens.probes.lens_positions import LensPositions, choose_positions
+from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.tuned_lens import TunedLens
+from dlm_lens.probes.unembedding import Unembedding, lens_change, lens_measures
 from dlm_lens.sampling import DenoisingRun, HookRunner, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.statistics import estimate_mean
 
 PER_LAYER = ("entropy", "kl", "rank")
 
 
 @dataclass(frozen=True, eq=False)
 class LogitLens:
-    """The lens at every entry, a position of a row at a step, in every layer; all on the CPU.
+    """The logit lens of every entry in every layer; an entry is a position of a row at a step. All on the CPU.
 
-    The stream at `position` is about the token at `predicts`: the same position, or the next one where the family
-    shifts its logits (Dream) and in an AR model.
+    The state at `position` predicts the token at `predicts`: the same position, or the next one in an AR model and
+    where the family shifts its logits (Dream).
 
     Args:
-        run: whose canvases were read.
-        layers: index of each layer in the model; the lens reads the stream behind it.
-        step: of each entry.
-        batch: its row.
-        position: on the canvas; learned sink tokens stand behind it.
-        predicts: the position that its prediction is about; -1 for none.
-        masked: whether the position itself is masked at the step.
-        predicted: whether the one that it predicts is; the loss has never trained the others. In an AR run: whether
-            it is the next one to be written.
-        sink: whether it is a sink in any of the layers; False for controls and other positions.
-        sink_layer: in which layers.
+        run: the run whose canvases were read.
+        layers: index of each layer in the model; the lens reads the layer's output.
+        step: step of each entry.
+        batch: row of each entry.
+        position: canvas position of each entry; learned sink tokens come after the canvas.
+        predicts: the position whose token it predicts; -1 for none.
+        masked: whether `position` is masked at the step.
+        predicted: whether `predicts` is masked at the step; the training loss covers these positions only. In an AR
+            run: whether `predicts` is the next token.
+        sink: whether the entry is a sink in any of the layers; False for controls and other positions.
+        sink_layer: the layers in which it is a sink.
         top_tokens: the likeliest tokens.
         top_probabilities: their probabilities.
         entropy: of the whole distribution, in nats.
-        kl: KL(model's own output || lens) at the same position, in nats; NaN where not predicted. 0 in the last
-            layer.
-        rank: how many tokens are likelier than the one that was finally written where it predicts; -1 where not
-            predicted or never written.
-        lens: "logit lens" or the tuned one.
-        hooks: the hooks that ran, as they print themselves; () for none.
+        kl: KL(model's output || lens) at the same position, in nats; NaN where not predicted. 0 in the last layer.
+        rank: how many tokens are likelier than the one that was finally decoded at `predicts`; -1 where not
+            predicted or never decoded.
+        lens: "logit lens", or the repr of the tuned lens.
+        hooks: reprs of the hooks that ran; () for none.
         hooked: the same entries with hooks; None without hooks.
-        change: KL(this || hooked) of what the lens says, in nats, at every entry; None without hooks.
-        seed: of intervals.
+        change: KL(this || hooked) of the lens's distributions, in nats, at every entry; None without hooks.
+        seed: of the intervals.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -96,17 +96,17 @@ class LogitLens:
         )
 
     def table(self, layer: int | None = None) -> pd.DataFrame:
-        """One line per entry and layer: where, what stands there, what was written, what the lens says.
+        """One line per entry and layer: its place and token, the token that was decoded, and the lens's measures.
 
         `position` and `predicts` count from the prompt's first token, `canvas_position` and `canvas_predicts` on
-        the canvas. `sink` is of this layer; `group` is "sink" for whatever is one in any of the layers, else
-        "other". A learned sink token has no position (NA).
+        the canvas. `sink` is of this layer; `group` is "sink" for an entry that is a sink in any of the layers,
+        else "other". A learned sink token has no position (NA).
 
         Args:
-            layer: only this one.
+            layer: the only layer to list; None for all.
 
         Raises:
-            ValueError: a layer that was not read.
+            ValueError: the layer was not read.
         """
         text = TokenTexts(self.run.tokenizer)
         canvas = self.run.tokens.shape[1]
@@ -135,11 +135,12 @@ class LogitLens:
         return table
 
     def summary(self) -> pd.DataFrame:
-        """Per layer, for sinks and others, masked and visible: means with their 95% intervals over prompts.
+        """Per layer, for sinks and others, masked and visible positions: means with 95% intervals over prompts.
 
-        `entropy` over all entries of the group; `kl` and `found`, the share whose likeliest token is the one that
-        was finally written, over the predicted ones; `change` with hooks. Compare sinks with others of the same
-        class: the loss never trained what visible positions say, and their numbers are no predictions.
+        `entropy` is over all entries of the group; `kl` and `found`, the share whose likeliest token is the one
+        that was finally decoded, are over the predicted ones; `change` exists with hooks. Compare sinks with
+        others of the same class: the training loss does not cover visible positions, so that their outputs are
+        no predictions.
         """
         first = self.rank.eq(0).double()
         measures: dict[str, tuple[Tensor, Tensor]] = {
@@ -164,13 +165,13 @@ class LogitLens:
         return pd.DataFrame(lines)
 
     def tokens(self) -> Int[Tensor, "entry"]:
-        """Id of the token that the step saw at each entry; -1 - i for learned sink token i."""
+        """Id of the token at each entry in the step's input; -1 - i for learned sink token i."""
         canvas = self.run.tokens.shape[1]
         seen = self.run.canvases[self.step, self.batch, self.position.clamp(max=canvas - 1)]
         return torch.where(self.position < canvas, seen, canvas - self.position - 1)
 
     def written(self) -> Int[Tensor, "entry"]:
-        """Id of the token that finally stands where each entry predicts; -1 where none does."""
+        """Id of the final token at `predicts`; -1 where there is none."""
         at = (self.batch, self.predicts.clamp(min=0))
         missing = (self.predicts < 0) | self.run.masked[-1][at]
         return self.run.tokens[at].masked_fill(missing, -1)
@@ -183,9 +184,8 @@ class LogitLens:
         return [self.layers.index(layer)]
 
     def _mean(self, name: str, values: Tensor, kept: Tensor) -> dict[str, float]:
-        pairs = torch.stack([values[kept].double(), torch.ones(int(kept.sum())).double()], -1)
-        e = estimate(summed(pairs, self.batch[kept], len(self.run.tokens)), mean_of, seed=self.seed)
-        return {name: e.value, f"{name}_low": e.low, f"{name}_high": e.high}
+        rows = len(self.run.tokens)
+        return estimate_mean(values[kept], self.batch[kept], rows, seed=self.seed).columns(name)
 
 
 @checked_arguments(
@@ -210,26 +210,25 @@ def logit_lens(
     """Read the residual stream of every layer as a distribution over tokens, at chosen positions of a run.
 
     softmax(W_U norm(h_l)) with the network's final norm ("logit lens", nostalgebraist 2020; named in 2510.15731,
-    section 7, for what sinks at future positions hold). Beside it: entropy, KL from the network's own output, and
-    the rank of the token that was finally written, the latter two only where the token is still masked, since the
-    loss never trained what a visible position says. Of a guided run the conditional half is read.
+    section 7, to read sinks at future positions). It also gives the entropy, the KL from the network's output and
+    the rank of the token that was finally decoded; the last two only where the token is still masked, because the
+    training loss does not cover visible positions. Of a guided run the conditional half is read.
 
-    Memory: the stream of the entries of one step in the chosen layers, and a few rows of logits at a time.
+    Memory: the states of the entries of one step in the chosen layers, and a few rows of logits at a time.
 
     Args:
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`.
-        positions: `Sinks` of this run: every step's sinks, those of any layer and head (where heads are many, find
-            them at level "layer" or "model"), each beside a control of its class. Or canvas positions, negative
-            from the end; learned sink tokens stand behind the canvas. Or which of them in each row, as True. None
-            for all.
+        positions: `Sinks` of this run: the sinks of every step in any layer and head (with many heads, find them at
+            level "layer" or "model"), each paired with a control of its class. Or canvas positions, negative from
+            the end; learned sink tokens come after the canvas. Or a boolean mask [batch, position]. None for all.
         steps: which steps, negative from the end; None for all.
         layers: which layers, negative from the end; None for all.
         top: how many tokens to name.
-        hooks: run the pass with these too, and say what they change.
+        hooks: interventions; the pass runs without and with them, and `change` compares the two.
         tuned: a tuned lens of this model instead of the plain one.
-        controls: beside the sinks as many positions of the same step, row and class (masked, visible) that are no
-            sinks, drawn with `seed`.
+        controls: also read as many positions that are no sinks, of the same step, row and class (masked, visible),
+            drawn with `seed`.
         seed: of controls and intervals.
         progress: show a progress bar.
 
@@ -245,7 +244,7 @@ def logit_lens(
         flags = name == "positions" and isinstance(value, Tensor) and value.dtype == torch.bool
         if value is not None and not flags and not isinstance(value, Sinks):
             INDICES.check(name, value)
-    stored, head = StoredRun(model, run), Head(model)
+    stored, head = StoredRun(model, run), Unembedding(model)
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
     wanted = list(chosen_indices("step", steps, run.steps))
     if not 1 <= top <= head.vocabulary:
@@ -253,10 +252,12 @@ def logit_lens(
     if tuned is not None:
         tuned.check(model)
     learned = SinkLayout.of(model).count
-    places = places_of(run, positions, wanted, chosen, learned, controls, seed)
+    places = choose_positions(run, positions, wanted, chosen, learned, controls, seed)
     entries = _Entries(stored, head, places, chosen, top, tuned)
     runner = stored.runner(hooks) if len(hooks) else None
-    found = [entries.at(step, runner) for step in tqdm(wanted, desc="reading", unit="step", disable=not progress)]
+    found = [
+        entries.at(step, runner) for step in tqdm(wanted, desc="logit lens", unit="step", disable=not progress)
+    ]
     joined = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     about: dict[str, Any] = {
         "run": stored.run,
@@ -279,7 +280,7 @@ class _Entries:
     def __init__(
         self,
         stored: StoredRun,
-        head: Head,
+        head: Unembedding,
         places: LensPositions,
         layers: tuple[int, ...],
         top: int,
@@ -291,22 +292,23 @@ class _Entries:
         self.shifted = stored.autoregressive or bool(getattr(stored.model.config, "logit_shift", False))
 
     def at(self, step: int, runner: HookRunner | None) -> dict[str, Tensor]:
-        """Every number of a step's entries, those with hooks under hooked_..., what they change under change."""
+        """All fields of a step's entries; those with hooks are called hooked_..., their KL is `change`."""
         place = self._places(step)
         written, predicted = place["written"], place["predicted"]
         plain = self._streams(step, place, None)
         given = (self.layers, written, predicted, self.top, self.translate)
-        found = numbers(self.head, plain, *given)
+        found = lens_measures(self.head, plain, *given)
         if runner is not None:
             hooked = self._streams(step, place, runner)
-            found |= {f"hooked_{name}": value for name, value in numbers(self.head, hooked, *given).items()}
-            found["change"] = change(self.head, plain, hooked, self.layers, self.translate)
+            measured = lens_measures(self.head, hooked, *given)
+            found |= {f"hooked_{name}": value for name, value in measured.items()}
+            found["change"] = lens_change(self.head, plain, hooked, self.layers, self.translate)
         return {name: value for name, value in place.items() if name != "written"} | found
 
     def _places(self, step: int) -> dict[str, Tensor]:
         run, places = self.stored.run, self.places
         canvas, length = run.tokens.shape[1], self.stored.length(step)
-        # An AR step sees the written prefix only; behind its end a row has nothing to read.
+        # An AR step has the prefix only; after its end a row has nothing to read.
         here = (places.step == step) & ((places.position < length) | (places.position >= canvas))
         here &= run.row_steps[places.batch] > step
         names = ("step", "batch", "position", "sink", "sink_layer")
@@ -321,14 +323,14 @@ class _Entries:
         return place | {"predicts": predicts, "masked": masked, "predicted": predicted, "written": written}
 
     def _streams(self, step: int, place: dict[str, Tensor], runner: HookRunner | None) -> list[Tensor]:
-        """The stream behind each layer, and behind the last one."""
+        """The output of each layer, and of the last one."""
         canvas, length = self.stored.run.tokens.shape[1], self.stored.length(step)
         position = torch.where(place["position"] < canvas, place["position"], place["position"] - canvas + length)
-        reader = StreamReader(self.layout, len(self.stored.run.tokens), place["batch"], position)
+        reader = EntryReader(self.layout, len(self.stored.run.tokens), place["batch"], position)
         layers = sorted({*self.layers, self.last})
         with nullcontext() if runner is None else runner:
             if runner is not None:
                 self.stored.enter(runner, step)
-            with reading(self.stored.model, reader, layers):
+            with attach_hooks(self.stored.model, reader, layers=layers):
                 self.stored.states(step)
         return [reader.streams[layer] for layer in layers]

@@ -1,4 +1,4 @@
-"""Which positions a lens reads: given ones, or sinks over their life with controls beside them."""
+"""The positions that a lens reads: given ones, or the sinks of every step with controls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class LensPositions:
     """Positions of a run, one entry each.
 
     Args:
-        step: of the entry.
-        batch: its row.
-        position: on the canvas; learned sink tokens stand behind it.
-        sink: False for a control, and for positions that are no sinks.
-        sink_layer: in which of the layers it is a sink, in any head.
+        step: step of each entry.
+        batch: row of each entry.
+        position: canvas position; learned sink tokens come after the canvas.
+        sink: whether it is a sink in any of the layers; False for a control.
+        sink_layer: the layers in which it is a sink, in any head.
     """
 
     step: Int[Tensor, "entry"]
@@ -30,7 +30,7 @@ class LensPositions:
     sink_layer: Bool[Tensor, "entry layer"]
 
 
-def places_of(
+def choose_positions(
     run: DenoisingRun,
     positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None,
     steps: Sequence[int],
@@ -39,10 +39,19 @@ def places_of(
     controls: bool,
     seed: int,
 ) -> LensPositions:
-    """The entries to read, in the order of steps, rows and positions; controls stand behind all sinks.
+    """The entries to read, in the order of steps, rows and positions; controls come after all sinks.
+
+    Args:
+        run: the run whose canvases are read.
+        positions: sinks, canvas positions, a mask of them, or None for all.
+        steps: the steps to read.
+        layers: the layers to read.
+        learned: how many learned sink tokens the model has.
+        controls: whether each sink is paired with a control.
+        seed: of the controls.
 
     Raises:
-        ValueError: a position that is not there, or sinks of another run.
+        ValueError: a position that does not exist, or sinks of another run.
     """
     if isinstance(positions, Sinks):
         return _of_sinks(run, positions, steps, layers, controls, seed)
@@ -69,10 +78,10 @@ def _given(
     layers: tuple[int, ...],
     keys: int,
 ) -> LensPositions:
-    """The positions of each row that are True."""
+    """The positions of a mask."""
     if positions.dtype != torch.bool or tuple(positions.shape) != (len(run.tokens), keys):
         raise ValueError(
-            f"positions is {positions.dtype} of shape {list(positions.shape)}; the run asks for True and False of "
+            f"positions is {positions.dtype} of shape {list(positions.shape)}; the run needs a mask of "
             f"shape {[len(run.tokens), keys]}, or for a list of positions"
         )
     wanted = (positions & _content(run, keys - run.tokens.shape[1])).expand(len(steps), *positions.shape)
@@ -85,7 +94,7 @@ def _of_sinks(
     if sinks.dims[:2] != ("step", "batch") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; a run of {run.steps} steps and "
-            f"{len(run.tokens)} rows asks for sinks of this run, found at every step"
+            f"{len(run.tokens)} rows needs sinks of this run, found at every step"
         )
     found = sinks.is_sink[list(steps)]
     if "head" in sinks.dims:
@@ -117,17 +126,17 @@ def _controls(
     steps: Sequence[int],
     seed: int,
 ) -> Bool[Tensor, "step batch key"]:
-    """As many positions that are a sink in no layer, masked and visible ones apart, at every step in every row."""
+    """Positions that are a sink in no layer: per step and row as many masked and as many visible ones as sinks."""
     canvas = run.tokens.shape[1]
     masked, chosen = run.masked[list(steps)], torch.zeros_like(found)
-    numbers = torch.rand(masked.shape, generator=torch.Generator().manual_seed(seed))
+    draws = torch.rand(masked.shape, generator=torch.Generator().manual_seed(seed))
     content = _content(run, 0).expand(masked.shape)
     if run.autoregressive:
         content, masked = content & ~masked, torch.zeros_like(masked)
     for kind in (masked, ~masked):
         count = (found[..., :canvas] & kind).sum(-1, keepdim=True)
         free = kind & content & ~anywhere[..., :canvas]
-        order = numbers.masked_fill(~free, -1.0).argsort(-1, descending=True)
+        order = draws.masked_fill(~free, -1.0).argsort(-1, descending=True)
         rank = torch.empty_like(order).scatter_(-1, order, torch.arange(canvas).expand_as(order))
         chosen[..., :canvas] |= free & (rank < count)
     return chosen

@@ -1,4 +1,4 @@
-"""`sink_mechanism`: mask the sinks and see which positions lose confidence and are unmasked later."""
+"""`sink_mechanism`: which positions lose confidence and are decoded later when the sinks are masked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,6 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.hooks import mask_random, mask_sinks
-from dlm_lens.probes.intervals import Estimate, Floats, difference_of, estimate, mean_of, summed
 from dlm_lens.probes.replays import replay
 from dlm_lens.probes.sink_mass import SinkMass
 from dlm_lens.probes.updates import spearman
@@ -21,27 +20,29 @@ from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
+from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, estimate_mean, mean_of, summed
 
 
 @dataclass(frozen=True, eq=False)
 class SinkMechanism:
-    """Where a position depended on sinks, does confidence fall and is it written later (2510.15731, section 5.2)?
+    """Do positions that attend to sinks lose confidence, and are they decoded later, when the sinks are masked?
 
-    A position's dependence is the share of its attention on sinks in the run without hooks, mean over layers and
-    heads. "Dependent" are the masked positions above the median of their step and row (for the order of writing:
-    of their row), the others are "others": the comparison is within a canvas.
+    2510.15731, section 5.2. A position's dependence is the share of its attention on sinks in the run without
+    hooks, mean over layers and heads. "Dependent" positions are the masked ones above the median of their step and
+    row (for
+    the decoding order: of their row), the others are "others": the comparison is within a canvas.
 
     Args:
-        run: without hooks.
+        run: the run without hooks.
         dependence: share of each query's attention that goes to sinks.
-        predicted: the masked positions.
-        confidence: with the sinks masked minus without, on the same canvas; NaN where not predicted.
+        predicted: the masked positions, which the step predicts.
+        confidence: confidence with the sinks masked minus without, on the same canvas; NaN where not predicted.
         confidence_control: the same with as many random columns masked, mean over the controls' seeds.
-        later: step at which a position was written with the sinks masked minus without, in a run of its own; NaN
+        later: step at which a position was decoded in a separate run with the sinks masked, minus without; NaN
             outside the answer.
         later_control: the same with random columns, mean over the seeds.
-        tokens_changed: final tokens that are others, with the sinks masked and with random columns (mean), per row.
-        rule: how the sinks were found.
+        tokens_changed: how many final tokens differ, with the sinks masked and with random columns (mean), per row.
+        rule: rule, scale and level of the sinks.
         controls: seeds of the random columns.
         seed: of the intervals.
 
@@ -72,24 +73,24 @@ class SinkMechanism:
     @property
     def dependent(self) -> Bool[Tensor, "step batch position"]:
         """Masked positions whose dependence is above the median of their step and row."""
-        return self.predicted & (self.dependence > _median(self.dependence, self.predicted))
+        return _above_median(self.dependence, self.predicted)
 
     @property
     def mean_dependence(self) -> Float[Tensor, "batch position"]:
-        """A position's dependence, mean over the steps at which it was masked; NaN where it never was."""
+        """Dependence of a position, mean over the steps at which it was masked; NaN where it never was."""
         return self.dependence.masked_fill(~self.predicted, torch.nan).nanmean(0)
 
     def table(self) -> pd.DataFrame:
-        """One line per measure, with sinks masked and with the control: dependent positions and others.
+        """Two lines per measure, with the sinks and with random columns masked: dependent positions and others.
 
-        Measures: "confidence" (change of the largest probability, same canvas) and "steps later" (order of writing,
-        runs of their own; its mean over an answer is near 0 because the number written per step is fixed).
-        `difference` is dependent minus others, `beyond` how much larger it is than with random columns masked;
+        Measures: "confidence" (change of the largest probability, same canvas) and "steps later" (decoding order,
+        separate runs; its mean over an answer is near 0 because the number decoded per step is fixed).
+        `difference` is dependent minus others, `beyond` its excess over the difference with random columns masked;
         `correlation` is Spearman's, of dependence and change within a canvas. Intervals draw prompts.
         """
         mean = self.mean_dependence
         answer = self.later.isfinite() & self.later_control.isfinite() & mean.isfinite()
-        late = answer & (mean > _median(mean, answer))
+        late = _above_median(mean, answer)
         parts = {
             "confidence": (
                 self.confidence,
@@ -107,7 +108,7 @@ class SinkMechanism:
             for masked, sums, values in (("sinks", both[0], sinks), ("random", both[1], control)):
                 rho = self._correlation(dependence, values, predicted)
                 lines.append({"measure": name, "masked": masked, **self._line(sums, rho)})
-            lines[-2] |= {"beyond": beyond.value, "beyond_low": beyond.low, "beyond_high": beyond.high}
+            lines[-2] |= beyond.columns("beyond")
         return pd.DataFrame(lines)
 
     def _line(self, sums: Floats, rho: Estimate) -> dict[str, float]:
@@ -119,7 +120,7 @@ class SinkMechanism:
             "correlation": rho,
         }
         for name, e in found.items():
-            line |= {name: e.value, f"{name}_low": e.low, f"{name}_high": e.high}
+            line |= e.columns(name)
         return line
 
     def _sums(self, values: Tensor, predicted: Tensor, dependent: Tensor) -> Floats:
@@ -134,16 +135,17 @@ class SinkMechanism:
 
     def _correlation(self, dependence: Tensor, values: Tensor, predicted: Tensor) -> Estimate:
         rho, defined = spearman(dependence, values, predicted & values.isfinite())
-        pairs = torch.stack([rho[defined], torch.ones(int(defined.sum())).double()], -1)
-        return estimate(summed(pairs, defined.nonzero()[:, 1], values.shape[1]), mean_of, seed=self.seed)
+        return estimate_mean(rho[defined], defined.nonzero()[:, 1], values.shape[1], seed=self.seed)
 
 
-def _median(values: Tensor, kept: Tensor) -> Float[Tensor, "*axes 1"]:
-    """Median over the last axis of those kept, of two the mean; NaN, above which nothing is, without any."""
-    return values.masked_fill(~kept, torch.nan).nanquantile(0.5, -1, keepdim=True)
+def _above_median(values: Float[Tensor, "*axes position"], kept: Tensor) -> Bool[Tensor, "*axes position"]:
+    """Which kept positions are above the median of the kept ones, along the last axis."""
+    median = values.masked_fill(~kept, torch.nan).nanquantile(0.5, -1, keepdim=True)
+    return kept & (values > median)
 
 
 def _beyond(sums: Floats) -> Floats:
+    """Difference with the sinks masked minus difference with random columns masked."""
     found: Floats = difference_of(sums[..., :4]) - difference_of(sums[..., 4:])
     return found
 
@@ -163,24 +165,24 @@ def sink_mechanism(
 
     "When a sink is masked, the model likely becomes less confident about those tokens that are highly affected by
     the sink, and therefore [does] not consider them for unmasking." Two questions: on the canvases of a run without
-    hooks, does masking its sinks lower the confidence of positions that attended to them more than of others? And
-    in a run of its own with sinks masked, are those positions written later? Each beside a control that masks as
-    many random columns (`mask_random`), from the same sampling seed.
+    hooks, does masking its sinks lower the confidence of the positions that attended to them more than of others?
+    And in a separate run with the sinks masked, are those positions decoded later? The control of both masks as
+    many random columns (`mask_random`), with the same sampling seed.
 
     Args:
         model: a DLM from `dlm_lens.load`.
         prompts: as for `dlm_lens.denoise`; intervals draw prompts, so give several.
-        detector: what a sink is; an attention detector.
-        per: "head", or "layer" for the head-mean pattern.
+        detector: the rule for sinks; it reads attention.
+        per: find sinks in every "head", or in the head-mean pattern of a "layer".
         controls: seeds of the random columns; the controls are averaged.
         seed: of the sampling.
         **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
 
     Raises:
-        ValueError: an AR model, whose order of writing is fixed, no control, another `per`, or no sink.
+        ValueError: an AR model, whose decoding order is fixed, no control, another `per`, or no sink.
     """
     if family_of(model.config.model_type).causal:
-        raise ValueError("an AR model writes from left to right whatever is masked; sink_mechanism takes a DLM")
+        raise ValueError("an AR model decodes from left to right whatever is masked; sink_mechanism takes a DLM")
     if per not in ("head", "layer") or not len(controls):
         raise ValueError(
             f"sink_mechanism(per={per!r}, controls={controls!r}): per is 'head' or 'layer', one control at least"

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from dlm_lens.arguments import ONE_SEED, checked_arguments
 from dlm_lens.printable import shown
-from dlm_lens.probes.intervals import Estimate, Floats, difference_of, estimate, mean_of, ratio_of, summed
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, mean_of, ratio_of, summed
 
 ValueMatch = Literal["any", "masked"]
 
 TIE = 1e-5
-"""Norms that differ by less, relatively, are equal: equal tokens have equal values in the first layer, up to a
-rounding that depends on where in a batch they stand."""
+"""Norms that differ by less than this, relatively, count as equal: equal tokens have equal values in the first
+layer, up to a rounding that depends on their row in the batch."""
 
 
 def shorter(one: Float[Tensor, "*places"], two: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
@@ -33,22 +33,23 @@ def shorter(one: Float[Tensor, "*places"], two: Float[Tensor, "*places"]) -> Flo
 
 @dataclass(frozen=True, eq=False)
 class ValueNorms:
-    """Norms of the values of sinks, each beside that of another token of the same prompt, step, layer and head.
+    """Norms of the values of sinks, each paired with another token of the same prompt, step, layer and head.
 
     Args:
-        sink: norm of every drawn sink's value.
-        other: norm of the token that stands beside it.
+        sink: norm of the value of each sampled sink.
+        other: norm of the value of the token that it is paired with.
         percentile: share of the other tokens of the same pattern whose value is shorter, ties by half: 0 for the
             shortest of all.
-        prompt: index of the row, whose tokens are drawn together in a bootstrap.
+        prompt: row of each pair; the bootstrap resamples rows.
         layer: index in the model.
-        rule: how the sinks were found.
-        formula: which norm this is.
-        match: what the other token shares beside its place: "any", nothing; "masked", masked as the sink or not.
-        found: how many sinks there were to draw from.
-        unmatched: how many sinks drawn had no other token to stand beside, and are left out.
+        rule: rule, scale and level of the sinks.
+        formula: formula of the norm.
+        match: what the paired token has in common with the sink besides its pattern: "any", nothing; "masked", it
+            is masked if and only if the sink is.
+        found: how many sinks there were to sample from.
+        unmatched: how many sampled sinks had no token to be paired with; they are left out.
         profile: one line per layer, over all sinks and all others: norms, and the share of attention.
-        seed: of the draw and of the intervals.
+        seed: of the sample and of the intervals.
 
     Raises:
         ValueError: the arrays have unequal lengths.
@@ -174,16 +175,17 @@ def value_norms(
     """Norms of the values of sinks, against matched other tokens (2601.19657, Figures 1 and 3).
 
     Sinks of the head level are judged by the value in their head, ||v_j^m||_2 (Eq. 15); sinks of the layer level
-    by r_j = 1/M sum_m ||v_j^m||_2 (Eq. 16). Each of up to `samples` sinks, drawn without replacement, stands beside
-    one other token of the same prompt, step, layer and head, drawn anew for each: a position of the canvas that is
-    no sink there. Intervals draw prompts, since the steps and heads of one are not independent.
+    by r_j = 1/M sum_m ||v_j^m||_2 (Eq. 16). Up to `samples` sinks are drawn without replacement; each is paired
+    with
+    one random token of the same prompt, step, layer and head: a canvas position that is no sink there. Intervals
+    resample prompts, since the steps and heads of one prompt are not independent.
 
     Args:
         recording: with ValueNorm, and for shares of attention with ReceivedAttention.
         sinks: as `find_sinks` found them in this recording; "learned" for the model's learned sink tokens.
         samples: pairs at most; the paper has 10,000.
-        match: "masked" for another token that is masked as the sink is, or written as it is.
-        seed: of the draw.
+        match: "masked" to pair masked sinks with masked tokens and decoded ones with decoded ones.
+        seed: of the sample.
 
     Raises:
         ValueError: norms that were not recorded, sinks of another recording or of the model's mean pattern, no sink
@@ -223,7 +225,7 @@ def value_norms(
 
 
 class _Norms:
-    """Norms by place, without a copy for every query head of a group."""
+    """Norms by pattern, without a copy for every query head of a group."""
 
     def __init__(self, values: Tensor, heads: tuple[int, ...] | None, query_heads: int) -> None:
         self.values = values
@@ -231,7 +233,7 @@ class _Norms:
         self.head = None if heads is None else torch.tensor(heads) // groups
 
     def at(self, places: Int[Tensor, "place axis"]) -> Float[Tensor, "place key"]:
-        """The norms of all keys of the patterns (step, batch, layer, head) at these places."""
+        """The norms of all keys of the patterns with these indices (step, batch, layer, head)."""
         step, row, layer = places[:, :3].unbind(-1)
         if self.head is None:
             return self.values[step, row, layer]
@@ -257,7 +259,7 @@ def _given(
         if tuple(sinks.is_sink.shape) != shape or sinks.layers != recording.layers:
             raise ValueError(
                 f"the sinks have shape {list(sinks.is_sink.shape)} {sinks.dims} and layers {sinks.layers}, the "
-                f"recording asks for {list(shape)} and {recording.layers}; find them in this recording, at level "
+                f"recording needs {list(shape)} and {recording.layers}; find them in this recording, at level "
                 "'head' or 'layer'"
             )
         return norms, sinks.is_sink, sinks.scores.isnan()
@@ -277,7 +279,7 @@ def _norms(recording: Recording, heads: tuple[int, ...] | None) -> _Norms:
         return _Norms(recording.value_norm, heads, recording.query_heads)
     if "value_norm_mean" in recording.specs:
         return _Norms(recording.value_norm_mean, None, recording.query_heads)
-    # Every key head serves as many query heads, so that the mean over groups is the mean over heads.
+    # All key heads have equally many query heads, so that the mean over key heads is the mean over heads.
     return _Norms(recording.value_norm.mean(3), None, recording.query_heads)
 
 
@@ -324,20 +326,20 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
                 mean_of,
                 seed=seed,
             )
-            line |= {f"norm_{name}": e.value, f"norm_{name}_low": e.low, f"norm_{name}_high": e.high}
+            line |= e.columns(f"norm_{name}")
         if received:
             scores = recording.arrays["received"][:, :, place].float()
             sums = (scores * recording.expected(layer=layer)[:, :, None]).nan_to_num()
             sums = sums.mean(2) if here.ndim == 3 else sums
             total = torch.ones_like(sums, dtype=torch.bool)
             e = estimate(torch.stack([_per_prompt(sums, here), _per_prompt(sums, total)], -1), mean_of, seed=seed)
-            line |= {"share": e.value, "share_low": e.low, "share_high": e.high}
+            line |= e.columns("share")
         lines.append(line)
     return pd.DataFrame(lines)
 
 
 def _per_prompt(values: Tensor, kept: Tensor) -> Float[Tensor, "batch"]:
-    """Sum over all but the rows, axis 1."""
+    """Sum over all axes but that of the rows, axis 1."""
     return (values.double() * kept).transpose(0, 1).flatten(1).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""`replay`: run hooks over the stored canvases of a run, so that their effect is not mixed with divergence."""
+"""`replay`: the effect of hooks on the stored canvases of a run, step by step, without the run diverging."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,8 @@ from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, chosen_indices
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats, Hook, SinkLayout, attention_blocks, checked, exclusive
-from dlm_lens.probes.residual_reader import ResidualReader, stacked_layers, watching
+from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_layers
+from dlm_lens.probes.unembedding import kl_divergence, token_rank
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
@@ -25,25 +26,25 @@ PER_POSITION = ("kl", "confidence", "confidence_hooked", "rank", "rank_hooked", 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A run's canvases with and without hooks, step by step; all on the CPU.
+    """The outputs of a model on a run's canvases with and without hooks, step by step; all on the CPU.
 
-    What is per position is about the positions that a step's logits predict, `predicted`: every masked one, in an
-    AR run the next one. Elsewhere numbers are NaN and ranks and tokens -1.
+    Quantities per position are defined at the positions that a step's logits predict, `predicted`: every masked
+    one, in an AR run the next one. Elsewhere numbers are NaN and ranks and tokens -1.
 
     Args:
-        run: whose canvases these are.
-        hooks: the hooks, as they print themselves.
-        predicted: which positions the step's logits predict.
-        kl: KL(plain || hooked) = sum_v p_v (ln p_v - ln q_v) of the next token at the position, in nats.
+        run: the run with the canvases.
+        hooks: reprs of the hooks.
+        predicted: the positions that the step's logits predict.
+        kl: KL(plain || hooked) = sum_v p_v (ln p_v - ln q_v) of the token at the position, in nats.
         confidence: largest probability of a token, without hooks ([MASK] not among them).
         confidence_hooked: the same with hooks.
-        rank: how many tokens are likelier than the one that was finally written, without hooks; 0 for the first.
+        rank: how many tokens are likelier than the one that was finally decoded, without hooks; 0 for the first.
         rank_hooked: the same with hooks.
         token: the likeliest token, without hooks.
         token_hooked: the same with hooks.
-        layers: indices of the layers watched.
-        residual_change: ||h' - h|| / ||h|| of what a layer leaves, with hooks h' and without h, mean over the
-            predicted positions (AR: of the position that predicts); NaN without any.
+        layers: indices of the compared layers.
+        residual_change: ||h' - h|| / ||h|| of a layer's output, with hooks h' and without h, mean over the
+            predicted positions (AR: at the position that predicts); NaN without any.
         residual_cosine: cosine of h' and h, likewise.
         received: received attention without hooks; None if it was not requested.
         received_hooked: with hooks, divided by the same e_j, so that both are on one scale; a hidden key has 0.
@@ -95,7 +96,7 @@ class Replay:
 
     @property
     def rank_change(self) -> Int[Tensor, "step batch position"]:
-        """Places that the finally written token falls by; 0 where nothing is predicted or was written."""
+        """How many ranks the finally decoded token falls; 0 where nothing is predicted or was decoded."""
         return self.rank_hooked - self.rank
 
     @property
@@ -105,15 +106,16 @@ class Replay:
 
     @property
     def repair(self) -> Float[Tensor, "step batch"]:
-        """1 - change behind the last watched layer / largest change behind any: 1 if later layers undo it all.
+        """1 - residual change of the last layer / largest residual change of any layer.
 
-        0 where the last layer has the largest change; NaN where nothing changed or nothing is predicted.
+        1 if the later layers undo all of it, 0 if the last layer has the largest change; NaN where nothing changed
+        or nothing is predicted.
         """
         peak = self.residual_change.amax(-1)
         return (1 - self.residual_change[..., -1] / peak).masked_fill(peak == 0, torch.nan)
 
     def table(self) -> pd.DataFrame:
-        """One line per step and position predicted, with its numbers and what was finally written there.
+        """One line per step and predicted position: its measures, and the token that was finally decoded there.
 
         `position` counts from the prompt's first token, `canvas_position` on the canvas.
         """
@@ -142,7 +144,7 @@ class Replay:
         """The positions that gained most attention under the hooks, mean over the steps in which they are defined.
 
         `plain` and `hooked` are relative to uniform (r_j / e_j with the e_j of the pass without hooks), `gain` is
-        their difference; a negative `top` asks for those that lost most. Each line is a position of one row and, by
+        their difference; a negative `top` lists those that lost most. Each line is a position of one row and, by
         `level`, of one layer and head, or of the mean pattern.
 
         Raises:
@@ -172,8 +174,7 @@ class Replay:
     def moved_mass(self) -> Float[Tensor, "step batch layer head"]:
         """Attention that changed its key, as a share of all: half of sum_j |r'_j - r_j| / sum_j r_j, 0 to 1.
 
-        With hooks behind the softmax, which take attention away without giving it to others, half of what is lost
-        counts.
+        Hooks after the softmax that remove attention without renormalising count with half of the removed mass.
 
         Raises:
             ValueError: attention was not requested.
@@ -182,9 +183,9 @@ class Replay:
         return (two - one).abs().nansum(-1) / 2 / one.nansum(-1).clamp(min=1e-30)
 
     def new_sinks(self, detector: Detector, level: Level = "head") -> Bool[Tensor, "step batch layer head key"]:
-        """Keys that the detector calls a sink with hooks and not without, at every step.
+        """Keys that are sinks by the detector with hooks and not without, at every step.
 
-        The keys are the canvas's and, behind them, the sink tokens; `level` merges heads (and layers) to size 1.
+        The keys are those of the canvas, then the learned sink tokens; `level` merges heads (and layers) to size 1.
 
         Raises:
             ValueError: attention was not requested, or an unknown level.
@@ -205,7 +206,7 @@ def _full(received: Received, detector: Detector, level: Level) -> Bool[Tensor, 
 
 
 ENTRIES_AT_ONCE = 2**22
-"""Logits in float64 at a time, 32 MiB each of a few."""
+"""Logits in float64 at a time: 32 MiB for each of a few tensors."""
 
 
 @checked_arguments()
@@ -222,23 +223,24 @@ def replay(
     min_viewers: int = MIN_VIEWERS,
     progress: bool = False,
 ) -> Replay:
-    """Run every canvas of a run with and without hooks and compare what the model says.
+    """Run the model on every canvas of a run with and without hooks, and compare the predictions.
 
-    The canvases stay as they were, so that step t shows what the hooks do at step t alone; `dlm_lens.compare` lets
-    the runs diverge. Hooks know the step and remember what they saw at the steps before, as in a run; guidance,
-    padding and Dream's logit shift are those of the run. An AR run is gone over prefix by prefix, without a cache.
+    The canvases are the stored ones at every step, so that step t shows the effect of the hooks at step t alone;
+    `dlm_lens.compare` lets the runs diverge. Hooks get the step and keep their state from step to step, as in a
+    run; guidance, padding and Dream's logit shift are those of the run. An AR run is replayed prefix by prefix,
+    without a cache.
 
     Each step takes two forward passes of the run's batch (a third for hooks that want clean statistics). Logits are
-    compared a few positions at a time. Memory beyond a pass: the residual stream of the predicted positions in
-    every watched layer, twice; and the result, [step, batch, layer, head, key] twice in float32.
+    compared a few positions at a time. Memory besides the pass: the residual stream of the predicted positions in
+    every compared layer, twice; and the result, [step, batch, layer, head, key] twice in float32.
 
     Args:
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`, with or without hooks.
         hooks: interventions (`dlm_lens.hooks`).
-        layers: the layers to watch, negative from the end; None for all. Hooks act wherever they say.
-        attention: take received attention too, in stream.
-        queries: which queries count for it: "all", or those whose position is "masked" at the step.
+        layers: the layers to compare, negative from the end; None for all. Hooks act in all of their own layers.
+        attention: compute received attention too, without storing patterns.
+        queries: the queries that count for it: "all", or those whose position is "masked" at the step.
         min_viewers: a key seen by fewer counted queries is undefined (NaN).
         progress: show a progress bar.
 
@@ -258,7 +260,7 @@ def replay(
         for name, value in passes.compared(step).items():
             found.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in found.items()}
-    numbers = {name: stacked[name] for name in ("predicted", *PER_POSITION, "residual_change", "residual_cosine")}
+    measures = {name: stacked[name] for name in ("predicted", *PER_POSITION, "residual_change", "residual_cosine")}
     plain, hooked = _received(stored, passes, stacked, queries, min_viewers) if attention else (None, None)
     return Replay(
         run=stored.run,
@@ -266,15 +268,15 @@ def replay(
         layers=passes.layers,
         received=plain,
         received_hooked=hooked,
-        **numbers,
+        **measures,
     )
 
 
 class _Pass(NamedTuple):
-    """What one forward pass left."""
+    """The results of one forward pass."""
 
     states: Float[Tensor, "half predicted d_model"]
-    watcher: ResidualReader
+    reader: ResidualReader
 
 
 class _Passes:
@@ -288,20 +290,20 @@ class _Passes:
         self.runner = stored.runner(hooks)
 
     def compared(self, step: int) -> dict[str, Tensor]:
-        """Every number of a step, on the CPU."""
+        """All measures of a step, on the CPU."""
         plain = self._run(step)
         with self.runner:
             self.stored.enter(self.runner, step)
             hooked = self._run(step)
         predicted = self.stored.predicted(step).cpu()
         found = {"predicted": predicted, **self._per_position(predicted, plain.states, hooked.states)}
-        found |= self._residual(step, plain.watcher, hooked.watcher)
+        found |= self._residual(step, plain.reader, hooked.reader)
         if self.attention:
-            found |= self._columns(plain.watcher, hooked.watcher)
+            found |= self._columns(plain.reader, hooked.reader)
         return found
 
     def counted(self, step: int) -> Bool[Tensor, "batch position"]:
-        """The queries that count at a step: content the network sees."""
+        """The queries that count at a step: the content that is in the pass."""
         seen = self.stored.content.clone()
         seen[:, self.stored.length(step) :] = False
         return seen if self.queries == "all" else seen & self.stored.run.masked[step].to(seen.device)
@@ -309,9 +311,9 @@ class _Passes:
     def _run(self, step: int) -> _Pass:
         stored = self.stored
         rows = len(stored.run.tokens)
-        watcher = ResidualReader(self.layout, rows, self._sources(step), self.counted(step), self.layers)
-        with watching(stored.model, watcher, self.attention):
-            return _Pass(stored.states(step), watcher)
+        reader = ResidualReader(self.layout, rows, self._sources(step), self.counted(step), self.layers)
+        with reading(stored.model, reader, self.attention):
+            return _Pass(stored.states(step), reader)
 
     def _sources(self, step: int) -> Bool[Tensor, "batch position"]:
         """Where the residual stream is compared: the predicted positions; in an AR run the one that predicts."""
@@ -322,12 +324,12 @@ class _Passes:
         self, predicted: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor
     ) -> dict[str, Float[Tensor, "batch position"]]:
         run = self.stored.run
-        # What was never written has no rank.
+        # A position that was never decoded has no rank.
         written = run.tokens.masked_fill(run.masked[-1], -1)[predicted].to(plain.device)
         vocabulary = self.stored.model.get_output_embeddings().weight.shape[0]
         size = max(1, ENTRIES_AT_ONCE // vocabulary)
         parts = zip(plain.split(size, 1), hooked.split(size, 1), written.split(size), strict=True)
-        rows = [self._numbers(*part) for part in parts]
+        rows = [self._measures(*part) for part in parts]
         found = {}
         for name in PER_POSITION:
             values = torch.cat([row[name] for row in rows]) if rows else torch.empty(0)
@@ -337,18 +339,16 @@ class _Passes:
             found[name] = empty.masked_scatter(predicted, values.to(dtype).cpu())
         return found
 
-    def _numbers(self, plain: Tensor, hooked: Tensor, written: Int[Tensor, "predicted"]) -> dict[str, Tensor]:
+    def _measures(self, plain: Tensor, hooked: Tensor, written: Int[Tensor, "predicted"]) -> dict[str, Tensor]:
         logs = [self.stored.logits(states).double().log_softmax(-1) for states in (plain, hooked)]
-        found: dict[str, Tensor] = {"kl": _kl(*logs)}
+        found: dict[str, Tensor] = {"kl": kl_divergence(*logs)}
         mask_id = getattr(self.stored.model.config, "mask_token_id", None)
         for name, log in zip(("", "_hooked"), logs, strict=True):
             likely = log
             if mask_id is not None and mask_id < log.shape[-1]:
                 # [MASK] is never proposed.
                 likely = log.index_fill(-1, torch.tensor([mask_id], device=log.device), -torch.inf)
-            best = likely.max(-1)
-            own = likely.gather(-1, written.clamp(min=0)[:, None])
-            rank = (likely > own).sum(-1).masked_fill(written < 0, -1)
+            best, rank = likely.max(-1), token_rank(log, written, mask_id)
             found |= {f"confidence{name}": best.values.exp(), f"rank{name}": rank, f"token{name}": best.indices}
         return found
 
@@ -383,12 +383,6 @@ class _Passes:
             "expected": gathered(plain.columns, "expected"),
             "viewers": gathered(plain.columns, "viewers"),
         }
-
-
-def _kl(p: Float[Tensor, "predicted d_vocab"], q: Float[Tensor, "predicted d_vocab"]) -> Float[Tensor, "predicted"]:
-    """sum_v p_v (ln p_v - ln q_v) of log-probabilities; a token that p never takes adds nothing."""
-    terms = p.exp() * (p - q)
-    return terms.masked_fill(p == -torch.inf, 0.0).sum(-1).clamp(min=0)
 
 
 def _received(

@@ -1,4 +1,4 @@
-"""What `replay` reads in one forward pass: received attention, and the residual stream where logits come from."""
+"""Readers of one forward pass: hooks that change nothing and keep the residual stream, and received attention."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import (
@@ -24,15 +24,44 @@ from dlm_lens.attention import (
 
 
 @dataclass(eq=False)
-class ResidualReader(Hook):
-    """Reads one pass; a hook at the residual stream that changes nothing, and a reader of attention.
+class EntryReader(Hook):
+    """Keeps the output of some layers at single positions; a hook of the residual stream that changes nothing.
 
     Args:
-        layout: where the sink tokens stand.
+        layout: where the network has its learned sink tokens.
         rows: rows of the batch, without guidance's second half.
-        states: which canvas positions' residual stream to keep.
-        queries: which canvas positions count as queries; the network may see fewer, the first ones.
-        layers: the layers to watch.
+        batch: row of every entry.
+        position: its position: canvas positions first, then the learned sink tokens.
+        streams: layer -> what it kept in the last pass.
+    """
+
+    layout: SinkLayout
+    rows: int
+    batch: Int[Tensor, "entry"]
+    position: Int[Tensor, "entry"]
+    streams: dict[int, Float[Tensor, "entry d_model"]] = field(default_factory=dict)
+
+    site: Site = "resid"
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """Keep the states of the entries."""
+        states = self.layout.sinks_last(tensor[: self.rows], 1)
+        self.streams[hook.layer()] = states[self.batch.to(tensor.device), self.position.to(tensor.device)]
+        return tensor
+
+
+@dataclass(eq=False)
+class ResidualReader(Hook):
+    """Keeps the output of some layers at a mask of positions, and the received attention of those layers.
+
+    Args:
+        layout: where the network has its learned sink tokens.
+        rows: rows of the batch, without guidance's second half.
+        states: the canvas positions whose residual stream it keeps.
+        queries: the canvas positions that count as queries; a pass over a prefix has the first ones only.
+        layers: the layers that it reads.
+        residual: layer -> the states that it kept in the last pass.
+        columns: layer -> the sums of received attention in the last pass.
     """
 
     layout: SinkLayout
@@ -46,14 +75,14 @@ class ResidualReader(Hook):
     site: Site = "resid"
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """Keep the residual stream of the wanted positions."""
+        """Keep the states at the positions."""
         canvas = tensor[: self.rows, self.layout.canvas(tensor.shape[1])]
         wanted = self.states[:, : canvas.shape[1]].to(canvas.device)
         self.residual[hook.layer()] = canvas[wanted]
         return tensor
 
     def read(self, inputs: AttentionInputs) -> None:
-        """Sum what each key receives, in the network's order of positions."""
+        """Sum the attention that each key receives, in the network's order of positions."""
         if inputs.layer not in self.layers:
             return
         given = _first_rows(inputs, self.rows)
@@ -61,20 +90,20 @@ class ResidualReader(Hook):
         counted = torch.zeros(self.rows, keys, dtype=torch.bool, device=given.q.device)
         canvas = self.layout.canvas(keys)
         counted[:, canvas] = self.queries[:, : canvas.stop - canvas.start].to(counted.device)
-        # A module may hand on the canvas's queries alone, or the sinks' too, which do not count.
+        # Queries of learned sink tokens, where a module has them, do not count.
         self.columns[inputs.layer] = stream_columns(given, counted[:, given.own])
 
 
 @contextmanager
-def watching(model: Any, watcher: ResidualReader, attention: bool) -> Iterator[None]:
-    """Let a watcher see the forward passes of the block, behind every hook attached so far."""
+def reading(model: Any, reader: ResidualReader, attention: bool) -> Iterator[None]:
+    """Attach a reader to the forward passes of the block, after every hook that is attached already."""
     modules = hooked_attentions(model) if attention else []
     with listening(model):
         before = [module.hook_z.readers for module in modules]
         for module in modules:
-            module.hook_z.readers = (*module.hook_z.readers, watcher.read)
+            module.hook_z.readers = (*module.hook_z.readers, reader.read)
         try:
-            with attach_hooks(model, watcher, layers=watcher.layers):
+            with attach_hooks(model, reader, layers=reader.layers):
                 yield
         finally:
             for module, readers in zip(modules, before, strict=True):
@@ -84,7 +113,7 @@ def watching(model: Any, watcher: ResidualReader, attention: bool) -> Iterator[N
 def stacked_layers(
     values: Sequence[Float[Tensor, "batch head key"]], layout: SinkLayout, length: int
 ) -> Float[Tensor, "batch layer head key"]:
-    """Layers side by side, keys as the sinks room has them: the canvas's, then the sinks'; NaN where nothing is."""
+    """The layers in one tensor, canvas keys first, learned sinks last; NaN for keys that the pass did not have."""
     found = layout.sinks_last(torch.stack([value.float().cpu() for value in values], 1))
     missing = length + layout.count - found.shape[-1]
     return torch.nn.functional.pad(found, (0, missing), value=torch.nan) if missing else found

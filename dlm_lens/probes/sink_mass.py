@@ -1,4 +1,4 @@
-"""Reducers per query: how much of its attention goes to known sinks, and how much it could mix at most."""
+"""Reducers per query: `SinkMass`, its attention on given sinks, and `MixingBound`, the bound of its output."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,15 +39,13 @@ class SinkMass(PatternReducer):
             else ("step", "batch", "layer", "key")
         )
         if self.sinks.dims != wanted:
-            raise ValueError(
-                f"the sinks have axes {self.sinks.dims}; a query's attention to them asks for {wanted}"
-            )
+            raise ValueError(f"the sinks have axes {self.sinks.dims}; SinkMass needs {wanted}")
 
     def __repr__(self) -> str:
         return f"SinkMass({self.sinks.rule})"
 
     def start(self, layer: LayerStep) -> tuple[Bool[Tensor, "batch #head key"], list[Tensor]]:
-        """Which keys are sinks now."""
+        """The sinks of this step and layer, and no tile yet."""
         if layer.index not in self.sinks.layers or layer.run.step >= len(self.sinks.is_sink):
             raise ValueError(f"there are no sinks of step {layer.run.step}, layer {layer.index} among {self.sinks}")
         found = self.sinks.is_sink[layer.run.step, :, self.sinks.layers.index(layer.index)]
@@ -58,18 +56,18 @@ class SinkMass(PatternReducer):
         return torch.cat(parts, -1).to(layer.inputs.q.device), []
 
     def tile(self, state: Any, layer: LayerStep, rows: slice, pattern: Tensor) -> Any:
-        """With some more queries."""
+        """Add the queries of a tile."""
         found, parts = state
         return found, [*parts, (pattern * found[:, :, None]).sum(-1)]
 
     def finish(self, state: Any, layer: LayerStep) -> Float[Tensor, "batch head query"]:
-        """All of them, NaN at padding."""
+        """The values of all queries, NaN at padding."""
         return layer.only_queries(torch.cat(state[1], -1))
 
 
 @dataclass(frozen=True)
 class MixingBound(PatternReducer):
-    """The most that a query can mix, sum_j A_ij ||v_j||, which bounds ||o_i|| (2601.19657, Eq. 20)."""
+    """The upper bound sum_j A_ij ||v_j|| of the norm ||o_i|| of a head's output (2601.19657, Eq. 20)."""
 
     name = "mixing_bound"
     dims = QUERIES
@@ -82,10 +80,10 @@ class MixingBound(PatternReducer):
         return norms.repeat_interleave(layer.inputs.q.shape[1] // norms.shape[1], 1)[..., None], []
 
     def tile(self, state: Any, layer: LayerStep, rows: slice, pattern: Tensor) -> Any:
-        """With some more queries."""
+        """Add the queries of a tile."""
         norms, parts = state
         return norms, [*parts, (pattern @ norms)[..., 0]]
 
     def finish(self, state: Any, layer: LayerStep) -> Float[Tensor, "batch head query"]:
-        """All of them, NaN at padding."""
+        """The values of all queries, NaN at padding."""
         return layer.only_queries(torch.cat(state[1], -1))

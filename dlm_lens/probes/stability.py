@@ -1,4 +1,4 @@
-"""`pattern_stability`: are a head's patterns alike from step to step, also where its sink moves?"""
+"""`pattern_stability`: how similar a head's patterns are from step to step, and what its sink does meanwhile."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,28 +10,28 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import exclusive
-from dlm_lens.probes.intervals import Estimate, estimate, mean_of, summed
 from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
+from dlm_lens.sinks.statistics import Estimate, estimate_mean
 
 MEASURES = ("cosine", "overlap", "kept", "best")
 
 
 @dataclass(frozen=True)
 class PatternSimilarity(PatternReducer):
-    """A pattern against that of the step before, and against the keys that a reference step would keep.
+    """Reducer: similarity of a pattern to that of the step before, and to the top keys of a reference step.
 
-    Over the queries i that are content, n of them: `cosine` of A_t and A_{t-1} as vectors; `overlap` = 1/n sum_i
-    sum_j min(A_t, A_{t-1}), the attention that stays where it is; `kept` = 1/n sum_i of the attention on the keys
-    that query i attended to most at the reference step, a share `keep` of them; `best` the same with its own keys.
-    NaN at the first step, or before the reference step. Holds one pattern [head, query, key] per layer, and a mask
-    of that size.
+    Over the n queries i that are content: `cosine` of A_t and A_{t-1} as vectors; `overlap` = 1/n sum_i sum_j
+    min(A_t, A_{t-1}), the attention that stays on its keys; `kept` = 1/n sum_i of the attention on the keys that
+    query i attended to most at the reference step, a share `keep` of all keys; `best` the same with the keys of
+    step t. NaN at the first step, or before the reference step. Memory: one pattern [head, query, key] per layer,
+    and a mask of that size.
 
     Args:
-        reference: the step whose keys are kept.
-        keep: which share of the keys, above 0 and at most 1.
+        reference: the step whose top keys are kept.
+        keep: the share of the keys, above 0 and at most 1.
     """
 
     reference: int = 0
@@ -48,15 +48,15 @@ class PatternSimilarity(PatternReducer):
         return {"measure": MEASURES}
 
     def start(self, layer: LayerStep) -> list[Tensor]:
-        """Nothing yet."""
+        """No tile yet."""
         return []
 
     def tile(self, state: list[Tensor], layer: LayerStep, rows: slice, pattern: Tensor) -> list[Tensor]:
-        """With some more queries."""
+        """Add the queries of a tile."""
         return [*state, pattern]
 
     def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head measure"]:
-        """All four of every head."""
+        """The four measures of every head."""
         present = layer.facts.present
         now = torch.cat(state, -2) * present[:, None, :, None]
         queries = present.sum(-1)[:, None].float()
@@ -79,18 +79,18 @@ class PatternSimilarity(PatternReducer):
 
 @dataclass(frozen=True, eq=False)
 class PatternStability:
-    """How alike a head's patterns are over the steps, beside what its largest sink does.
+    """Similarity of each head's patterns over the steps, and the changes of its largest sink.
 
     Args:
-        cosine: of the pattern with that of the step before, NaN at the first.
-        overlap: attention that stays where it was at the step before.
+        cosine: cosine of the pattern and that of the step before, NaN at the first.
+        overlap: attention that stays on the same keys since the step before.
         kept: attention on the keys that each query attended to most at the reference step; NaN before it.
-        best: the same with the keys of the step itself, the most that as many keys can hold.
+        best: the same with the top keys of the step itself, an upper bound of `kept`.
         main: key of the largest sink; -1 for none.
         layers: index of each layer in the model.
-        reference: the step.
+        reference: the reference step.
         keep: share of the keys kept.
-        rule: how the sinks were found.
+        rule: rule, scale and level of the sinks.
         seed: of the intervals.
 
     Raises:
@@ -117,9 +117,9 @@ class PatternStability:
 
     @property
     def changes(self) -> dict[str, Bool[Tensor, "step batch layer head"]]:
-        """What the largest sink did since the step before; the first step is in no class.
+        """Class of every (step, pattern) by the change of its largest sink since the step before.
 
-        These are changes of the largest sink, moves and switches alike.
+        "stays", "changes" (moves and switches alike), "comes or goes", "none"; the first step is in no class.
         """
         now, before = self.main, self.main.roll(1, 0)
         counts = torch.ones_like(now, dtype=torch.bool)
@@ -135,39 +135,38 @@ class PatternStability:
     def table(self) -> pd.DataFrame:
         """One line per head: means over steps and prompts with intervals, and how often its largest sink changes.
 
-        `recall` is `kept` over `best`, behind the reference step: 1 if the old keys hold as much as the best ones.
+        `recall` is `kept` over `best`, after the reference step: 1 if the old keys hold as much as the best ones.
         """
         changes = self.changes
-        behind = torch.arange(len(self.cosine))[:, None] > self.reference
+        after = torch.arange(len(self.cosine))[:, None] > self.reference
         lines = []
         for place, layer in enumerate(self.layers):
             for head in range(self.cosine.shape[3]):
                 line: dict[str, float | int] = {"layer": layer, "head": head}
                 for name, values in (("cosine", self.cosine), ("overlap", self.overlap)):
                     e = self._mean(values[:, :, place, head])
-                    line |= {name: e.value, f"{name}_low": e.low, f"{name}_high": e.high}
-                ratio = (self.kept / self.best)[:, :, place, head].where(behind, torch.nan)
+                    line |= e.columns(name)
+                ratio = (self.kept / self.best)[:, :, place, head].where(after, torch.nan)
                 e = self._mean(ratio)
-                line |= {"recall": e.value, "recall_low": e.low, "recall_high": e.high}
+                line |= e.columns("recall")
                 line |= {name: int(kind[:, :, place, head].sum()) for name, kind in changes.items()}
                 lines.append(line)
         return pd.DataFrame(lines)
 
     def by_change(self) -> pd.DataFrame:
-        """Similarity of successive patterns by what the largest sink did between them, with intervals."""
+        """Similarity of successive patterns, by the change of the largest sink between them, with intervals."""
         lines = []
         for name, kind in self.changes.items():
             line: dict[str, float | int | str] = {"sink": name, "pairs": int(kind.sum())}
             for measure, values in (("cosine", self.cosine), ("overlap", self.overlap)):
                 e = self._mean(values.where(kind, torch.nan))
-                line |= {measure: e.value, f"{measure}_low": e.low, f"{measure}_high": e.high}
+                line |= e.columns(measure)
             lines.append(line)
         return pd.DataFrame(lines)
 
     def _mean(self, values: Float[Tensor, "step batch *axes"]) -> Estimate:
-        known = values.isfinite()
-        pairs = torch.stack([values[known].double(), torch.ones(int(known.sum())).double()], -1)
-        return estimate(summed(pairs, known.nonzero()[:, 1], values.shape[1]), mean_of, seed=self.seed)
+        defined = values.isfinite()
+        return estimate_mean(values[defined], defined.nonzero()[:, 1], values.shape[1], seed=self.seed)
 
 
 @exclusive
@@ -181,28 +180,28 @@ def pattern_stability(
     layers: Sequence[int] | None = None,
     seed: int = 0,
 ) -> PatternStability:
-    """Are patterns alike from step to step, as sparse attention that reuses them assumes (SparseD, 2509.24014)?
+    """Are patterns similar from step to step, as sparse attention that reuses them assumes (SparseD, 2509.24014)?
 
     Replays the run, one forward pass a step; holds one pattern [head, query, key] of every layer, with all rows of
-    the run. Beside the similarity of each head stands what its largest sink did: a claim of stability and a claim
-    of moving sinks are compatible where they are about other heads, or where `by_change` shows that patterns stay
-    alike although the sink changes.
+    the run. The result has the similarity of each head and the changes of its largest sink: stable patterns and
+    moving sinks are compatible if they occur in different heads, or if `by_change` shows that patterns stay similar
+    while the sink changes.
 
     Args:
         model: a DLM from `dlm_lens.load`.
         run: from `denoise`.
-        detector: what a sink is.
-        reference: the step whose keys are kept; None for a fifth of the steps.
+        detector: the rule for sinks.
+        reference: the step whose top keys are kept; None for the step at a fifth of the run.
         keep: share of the keys kept per query.
         layers: which layers; None for all.
         seed: of the intervals.
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: an AR run, whose written rows never change; a step or share that cannot be.
+        ValueError: an AR run, whose rows of the pattern never change; a step or share out of range.
     """
     if isinstance(run, DenoisingRun) and run.autoregressive:
-        raise ValueError("the pattern of an AR model never changes where it is written; take a DLM's run")
+        raise ValueError("the rows of an AR model's pattern never change once decoded; give the run of a DLM")
     chosen = run.steps // 5 if reference is None else reference
     if not 0 <= chosen < run.steps or not 0 < keep <= 1:
         raise ValueError(

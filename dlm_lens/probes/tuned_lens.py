@@ -15,12 +15,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import SinkLayout, attention_blocks, exclusive
+from dlm_lens.attention import SinkLayout, attach_hooks, attention_blocks, exclusive
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.sealed_json import Document, fitted, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.placement import input_device
-from dlm_lens.probes.lens_head import Head, StreamReader, reading
+from dlm_lens.probes.residual_reader import EntryReader
+from dlm_lens.probes.unembedding import Unembedding, kl_divergence
 from dlm_lens.recording.manifest import weights_digest
 from dlm_lens.recording.provenance import name_of
 
@@ -28,7 +29,7 @@ FORMAT = "dlm-lens tuned lens 2"
 
 
 class LensFacts(Document):
-    """What the metadata of a lens say of it."""
+    """The metadata of a saved lens."""
 
     model: str
     digest: str
@@ -43,10 +44,10 @@ class TunedLens:
     Args:
         weight: A_l; zero for a lens that is the plain logit lens.
         bias: b_l.
-        layers: index of each layer; those that are not there are read as they are.
+        layers: index of each layer that has a map; the others keep their stream.
         model: name of the model that it was trained for.
         digest: of that model's weights.
-        training: what it was trained on and with.
+        training: text and settings of the training.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -117,9 +118,9 @@ class TunedLens:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not there; TunedLens.save writes one")
         remedy = "train one with train_tuned_lens"
-        told = metadata_of(path, remedy, "tuned lens").get("format")
-        if told != FORMAT:
-            raise ValueError(f"{path} is no tuned lens of this version (its format is {told!r:.80}); {remedy}")
+        version = metadata_of(path, remedy, "tuned lens").get("format")
+        if version != FORMAT:
+            raise ValueError(f"{path} is no tuned lens of this version (its format is {version!r:.80}); {remedy}")
         tensors, metadata = read_with_metadata(path, remedy)
         about = fitted(LensFacts, parsed(metadata.get("lens", ""), path, remedy), path, remedy)
         if set(tensors) != {"weight", "bias"}:
@@ -148,17 +149,17 @@ def train_tuned_lens(
     """Fit a tuned lens: minimise KL(model's output || lens) at masked positions (2303.08112, section 3).
 
     Each step draws `batch_size` windows of the file, masks every token of a window with its own probability t,
-    uniform in (0, 1), as the masked-diffusion loss does, and learns where the model predicts: at the masked
-    positions (one to the left where the family shifts its logits), in an AR model everywhere, unmasked. The model
-    stays as it is; the last layer needs no map. Adam with a linear decay to zero.
+    uniform in (0, 1), as the masked-diffusion loss does, and minimises the KL at the positions that predict masked
+    tokens (one to the left where the family shifts its logits); an AR model gets unmasked text and all positions.
+    The model's weights do not change; the last layer needs no map. Adam with a linear decay to zero.
 
     Args:
         model: from `dlm_lens.load`.
-        text: a UTF-8 file, not one that the run under study is in.
-        steps: of the optimiser.
+        text: a UTF-8 file; not the text that the lens will be used on.
+        steps: optimiser steps.
         batch_size: windows in one step.
         length: tokens of a window; a shorter file is one window.
-        learning_rate: at the beginning.
+        learning_rate: at the first step.
         seed: of windows and masks.
         progress: show a progress bar.
 
@@ -171,7 +172,7 @@ def train_tuned_lens(
             f"train_tuned_lens(steps={steps}, batch_size={batch_size}, length={length}, "
             f"learning_rate={learning_rate}): steps and batch_size are at least 1, length 2, the rate above 0"
         )
-    ids, head = _ids(model, Path(text)), Head(model)
+    ids, head = _ids(model, Path(text)), Unembedding(model)
     layers = tuple(range(len(attention_blocks(model)) - 1))
     width = int(model.config.hidden_size)
     weight = nn.Parameter(torch.zeros(len(layers), width, width, device=head.device))
@@ -214,7 +215,7 @@ def _ids(model: Any, path: Path) -> Int[Tensor, "token"]:
 def _batches(
     model: Any, ids: Int[Tensor, "token"], steps: int, batch_size: int, length: int, seed: int
 ) -> Iterator[tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]]:
-    """Canvases, and where to learn: the positions whose state predicts a masked token."""
+    """Canvases, and the positions of the loss: those that predict a masked token."""
     generator = torch.Generator().manual_seed(seed)
     length = min(length, len(ids))
     causal = bool(getattr(model.config, "is_causal", True))
@@ -235,7 +236,7 @@ def _batches(
 
 def _loss(
     model: Any,
-    head: Head,
+    head: Unembedding,
     lens: TunedLens,
     tokens: Int[Tensor, "batch position"],
     learn: Bool[Tensor, "batch position"],
@@ -243,14 +244,14 @@ def _loss(
     """Mean KL over the layers and the positions, a few positions at a time."""
     last = len(lens.layers)
     batch, position = learn.nonzero(as_tuple=True)
-    reader = StreamReader(SinkLayout.of(model), len(tokens), batch, position)
+    reader = EntryReader(SinkLayout.of(model), len(tokens), batch, position)
     device = input_device(model)
-    with torch.no_grad(), reading(model, reader, range(last + 1)):
+    with torch.no_grad(), attach_hooks(model, reader, layers=range(last + 1)):
         model.get_decoder()(input_ids=tokens.to(device), use_cache=False)
     total = torch.zeros((), device=head.device)
     with torch.no_grad():
         target = head.logits(reader.streams[last]).float().log_softmax(-1)
     for layer in lens.layers:
         logs = head.logits(lens.translate(layer, reader.streams[layer].to(head.device))).float().log_softmax(-1)
-        total = total + (target.exp() * (target - logs)).sum()
+        total = total + kl_divergence(target, logs).sum()
     return total / (len(batch) * max(1, last))

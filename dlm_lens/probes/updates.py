@@ -11,33 +11,33 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import exclusive
-from dlm_lens.probes.intervals import estimate, mean_of, ratio_of
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.statistics import estimate, mean_of, ratio_of
 
 
 @dataclass(frozen=True, eq=False)
 class SinkUpdates:
-    """What attention adds at every query, and how much of the query's attention goes to sinks.
+    """Norm of the attention output of every query, and the share of the query's attention on sinks.
 
-    NaN at padding and where an AR run has not written yet.
+    NaN at padding and at positions that an AR run has not decoded yet.
 
     Args:
         mass: share of the query's attention on the sinks of its pattern.
-        mixed: ||o_i||, what the head mixes (2601.19657, Eq. 17).
-        bound: sum_j A_ij ||v_j||, which it cannot exceed (Eq. 20).
-        update: ||z_i||, what all heads together add to the stream (Eq. 21).
-        stream: ||h_i||, the stream that they add it to.
+        mixed: ||o_i||, the norm of the head's weighted sum of values (2601.19657, Eq. 17).
+        bound: sum_j A_ij ||v_j||, the upper bound of it (Eq. 20).
+        update: ||z_i||, the norm of what all heads together add to the residual stream (Eq. 21).
+        stream: ||h_i||, the norm of the residual stream before the addition.
         layers: index of each layer in the model.
-        rule: how the sinks were found.
+        rule: rule, scale and level of the sinks.
         attends: a query attends to the sinks if it has more than this share of its attention there.
         seed: of the intervals.
 
     Raises:
-        ValueError: shapes that contradict each other, or a share that is none.
+        ValueError: shapes that contradict each other, or a share out of range.
     """
 
     mass: Float[Tensor, "step batch layer head query"]
@@ -59,7 +59,7 @@ class SinkUpdates:
         return f"SinkUpdates({self.mass.shape[0]} steps, {len(self.layers)} layers; sinks by {self.rule})"
 
     def table(self) -> pd.DataFrame:
-        """Per layer and measure: the mean over the queries that attend to the sinks and over the others.
+        """Per layer and measure: mean over the queries that attend to the sinks, and over the others.
 
         Measures: `mixed` ||o_i||, `bound` of Eq. 20, `tightness` = ||o_i|| / bound (1 if nothing cancels), all per
         head; `relative` = ||z_i|| / ||h_i||, where a query attends if the mean over heads of its share exceeds
@@ -91,12 +91,8 @@ class SinkUpdates:
             "others": int(totals[3]),
             "attending": float(totals[0] / totals[1]),
             "other": float(totals[2] / totals[3]),
-            "ratio": ratio.value,
-            "ratio_low": ratio.low,
-            "ratio_high": ratio.high,
-            "correlation": rho.value,
-            "correlation_low": rho.low,
-            "correlation_high": rho.high,
+            **ratio.columns("ratio"),
+            **rho.columns("correlation"),
         }
 
 
@@ -112,8 +108,9 @@ def sink_updates(
 ) -> SinkUpdates:
     """Is attention to a sink a no-op, as low-norm values would make it (2601.19657, Eq. 17-22)?
 
-    Replays the run, one forward pass a step, and takes for every query the share of its attention on the sinks,
-    ||o_i|| with its bound, and ||z_i|| / ||h_i||. A no-op shows as queries that attend to sinks and add less.
+    Replays the run, one forward pass a step, and records for every query the share of its attention on the sinks,
+    ||o_i|| with its bound, and ||z_i|| / ||h_i||. If it is a no-op, queries that attend to sinks have smaller
+    updates.
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -125,7 +122,7 @@ def sink_updates(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: sinks of another run or level, a layer without sinks, a share that is none.
+        ValueError: sinks of another run or level, a layer without sinks, a share out of range.
     """
     if not 0 <= attends < 1:
         raise ValueError(f"attends is {attends}; it is a share of attention, from 0 to below 1")
@@ -158,7 +155,7 @@ def _sums(values: Tensor, kept: Bool[Tensor, "step batch *axes"]) -> tuple[Tenso
 def spearman(
     one: Float[Tensor, "*axes query"], two: Float[Tensor, "*axes query"], known: Bool[Tensor, "*axes query"]
 ) -> tuple[Float[Tensor, "*axes"], Bool[Tensor, "*axes"]]:
-    """Spearman's correlation along the queries that are known; where it is defined."""
+    """Spearman's correlation along the known queries, and where it is defined (neither side is constant)."""
     ranks = [_ranks(values, known) for values in (one, two)]
     count = known.sum(-1, keepdim=True).clamp(min=1)
     centred = [(r - (r * known).sum(-1, keepdim=True) / count) * known for r in ranks]
@@ -168,10 +165,10 @@ def spearman(
 
 
 def _ranks(values: Tensor, known: Tensor) -> Float[Tensor, "*axes query"]:
-    """Ranks among the known ones, of equals the mean."""
+    """Ranks among the known values; equal values get their mean rank."""
     found = np.zeros(values.shape)
     flat = values.double().masked_fill(~known, torch.inf).flatten(0, -2).numpy()
-    for row, numbers in zip(found.reshape(-1, values.shape[-1]), flat, strict=True):
-        _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    for row, line in zip(found.reshape(-1, values.shape[-1]), flat, strict=True):
+        _, inverse, counts = np.unique(line, return_inverse=True, return_counts=True)
         row[:] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return torch.from_numpy(found)

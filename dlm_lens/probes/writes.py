@@ -11,8 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.attention import SinkLayout, exclusive
-from dlm_lens.probes.intervals import estimate, mean_of, summed
-from dlm_lens.probes.lens_head import Head
+from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_pass import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -20,22 +19,23 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.statistics import estimate_mean
 
 
 @dataclass(frozen=True, eq=False)
 class SinkWrites:
-    """W_O^h v_j of single heads and keys, read as tokens; sinks first, then their controls.
+    """W_O^h v_j of single heads and keys as distributions over tokens; sinks first, then their controls.
 
     Args:
-        run: whose canvases were read.
-        step: of each entry.
-        batch: its row.
+        run: the run whose canvases were read.
+        step: step of each entry.
+        batch: row of each entry.
         layer: index in the model.
-        head: of the query heads.
-        position: the key; learned sink tokens stand behind the canvas.
-        sink: False for a control: another key of the same pattern.
+        head: index of the query head.
+        position: the key; learned sink tokens come after the canvas.
+        sink: whether the key is a sink; False for a control, another key of the same pattern.
         masked: whether the key is masked.
-        score: received attention as the sinks had it; NaN where undefined.
+        score: received attention, on the scale of the sinks; NaN where undefined.
         norm: ||W_O^h v_j||, in the units of the residual stream.
         top_tokens: the tokens that softmax(W_U norm(W_O^h v_j)) promotes most.
         top_probabilities: their probabilities.
@@ -70,7 +70,7 @@ class SinkWrites:
         return f"SinkWrites({int(self.sink.sum())} sinks of {len(self.step)} entries; by {self.rule})"
 
     def table(self) -> pd.DataFrame:
-        """One line per entry: where, which token, its score, the norm and the tokens of what it writes.
+        """One line per entry: its place, token and score, and the norm and top tokens of W_O^h v_j.
 
         `position` counts from the prompt's first token, `canvas_position` on the canvas; a learned sink token has
         neither (NA).
@@ -88,7 +88,7 @@ class SinkWrites:
         return from_prompt(table, self.run.padding, canvas)
 
     def summary(self) -> pd.DataFrame:
-        """Per layer, sinks and others: mean norm and entropy of what they write, with intervals over prompts."""
+        """Per layer, for sinks and others: mean norm and entropy of W_O^h v_j, with intervals over prompts."""
         lines = []
         for layer in self.layer.unique().tolist():
             for sink in (True, False):
@@ -96,15 +96,10 @@ class SinkWrites:
                 line: dict[str, Any] = {"layer": layer, "group": "sink" if sink else "other"}
                 line["entries"] = int(group.sum())
                 for name in ("norm", "entropy"):
-                    values = getattr(self, name)[group].double()
-                    pairs = torch.stack([values, torch.ones_like(values)], -1)
-                    e = estimate(summed(pairs, self.batch[group], len(self.run.tokens)), mean_of, seed=self.seed)
-                    line |= {name: e.value, f"{name}_low": e.low, f"{name}_high": e.high}
+                    values, rows = getattr(self, name)[group], len(self.run.tokens)
+                    line |= estimate_mean(values, self.batch[group], rows, seed=self.seed).columns(name)
                 lines.append(line)
         return pd.DataFrame(lines)
-
-
-AXES = ("step", "batch", "layer", "head", "position")
 
 
 @torch.no_grad()
@@ -121,12 +116,12 @@ def sink_writes(
     seed: int = 0,
     progress: bool = False,
 ) -> SinkWrites:
-    """What sinks write, per head: W_O^h v_j, read as tokens with softmax(W_U norm(W_O^h v_j)).
+    """The output W_O^h v_j of sinks per head, as a distribution over tokens: softmax(W_U norm(W_O^h v_j)).
 
-    The vector is what a query adds to its stream if all of its attention in the head goes to the key (with gated
-    attention: through an open gate). Norm and unembedding see it alone, so that its direction is read whatever its
-    length; the length stands beside it. Each sink stands beside a control, another key of the same pattern that is
-    no sink, drawn with `seed`.
+    The head adds this vector to the residual stream of a query whose attention goes to the key alone (with gated
+    attention: with the gate open). The final norm removes its length, so that the distribution shows its direction;
+    the length is reported as `norm`. Each sink is paired with a control, another key of the same pattern that is no
+    sink, drawn with `seed`.
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -134,16 +129,16 @@ def sink_writes(
         sinks: of this run, at level "head".
         steps: which steps, negative from the end; None for all.
         layers: which layers; None for all.
-        limit: so many sinks at most, those with the highest scores.
+        limit: the largest number of sinks; those with the highest scores are kept.
         top: how many tokens to name.
         seed: of controls and intervals.
         progress: show a progress bar.
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: sinks of another run or level, none at all, or a limit below 1.
+        ValueError: sinks of another run or level, no sink at all, or a limit below 1.
     """
-    stored, head = StoredRun(model, run), Head(model)
+    stored, head = StoredRun(model, run), Unembedding(model)
     if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; give those of this run, found at "
@@ -154,9 +149,9 @@ def sink_writes(
     entries, is_sink = _entries(run, sinks, steps, layers, limit, seed)
     vectors = torch.zeros(len(entries), int(model.config.hidden_size))
     reader = _Reader(model, sinks, entries, vectors)
-    for step in tqdm(entries[:, 0].unique().tolist(), desc="reading", unit="step", disable=not progress):
+    for step in tqdm(entries[:, 0].unique().tolist(), desc="sink writes", unit="step", disable=not progress):
         reader.run(stored, step)
-    found = _read(head, vectors, top)
+    found = _token_measures(head, vectors, top)
     step, batch, layer, _, position = entries.unbind(-1)
     canvas = run.tokens.shape[1]
     return SinkWrites(
@@ -181,7 +176,7 @@ def _entries(
     limit: int,
     seed: int,
 ) -> tuple[Int[Tensor, "entry axis"], Tensor]:
-    """Places of the sinks, then of their controls; layers by place among the sinks' own."""
+    """(step, batch, layer, head, key) of the sinks, then of the controls; layers index `sinks.layers`."""
     wanted = torch.zeros_like(sinks.is_sink)
     count = run.steps
     chosen = range(count) if steps is None else [step % count for step in steps]
@@ -201,14 +196,14 @@ def _entries(
 
 
 class _Reader:
-    """Fills in W_O v of the entries as their layers come by."""
+    """Fills in W_O v of the entries during the forward passes."""
 
     def __init__(self, model: Any, sinks: Sinks, entries: Int[Tensor, "entry axis"], vectors: Tensor) -> None:
         self.entries, self.vectors, self.layers = entries, vectors, sinks.layers
         self.layout, self.step, self.rows = SinkLayout.of(model), 0, sinks.is_sink.shape[1]
         self.canvas = sinks.is_sink.shape[-1] - sinks.sinks
         wanted = sorted({sinks.layers[i] for i in entries[:, 2].unique().tolist()})
-        self.tap = Tap(model, wanted, self._show, stream=False)
+        self.tap = Tap(model, wanted, self._layer, stream=False)
 
     def run(self, stored: StoredRun, step: int) -> None:
         """One step of the run."""
@@ -219,7 +214,7 @@ class _Reader:
         finally:
             self.tap.close()
 
-    def _show(self, shown: LayerInputs) -> None:
+    def _layer(self, shown: LayerInputs) -> None:
         layer = shown.inputs.layer
         here = (self.entries[:, 0] == self.step) & (self.entries[:, 2] == self.layers.index(layer))
         if not bool(here.any()):
@@ -227,7 +222,7 @@ class _Reader:
         values = on_canvas(shown.inputs, self.rows, self.layout).v
         heads, device = shown.inputs.q.shape[1], values.device
         _, batch, _, head, key = self.entries[here].to(device).unbind(-1)
-        # An AR step has fewer keys than the run; learned sink tokens stand behind them all.
+        # An AR step has fewer keys than the run; learned sink tokens come last.
         key = torch.where(key < self.canvas, key, key - self.canvas + values.shape[2] - self.layout.count)
         value = values[batch, head // (heads // values.shape[1]), key].float()
         weight = self.tap.weight(layer).to(device).float()
@@ -236,8 +231,8 @@ class _Reader:
             self.vectors[here.nonzero()[:, 0][mine.cpu()]] = (value[mine] @ weight[one]).cpu()
 
 
-def _read(head: Head, vectors: Tensor, top: int) -> dict[str, Tensor]:
-    """The tokens of every vector, a few at a time."""
+def _token_measures(head: Unembedding, vectors: Tensor, top: int) -> dict[str, Tensor]:
+    """Top tokens and entropy of every vector, a few vectors at a time."""
     parts = []
     for part in vectors.split(head.rows_at_once):
         logs = head.log_probabilities(part)

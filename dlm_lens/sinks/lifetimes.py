@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_lens.sinks.detectors.base import Detector
+from dlm_lens.sinks.statistics import Floats
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 

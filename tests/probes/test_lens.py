@@ -252,7 +252,7 @@ def test_a_tuned_lens_learns_where_the_model_predicts(name: str, most: float, tm
 def test_chunks_of_entries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     model, run = started("llada")
     one = logit_lens(model, run, hooks=[mask_positions(3)])
-    monkeypatch.setattr("dlm_lens.probes.lens_head.ENTRIES_AT_ONCE", 64 * 5)
+    monkeypatch.setattr("dlm_lens.probes.unembedding.ENTRIES_AT_ONCE", 64 * 5)
     two = logit_lens(model, run, hooks=[mask_positions(3)])
     for name in ("entropy", "kl", "change", "top_probabilities"):
         # Another number of rows may take another kernel.

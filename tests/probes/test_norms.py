@@ -10,8 +10,8 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.probes import sink_updates, value_norms
-from dlm_lens.probes.intervals import difference_of, estimate, mean_of
 from dlm_lens.recording import rerun
+from dlm_lens.sinks.statistics import difference_of, estimate, mean_of
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
 

@@ -10,9 +10,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlm_lens.sampling.token_text import FRAGMENT, TokenTexts
-from dlm_lens.sinks.lifetimes import Floats, Ints
+from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
-from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
 
 TOKEN_CLASSES = (
     "mask", "end of text", "special", "learned sink", "whitespace", "punctuation", "digits", "words", "other",

@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlm_lens.sinks.lifetimes import Floats
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
-from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
 
 POINTS = ("leftmost mask", "rightmost mask", "block start", "block end")
 """References that are one position at every step; the others are the nearest of several."""

@@ -1,8 +1,6 @@
-"""Hidden states as tokens: the final norm and the head, applied to the residual stream of any layer."""
+"""Residual streams as distributions over tokens: final norm and unembedding, and measures of the distributions."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,18 +8,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import final_norm, head_logits
-from dlm_lens.attention import Hook, PointContext, SinkLayout, Site, attach_hooks
 from dlm_lens.placement import execution_device
 
 ENTRIES_AT_ONCE = 2**22
 """Logits in float64 at a time, 32 MiB each of a few."""
 
 Translate = Callable[[int, Tensor], Tensor]
-"""What a tuned lens does to the stream of a layer."""
+"""(layer, stream) -> the stream in the basis of the last layer: the map of a tuned lens, or the identity."""
 
 
-class Head:
-    """What turns the stream behind the last layer into logits: final norm, then unembedding.
+class Unembedding:
+    """The final norm and the unembedding W_U, which turn the output of the last layer into logits.
 
     Args:
         model: from `dlm_lens.load`.
@@ -41,7 +38,7 @@ class Head:
 
     @property
     def rows_at_once(self) -> int:
-        """How many states may be turned into logits at a time."""
+        """How many states are turned into logits at a time, so that memory stays bounded."""
         return max(1, ENTRIES_AT_ONCE // self.vocabulary)
 
     def logits(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
@@ -53,17 +50,9 @@ class Head:
         """Log-probabilities ln p, in float64."""
         return self.logits(stream).double().log_softmax(-1)
 
-    def ranked(self, logs: Float[Tensor, "state d_vocab"], token: Int[Tensor, "state"]) -> Int[Tensor, "state"]:
-        """How many tokens are likelier than this one; [MASK], which is never written, does not count."""
-        own = logs.gather(-1, token[:, None])
-        likelier = logs > own
-        if self.mask_id is not None and self.mask_id < self.vocabulary:
-            likelier[:, self.mask_id] = False
-        return likelier.sum(-1)
 
-
-def numbers(
-    head: Head,
+def lens_measures(
+    head: Unembedding,
     streams: Sequence[Float[Tensor, "entry d_model"]],
     layers: Sequence[int],
     written: Int[Tensor, "entry"],
@@ -71,10 +60,20 @@ def numbers(
     top: int,
     translate: Translate,
 ) -> dict[str, Tensor]:
-    """What the streams of the layers say, a few entries at a time; the last of `streams` is the network's end.
+    """Top tokens, entropy, KL and rank of the distributions that the lens reads, a few entries at a time.
 
-    Returns top_tokens and top_probabilities [entry, layer, top], entropy, kl and rank [entry, layer]; kl and rank
-    are blank (NaN, -1) where not `predicted` or, for the rank, where nothing was written (-1).
+    Args:
+        head: the model's unembedding.
+        streams: outputs of `layers`, then that of the network's last layer.
+        layers: index of each stream's layer.
+        written: id of the token that was finally decoded; -1 for none.
+        predicted: whether the model is trained to predict there.
+        top: how many tokens to keep.
+        translate: applied to each stream before the final norm.
+
+    Returns:
+        top_tokens and top_probabilities [entry, layer, top], entropy, kl and rank [entry, layer]. kl (NaN) and rank
+        (-1) are undefined where not `predicted`, the rank also where `written` is -1.
     """
     rows = head.rows_at_once
     parts = []
@@ -84,7 +83,9 @@ def numbers(
         token, wanted = written[part].to(final.device), predicted[part].to(final.device)
         parts.append(
             [
-                _numbers(head, head.log_probabilities(translate(layer, stream[part])), final, token, wanted, top)
+                _measures_of_layer(
+                    head, head.log_probabilities(translate(layer, stream[part])), final, token, wanted, top
+                )
                 for layer, stream in zip(layers, streams, strict=False)
             ]
         )
@@ -97,63 +98,55 @@ def numbers(
     }
 
 
-def _numbers(
-    head: Head, logs: Tensor, final: Tensor, token: Int[Tensor, "part"], predicted: Bool[Tensor, "part"], top: int
+def _measures_of_layer(
+    head: Unembedding,
+    logs: Tensor,
+    final: Tensor,
+    token: Int[Tensor, "part"],
+    predicted: Bool[Tensor, "part"],
+    top: int,
 ) -> dict[str, Tensor]:
     best = logs.topk(top, dim=-1)
-    rank = head.ranked(logs, token.clamp(min=0)).masked_fill(~predicted | (token < 0), -1)
+    rank = token_rank(logs, token, head.mask_id).masked_fill(~predicted, -1)
     found = {"top_tokens": best.indices, "top_probabilities": best.values.exp().float()}
     found |= {"entropy": torch.special.entr(logs.exp()).sum(-1).float(), "rank": rank}
-    found["kl"] = divergence(final, logs).masked_fill(~predicted, torch.nan).float()
+    found["kl"] = kl_divergence(final, logs).masked_fill(~predicted, torch.nan).float()
     return {name: value.cpu() for name, value in found.items()}
 
 
-def change(
-    head: Head, plain: Sequence[Tensor], hooked: Sequence[Tensor], layers: Sequence[int], translate: Translate
+def lens_change(
+    head: Unembedding,
+    plain: Sequence[Tensor],
+    hooked: Sequence[Tensor],
+    layers: Sequence[int],
+    translate: Translate,
 ) -> Float[Tensor, "entry layer"]:
-    """KL(plain || hooked) of what the streams of each layer say, in nats."""
+    """KL(plain || hooked) of the distributions that the lens reads in each layer, in nats."""
     rows = max(1, head.rows_at_once)
     found = []
     for layer, one, two in zip(layers, plain, hooked, strict=False):
         parts = zip(one.split(rows), two.split(rows), strict=True)
         logs = ([head.log_probabilities(translate(layer, stream)) for stream in pair] for pair in parts)
-        found.append(torch.cat([divergence(*pair).float().cpu() for pair in logs]))
+        found.append(torch.cat([kl_divergence(*pair).float().cpu() for pair in logs]))
     return torch.stack(found, 1)
 
 
-def divergence(p: Float[Tensor, "state d_vocab"], q: Float[Tensor, "state d_vocab"]) -> Float[Tensor, "state"]:
-    """KL(p || q) of log-probabilities, in nats."""
+def kl_divergence(p: Float[Tensor, "state d_vocab"], q: Float[Tensor, "state d_vocab"]) -> Float[Tensor, "state"]:
+    """KL(p || q) = sum_v p_v (ln p_v - ln q_v) of log-probabilities, in nats; terms with p_v = 0 are 0."""
     return (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0).sum(-1).clamp(min=0)
 
 
-@dataclass(eq=False)
-class StreamReader(Hook):
-    """Keeps the residual stream behind some layers, on the canvas's positions and behind them the sink tokens'.
+def token_rank(
+    logs: Float[Tensor, "state d_vocab"], token: Int[Tensor, "state"], mask_id: int | None
+) -> Int[Tensor, "state"]:
+    """How many tokens are likelier than this one, 0 for the first; -1 where `token` is -1.
 
     Args:
-        layout: where the sink tokens stand.
-        rows: rows of the batch, without guidance's second half.
-        batch: row of every entry.
-        position: its position.
+        logs: log-probabilities.
+        token: id of the token; -1 for none.
+        mask_id: of [MASK], which is never decoded and does not count; None if the model has none.
     """
-
-    layout: SinkLayout
-    rows: int
-    batch: Int[Tensor, "entry"]
-    position: Int[Tensor, "entry"]
-    streams: dict[int, Float[Tensor, "entry d_model"]] = field(default_factory=dict)
-
-    site: Site = "resid"
-
-    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """Keep the entries' states."""
-        states = self.layout.sinks_last(tensor[: self.rows], 1)
-        self.streams[hook.layer()] = states[self.batch.to(tensor.device), self.position.to(tensor.device)]
-        return tensor
-
-
-@contextmanager
-def reading(model: Any, reader: StreamReader, layers: Sequence[int]) -> Iterator[None]:
-    """Let the reader see the forward passes of the block."""
-    with attach_hooks(model, reader, layers=layers):
-        yield
+    likelier = logs > logs.gather(-1, token.clamp(min=0)[:, None])
+    if mask_id is not None and mask_id < logs.shape[-1]:
+        likelier[:, mask_id] = False
+    return likelier.sum(-1).masked_fill(token < 0, -1)
