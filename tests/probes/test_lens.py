@@ -275,7 +275,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         with pytest.raises(ValueError, match=sentence):
             logit_lens(model, run, **settings)
     other = dl.find_sinks(dl.record(model, PROMPTS, **{**RUN, "steps": 2}), dl.TopK(1))
-    with pytest.raises(ValueError, match="asks for sinks of this run"):
+    with pytest.raises(ValueError, match="needs sinks of this run"):
         logit_lens(model, run, other)
     with pytest.raises(ValueError, match="level 'head'"):
         sink_writes(model, run, other)

@@ -57,16 +57,16 @@ def test_every_part_is_that_of_replays_and_runs_by_hand() -> None:
 def planted() -> SinkMechanism:
     """Confidence falls by 0.3 where a position depends on a sink, by 0.1 elsewhere; the control changes nothing."""
     run = dl.denoise(tiny("llada"), PROMPTS, **RUN)
-    asked = run.masked[:-1] & run.attention_mask
+    predicted = run.masked[:-1] & run.attention_mask
     generator = torch.Generator().manual_seed(0)
-    dependence = torch.rand(asked.shape, generator=generator)
-    blank = torch.zeros(asked.shape).masked_fill(~asked, torch.nan)
+    dependence = torch.rand(predicted.shape, generator=generator)
+    blank = torch.zeros(predicted.shape).masked_fill(~predicted, torch.nan)
     found = SinkMechanism(
-        run=run, dependence=dependence, asked=asked, confidence=blank, confidence_control=blank,
+        run=run, dependence=dependence, predicted=predicted, confidence=blank, confidence_control=blank,
         later=blank[0], later_control=blank[0], tokens_changed=torch.zeros(2, 3), rule="planted", controls=(0,),
     )  # fmt: skip
-    fall = torch.where(found.dependent, -0.3, -0.1).masked_fill(~asked, torch.nan)
-    answer = asked[0]
+    fall = torch.where(found.dependent, -0.3, -0.1).masked_fill(~predicted, torch.nan)
+    answer = predicted[0]
     late = found.mean_dependence > found.mean_dependence.masked_fill(~answer, torch.nan).nanquantile(0.5, -1, True)
     later = torch.where(late, 2.0, -2.0).masked_fill(~answer, torch.nan)
     return replace(found, confidence=fall, later=later)
@@ -88,11 +88,11 @@ def test_dependent_is_above_the_median_of_a_canvas() -> None:
     found = planted()
     for step in range(4):
         for row in range(3):
-            asked = found.predicted[step, row].nonzero()[:, 0].tolist()
-            if not asked:
+            predicted = found.predicted[step, row].nonzero()[:, 0].tolist()
+            if not predicted:
                 continue
-            middle = np.median([float(found.dependence[step, row, i]) for i in asked])
-            wanted = {i for i in asked if float(found.dependence[step, row, i]) > middle}
+            middle = np.median([float(found.dependence[step, row, i]) for i in predicted])
+            wanted = {i for i in predicted if float(found.dependence[step, row, i]) > middle}
             assert set(found.dependent[step, row].nonzero()[:, 0].tolist()) == wanted
     rho = []
     values = found.confidence
