@@ -1,7 +1,5 @@
-"""nnsight with the denoising step: `DiffusionLM`, `tracer.steps`, attention and sampler as values to edit."""
+"""nnsight host: `DiffusionLM`, and the denoising steps, attention and sampler of its traces."""
 
-from dlm_lens.tracing.model import DiffusionLM
-from dlm_lens.tracing.self_check import SelfCheckError
-from dlm_lens.tracing.steps import Step, Steps
+import lazy_loader
 
-__all__ = ["DiffusionLM", "SelfCheckError", "Step", "Steps"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

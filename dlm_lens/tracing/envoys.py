@@ -1,5 +1,6 @@
-"""The views of attention and of the sampler that a trace reads and edits."""
+"""Envoys of attention and of the sampler: values that a trace reads and edits; names of the other modules."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -7,8 +8,9 @@ from jaxtyping import Bool, Float
 from nnsight import Envoy
 from nnsight.intervention.eproperty import eproperty
 from nnsight.intervention.interleaver import Mediator
-from torch import Tensor
+from torch import Tensor, nn
 
+from dlm_lens.adapters.head import final_norm
 from dlm_lens.attention import (
     HOOK_POINTS,
     NAMES,
@@ -16,11 +18,14 @@ from dlm_lens.attention import (
     HookKey,
     PointContext,
     SinkLayout,
+    adding_module,
     as_hook,
+    attention_blocks,
+    attention_of,
     hook_keys,
     hook_point,
 )
-from dlm_lens.tracing.module_names import site_path
+from dlm_lens.attention.layers import MLPS
 from dlm_lens.tracing.steps import Step
 
 
@@ -28,7 +33,7 @@ class PointProperty(eproperty):
     """A hook point of an attention module as a value of a trace.
 
     Raises:
-        ValueError: when it is read or assigned, of an attention that does not have the point (`q` of GPT-2).
+        ValueError: it is read or assigned in an attention that does not have the point (`q` of GPT-2).
     """
 
     def __get__(self, envoy: Any, owner: Any = None) -> Any:
@@ -42,14 +47,15 @@ class PointProperty(eproperty):
 
 
 class AttentionEnvoy(Envoy):
-    """An attention module: its hook points as values to read, to edit in place and to assign.
+    """An attention module, whose hook points are values to read, to edit in place and to assign.
 
     `q`, `k`, `v`, `rot_q`, `rot_k`, `z` are `[batch, position, head, d_head]`, `scores` and `pattern`
     `[batch, head, query, key]`; in a sink model positions count the sink tokens, and with guidance the batch is the
-    conditional rows and then the unconditional ones. Scores and pattern exist only where somebody asks for them.
+    conditional rows and then the unconditional ones. Scores and pattern are computed only in passes in which a
+    trace reads or edits them.
 
-    A point that an architecture does not have (`q` and `k` of GPT-2, which projects both at once) is a ValueError
-    that lists those that it has.
+    Reading a point that the architecture does not have (`q` and `k` of GPT-2, which projects both at once) raises
+    a ValueError that lists the points it has.
     """
 
     @PointProperty(key="hook_q.output", description="queries before rotation")
@@ -93,7 +99,7 @@ class AttentionEnvoy(Envoy):
         return value
 
     def __repr__(self) -> str:
-        """Nnsight's tree, without the points that this attention does not have."""
+        """Nnsight's tree of values, without the points that this attention does not have."""
         absent = tuple(f"  ({name}) -> " for name in HOOK_POINTS if f"hook_{name}" not in self._module._modules)
         lines = super().__repr__().split("\n")
         return "\n".join(line for line in lines if not (absent and line.startswith(absent)))
@@ -101,11 +107,11 @@ class AttentionEnvoy(Envoy):
     def apply(self, hook: Hook, step: Step | None = None) -> None:
         """Run a hook of `dlm_lens.hooks` at its site in this layer, with the context of `step`.
 
-        Its site may also be what the layer's attention or MLP add to the residual stream ("attn_out", "mlp_out") or
-        what the layer leaves ("resid"): `lm.layers[i].attn.output`, `.mlp.output` and `lm.layers[i].output`.
+        The site may also be "attn_out" or "mlp_out", what the layer's attention or MLP adds to the residual stream
+        (`lm.layers[i].attn.output`, `.mlp.output`), or "resid", the output of the layer (`lm.layers[i].output`).
 
         Raises:
-            ValueError: its site is none.
+            ValueError: the hook has no such site.
         """
         hook = as_hook(hook)
         if hook.site in HOOK_POINTS:
@@ -113,28 +119,28 @@ class AttentionEnvoy(Envoy):
             setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))
             return
         layer = self.root.layers[self._module.hook_layer]
-        place = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
-        value = place.output
+        envoy = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
+        value = envoy.output
         first = value[0] if isinstance(value, tuple) else value
         edited = hook(first, self._context(hook, step, rows=len(first)))
-        place.output = (edited, *value[1:]) if isinstance(value, tuple) else edited
+        envoy.output = (edited, *value[1:]) if isinstance(value, tuple) else edited
 
     def _context(self, hook: Hook, step: Step | None, rows: int) -> PointContext:
         root, site = self.root, hook.site
         causal = bool(getattr(root.config, "is_causal", True))
         layer = self._module.hook_layer
         name = f"blocks.{layer}.{NAMES[site]}"
-        run = None if step is None else root.told(step).for_rows(rows)
-        known = rows_of_pass = None
+        run = None if step is None else root.run_step(step).for_rows(rows)
+        attention_pass = rows_of_invoke = None
         if site in ("scores", "pattern"):
-            known = self._module.get_submodule(f"hook_{site}").attention_pass
-            rows_of_pass = root.own_rows()
+            attention_pass = self._module.get_submodule(f"hook_{site}").attention_pass
+            rows_of_invoke = root.invoke_rows()
         depth = int(root.config.num_hidden_layers)
-        place = self._place(hook, step)
-        return PointContext(name, layer, SinkLayout.of(root), causal, run, depth, known, rows_of_pass, place)
+        sinks, key = SinkLayout.of(root), self._hook_key(hook, step)
+        return PointContext(name, layer, sinks, causal, run, depth, attention_pass, rows_of_invoke, key)
 
-    def _place(self, hook: Hook, step: Step | None) -> HookKey | None:
-        """What tells the hook from equal ones that were applied to this layer at this step."""
+    def _hook_key(self, hook: Hook, step: Step | None) -> HookKey | None:
+        """The key that tells the hook from equal ones that were applied to this layer at this step."""
         if step is None:
             return None
         key = ("applied", self._module.hook_layer, hook.site)
@@ -145,53 +151,53 @@ class AttentionEnvoy(Envoy):
 
 
 class SamplerEnvoy(Envoy):
-    """The sampler of the run: what it proposes, how sure it is, and what it writes."""
+    """The sampler of the run: the tokens it proposes, their confidence, and the positions it unmasks."""
 
-    @eproperty(key="propose.output", description="tokens proposed for the positions evaluated [batch, position]")
+    @eproperty(key="propose.output", description="x0: proposed tokens [batch, position]")
     def proposal(self, value: Any) -> Tensor:
-        """x0: the token proposed for every position that was evaluated; elsewhere the canvas's own."""
+        """x0: the token proposed for every position that was evaluated; elsewhere the token of the canvas."""
         return value[0].clone()
 
     @proposal.postprocess  # type: ignore[no-redef]
     def proposal(self, value: Any) -> Any:
-        """Put assigned tokens beside the confidence."""
+        """Combine assigned tokens with the confidence."""
         raw = self._raw_proposal()
         return type(raw)(value, raw[1])
 
     @proposal.transform  # type: ignore[no-redef]
     def proposal(self, view: Any, raw: Any) -> Any:
-        """Put edited tokens beside the confidence."""
+        """Combine edited tokens with the confidence."""
         return type(raw)(view, raw[1])
 
     @eproperty(key="propose.output", description="confidence that ranks the positions [batch, position]")
     def confidence(self, value: Any) -> Tensor:
-        """What the ranking uses; -inf where a position is not eligible."""
+        """The score by which positions are ranked; -inf where a position is not eligible."""
         return value[1].clone()
 
     @confidence.postprocess  # type: ignore[no-redef]
     def confidence(self, value: Any) -> Any:
-        """Put an assigned confidence beside the tokens."""
+        """Combine an assigned confidence with the tokens."""
         raw = self._raw_proposal()
         return type(raw)(raw[0], value)
 
     @confidence.transform  # type: ignore[no-redef]
     def confidence(self, view: Any, raw: Any) -> Any:
-        """Put an edited confidence beside the tokens."""
+        """Combine an edited confidence with the tokens."""
         return type(raw)(raw[0], view)
 
-    @eproperty(key="select.output", description="positions written at this step [batch, position]")
+    @eproperty(key="select.output", description="positions unmasked at this step [batch, position]")
     def unmasked(self, value: Tensor) -> Bool[Tensor, "batch position"]:
-        """Which positions are written at this step; assign to force an order."""
+        """The positions that the sampler decides at this step; assign to force an order."""
         return value
 
     @unmasked.postprocess  # type: ignore[no-redef]
     def unmasked(self, value: Any) -> Tensor:
-        """Numbers 0 and 1 are taken as well."""
+        """Convert numbers 0 and 1 to bool."""
         return torch.as_tensor(value).bool()
 
     @property
     def written(self) -> Tensor:
-        """The canvas behind the step, `[batch, position]`; a derived view."""
+        """The canvas after the step, `[batch, position]`; it follows from `proposal` and `unmasked`."""
         return self.output[0]
 
     @written.setter
@@ -203,3 +209,37 @@ class SamplerEnvoy(Envoy):
 
     def _raw_proposal(self) -> Any:
         return Mediator.value(f"{self.path}.propose.output")
+
+
+def module_names(model: Any) -> dict[str, str]:
+    """Path of a module -> its name in a trace, the same for all families.
+
+    `layers`, `embed`, `ln_final` and `lm_head`; in a layer `attn` and `mlp`.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    block = attention_blocks(model)[0]
+    names = {
+        paths[id(block)].rpartition(".")[0]: "layers",
+        paths[id(model.get_input_embeddings())]: "embed",
+        paths[id(model.get_output_embeddings())]: "lm_head",
+        _child(block, attention_of(block)): "attn",
+    }
+    names[_mlp(block)] = "mlp"  # OPT has no such module; then no module has the name
+    with suppress(ValueError):
+        names[paths[id(final_norm(model))]] = "ln_final"
+    return {path: name for path, name in names.items() if path != name}
+
+
+def _mlp(block: nn.Module) -> str:
+    """Name of the layer's MLP. In Gemma 2 a norm after it adds to the residual stream."""
+    return next((name for name in MLPS if name in block._modules), "mlp")
+
+
+def _child(block: nn.Module, module: nn.Module) -> str:
+    return next(name for name, child in block.named_children() if child is module)
+
+
+def site_path(block: nn.Module, site: str) -> str:
+    """Path in a layer of the module whose output is added to the residual stream: "attn_out" or "mlp_out"."""
+    module = adding_module(block, site)
+    return next(path for path, child in block.named_modules() if child is module)

@@ -1,4 +1,4 @@
-"""The check of a wrapped model when it is loaded: are its patterns there, are they patterns, do edits arrive?"""
+"""The check of a wrapped model when it is loaded: its patterns can be read, are patterns, and can be edited."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ LENGTH = 6
 
 
 class SelfCheckError(RuntimeError):
-    """The wrapped model does not behave as its names promise."""
+    """Patterns of the wrapped model are missing or wrong, or edits of them have no effect."""
 
 
 @torch.no_grad()
 def check_model(lm: Any) -> None:
-    """Trace two tiny forwards and compare what the hook points say.
+    """Trace two tiny forwards and check the values at the hook points.
 
     Raises:
         SelfCheckError: a pattern of the wrong shape, rows that do not sum to 1, a future that is hidden where it

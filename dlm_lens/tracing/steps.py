@@ -1,4 +1,4 @@
-"""`tracer.steps`: the denoising step as the thing that a trace loops over."""
+"""`tracer.steps`: a loop over denoising steps inside a trace."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,29 +13,29 @@ from dlm_lens.attention import RunStep
 from dlm_lens.sampling import StepPlan
 
 RESULT = "result"
-"""nnsight's location of what the traced call returned."""
+"""nnsight's location of the traced call's result."""
 
 STEP = "step"
-"""The run-level location that is handled when a step begins, and once more (with None) when the run is over."""
+"""Our location of the run: handled when a step begins, and once more, with None, when the run is over."""
 
 
 class Step(int):
-    """The index of a denoising step, and where the run stands before it; of a traced invoke, its own rows.
+    """The index of a denoising step, with the state of the run before it; in an invoke, of its own rows.
 
     Args:
         plan: block and total of the step.
-        state: "tokens", "masked", "valid" and "answer": what a `RunStep` has under these names.
-        memory: what hooks remember from step to step.
+        state: "tokens", "masked", "valid" and "answer", as in a `RunStep`.
+        memory: what hooks store from step to step.
 
     Attributes:
         total: steps of the run, T.
         block: index of the block being decoded.
         span: the block, as a slice of canvas positions.
         tokens: the canvas x_t that the step starts from, `[batch, position]`.
-        masked: which of its positions are masked (not yet written), `[batch, position]`.
+        masked: which of its positions are masked (not decided yet), `[batch, position]`.
         valid: which of its positions are content rather than padding, `[batch, position]`.
-        progress: share of the masks at the start of the run that are written, `[batch]`.
-        run: the same as a `RunStep`, which is what hooks are told.
+        progress: share of the masks at the start of the run that are decided, `[batch]`.
+        run: the same as a `RunStep`, the type that hooks receive.
     """
 
     total: int
@@ -48,7 +48,7 @@ class Step(int):
     run: RunStep
 
     def __new__(cls, plan: StepPlan, state: dict[str, Tensor], memory: dict[Any, Any] | None = None) -> "Step":
-        """The step of a plan; an int is made here."""
+        """Build the step of a plan; an int is made in `__new__`."""
         self = int.__new__(cls, plan.index)
         self.total, self.block, self.span = plan.total, plan.block, slice(*plan.span)
         self.tokens, self.masked, self.valid = state["tokens"], state["masked"], state["valid"]
@@ -68,24 +68,24 @@ class Step(int):
 
     @property
     def index(self) -> int:
-        """The step as a plain number."""
+        """The step as an int."""
         return int(self)
 
     def __repr__(self) -> str:
         return f"Step({int(self)} of {self.total}, block {self.block}, {int(self.masked.sum())} masked)"
 
 
-Key = int | slice | Sequence[int] | Callable[[Step], Any]
+StepKey = int | slice | Sequence[int] | Callable[[Step], Any]
 
 
-def _checked(key: Any) -> Key:
-    """The key with Python's own whole numbers: those of numpy and torch index steps as well.
+def _checked(key: Any) -> StepKey:
+    """The key with Python ints for whole numbers of numpy and torch.
 
     Raises:
-        TypeError: something that is no index.
+        TypeError: the key is no index.
     """
     if callable(key) or isinstance(key, slice):
-        return cast(Key, key)
+        return cast(StepKey, key)
     try:
         return index(key)
     except TypeError:
@@ -95,8 +95,8 @@ def _checked(key: Any) -> Key:
 
 
 @dataclass
-class _Place:
-    """How far a worker has come: the step it was told of, whether it is in a step's body, its hooks' memory."""
+class _LoopState:
+    """State of a worker's loops: the last step it received, whether it is in a loop's body, its hooks' memory."""
 
     at: int = -1
     inside: bool = False
@@ -104,30 +104,30 @@ class _Place:
     memory: dict[Any, Any] = field(default_factory=dict)
 
 
-def place_of(worker: Any) -> _Place:
-    """The place of a worker greenlet, made on first use."""
-    if not hasattr(worker, "dlm_place"):
-        worker.dlm_place = _Place()
-    place: _Place = worker.dlm_place
-    return place
+def loop_state(worker: Any) -> _LoopState:
+    """The loop state of a worker greenlet, made on first use."""
+    if not hasattr(worker, "dlm_loop_state"):
+        worker.dlm_loop_state = _LoopState()
+    state: _LoopState = worker.dlm_loop_state
+    return state
 
 
 def _wanted(location: str) -> int:
-    """Nnsight's `Mediator.wanted` for a worker with steps: a value of a step is read inside the loop only.
+    """Nnsight's `Mediator.wanted` for a worker with steps: a value of a step is read only inside the loop.
 
-    The worker stands in the middle of the step that its last loop ended in. Whether that step still has a value to
-    come would depend on what the loop's body read.
+    After a loop, the run is still in the step in which the loop ended. Which of its values can still be read would
+    depend on what the loop's body read, so that all are refused.
 
     Raises:
-        OutOfOrderError: a value of a step, after the loop.
+        OutOfOrderError: a value of a step is read after the loop.
     """
     mediator = Mediator.current(location)
-    place = place_of(mediator.worker)
-    if place.at >= 0 and not place.inside and mediator.iteration == 0 and location not in (STEP, RESULT):
+    loop = loop_state(mediator.worker)
+    if loop.at >= 0 and not loop.inside and mediator.iteration == 0 and location not in (STEP, RESULT):
         raise OutOfOrderError(
-            f"{location!r} was asked for after the loop over steps, which ended in step {place.at}; a value of a "
-            "step is read inside `for step in tracer.steps[...]`, or in another tracer.invoke(); after the loop "
-            "there is tracer.result"
+            f"{location!r} was read after the loop over steps, which ended in step {loop.at}; read a value of a "
+            "step inside `for step in tracer.steps[...]`, or in another tracer.invoke(); after the loop only "
+            "tracer.result can be read"
         )
     return Mediator.wanted(mediator, location)
 
@@ -136,21 +136,21 @@ def _wanted(location: str) -> int:
 class Steps:
     """The steps that a loop of a trace visits, in the order in which they run.
 
-    `tracer.steps` goes over every step from here on; `steps[...]` takes an index, a slice or a list of indices
-    (negative from the end), `steps.where(predicate)` those whose `Step` it accepts. Inside the body, values are
-    read and edited in the order in which the model reaches them; code behind the loop runs. A second loop asks for
+    `tracer.steps` visits every remaining step. `steps[...]` takes an index, a slice or a list of indices (negative
+    from the end); `steps.where(predicate)` takes the steps whose `Step` the predicate accepts. The body reads and
+    edits values in the order in which the model computes them. Code after the loop runs; a second loop visits
     later steps.
     """
 
-    key: Key = field(default_factory=lambda: slice(None))
+    key: StepKey = field(default_factory=lambda: slice(None))
 
-    def __getitem__(self, key: Key) -> "Steps":
+    def __getitem__(self, key: StepKey) -> "Steps":
         return Steps(_checked(key))
 
     def where(self, predicate: Callable[[Step], Any]) -> "Steps":
         """The steps for which `predicate(step)` is true, decided when the step begins."""
         if not callable(predicate):
-            raise TypeError(f"where takes a function of a Step, not {predicate!r}; indices go in steps[...]")
+            raise TypeError(f"where takes a function of a Step, not {predicate!r}; give indices as steps[...]")
         return Steps(predicate)
 
     def __enter__(self) -> NoReturn:
@@ -161,10 +161,10 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         mediator = Mediator.current("tracer.steps")
         mediator.wanted = _wanted
-        place, previous, first = place_of(mediator.worker), mediator.iteration, True
+        loop, previous, first = loop_state(mediator.worker), mediator.iteration, True
         try:
             while True:
-                step = self._next(mediator, place)
+                step = self._next(mediator, loop)
                 if step is None:
                     return
                 wanted = self._indices(step.total)
@@ -172,35 +172,35 @@ class Steps:
                     self._check_ahead(min(wanted), step)
                 first = False
                 if self.key(step) if callable(self.key) else int(step) in (wanted or ()):
-                    place.inside = True
+                    loop.inside = True
                     yield step
-                    self._check_body(mediator, place, step)
+                    self._check_body(mediator, loop, step)
                 if wanted is not None and (not wanted or step >= max(wanted)):
                     return
         finally:
-            place.inside, mediator.iteration = False, previous
+            loop.inside, mediator.iteration = False, previous
 
-    def _next(self, mediator: Mediator, place: _Place) -> Step | None:
-        """Park until the next step begins; None when the run is over."""
-        if place.over:
+    def _next(self, mediator: Mediator, loop: _LoopState) -> Step | None:
+        """Wait until the next step begins; None when the run is over."""
+        if loop.over:
             raise OutOfOrderError(
-                "tracer.steps was asked for more steps, but the run is over: ask in increasing order, or in "
+                "tracer.steps has no more steps, because the run is over: visit steps in increasing order, or in "
                 "another tracer.invoke()"
             )
-        # Pinned to an occurrence of the step's own location; within the step, requests follow the model.
-        mediator.iteration = max(place.at + 1, mediator.occurrence(STEP))
+        # The step is awaited by the number of its occurrence; inside the step, values are those that come next.
+        mediator.iteration = max(loop.at + 1, mediator.occurrence(STEP))
         tick = Mediator.value(STEP)
         mediator.iteration = None
         if tick is None:
-            place.over = True
+            loop.over = True
             return None
         plan, state = tick
-        step = Step(plan, state, place.memory)
-        place.at = int(step)
+        step = Step(plan, state, loop.memory)
+        loop.at = int(step)
         return step
 
     def _indices(self, total: int) -> Sequence[int] | None:
-        """The steps asked for by index; None for a predicate."""
+        """The steps that are requested by index; None for a predicate."""
         if callable(self.key):
             return None
         if isinstance(self.key, slice):
@@ -208,22 +208,22 @@ class Steps:
         keys = [self.key] if isinstance(self.key, int) else self.key
         for key in keys:
             if not -total <= key < total:
-                raise IndexError(f"step {key} is not there: this run has {total} steps, 0 to {total - 1}")
+                raise IndexError(f"step {key} does not exist: this run has {total} steps, 0 to {total - 1}")
         return [range(total)[key] for key in keys]
 
     def _check_ahead(self, earliest: int, step: Step) -> None:
-        whole = isinstance(self.key, slice) and self.key == slice(None)
-        if earliest < step and not whole:
+        every = isinstance(self.key, slice) and self.key == slice(None)
+        if earliest < step and not every:
             raise OutOfOrderError(
-                f"tracer.steps was asked for step {earliest}, but the run is at step {int(step)} already: ask in "
-                "increasing order, or in another tracer.invoke()"
+                f"tracer.steps requests step {earliest}, but the run is at step {int(step)} already: visit steps "
+                "in increasing order, or in another tracer.invoke()"
             )
 
-    def _check_body(self, mediator: Mediator, place: _Place, step: Step) -> None:
-        place.inside = False
+    def _check_body(self, mediator: Mediator, loop: _LoopState, step: Step) -> None:
+        loop.inside = False
         if mediator.occurrence(STEP) > step + 1:
             raise OutOfOrderError(
-                f"the body of step {int(step)} asked for a value that the model had already passed, and got one of "
-                "a later step: inside a step, read in the order in which the model runs (lm.canvas, layers from "
-                "first to last, lm.lm_head, lm.sampler); read tracer.result behind the loop"
+                f"the body of step {int(step)} read a value that the model had already passed, and got that of a "
+                "later step: inside a step, read in the order in which the model runs (lm.canvas, layers from "
+                "first to last, lm.lm_head, lm.sampler); read tracer.result after the loop"
             )

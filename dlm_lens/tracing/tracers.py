@@ -1,4 +1,4 @@
-"""nnsight's tracers with `steps`, and the interleaver that explains what a trace waited for in vain."""
+"""nnsight's tracers with `steps`, and an interleaver whose errors explain reads that no step can serve."""
 
 import threading
 from types import CodeType
@@ -9,11 +9,11 @@ from nnsight.intervention.interleaver import GreenletExit, Interleaver, Mediator
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 
 from dlm_lens.attention import listening
-from dlm_lens.tracing.steps import STEP, Steps, place_of
+from dlm_lens.tracing.steps import STEP, Steps, loop_state
 
 
 class WithSteps:
-    """What a tracer of a denoising run has on top of nnsight's."""
+    """Mixin of nnsight's tracers: the steps of a denoising run, and exclusive use of the model."""
 
     @property
     def steps(self) -> Steps:
@@ -21,7 +21,7 @@ class WithSteps:
         return Steps()
 
     def execute(self, code: CodeType) -> None:
-        """Run the block, while other threads wait for the model and no compiled code runs."""
+        """Run the block; other threads wait for the model, and compiled code is not used."""
         with listening(self.envoy.root._module):  # type: ignore[attr-defined]
             super().execute(code)  # type: ignore[misc]
 
@@ -39,7 +39,7 @@ class RunEditingTracer(WithSteps, EditingTracer):
 
 
 class RunInterleaver(Interleaver):
-    """nnsight's interleaver, with an error instead of a warning for what a step never reached."""
+    """nnsight's interleaver, with an error instead of a warning for a value that a step never computed."""
 
     thread: int | None = None
 
@@ -48,10 +48,10 @@ class RunInterleaver(Interleaver):
         return super().__enter__()
 
     def check_free(self) -> None:
-        """Refuse to begin a run inside another one.
+        """Refuse a run that begins during a trace of the same model.
 
         Raises:
-            RuntimeError: this or another thread is in the middle of a trace of the model.
+            RuntimeError: this thread or another one is tracing the model.
         """
         if self.interleaving and self.thread != threading.get_ident():
             raise RuntimeError(
@@ -60,19 +60,19 @@ class RunInterleaver(Interleaver):
             )
         if getattr(getcurrent(), "mediator", None) is not None:
             raise RuntimeError(
-                "a run cannot begin inside the body of another; run one behind the other, in `with lm.session():` "
-                "where they share values"
+                "a run cannot begin inside the body of another; run one after the other, in `with lm.session():` "
+                "if they share values"
             )
 
     def check_dangling_mediators(self) -> None:
-        """Raise in the worker's own frame what it waited for in vain.
+        """Raise an error in the frame of every worker that still waits for a value.
 
         Raises:
-            OutOfOrderError: a location that the model had passed, or never calls.
+            OutOfOrderError: the model had computed the value before, or never does.
         """
         for mediator in self.mediators:
             if mediator.alive and mediator.copy and mediator.pending.provider == STEP:
-                # A stored edit of steps has nothing to do in lm.trace's single forward.
+                # A stored edit of steps does nothing in lm.trace's single forward.
                 mediator.worker.throw(GreenletExit)
             elif mediator.alive and (message := _explanation(mediator)):
                 mediator.worker.throw(OutOfOrderError(message))
@@ -80,22 +80,22 @@ class RunInterleaver(Interleaver):
 
 
 def _explanation(mediator: Mediator) -> str | None:
-    pending, place = mediator.pending, place_of(mediator.worker)
+    pending, loop = mediator.pending, loop_state(mediator.worker)
     if pending is None or pending.provider is None:
-        return None  # a barrier: nnsight says what is wrong
+        return None  # a barrier: nnsight has its own error
     if pending.provider == STEP:
         return "tracer.steps needs a run: open it with lm.generate(...); lm.trace(...) is one forward without steps"
-    if place.at < 0 and mediator.iteration != 0:
+    if loop.at < 0 and mediator.iteration != 0:
         return None  # tracer.iter's loops keep nnsight's rules
     part = pending.provider.split(".")[1:2]
     if part in (["canvas"], ["sampler"]) and mediator.occurrence(pending.provider) == 0:
         return (
-            f"{pending.provider!r} was never reached: an AR baseline has neither canvas nor sampler, and neither "
+            f"{pending.provider!r} was never computed: an AR baseline has neither canvas nor sampler, and neither "
             "has lm.trace(...), which is one forward; open a run of a masked DLM with lm.generate(...)"
         )
-    where = "in the trace" if place.at < 0 else f"{'in' if place.inside else 'behind'} step {place.at}"
+    where = "in the trace" if loop.at < 0 else f"{'in' if loop.inside else 'after'} step {loop.at}"
     return (
-        f"{pending.provider!r} was asked for {where}, but the model had passed it already or never reaches it: "
-        "read in the order in which the model runs, or in another tracer.invoke(); a value of a step is read "
-        "inside `for step in tracer.steps[...]`"
+        f"{pending.provider!r} was read {where}, but the model had passed it already or never computes it: read in "
+        "the order in which the model runs, or in another tracer.invoke(); read a value of a step inside `for step "
+        "in tracer.steps[...]`"
     )

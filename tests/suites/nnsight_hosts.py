@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 import dlm_lens as dl
 from dlm_lens.adapters.loading import attach, prepare_config
 from dlm_lens.adapters.registry import family_of
-from dlm_lens.tracing import model as tracing
-from dlm_lens.tracing.run import RowBatcher
+from dlm_lens.tracing import diffusion_lm as tracing
+from dlm_lens.tracing.traced_run import RowBatcher
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunTracer
 from tests.suites.nnsight_exclusions import EXCLUDED
 

@@ -182,8 +182,8 @@ def test_a_run_that_ends_early_ends_its_loops() -> None:
         seen = [].save()
         for step in tracer.steps[1:]:
             seen.append(int(step))
-        behind = [len(seen)].save()
+        after = [len(seen)].save()
         run = tracer.result.save()
     assert seen == list(range(1, short.steps))
-    assert behind == [short.steps - 1]
+    assert after == [short.steps - 1]
     assert run.canvases.equal(short.canvases)

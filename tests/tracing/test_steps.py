@@ -64,19 +64,19 @@ def no_warnings() -> Any:
 def test_a_selection_visits_its_steps(lm: Any, plain: dl.DenoisingRun, key: Any, expected: list[int]) -> None:
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
-        behind = [].save()
+        after = [].save()
         for step in tracer.steps[key]:
             seen.append((int(step), lm.layers[0].attn.pattern.sum().item()))
-        behind.append("ran")
+        after.append("ran")
         run = tracer.result.save()
     assert [index for index, _ in seen] == expected
-    assert behind == ["ran"]
+    assert after == ["ran"]
     assert run.tokens.equal(plain.tokens)
     for index, total in seen:
         assert total == pytest.approx(4 * 11, rel=1e-5), index
 
 
-def test_where_asks_each_step_as_it_begins(lm: Any, plain: dl.DenoisingRun) -> None:
+def test_where_tests_each_step_as_it_begins(lm: Any, plain: dl.DenoisingRun) -> None:
     position = int(plain.step_of[0].argmax())
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
@@ -120,7 +120,7 @@ def test_loops_in_a_row(lm: Any, plain: dl.DenoisingRun) -> None:
     assert run.tokens.equal(plain.tokens)
 
 
-def test_an_open_loop_goes_on_where_the_last_one_stopped(lm: Any) -> None:
+def test_an_open_loop_continues_where_the_last_one_stopped(lm: Any) -> None:
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
         for step in tracer.steps:
@@ -188,7 +188,7 @@ def test_what_is_no_index(lm: Any, key: Any) -> None:
 
 
 def test_a_step_that_has_passed(lm: Any) -> None:
-    with pytest.raises(OutOfOrderError, match="asked for step 1, but the run is at step 5"):
+    with pytest.raises(OutOfOrderError, match="requests step 1, but the run is at step 5"):
         with lm.generate(IDS, **RUN) as tracer:
             for step in tracer.steps[4]:
                 lm.canvas.sum()
@@ -204,7 +204,7 @@ def test_steps_when_the_run_is_over(lm: Any) -> None:
             lm.canvas.sum()
 
 
-def test_a_value_behind_the_loop_has_passed(lm: Any) -> None:
+def test_a_value_after_the_loop_has_passed(lm: Any) -> None:
     with pytest.raises(OutOfOrderError, match="inside `for step in tracer"), lm.generate(IDS, **RUN) as tracer:
         for step in tracer.steps[4]:
             lm.canvas.sum()
@@ -214,9 +214,7 @@ def test_a_value_behind_the_loop_has_passed(lm: Any) -> None:
 @pytest.mark.parametrize("key", [0, slice(2)], ids=str)
 @pytest.mark.parametrize("body", ["nothing", "pattern", "head"])
 @pytest.mark.parametrize("after", ["canvas", "first layer", "pattern", "head", "sampler"])
-def test_no_value_of_a_step_behind_the_loop_whatever_its_body_read(
-    lm: Any, key: Any, body: str, after: str
-) -> None:
+def test_no_value_of_a_step_after_the_loop_whatever_its_body_read(lm: Any, key: Any, body: str, after: str) -> None:
     def read(what: str) -> None:
         if what == "canvas":
             lm.canvas.sum()
@@ -237,7 +235,7 @@ def test_no_value_of_a_step_behind_the_loop_whatever_its_body_read(
 
 
 @pytest.mark.parametrize("body", ["nothing", "head"])
-def test_the_result_and_later_steps_behind_the_loop(lm: Any, plain: dl.DenoisingRun, body: str) -> None:
+def test_the_result_and_later_steps_after_the_loop(lm: Any, plain: dl.DenoisingRun, body: str) -> None:
     with lm.generate(IDS, **RUN) as tracer:
         seen = [].save()
         for step in tracer.steps[0]:

@@ -53,7 +53,7 @@ def test_every_hook_point_at_every_step(family: str) -> None:
     assert len(found) == run.steps == 6
     for seen, expected in zip(found, kept, strict=True):
         for name, value in seen.items():
-            # sinks leave behind the head, so that the head's own output still holds them
+            # sinks are removed after the head, so that the head's own output still has them
             theirs = expected[name]
             assert value.shape[-1] == theirs.shape[-1]
             close(value[:, -theirs.shape[1] :] if name == "logits" else value, theirs)

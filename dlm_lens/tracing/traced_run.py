@@ -19,12 +19,12 @@ from dlm_lens.tracing.steps import STEP
 
 
 class RowBatcher(Batcher):
-    """nnsight's batcher for runs: a doubled batch belongs to its rows, and a `DenoisingRun` is cut by rows."""
+    """nnsight's batcher for runs: splits a `DenoisingRun`, and with guidance both halves of a doubled batch."""
 
     guided = False
 
     def narrow(self, value: Any, group: Any) -> Any:
-        """What an invoke is served: its own rows."""
+        """The rows of a value that belong to an invoke."""
         if isinstance(value, DenoisingRun) and self.batching and group is not None:
             return rows_of(value, slice(group[0], group[0] + group[1]))
         return super().narrow(value, group)
@@ -64,12 +64,12 @@ def rows_of(run: DenoisingRun, rows: slice) -> DenoisingRun:
 
 
 class Run(DenoisingRun):
-    """The result of `lm.generate`: a `DenoisingRun` that knows what `with` was meant to say."""
+    """The result of `lm.generate`: a `DenoisingRun` that explains why a `with` block over it was not traced."""
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
-            "this run is finished and was not traced: `with lm.generate(...) as tracer:` has to stand there "
-            "literally, not in a function that returns it, and in a file or a notebook cell, not on stdin (nnsight "
+            "this run is finished and was not traced: write `with lm.generate(...) as tracer:` literally, "
+            " not in a function that returns it, and in a file or a notebook cell, not on stdin (nnsight "
             "reads the source of the block)"
         )
 
@@ -82,12 +82,12 @@ class Run(DenoisingRun):
 
 
 class TracedRun(RunObserver):
-    """Gives every step of a run, and its canvas, to the workers of a trace.
+    """The observer that passes every step of a run, and its canvas, to the workers of a trace.
 
     Args:
         model: the traced network.
-        interleaver: of the traced model.
-        canvas: the location of the canvas.
+        interleaver: the traced model's.
+        canvas: nnsight's location of the canvas.
         grad: whether the network's forward passes keep their graphs.
         on_start: called with the run's sampler.
     """
@@ -130,7 +130,7 @@ class TracedRun(RunObserver):
     def step(
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
-        """A step begins: tell who waits for it, and offer its canvas for reading and editing."""
+        """A step begins: pass it to the workers that wait for it, then its canvas for reading and editing."""
         if "answer" not in self.state:
             self.state["answer"] = masked
         state = {"tokens": canvas, "masked": masked, **self.state}
@@ -148,7 +148,7 @@ class TracedRun(RunObserver):
     def clean(self) -> Mapping[int, ColumnStats]:
         """What every layer's keys receive on the step's canvas without hooks, in all rows of the network.
 
-        One more pass, once a step, which no trace sees.
+        Computed in one more pass, once a step, which is not traced.
         """
         if self._clean is None:
             assert self.now is not None
@@ -163,7 +163,7 @@ class TracedRun(RunObserver):
         return self._clean
 
     def stop(self) -> None:
-        """The run is over: whoever waits for another step goes on behind its loop."""
+        """The run is over: workers that wait for another step leave their loops."""
         self.now = self._clean = None
         self._handle(STEP, None)
 
@@ -171,8 +171,8 @@ class TracedRun(RunObserver):
         return self.interleaver.handle(location, value) if self.interleaver.interleaving else value
 
 
-class _Shapes:
-    """A model whose forward passes run under a fake-tensor mode and say nothing: every logit is 0."""
+class _ShapesOnly:
+    """A model whose forward passes run under a fake-tensor mode; every logit is 0."""
 
     def __init__(self, module: Any, mode: Any) -> None:
         self.module, self.mode = module, mode
@@ -188,10 +188,10 @@ class _Shapes:
 
 
 def run_or_scan(module: Any, prompt: Any, attention_mask: Any, **settings: Any) -> DenoisingRun:
-    """`denoise` with all logits; inside `lm.scan` the sampler is real and the network is not.
+    """`denoise` with all logits; inside `lm.scan` the network runs on fake tensors.
 
-    The schedule, the canvases and the sampler's locations are then those of a run in which every token is equally
-    likely.
+    The sampler then runs with logits of 0, so that the schedule, the canvases and the sampler's locations are those
+    of a run in which every token is equally likely.
     """
     mode = detect_fake_mode()
     # All logits: an edit of lm.sampler.unmasked may then write any masked position.
@@ -199,4 +199,4 @@ def run_or_scan(module: Any, prompt: Any, attention_mask: Any, **settings: Any) 
     if mode is None:
         return denoise(module, prompt, attention_mask, **settings)
     with unset_fake_temporarily():
-        return denoise(_Shapes(module, mode), prompt, attention_mask, **settings)
+        return denoise(_ShapesOnly(module, mode), prompt, attention_mask, **settings)

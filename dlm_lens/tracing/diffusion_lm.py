@@ -24,16 +24,17 @@ from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
 from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.prompts import Prompts, read_prompts
-from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy
-from dlm_lens.tracing.module_names import module_names
-from dlm_lens.tracing.run import RowBatcher, Run, TracedRun, run_or_scan
+from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
+from dlm_lens.tracing.traced_run import RowBatcher, Run, TracedRun, run_or_scan
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
+
+_PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
 
 
 class _NoRun(Sampler):
-    """What `lm.sampler` wraps until a run brings its own sampler."""
+    """The module of `lm.sampler` outside runs; a run replaces it by its own sampler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +42,10 @@ class _NoRun(Sampler):
 
 
 class DiffusionLM(HuggingFaceModel):
-    """A model of `dlm_lens.load` under nnsight, with the denoising step as an axis.
+    """A model of `dlm_lens.load` in nnsight, with the denoising step as an axis.
 
-    `lm.trace(text_or_ids)` is one forward pass (bidirectional; causal for an AR baseline), and
-    `with lm.generate(prompt, steps=...) as tracer:` a whole run with the family's own sampler, the loop of
+    `lm.trace(text_or_ids)` is one forward pass (bidirectional; causal for an AR baseline).
+    `with lm.generate(prompt, steps=...) as tracer:` is a whole run with the family's own sampler, in the loop of
     `dlm_lens.denoise`. Inside, `for step in tracer.steps[...]` reads and edits any activation of any step:
     `lm.canvas`, `lm.layers[i].attn.pattern` (`q k v rot_q rot_k scores pattern z`), `lm.layers[i].output` (the
     residual stream), `lm.layers[i].mlp.output`, `lm.lm_head.output`, `lm.sampler.confidence`,
@@ -52,7 +53,7 @@ class DiffusionLM(HuggingFaceModel):
 
     Args:
         model: an embedded model's name, a directory, a hub name, or a model of `dlm_lens.load`.
-        check: run two tiny forwards and check that patterns are there, are patterns, and can be edited.
+        check: run two tiny forwards and check that patterns can be read, are patterns, and can be edited.
         **options: of `dlm_lens.load`, for a name.
 
     Raises:
@@ -78,7 +79,7 @@ class DiffusionLM(HuggingFaceModel):
             envoys={type(attention): AttentionEnvoy for attention in hooked_attentions(model)},
             interleaver=RunInterleaver(),
         )
-        # A child outside the module's tree, as nnsight's own `generator` is; a run puts its sampler there.
+        # A child outside the module's tree, like nnsight's `generator`; a run sets its sampler there.
         self.sampler = SamplerEnvoy(
             _NoRun(), path=f"{self.path}.sampler", interleaver=self.interleaver, parent=self
         )
@@ -89,12 +90,12 @@ class DiffusionLM(HuggingFaceModel):
 
     @property
     def device(self) -> torch.device:
-        """Where token ids belong, and where nnsight brings a trace's inputs; of an offloaded model too."""
+        """The device of token ids, to which nnsight moves a trace's inputs; of an offloaded model too."""
         return input_device(self._module)
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; None where it takes ids only."""
+        """The model's tokenizer; None if it takes ids only."""
         return self._module.tokenizer
 
     @tokenizer.setter
@@ -103,12 +104,12 @@ class DiffusionLM(HuggingFaceModel):
 
     @eproperty(key="canvas", description="x_t: the tokens that a step starts from [batch, position]")
     def canvas(self, value: Tensor) -> Int[Tensor, "batch position"]:
-        """x_t. Assign or edit it to plant tokens, or to mask some again (`lm.config.mask_token_id`)."""
+        """x_t. Assign or edit it to set tokens, or to mask some again (`lm.config.mask_token_id`)."""
         return value.clone()
 
     @canvas.transform  # type: ignore[no-redef]
     def canvas(self, view: Tensor, raw: Tensor) -> Tensor:
-        """The edited copy; the canvas of the step before stays as it was."""
+        """The edited copy; the canvas of the step before is not changed."""
         return view
 
     @traceable
@@ -131,12 +132,12 @@ class DiffusionLM(HuggingFaceModel):
             **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, seed, ...
 
         Raises:
-            ValueError: a prompt or a setting that cannot work.
+            ValueError: an invalid prompt or setting.
             RuntimeError: inside the body of another trace, or while another thread traces.
         """
         self.interleaver.check_free()
-        place = f"{self.path}.canvas"
-        run = TracedRun(self._module, self.interleaver, place, grad=grad, on_start=self._use_sampler)
+        canvas = f"{self.path}.canvas"
+        run = TracedRun(self._module, self.interleaver, canvas, grad=grad, on_start=self._use_sampler)
         self._traced = run
         others = observers if isinstance(observers, Sequence) else (observers,)
         return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=(run, *others), **settings))
@@ -148,30 +149,30 @@ class DiffusionLM(HuggingFaceModel):
         return super().trace(*inputs, **options)
 
     def edit(self, *, inplace: bool = False, backend: Any = None) -> RunEditingTracer:
-        """Open an editing trace, whose interventions every later trace repeats; see nnsight's `Envoy.edit`."""
+        """Open an editing trace, whose interventions act in every later trace; see nnsight's `Envoy.edit`."""
         return RunEditingTracer(self, inplace=inplace, backend=backend)
 
     def scan(self, *inputs: Any, fn: Any = None, backend: Any = None, **options: Any) -> RunScanningTracer:
         """Open a trace that computes shapes only: of one forward pass, or of a run with `fn=lm.generate`."""
         return RunScanningTracer(self, fn or "__call__", *inputs, backend=backend, **options)
 
-    def told(self, step: Step) -> RunStep:
-        """What a hook is told of a step, with a pass without hooks for those that want one."""
+    def run_step(self, step: Step) -> RunStep:
+        """The `RunStep` that a hook receives; `clean` computes a pass without hooks."""
 
         def clean() -> Mapping[int, ColumnStats]:
             if self._traced is None or self._traced.now is None:
-                raise ValueError(f"{step}: the run is over, and a pass without hooks is over its present canvas")
-            rows = self.own_rows()
+                raise ValueError(f"{step}: the run is over, and a pass without hooks needs its canvas")
+            rows = self.invoke_rows()
             found = self._traced.clean()
             return found if rows is None else {layer: columns.of_rows(rows) for layer, columns in found.items()}
 
-        # An AR network sees what is written so far.
+        # An AR network sees the tokens decoded so far.
         run = step.run.until(step.span.start + int(step)) if self.causal else step.run
         return replace(run, config=self.config, tokenizer=self.tokenizer, clean=clean)
 
-    def own_rows(self) -> Int[Tensor, "row"] | None:
-        """Rows of the network's batch that belong to the invoke that asks; None for all."""
-        batcher, group = self.interleaver.batcher, Mediator.current("own_rows").batch_group
+    def invoke_rows(self) -> Int[Tensor, "row"] | None:
+        """Rows of the network's batch that belong to the running invoke; None for all."""
+        batcher, group = self.interleaver.batcher, Mediator.current("invoke_rows").batch_group
         if batcher is None or not batcher.batching or group is None:
             return None
         rows: Int[Tensor, row] = batcher.narrow(torch.arange(batcher.total * (2 if batcher.guided else 1)), group)
@@ -192,7 +193,7 @@ class DiffusionLM(HuggingFaceModel):
         found = []
         for inputs, kwargs in invokes:
             found.append(self._read(_prompt(inputs, kwargs), kwargs))
-            settings |= {name: value for name, value in kwargs.items() if name not in PROMPT_NAMES}
+            settings |= {name: value for name, value in kwargs.items() if name not in _PROMPT_NAMES}
         if not found:
             return (), settings
         prompts = found[0] if len(found) == 1 else self._joined(found)
@@ -202,14 +203,14 @@ class DiffusionLM(HuggingFaceModel):
             return (), {**_forward_inputs(prompts), **self._checked(settings)}
 
     def _checked(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a forward pass; transformers' forwards take any name, and say nothing of those they ignore.
+        """Arguments of a forward pass; transformers' forwards accept any name and ignore those they do not use.
 
         Raises:
-            ValueError: one that is no argument of this model.
+            ValueError: the model's forward has no such argument.
         """
-        known = {*inspect.signature(self._module.forward).parameters, *TransformersKwargs.__annotations__}
+        names = {*inspect.signature(self._module.forward).parameters, *TransformersKwargs.__annotations__}
         for name in settings:
-            if name not in known:
+            if name not in names:
                 raise ValueError(
                     f"lm.trace has no argument {name!r}: it takes one prompt (text, chat, ids) and the arguments "
                     f"of {type(self._module).__name__}.forward; tokenize the prompt yourself for other settings of "
@@ -219,16 +220,14 @@ class DiffusionLM(HuggingFaceModel):
 
     def _joined(self, found: list[Prompts]) -> Prompts:
         with unset_fake_temporarily():
-            rows = [row[keep].tolist() for part in found for row, keep in zip(*_fields(part), strict=True)]
+            pairs = [pair for part in found for pair in zip(part.ids, part.attention_mask, strict=True)]
+            rows = [ids[content].tolist() for ids, content in pairs]
             return read_prompts(self._module, rows)
 
     def _read(self, prompt: Any, kwargs: dict[str, Any]) -> Prompts:
-        # Under lm.scan the forward is fake; what the prompt says is not.
+        # Under lm.scan the forward runs on fake tensors; the prompt's ids are real.
         with unset_fake_temporarily():
             return read_prompts(self._module, prompt, kwargs.get("attention_mask"))
-
-
-PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
 
 
 def _prompt(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,17 +236,13 @@ def _prompt(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return inputs[0] if inputs else kwargs.get("prompt", kwargs.get("input_ids"))
 
 
-def _fields(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    return prompts.ids, prompts.attention_mask
-
-
 def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
     """Arguments of a forward pass over the prompts."""
     return {"input_ids": prompts.ids, **network_inputs(prompts.attention_mask)}
 
 
 def _add_trace_readers(lm: DiffusionLM) -> None:
-    """Let attention know when a trace is about to read scores or a pattern, which it computes only then."""
+    """Let attention compute scores and patterns in the passes in which a trace reads them, and in no other."""
     interleaver = weakref.ref(lm.interleaver)
     for envoy in lm.modules():
         if isinstance(envoy, AttentionEnvoy):
@@ -258,7 +253,7 @@ def _add_trace_readers(lm: DiffusionLM) -> None:
 
 
 class _TraceReader:
-    """Whether a trace of this interleaver waits at a location for its present visit."""
+    """A callable that is true while a trace waits for the values of one hook point."""
 
     def __init__(self, interleaver: "weakref.ref[Any]", path: str) -> None:
         self.interleaver, self.locations = interleaver, (f"{path}.output", f"{path}.input", f"{path}.skip")
@@ -273,7 +268,7 @@ class _TraceReader:
         )
 
     def skipped(self) -> None:
-        """Count the visit, as nnsight counts those that it sees: occurrence n of a pattern is that of forward n."""
+        """Count a pass without values, so that nnsight's occurrence n of a pattern is that of forward n."""
         interleaver = self.interleaver()
         if interleaver is not None and interleaver.interleaving:
             for location in self.locations:

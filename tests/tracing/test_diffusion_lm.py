@@ -169,7 +169,7 @@ def test_a_hook_at_its_site_is_the_hook_attached(family: str, stage: Any) -> Non
 
 @dataclass(frozen=True)
 class Recording:
-    """A hook that keeps what it is told."""
+    """A hook that keeps its context."""
 
     seen: Any
     site: Any = "v"
@@ -180,7 +180,7 @@ class Recording:
 
 
 @pytest.mark.parametrize("cfg_scale", [0.0, 1.0])
-def test_a_hook_is_told_of_the_step(cfg_scale: float) -> None:
+def test_a_hook_receives_the_step(cfg_scale: float) -> None:
     model = tiny("llada")
     plain = dl.denoise(model, [IDS, [3]], cfg_scale=cfg_scale, **RUN)
     lm: Any = dl.DiffusionLM(model)
