@@ -1,4 +1,4 @@
-"""`plan_experiment`: forward passes, time and memory of a run, before it begins."""
+"""`plan_experiment`: forward passes, time and memory of a run, estimated before it starts."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dlm_lens.experiments.experiment import Cost, Experiment
 from dlm_lens.experiments.runner import list_items
 
 UTILISATION = 0.4
-"""Part of a device's peak that matrix products of this size reach; an assumption, not measured here."""
+"""Share of a device's peak that matrix products of this size reach; assumed, not measured."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Instruct": {"parameters": 8.02e9, "layers": 32, "heads": 32, "width": 4096,
@@ -29,24 +29,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one-token-text": {"parameters": 2.17e6, "layers": 4, "heads": 4, "width": 192, "vocabulary": 1024,
                        "itemsize": 4},
 }  # fmt: skip
-"""Of the checkpoints that the full settings name, so that a plan needs neither network nor weights; and of networks
-that an experiment makes."""
+"""Sizes of the checkpoints of the full settings, so that a plan needs neither network nor weights, and of networks
+that an experiment trains."""
 
 STAND_INS = {"one-token-text": "toy"}
-"""Networks that an experiment makes -> the embedded one whose speed is timed in their place."""
+"""Networks that an experiment trains -> the embedded model that is timed in their place."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a forward pass costs.
+    """The size of a network, from which the cost of a forward pass follows.
 
     Args:
-        parameters: of the network.
-        layers: how many.
+        parameters: number of weights.
+        layers: number of layers.
         heads: attention heads per layer.
         width: d_model.
-        vocabulary: tokens.
-        itemsize: bytes of a weight.
+        vocabulary: d_vocab.
+        itemsize: bytes per weight.
     """
 
     parameters: float
@@ -57,13 +57,13 @@ class Shape:
     itemsize: int = 2
 
     def flops(self, cost: Cost) -> float:
-        """2 N S + 4 L S^2 d per canvas of S positions (N parameters, L layers); three times that with backward."""
+        """Operations: 2 N S + 4 L S^2 d per canvas of S positions (N weights, L layers), times 3 with backward."""
         positions = cost.positions
         one = 2 * self.parameters * positions + 4 * self.layers * positions**2 * self.width
         return one * cost.rows * cost.passes * (3 if cost.backward else 1)
 
     def memory(self, cost: Cost) -> float:
-        """Weights, the residual stream of a layer about 12 times, logits and one layer's attention in float32."""
+        """Bytes: weights, 12 copies of the residual stream, and the logits and one layer's attention in float32."""
         tokens = cost.rows * cost.positions
         attention = 4 * cost.rows * self.heads * cost.positions**2
         return (
@@ -82,7 +82,7 @@ def plan_experiment(
     settings: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> str:
-    """What a run will cost, in words and numbers; on "cpu" one forward pass of each model is timed.
+    """The estimated cost of a run as text; on "cpu" one forward pass of each model is timed.
 
     Args:
         experiment: from `find_experiment`.
@@ -92,7 +92,7 @@ def plan_experiment(
         device: "cpu", which is this machine, or a device of `dlm_lens.training.gpus.DEVICES`.
 
     Raises:
-        ValueError: an unknown device, or a model whose size is not known here.
+        ValueError: an unknown device, or a model of unknown size.
     """
     from dlm_lens.training.gpus import DEVICES
 
@@ -132,15 +132,15 @@ def plan_experiment(
 
 def _how(device: str) -> str:
     if device == "cpu":
-        return "one forward pass was timed on this machine; hooks, guidance and tokenising come on top"
-    return f"at {UTILISATION:.0%} of the peak of {device}, which is assumed, not measured; hooks come on top"
+        return "one forward pass was timed on this machine; hooks, guidance and tokenising are not counted"
+    return f"at {UTILISATION:.0%} of the peak of {device}, which is assumed, not measured; hooks are not counted"
 
 
 def shape_of(model: str) -> Shape:
-    """The size of a model: of a known checkpoint, or of an embedded model or a directory, which is loaded.
+    """The size of a listed checkpoint, or of an embedded model or a directory, which is loaded.
 
     Raises:
-        ValueError: a hub name that is not known here.
+        ValueError: a hub name that is not listed.
     """
     from pathlib import Path
 
@@ -149,7 +149,7 @@ def shape_of(model: str) -> Shape:
     if model in SHAPES:
         return Shape(**SHAPES[model])
     if model not in embedded_models() and not Path(model).exists():
-        raise ValueError(f"the size of {model!r} is not known; download it and give its directory, to plan with it")
+        raise ValueError(f"the size of {model!r} is unknown; download the model and give its directory")
     import dlm_lens
 
     loaded: Any = dlm_lens.load(model)
@@ -166,7 +166,7 @@ def shape_of(model: str) -> Shape:
 
 
 def _seconds_per_flop(model: str, shape: Shape) -> float:
-    """Time of one forward pass of 8 x 64 positions, over its operations."""
+    """The time of one forward pass of 8 x 64 positions, divided by its operations."""
     import torch
 
     import dlm_lens
@@ -174,7 +174,9 @@ def _seconds_per_flop(model: str, shape: Shape) -> float:
     if model in STAND_INS:
         return _seconds_per_flop(STAND_INS[model], shape_of(STAND_INS[model]))
     if model in SHAPES:
-        raise ValueError(f"{model} is not timed on this machine; plan it for a GPU, as with --plan --device h100")
+        raise ValueError(
+            f"{model} cannot be timed on this machine; plan it for a GPU, as with --plan --device h100"
+        )
     loaded: Any = dlm_lens.load(model)
     ids = torch.zeros(8, 64, dtype=torch.long)
     with torch.no_grad():

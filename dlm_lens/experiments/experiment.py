@@ -3,7 +3,6 @@
 import ast
 import json
 import pkgutil
-import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +20,18 @@ if TYPE_CHECKING:
 
 
 Verdict = Literal["agrees", "disagrees", "undecided", "no counterpart"]
-"""How a number here stands to the paper's: "undecided" if the interval allows both."""
+"""Agreement of a measured number with the paper's; "undecided" where the interval allows both."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence of the paper beside what was measured.
+    """A statement of the paper, and the measurement that corresponds to it.
 
     Args:
-        paper: what the paper says, with its number.
-        here: what came out, with its interval.
+        paper: the statement, with its number.
+        here: the measurement, with its interval.
         verdict: whether the two agree, by a rule on the numbers.
-        why: the reason, where one is known, or that none is.
+        why: the rule, or the reason of a disagreement where it is known.
     """
 
     paper: str
@@ -43,10 +42,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head.
+    """A table of text cells.
 
     Raises:
-        ValueError: a row of another length.
+        ValueError: a row whose length differs from the head's.
     """
 
     title: str
@@ -56,12 +55,12 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.head):
-                raise ValueError(f"{self.title!r}: a row of {len(row)} cells under a head of {len(self.head)}")
+                raise ValueError(f"{self.title!r}: a row of {len(row)} cells, and the head has {len(self.head)}")
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """What is made of results: tables, figures, findings, and sentences that go with them."""
+    """The tables, figures, findings and notes of an experiment's results."""
 
     tables: Sequence[Table] = ()
     figures: Mapping[str, "Figure"] = field(default_factory=dict)
@@ -71,14 +70,14 @@ class Rendering:
 
 @dataclass(frozen=True)
 class Cost:
-    """Forward passes of one item.
+    """The forward passes of one item.
 
     Args:
-        passes: how many.
-        rows: canvases in each.
+        passes: number of passes.
+        rows: canvases per pass.
         positions: tokens of each canvas; for an AR model the longest prefix.
-        model: which model runs.
-        backward: whether each is followed by a backward pass (training).
+        model: name of the model.
+        backward: whether a backward pass follows each (training).
     """
 
     passes: int
@@ -89,12 +88,12 @@ class Cost:
 
 
 class Bench:
-    """Loads models by name and keeps the last one.
+    """Loads models by name for the items of a run, and keeps the last one in memory.
 
     Args:
         loading: arguments of `dlm_lens.load`, such as dtype and device_map.
-        loaded: called with the name of every model that was loaded, the digest of its weights, and whether it is an
-            AR model.
+        loaded: called after each loading with the model's name, the digest of its weights, and whether it is an AR
+            model.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Bench:
             import dlm_lens
             from dlm_lens.evaluation.responses import fingerprint
 
-            # Two models of 8B do not fit beside each other.
+            # Two models of 8B do not fit into memory together.
             self._held.clear()
             self._notes.clear()
             model = dlm_lens.load(name, **self.loading)
@@ -119,7 +118,7 @@ class Bench:
         return self._held[name]
 
     def once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """What was computed before for the model at hand under this key, or else what `compute` returns."""
+        """The value of `compute()`, computed once per key and loaded model."""
         if key not in self._notes:
             self._notes[key] = compute()
         return self._notes[key]
@@ -127,21 +126,20 @@ class Bench:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One figure or table: a small file declares one of these as `EXPERIMENT`.
+    """One figure or table of a paper; a file declares it as `EXPERIMENT`.
 
     Args:
         name: on the command line.
         shows: paper and figure or table, "2510.15731, Figure 7"; or "beyond 2510.15731".
         title: what is measured, in one sentence.
         metric: the number, with its unit.
-        small: settings that take less than a minute with the embedded models; `models` is among them.
+        small: settings with the embedded models that take seconds to minutes.
         full: settings for real checkpoints.
-        items: settings -> what is to be computed, in an order that never changes.
-        run: (item, settings, bench) -> JSON values; pure but for the model.
-        render: results -> tables and figures, from nothing else.
-        cost: (item, settings, bench) -> forward passes; None if it runs no model.
+        items: settings -> the items to compute, in a fixed order.
+        run: (item, settings, bench) -> JSON values; a pure function of these and of the models' weights.
+        render: results -> tables and figures; it reads nothing else.
+        cost: (item, settings) -> forward passes; None if it runs no model.
         paper: the paper's own numbers.
-        uses_prompts: whether prompts stand among the settings (they are read before the start).
 
     Raises:
         ValueError: settings of different names, or a name that cannot be a folder's.
@@ -161,18 +159,18 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").isalnum():
-            raise ValueError(f"{self.name!r} is no name of an experiment; use letters, digits and hyphens")
+            raise ValueError(f"the name of an experiment is {self.name!r}; use letters, digits and hyphens only")
         if set(self.small) != set(self.full):
             lacking = sorted(set(self.small) ^ set(self.full))
-            raise ValueError(f"{self.name}: {', '.join(lacking)} is set in one of small and full only")
+            raise ValueError(f"{self.name}: the settings {', '.join(lacking)} are in only one of small and full")
 
     def config(
         self, small: bool, models: Sequence[str] = (), given: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The settings of a run: the defaults, with some replaced; what a resume is compared with.
+        """The config of a run: the defaults with some settings replaced. A resumed run must have an equal config.
 
         Raises:
-            ValueError: a setting that there is not or of another kind, or models where there are none.
+            ValueError: an unknown setting, a value of the wrong kind, or models for an experiment without models.
         """
         settings: dict[str, Any] = dict(self.small if small else self.full)
         given = dict(given or {}) | ({"models": list(models)} if models else {})
@@ -185,9 +183,9 @@ class Experiment:
 
 
 def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:
-    """Raise where the defaults say what kind of value a setting has, and this is another."""
+    """Raise where a value is of another kind than the setting's defaults."""
     kinds = {_kind(default) for default in defaults}
-    # A whole number may stand for a share or a rate; None says nothing about the kind.
+    # A whole number is accepted as a share or a rate. A default of None allows any kind.
     fits = _kind(value) in kinds or (_kind(value) == "whole number" and "number" in kinds)
     if "None" not in kinds and not fits:
         raise ValueError(
@@ -196,7 +194,7 @@ def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:
 
 
 def _kind(value: Any) -> str:
-    # bool stands before int, which it is in Python.
+    # bool is tested before int, of which it is a subclass.
     kinds = {bool: "truth value", int: "whole number", float: "number", str: "text"}
     kinds |= {list: "list", tuple: "list", dict: "mapping"}
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), "None")
@@ -210,7 +208,7 @@ def read_setting(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ValueError(f"{text!r} is no setting; write name=value, such as prompts=64")
+        raise ValueError(f"{text!r} is not a setting; write name=value, such as prompts=64")
     try:
         return name.strip(), ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError):  # TypeError: a dictionary as a key
@@ -241,10 +239,10 @@ def list_experiments() -> tuple[Experiment, ...]:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a file says of its experiment, read without running the file: no model library is imported.
+    """An experiment's name and title, read from its file without executing the file.
 
     Args:
-        module: to import for the experiment itself.
+        module: the module that declares the experiment.
         name: on the command line.
         shows: paper and figure or table.
         title: what is measured.
@@ -281,10 +279,10 @@ def _declared_in(file: Path, module: str) -> Iterator[Declared]:
 
 
 def check_experiment(name: str) -> Declared:
-    """What is declared of the experiment of that name.
+    """The declaration of the experiment of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no experiment has that name.
     """
     known = {one.name: one for one in declared_experiments()}
     if name not in known:
@@ -297,19 +295,18 @@ def find_experiment(name: str) -> Experiment:
     """The experiment of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no experiment has that name.
     """
     experiment: Experiment = import_module(check_experiment(name).module).EXPERIMENT
     return experiment
 
 
 def run_script(experiment: Experiment) -> None:
-    """Run `dlm-lens experiment NAME` with the script's arguments.
-
-    The command line is started by its name: this room does not import it.
+    """Run `dlm-lens experiment NAME` with the arguments of the script.
 
     Raises:
-        SystemExit: as the command does when it ends.
+        SystemExit: when the command ends.
     """
     sys.argv = ["dlm-lens", "experiment", experiment.name, *sys.argv[1:]]
-    runpy.run_module("dlm_lens.cli", run_name="__main__")
+    # By its name: the command line imports this room, not the other way round.
+    import_module("dlm_lens.cli.app").main()

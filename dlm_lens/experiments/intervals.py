@@ -1,7 +1,8 @@
-"""Intervals: Wilson's for shares of cases, a bootstrap over prompts for what comes many to a prompt."""
+"""95% intervals: Wilson's for shares, a bootstrap over prompts for per-prompt numbers, Student's t over seeds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,11 +10,14 @@ import numpy as np
 RESAMPLES = 2000
 
 Z = 1.959964
-"""Of the normal distribution, two-sided 95%."""
+"""Quantile of the normal distribution, two-sided 95%."""
+
+QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantiles of Student's t, two-sided 95%, for 1 to 9 degrees of freedom; more seeds use the last of them."""
 
 
 class Interval(NamedTuple):
-    """A number with its 95% interval; `n` counts the cases (prompts, where they are drawn again)."""
+    """A number with its 95% interval; `n` counts cases (in a bootstrap prompts, with Student's t seeds)."""
 
     value: float
     low: float
@@ -32,7 +36,7 @@ def wilson(correct: Sequence[Any], z: float = Z) -> Interval:
     """Share of true values with Wilson's score interval, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
 
     Raises:
-        ValueError: there is no case.
+        ValueError: no case was given.
     """
     n, successes = len(correct), sum(map(bool, correct))
     if n < 1:
@@ -67,14 +71,15 @@ def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0) -> Int
 def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -> Interval:
     """Mean of one - other over the same prompts, with a bootstrap over prompts.
 
-    Where all n differences of right and wrong answers (or of changes, -1 to 1) are equal, draws of them say nothing
-    of prompts that differ: then z^2 / (n + z^2) of the prompts, Wilson's bound for none of n, may be anything.
+    Where all n differences of correct and wrong answers (or of changes, -1 to 1) are equal, every bootstrap draw is
+    equal too. The interval then assumes that z^2 / (n + z^2) of the prompts, Wilson's upper bound for 0 of n, may
+    have any other difference.
 
     Raises:
-        ValueError: not the same number of both.
+        ValueError: the two have different lengths.
     """
     if len(one) != len(other):
-        raise ValueError(f"{len(one)} and {len(other)} values are no pairs")
+        raise ValueError(f"{len(one)} and {len(other)} values cannot be paired; give as many of both")
     differences = [float(a) - float(b) for a, b in zip(one, other, strict=True)]
     found, values = mean_over_prompts(differences, seed), {*map(float, one), *map(float, other)}
     if len(differences) < 2 or len({*differences}) > 1 or not values <= {-1.0, 0.0, 1.0}:
@@ -82,3 +87,30 @@ def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -
     unseen, most = Z**2 / (len(differences) + Z**2), 2 if -1.0 in values else 1
     low, high = found.value - unseen * (most + found.value), found.value + unseen * (most - found.value)
     return found._replace(low=low, high=high)
+
+
+def over_seeds(values: Sequence[float]) -> Interval:
+    """Mean with its 95% interval, mean +- t s / sqrt(n); no interval for a single seed.
+
+    Raises:
+        ValueError: no value was given.
+    """
+    if not values:
+        raise ValueError("a mean over seeds needs at least one, got none")
+    centre = mean(values)
+    if len(values) < 2:
+        return Interval(centre, math.nan, math.nan, 1)
+    quantile = QUANTILES[min(len(values) - 2, len(QUANTILES) - 1)]
+    half = quantile * stdev(values) / math.sqrt(len(values))
+    return Interval(centre, centre - half, centre + half, len(values))
+
+
+def paired_over_seeds(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+    """Mean of one - other over the seeds that both have, with Student's t."""
+    return over_seeds([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+
+
+def plus_minus(interval: Interval, digits: int = 3, sign: bool = False) -> str:
+    """`0.680 ± 0.042`, or the number alone for a single seed."""
+    value = f"{interval.value:{'+' if sign else ''}.{digits}f}"
+    return value if math.isnan(interval.low) else f"{value} ± {interval.high - interval.value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""From results to Markdown and pictures; nothing here runs a model."""
+"""Markdown tables and figures from stored results; no model runs here."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from dlm_lens.files.atomic_writes import write_file
 
 
 def render_experiment(experiment: Experiment, out: str | Path) -> Path:
-    """Write the tables (`NAME.md`) and figures (`NAME-FIGURE.png`) of a run's results beside them.
+    """Write the tables (`NAME.md`) and figures (`NAME-FIGURE.png`) of a run into its directory; return the page.
 
     Raises:
-        FileNotFoundError: there are no results.
-        ValueError: they are of another experiment, or none of them is there.
+        FileNotFoundError: the directory holds no results.
+        ValueError: the results are of another experiment, or no item is finished.
     """
     directory = Path(out)
     results = load_results(experiment, directory)
@@ -29,11 +29,11 @@ def render_experiment(experiment: Experiment, out: str | Path) -> Path:
 
 
 def load_results(experiment: Experiment, directory: Path) -> Results:
-    """The results of a run in order.
+    """The results of a run, in the order of its items.
 
     Raises:
-        FileNotFoundError: there are no results.
-        ValueError: they are of another experiment, or no item is finished.
+        FileNotFoundError: the directory holds no results.
+        ValueError: the results are of another experiment, or no item is finished.
     """
     found = read_results(directory, lambda config: _items(experiment, config, directory))
     if not found.records:
@@ -48,7 +48,7 @@ def _items(experiment: Experiment, config: Mapping[str, Any], directory: Path) -
 
 
 def describe(experiment: Experiment, results: Results, rendering: Rendering) -> Iterable[str]:
-    """Paragraphs: scale, the paper's tables, ours, the findings, notes."""
+    """Paragraphs of the page: scale, the paper's tables, the measured tables, findings, notes."""
     scale = "small" if results.config["small"] else "full"
     settings = ", ".join(f"{name}={value!r}" for name, value in results.settings.items())
     yield f"Metric: {experiment.metric}. Scale: {scale} ({settings})."
@@ -66,7 +66,7 @@ def describe(experiment: Experiment, results: Results, rendering: Rendering) -> 
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; a bar in a cell would end it."""
+    """A table in Markdown; bars in cells are escaped."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 

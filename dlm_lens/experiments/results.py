@@ -1,4 +1,4 @@
-"""`ResultsFile`: one line per item, on disk before the next begins; `Results`: what all processes wrote."""
+"""`ResultsFile`: the results of one process, one line per item; `Results`: the results of all processes."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ Settings = Mapping[str, Any]
 """Settings of an experiment: JSON values by name."""
 
 Item = Mapping[str, Any]
-"""What one line of the results answers, such as a model, a condition and some prompts: JSON values by name."""
+"""One unit of work, such as a model, a condition and some prompts: JSON values by name."""
 
 
 def key_of(item: Item) -> str:
@@ -42,13 +42,13 @@ def key_of(item: Item) -> str:
 
 
 class ConfigLine(Document):
-    """What the results depend on; the first line of a file."""
+    """The config that the results depend on; the first line of a file."""
 
     config: dict[str, Any]
 
 
 class SessionLine(Document):
-    """Versions and machine of a start."""
+    """Library versions and machine of one start."""
 
     session: dict[str, Any]
 
@@ -82,9 +82,9 @@ class Record:
     """One finished item.
 
     Args:
-        item: what was asked.
-        value: what came out.
-        seconds: how long it took.
+        item: the unit of work.
+        value: its result.
+        seconds: computing time.
     """
 
     item: Item
@@ -102,7 +102,7 @@ class Results:
         missing: how many are not finished.
         sessions: versions and machine of every start.
         weights: digest of every model's weights.
-        causal: whether each model is an AR model; results from before this was kept do not know.
+        causal: whether each model is autoregressive; older results do not record it.
     """
 
     config: Mapping[str, Any]
@@ -128,6 +128,16 @@ class Results:
         """The models of the records, in order."""
         return list(dict.fromkeys(record.item["model"] for record in self.records if "model" in record.item))
 
+    def is_causal(self, model: str) -> bool:
+        """Whether a model is autoregressive; judged by its name where the results do not record it."""
+        named = model.endswith("-ar") or "llama" in model.lower()
+        return self.causal.get(model, named)
+
+    @property
+    def diffusion_models(self) -> list[str]:
+        """The models that are not autoregressive, in order."""
+        return [model for model in self.models if not self.is_causal(model)]
+
     def where(self, **wanted: Any) -> list[Record]:
         """The records whose items have these values."""
         return [
@@ -137,24 +147,26 @@ class Results:
         ]
 
     def listed(self, name: str, **wanted: Any) -> list[Any]:
-        """The lists of a value, of the records with these items, as one list."""
+        """The concatenated lists of one value, over the records whose items match."""
         return [entry for record in self.where(**wanted) for entry in record.value[name]]
 
 
 class ResultsFile:
-    """The file of one process, appended to with fsync.
+    """The results file of one process; every line is flushed to the disk (fsync) when it is written.
 
-    The first line holds the config; a line that begins a session holds versions, one per model the digest of its
-    weights, the others an item each. A last line that a crash tore apart is cut off; its item is computed again.
+    The first line holds the config. Every start appends a line with versions, every model a line with the digest
+    of its weights, every item a line with its value. An incomplete last line, left by a crash, is removed, and its
+    item is computed again.
 
     Args:
-        directory: of the run; other processes have files of their own in it.
+        directory: of the run; every process has its own file in it.
         config: what the results depend on.
-        session: versions and machine.
-        rank: which process this is.
+        session: library versions and machine.
+        rank: of this process.
 
     Raises:
-        ValueError: results of another config lie there, another process writes them, or a line is no result.
+        ValueError: the directory holds results of another config, another process writes this file, or a line is
+            not a valid result.
     """
 
     def __init__(
@@ -163,7 +175,7 @@ class ResultsFile:
         if directory.exists() and not directory.is_dir():
             raise ValueError(f"{directory} is a file; give a directory as --out")
         self.path = directory / f"results-{rank:05d}.jsonl"
-        # One start at a time: who looks at the others' locks does not stand in the way of their start.
+        # One process starts at a time, so that checking the locks of other files does not block their owners.
         with held(directory, wait=True):
             self._check(directory, config)
             self._file = open_to_append(self.path)
@@ -184,7 +196,7 @@ class ResultsFile:
         self._check_others(directory, session.get("world_size", 1))
         self._mend()
         if not _has_items(self.path):
-            # A start that was refused or killed before its first item: nothing to keep, nothing to go on with.
+            # A start that was refused or killed before its first item left nothing to keep.
             os.truncate(self.path, 0)
         if self.path.stat().st_size == 0:
             self._write({"config": config})
@@ -198,15 +210,15 @@ class ResultsFile:
         self._file.close()
 
     def append(self, record: Record) -> None:
-        """Keep an item; it is on disk when this returns."""
+        """Write a finished item; it is on disk when this returns."""
         self._write({"item": record.item, "value": record.value, "seconds": round(record.seconds, 3)})
         self.done.add(key_of(record.item))
 
     def note_weights(self, model: str, digest: str, causal: bool = False) -> None:
-        """Keep the digest of a model's weights, and whether it is an AR model.
+        """Write the digest of a model's weights, and whether it is an AR model.
 
         Raises:
-            ValueError: the results so far are of other weights.
+            ValueError: the earlier results were computed with other weights.
         """
         before = self.weights.get(model)
         if before is None:
@@ -214,8 +226,8 @@ class ResultsFile:
             self.weights[model] = digest
         elif before != digest:
             raise ValueError(
-                f"{self.path.parent} holds results of {model} with the weights {before}, and they are {digest} "
-                "now; choose another --out"
+                f"{self.path.parent} holds results of {model} with the weights {before}, and the weights are now "
+                f"{digest}; choose another --out"
             )
 
     def _check(self, directory: Path, config: Mapping[str, Any]) -> None:
@@ -225,15 +237,15 @@ class ResultsFile:
                 check_config(directory, head.get("config", {}), config)
 
     def _check_others(self, directory: Path, world: int) -> None:
-        """Refuse to compute items that a process of another run, with another share of them, computes now."""
+        """Refuse to start while a run with another number of processes, so another split of items, is active."""
         for path in sorted(directory.glob(PATTERN)):
             if path == self.path:
                 continue
             sizes = [line["session"].get("world_size", 1) for line in _lines(path) if "session" in line]
             if sizes and sizes[-1] != world and _is_written(path):
                 raise ValueError(
-                    f"another process writes {path}, one of {sizes[-1]} that share the items, and this run has "
-                    f"{world}; wait for it, or choose another --out"
+                    f"another process writes {path} in a run of {sizes[-1]} processes, and this run has {world}; "
+                    "wait for it, or choose another --out"
                 )
 
     def _mend(self) -> None:
@@ -264,11 +276,11 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
 
     Args:
         directory: of the run.
-        order: config -> all items, to sort by and to count what is missing.
+        order: config -> all items, to sort the records and to count the missing items.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: a line is no result, or damaged, or files of different settings.
+        FileNotFoundError: the directory holds no results.
+        ValueError: a line is damaged or not a result, or the files have different settings.
     """
     paths = sorted(directory.glob(PATTERN))
     config: Mapping[str, Any] | None = None
@@ -289,7 +301,7 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
             else:
                 key = key_of(line["item"])
                 record = Record(line["item"], line["value"], line["seconds"])
-                # Two runs that did not know of each other computed it: of the same settings, so that either does.
+                # Two independent runs with equal settings computed this item; either value is valid.
                 if records.setdefault(key, record).value != record.value:
                     logger.warning(
                         "%s holds the item %s a second time with another value; the first counts", path, key
@@ -304,8 +316,8 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file; those that have a checksum are what was written."""
-    remedy = "take the file away, or choose another --out"
+    """The complete lines of a file, with their checksums verified where they have one."""
+    remedy = "move the file away, or choose another --out"
     required = False
     for number, text in enumerate(lines_of(file_bytes(path, remedy)), 1):
         where = f"{path}, line {number}"
@@ -315,15 +327,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             found = unsealed(found, where, remedy, required=required)
             kind = next((name for name in LINES if name in found), None)
             if kind is None:
-                raise DamagedFileError("no such line")
+                raise DamagedFileError("a line of an unknown kind")
             yield fitted(LINES[kind], found, where, remedy).model_dump()
         except DamagedFileError as error:
             logger.debug("%s", error)
-            raise ValueError(f"{where} is no result, or damaged; {remedy}") from None
+            raise ValueError(f"{where} is not a result, or damaged; {remedy}") from None
 
 
 def _is_written(path: Path) -> bool:
-    """Whether a process writes a file now."""
+    """Whether a process holds the file open for writing."""
     with path.open("rb") as file:
         try:
             lock(file, wait=False, shared=True)

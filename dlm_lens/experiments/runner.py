@@ -25,10 +25,10 @@ def run_experiment(
     settings: Mapping[str, Any] | None = None,
     loading: Mapping[str, Any] | None = None,
 ) -> Results:
-    """Compute the items that `out` does not hold yet, and return all that it holds.
+    """Compute the items that `out` lacks, and return all results.
 
-    Every item is on disk (fsync) before the next begins, so that a killed run goes on where it was and no item is
-    lost or there twice. Under torchrun each process computes every WORLD_SIZE-th item into a file of its own.
+    Every item is on disk (fsync) before the next begins, so a killed run resumes without losing or repeating an
+    item. Under torchrun each process computes every WORLD_SIZE-th item into a file of its own.
 
     Args:
         experiment: from `find_experiment`.
@@ -36,10 +36,10 @@ def run_experiment(
         small: the small settings instead of the full ones.
         models: instead of the settings' own.
         settings: settings to replace.
-        loading: arguments of `dlm_lens.load`; not a part of the config, as far as they are no dtype.
+        loading: arguments of `dlm_lens.load`; only dtype is a part of the config.
 
     Raises:
-        ValueError: a setting that there is not, or `out` holds results of other settings.
+        ValueError: an unknown setting, or `out` holds results of other settings.
     """
     rank, world = _process()
     loading = dict(loading or {})
@@ -52,7 +52,7 @@ def run_experiment(
         bench = Bench(loading, file.note_weights)
         mine = items[rank::world]
         left = [item for item in mine if key_of(item) not in file.done]
-        logger.info("%s: %d of %d items are there", out, len(mine) - len(left), len(mine))
+        logger.info("%s: %d of %d items are computed", out, len(mine) - len(left), len(mine))
         with tqdm(
             total=len(mine), initial=len(mine) - len(left), desc=experiment.name, unit="item", disable=rank != 0
         ) as bar:
@@ -68,7 +68,7 @@ def list_items(experiment: Experiment, config: Mapping[str, Any]) -> list[Item]:
     """All items of a run.
 
     Raises:
-        ValueError: two are equal, so that a resumed run could not tell them apart.
+        ValueError: two items are equal, so that a resumed run could not distinguish them.
     """
     items = list(experiment.items(config["settings"]))
     keys = [key_of(item) for item in items]

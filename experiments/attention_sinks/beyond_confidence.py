@@ -1,13 +1,12 @@
-"""Section 5.2: does a DLM that lost a sink become unsure where the sink mattered, and write elsewhere first?"""
+"""Section 5.2: with a sink hidden, is a DLM less confident where the sink mattered, and unmasks elsewhere first?"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.models import is_causal
+from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
-from dlm_lens.experiments.attention_sinks.watching import numbers
-from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks.recorded_runs import rounded
+from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -15,14 +14,14 @@ KINDS = ("sinks", "random", "random, same mass")
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Model by model: the mask and its controls on the canvases of the same unmasked runs."""
-    for item in watching.items(settings):
+    """The mask and its controls, on the canvases of the same runs without hooks."""
+    for item in recorded_runs.items(settings):
         for kind in KINDS:
             yield {**item, "hidden": kind}
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: how often the prediction flips, over all open positions and at the one that is written next."""
+    """Per prompt: how often the prediction flips, over all open positions and at the position unmasked next."""
     import dlm_lens as dl
     from dlm_lens.hooks import mask_random, mask_top_sinks
 
@@ -36,7 +35,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 
 def _flips(replayed: Any, row: int) -> dict[str, Any]:
-    """Counts of one prompt. Open: what the sampler may write at a step, in the block being decoded."""
+    """Counts of one prompt. Open positions: those that the sampler may unmask at a step, in the current block."""
     import torch
 
     run, found = replayed.run, dict.fromkeys(("open", "flipped", "first", "first_flipped"), 0)
@@ -57,17 +56,17 @@ def _flips(replayed: Any, row: int) -> dict[str, Any]:
         kept["change"] += replayed.confidence_change[step, row][here].tolist()
         kept["sure_flipped"] += sure[here & flipped].tolist()
         kept["sure_kept"] += sure[here & ~flipped].tolist()
-    return found | {name: numbers(sum(v) / len(v)) if v else None for name, v in kept.items()}
+    return found | {name: rounded(sum(v) / len(v)) if v else None for name, v in kept.items()}
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
     """A run, and two passes over each of its canvases."""
-    return [Cost(one.passes * 3, one.rows, one.positions, one.model) for one in watching.cost(item, settings)]
+    return [Cost(one.passes * 3, one.rows, one.positions, one.model) for one in recorded_runs.cost(item, settings)]
 
 
 def render(results: Results) -> Rendering:
-    """Flips of all open positions against those of the position that is written next."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """Flips over all open positions against flips at the position that is unmasked next."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     rows, curves = [], {}
     for model in results.models:
@@ -88,12 +87,12 @@ def render(results: Results) -> Rendering:
     columns = results.settings["columns"]
     table = Table(f"{columns} column(s) per head hidden on canvases of unmasked runs; 95% intervals over prompts",
                   head, rows)  # fmt: skip
-    figure = lines(curves, x="", y="prediction flipped", ticks=["open positions", "the surest, written next"])
+    figure = line_chart(curves, x="", y="prediction flipped", ticks=["open positions", "the surest, written next"])
     return Rendering([table], {"flips": figure}, list(_findings(results)))
 
 
 def flips(results: Results, model: str, kind: str, top: str, bottom: str) -> Interval:
-    """A count over another, over prompts."""
+    """Ratio of two counts, with an interval over prompts."""
     return ratio_over_prompts(_of(results, model, kind, top), _of(results, model, kind, bottom))
 
 
@@ -105,7 +104,7 @@ def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         everywhere = flips(results, model, "sinks", "flipped", "open")
         first = flips(results, model, "sinks", "first_flipped", "first")
-        if is_causal(results, model):
+        if results.is_causal(model):
             yield Finding("an AR model must write the affected token", f"{model}: {first} of the next tokens flip",
                           "no counterpart", "every step writes its one open position")  # fmt: skip
             continue
@@ -121,13 +120,13 @@ def _findings(results: Results) -> Iterator[Finding]:
         )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="beyond-confidence",
     shows="2510.15731, Section 5.2",
     title="where predictions flip when sinks are hidden, and whether these are written",
     metric="share of predictions that change on the same canvas",
-    small={**watching.SMALL, "models": ["toy", "toy-ar"], "columns": 1},
-    full={**watching.FULL, "columns": 5},
+    small={"models": ["toy", "toy-ar"], "columns": 1},
+    full={"columns": 5},
     items=items,
     run=run,
     render=render,

@@ -1,16 +1,15 @@
-"""Section 5.3: is the past context dispensable, as long as sinks in the future stay?"""
+"""Section 5.3: can the past context be hidden, as long as sinks at future positions are kept?"""
 
 from collections.abc import Iterator
 
-from dlm_lens.experiments.attention_sinks import hooked
-from dlm_lens.experiments.attention_sinks.hooked import accuracy, difference
-from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.attention_sinks import hook_conditions
+from dlm_lens.experiments.attention_sinks.hook_conditions import accuracy, difference
+from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.results import Results, Settings
 
 
 def conditions(settings: Settings, model: str) -> dict[str, str]:
-    """Every query keeps a window of the past and all of the future, without and with the strongest sinks."""
+    """Every query sees a window of the past and all of the future, without and with the strongest sinks."""
     found = {"unmasked": ""}
     for window in settings["windows"]:
         found[f"window {window}"] = f"keep_only((), window={window})"
@@ -19,8 +18,8 @@ def conditions(settings: Settings, model: str) -> dict[str, str]:
 
 
 def render(results: Results) -> Rendering:
-    """Accuracy over windows."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """Exact match over window sizes."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     curves = {
         f"{model}{more}": [(w, accuracy(results, model, f"window {w}{more}")) for w in results.settings["windows"]]
@@ -28,15 +27,15 @@ def render(results: Results) -> Rendering:
         for more in ("", " and sinks")
     }
     title = "queries see the last so many positions and, in a DLM, all later ones; 95% intervals"
-    figure = lines(curves, x="positions of the past that a query keeps", y="exact match")
-    return Rendering([hooked.table(results, title)], {"context": figure}, list(_findings(results)))
+    figure = line_chart(curves, x="positions of the past that a query keeps", y="exact match")
+    return Rendering([hook_conditions.table(results, title)], {"context": figure}, list(_findings(results)))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         for window in results.settings["windows"]:
             lost = difference(results, model, f"window {window}", "unmasked")
-            if is_causal(results, model):
+            if results.is_causal(model):
                 yield Finding(
                     "discarding the past is catastrophic for AR models",
                     f"{model}, window {window}: {lost}",
@@ -52,17 +51,15 @@ def _findings(results: Results) -> Iterator[Finding]:
             )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = hook_conditions.experiment(
     name="beyond-context",
     shows="2510.15731, Section 5.3",
     title="the past context discarded, with and without sinks",
     metric="exact match of the final answer",
-    small={**hooked.SMALL, "models": ["toy", "toy-ar"], "windows": [8, 32], "columns": 4},
-    full={**hooked.FULL, "windows": [32, 128], "columns": 4},
-    items=hooked.items(conditions),
-    run=hooked.run,
+    small={"models": ["toy", "toy-ar"], "windows": [8, 32], "columns": 4},
+    full={"windows": [32, 128], "columns": 4},
+    conditions=conditions,
     render=render,
-    cost=hooked.cost,
 )
 
 if __name__ == "__main__":

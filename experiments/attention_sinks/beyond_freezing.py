@@ -1,15 +1,15 @@
-"""Beyond Table 1: hiding the columns that were sinks at one step, against hiding those that are sinks now."""
+"""Beyond Table 1: hiding the columns that were sinks at one step, against hiding the sinks of every step."""
 
 from collections.abc import Iterator
 
-from dlm_lens.experiments.attention_sinks import hooked
-from dlm_lens.experiments.attention_sinks.hooked import difference
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.attention_sinks import hook_conditions
+from dlm_lens.experiments.attention_sinks.hook_conditions import difference
+from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.results import Results, Settings
 
 
 def conditions(settings: Settings, model: str) -> dict[str, str]:
-    """From a step on: the sinks of that step, the sinks of every step, random columns, as many or as heavy."""
+    """From a step on: the sinks of that step, those of every step, random columns as many or of the same mass."""
     k = settings["columns"]
     mask = f"mask_top_sinks({k})"
     found = {"unmasked": ""}
@@ -23,20 +23,23 @@ def conditions(settings: Settings, model: str) -> dict[str, str]:
 
 
 def render(results: Results) -> Rendering:
-    """Accuracy, and followed minus frozen."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """Exact match, and followed minus frozen."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     curves = {
         f"{model}, {kind}": [
-            (step, hooked.accuracy(results, model, f"{kind} {'at' if kind == 'frozen' else 'from'} {step}"))
+            (
+                step,
+                hook_conditions.accuracy(results, model, f"{kind} {'at' if kind == 'frozen' else 'from'} {step}"),
+            )
             for step in results.settings["from_steps"]
         ]
         for model in results.models
         for kind in ("frozen", "followed", "random", "same mass")
     }
     title = "the strongest columns of every head, hidden from a step on; 95% intervals (Wilson; paired bootstrap)"
-    figure = lines(curves, x="from step", y="exact match")
-    return Rendering([hooked.table(results, title)], {"freezing": figure}, list(_findings(results)))
+    figure = line_chart(curves, x="from step", y="exact match")
+    return Rendering([hook_conditions.table(results, title)], {"freezing": figure}, list(_findings(results)))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
@@ -51,18 +54,16 @@ def _findings(results: Results) -> Iterator[Finding]:
             )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = hook_conditions.experiment(
     name="beyond-freezing",
     shows="beyond 2510.15731, Table 1",
     title="hiding fixed against moving sinks",
     metric="exact match of the final answer",
-    small={**hooked.SMALL, "from_steps": [4, 16], "steps": 32},
-    full={**hooked.FULL, "from_steps": [64, 128], "steps": 256, "sampler": {"gen_length": 256},
+    small={"from_steps": [4, 16], "steps": 32},
+    full={"from_steps": [64, 128], "steps": 256, "sampler": {"gen_length": 256},
           "models": ["GSAI-ML/LLaDA-8B-Instruct"]},
-    items=hooked.items(conditions),
-    run=hooked.run,
+    conditions=conditions,
     render=render,
-    cost=hooked.cost,
 )  # fmt: skip
 
 if __name__ == "__main__":

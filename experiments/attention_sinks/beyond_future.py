@@ -1,11 +1,11 @@
-"""Section 7: what do sinks at future (masked) positions hold? Where sinks are, and what a lens reads there."""
+"""Section 7: how many sinks are at masked positions, and what a logit lens predicts there."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, paired_difference, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -14,22 +14,22 @@ GROUPS = ("sink", "other")
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: share of sinks and of keys per place; per layer, how often the lens names the final token."""
+    """Per prompt: shares of sinks and of keys per region; per layer, how often the lens is right."""
     import dlm_lens as dl
     from dlm_lens.probes import logit_lens
 
     found: dict[str, Any] = {"places": [], "lens": []}
-    watched = watch(item, settings, bench)
-    for one in watched:
-        paths = dl.trajectories(one.received["all"], rule(settings))
+    prompt_runs = record_prompts(item, settings, bench)
+    for one in prompt_runs:
+        paths = dl.trajectories(one.received["all"], sink_rule(settings))
         table = dl.sinks.position_enrichment(paths).set_index("class")
         columns = [table[name].to_dict() for name in ("share", "base")]
-        found["places"].append({place: numbers([float(column[place]) for column in columns]) for place in PLACES})
-    whole = _whole(watched)
-    sinks = dl.find_sinks(whole, rule(settings))
-    lens = logit_lens(bench.model(item["model"]), watched[0].run, sinks, top=1).table()
+        found["places"].append({place: rounded([float(column[place]) for column in columns]) for place in PLACES})
+    whole = _joined(prompt_runs)
+    sinks = dl.find_sinks(whole, sink_rule(settings))
+    lens = logit_lens(bench.model(item["model"]), prompt_runs[0].run, sinks, top=1).table()
     future = lens[lens["masked"].astype(bool) & lens["rank"].notna()]
-    for row in range(len(watched)):
+    for row in range(len(prompt_runs)):
         mine = future[future["batch"] == row]
         found["lens"].append({
             group: [[int((part["rank"] == 0).sum()), round(float(part["entropy"].sum()), 3), len(part)]
@@ -39,13 +39,13 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     return found
 
 
-def _whole(watched: Any) -> Any:
-    """The received attention of all rows of the run again."""
+def _joined(prompt_runs: Any) -> Any:
+    """The received attention of all rows of the run."""
     from dataclasses import replace
 
     import torch
 
-    parts = [one.received["all"] for one in watched]
+    parts = [one.received["all"] for one in prompt_runs]
     names = ("values", "expected", "counted", "tokens", "masked", "viewers")
     axes = {**dict.fromkeys(names, 1), "valid": 0, "final_tokens": 0}
     known = {name: axis for name, axis in axes.items() if getattr(parts[0], name) is not None}
@@ -55,8 +55,8 @@ def _whole(watched: Any) -> Any:
 
 
 def render(results: Results) -> Rendering:
-    """Places of sinks; what the lens says at masked sinks and at masked controls."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """Regions of sinks, and the lens at masked sinks and at masked controls."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     places: list[list[str]] = []
     read: list[list[str]] = []
@@ -78,16 +78,16 @@ def render(results: Results) -> Rendering:
     tables = [
         Table("where sinks are, and where a random key of the same step is", ["model", "place", "sinks", "keys",
               "n prompts"], places),
-        Table("at masked positions: the logit lens behind a layer names the token that is written in the end; "
-              "controls are masked positions of the same step that are no sinks; 95% intervals over prompts",
-              ["model", "position", "layer", "names the final token", "entropy in nats", "n readings"], read),
+        Table("at masked positions: the logit lens after a layer predicts the token of the finished answer; "
+              "controls are masked positions of the same step that are not sinks; 95% intervals over prompts",
+              ["model", "position", "layer", "predicts the final token", "entropy in nats", "n readings"], read),
     ]  # fmt: skip
-    figure = lines(curves, x="layer", y="lens names the token written in the end")
+    figure = line_chart(curves, x="layer", y="lens predicts the final token")
     return Rendering(tables, {"lens": figure}, list(_findings(results)))
 
 
 def named(results: Results, model: str, group: str, layer: int) -> Interval:
-    """How often the lens's first token is the one written in the end, at masked positions of a group."""
+    """How often the lens's first token is the final token, at masked positions of a group."""
     counts = _counts(results, model, group, layer)
     return ratio_over_prompts([count[0] for count in counts], [count[2] for count in counts])
 
@@ -107,12 +107,12 @@ def _layers(results: Results, model: str) -> int:
 
 
 def share_on_masks(results: Results, model: str) -> tuple[float, float]:
-    """Part of the sinks on masked positions, and part of the keys that these are."""
+    """Share of the sinks on masked positions, and share of the keys that are masked positions."""
     return _place(results, model, "masked", 0), _place(results, model, "masked", 1)
 
 
 def more_on_masks(results: Results, model: str) -> Interval:
-    """Part of the sinks on masked positions minus part of the keys that these are, paired by prompt."""
+    """Share of the sinks on masked positions minus their share of the keys, paired by prompt."""
     pairs = [one["masked"] for one in results.listed("places", model=model) if None not in one["masked"]]
     return paired_difference([share for share, _ in pairs], [base for _, base in pairs])
 
@@ -133,29 +133,27 @@ def _findings(results: Results) -> Iterator[Finding]:
             "agrees" if more.low > 0 else "disagrees" if more.high < 0 else "undecided",
             "agreement is taken as more often than a random key",
         )
-        # Behind the last layer the lens is the model's own output.
+        # After the last layer the lens is the model's own output.
         last = _layers(results, model) - 2
         if last >= 0:
             yield Finding(
                 "what future sinks store is an open question (7)",
-                f"{model}: behind layer {last} the lens names the final token at "
+                f"{model}: after layer {last} the lens predicts the final token at "
                 f"{named(results, model, 'sink', last)} "
                 f"of the masked sinks, and at {named(results, model, 'other', last)} of the controls",
                 "no counterpart",
             )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="beyond-future",
     shows="2510.15731, Sections 5.3 and 7",
     title="sinks at future positions, and what a logit lens reads there",
-    metric="share of sinks on masked positions; how often the lens names the token written there in the end",
-    small={**watching.SMALL, "models": ["toy"], "eps": 2.0},
-    full={**watching.FULL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"]},
-    items=watching.items,
+    metric="share of sinks on masked positions; how often the lens predicts the final token",
+    small={"models": ["toy"], "eps": 2.0},
+    full={"models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"]},
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

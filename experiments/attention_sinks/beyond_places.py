@@ -1,15 +1,15 @@
-"""Beyond Table 1: sinks hidden in one layer, or in one third of the steps, at a time."""
+"""Beyond Table 1: sinks hidden in one layer, or in one third of the run, at a time."""
 
 from collections.abc import Iterator
 
-from dlm_lens.experiments.attention_sinks import hooked
-from dlm_lens.experiments.attention_sinks.hooked import accuracy, difference, names
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.attention_sinks import hook_conditions
+from dlm_lens.experiments.attention_sinks.hook_conditions import accuracy, difference, names
+from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.results import Results, Settings
 
 
 def conditions(settings: Settings, model: str) -> dict[str, str]:
-    """Everywhere, layer by layer, and in thirds of the answer's progress."""
+    """All layers and steps, single layers, and thirds of the answer's progress."""
     mask = f"mask_top_sinks({settings['columns']})"
     found = {"unmasked": "", "everywhere": mask}
     found |= {f"layer {layer}": f"at_layers({mask}, [{layer}])" for layer in settings["layers"]}
@@ -18,16 +18,16 @@ def conditions(settings: Settings, model: str) -> dict[str, str]:
 
 
 def render(results: Results) -> Rendering:
-    """Accuracy per place."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """Exact match per condition."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     curves = {
         model: [(n, accuracy(results, model, name)) for n, name in enumerate(names(results, model))]
         for model in results.models
     }
     title = "the strongest columns of every head hidden there only; 95% intervals (Wilson; paired bootstrap)"
-    figure = lines(curves, x="hidden where", y="exact match", ticks=names(results, results.models[0]))
-    return Rendering([hooked.table(results, title)], {"places": figure}, list(_findings(results)))
+    figure = line_chart(curves, x="hidden where", y="exact match", ticks=names(results, results.models[0]))
+    return Rendering([hook_conditions.table(results, title)], {"places": figure}, list(_findings(results)))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
@@ -46,17 +46,15 @@ def _findings(results: Results) -> Iterator[Finding]:
             )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = hook_conditions.experiment(
     name="beyond-places",
     shows="beyond 2510.15731, Table 1",
     title="sinks hidden in single layers and thirds of the run",
     metric="exact match of the final answer",
-    small={**hooked.SMALL, "layers": [0, 1, 2, 3]},
-    full={**hooked.FULL, "layers": list(range(0, 32, 4))},
-    items=hooked.items(conditions),
-    run=hooked.run,
+    small={"layers": [0, 1, 2, 3]},
+    full={"layers": list(range(0, 32, 4))},
+    conditions=conditions,
     render=render,
-    cost=hooked.cost,
 )
 
 if __name__ == "__main__":

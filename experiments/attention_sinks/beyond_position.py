@@ -1,13 +1,12 @@
-"""Section 5.1: does a sink stay at its position, or go with its token?"""
+"""Section 5.1: does a sink stay at its position, or move with its token?"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.models import is_causal
+from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
-from dlm_lens.experiments.attention_sinks.watching import rule
-from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks.recorded_runs import sink_rule
+from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -22,7 +21,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     model = bench.model(item["model"])
     texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
     done = dl.denoise(model, texts, **settings["sampler"])
-    trials = dl.sinks.position_or_token(model, done, rule(settings), steps=[0, done.steps // 2, -1]).trials
+    trials = dl.sinks.position_or_token(model, done, sink_rule(settings), steps=[0, done.steps // 2, -1]).trials
     counts = trials.groupby(["batch", "change", "outcome"]).size()
     return {
         "counts": [
@@ -34,7 +33,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 def render(results: Results) -> Rendering:
     """Outcomes per change."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     rows, curves = [], {}
     for model in results.models:
@@ -45,18 +44,18 @@ def render(results: Results) -> Rendering:
             curves[f"{model}, {change}"] = list(enumerate(shares))
     head = ["model", "change", "sink goes with the token", "stays at the position", "both", "neither", "n trials"]
     table = Table("what became of the main sinks; 95% intervals over prompts", head, rows)
-    figure = lines(curves, x="", y="share of the trials", ticks=OUTCOMES)
+    figure = line_chart(curves, x="", y="share of the trials", ticks=OUTCOMES)
     return Rendering([table], {"outcomes": figure}, list(_findings(results)))
 
 
 def followed(results: Results, model: str, change: str, outcome: str) -> Interval:
-    """Share of the trials of a change with this outcome."""
+    """Share of a change's trials with this outcome."""
     counts = [one[change] for one in results.listed("counts", model=model)]
     return ratio_over_prompts([one[OUTCOMES.index(outcome)] for one in counts], [sum(one) for one in counts])
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    for model in (model for model in results.models if not is_causal(results, model)):
+    for model in results.diffusion_models:
         token, position = (followed(results, model, "swap", outcome) for outcome in ("token", "position"))
         yield Finding(
             "sinks are driven not only by the position but by the token (LLaDA: semantic; Dream: positional)",
@@ -67,19 +66,17 @@ def _findings(results: Results) -> Iterator[Finding]:
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
-    """A run, and some hundred changed canvases, one row each."""
-    (one,) = watching.cost(item, settings)
+    """A run, and some hundred changed canvases of one row."""
+    (one,) = recorded_runs.cost(item, settings)
     return [one, Cost(3 * 3 * one.rows, 16, one.positions, one.model)]
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="beyond-position",
     shows="2510.15731, Section 5.1",
     title="position or token: what a sink follows",
     metric="share of main sinks that go with their token, stay, both, or neither",
-    small={**watching.SMALL, "models": ["toy", "toy-gated"]},
-    full=watching.FULL,
-    items=watching.items,
+    small={"models": ["toy", "toy-gated"]},
     run=run,
     render=render,
     cost=cost,

@@ -1,11 +1,11 @@
-"""Figure 10: how many tokens are left as sinks when eps grows."""
+"""Figure 10: the share of tokens that are sinks, as a function of eps."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.watching import numbers, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -14,22 +14,22 @@ LEVELS = ("head", "layer", "model")
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt and level: keys judged, and the part of them that each eps lets pass."""
+    """Per prompt and level: the number of keys, and the share of them that are sinks at each eps."""
     import dlm_lens as dl
 
     found: dict[str, Any] = {"length": [], **{f"{level}_{name}": [] for level in LEVELS for name in ("n", "kept")}}
-    for watched in watch(item, settings, bench):
+    for prompt_run in record_prompts(item, settings, bench):
         for level in LEVELS:
-            table = dl.sinks.eps_sweep(watched.received["all"], settings["values"], level=level)  # type: ignore[arg-type]
+            table = dl.sinks.eps_sweep(prompt_run.received["all"], settings["values"], level=level)  # type: ignore[arg-type]
             found[f"{level}_n"].append(int(table["n"].iloc[0]))
-            found[f"{level}_kept"].append(numbers(table["kept"].tolist(), 6))
+            found[f"{level}_kept"].append(rounded(table["kept"].tolist(), 6))
         found["length"].append(int(table["S"].iloc[0]))
     return found
 
 
 def render(results: Results) -> Rendering:
-    """AttentionShare left out over eps, per model and level."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """The share of keys that are not sinks over eps, per model and level."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     values = results.settings["values"]
     curves = {
@@ -46,12 +46,12 @@ def render(results: Results) -> Rendering:
     head = ["model", "level", "S", *[f"left out at eps = {eps:g}" for eps in (1.0, 3.0, 5.0) if eps in values],
             "n prompts"]  # fmt: skip
     table = Table("share of the keys that are no sink; relative to uniform; 95% intervals over prompts", head, rows)
-    figure = lines(curves, x="eps of Eq. 3 (scores relative to uniform)", y="share of keys that are no sink")
+    figure = line_chart(curves, x="eps of Eq. 3 (scores relative to uniform)", y="share of keys that are no sink")
     return Rendering([table], {"sweep": figure}, list(_findings(results)))
 
 
 def removed(results: Results, model: str, eps: float, level: str = "head") -> Interval:
-    """Share of the keys that Eq. 3 leaves out."""
+    """Share of the keys that are not sinks by Eq. 3."""
     place = results.settings["values"].index(eps)
     n = results.listed(f"{level}_n", model=model)
     kept = [share[place] for share in results.listed(f"{level}_kept", model=model)]
@@ -77,17 +77,15 @@ PAPER = (
     ]),
 )  # fmt: skip
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig10-eps",
     shows="2510.15731, Figure 10",
     title="share of tokens that are no sink, over the threshold eps",
     metric="share of (step, layer, head, key) that Eq. 3 leaves out",
-    small={**watching.SMALL, "values": VALUES, "models": ["toy", "toy-sink", "toy-gated", "toy-ar"]},
-    full={**watching.FULL, "values": VALUES, "sampler": {"gen_length": 32, "steps": 32}},
-    items=watching.items,
+    small={"values": VALUES, "models": ["toy", "toy-sink", "toy-gated", "toy-ar"]},
+    full={"values": VALUES, "sampler": {"gen_length": 32, "steps": 32}},
     run=run,
     render=render,
-    cost=watching.cost,
     paper=PAPER,
 )
 

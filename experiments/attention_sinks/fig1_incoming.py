@@ -1,39 +1,38 @@
-"""Figure 1: what every token receives, step by step, and whether the strongest ones change place."""
+"""Figure 1: the attention that every token receives at every step, and whether the largest sink moves."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: at how many places the strongest key is, and how many patterns end elsewhere than they began."""
+    """Per prompt: positions of the strongest key over the run, and patterns whose largest sink ends elsewhere."""
     import dlm_lens as dl
 
     found: dict[str, Any] = {"distinct": [], "moved": [], "compared": [], "strongest": []}
-    for number, watched in enumerate(watch(item, settings, bench)):
-        received = watched.received["all"]
+    for number, prompt_run in enumerate(record_prompts(item, settings, bench)):
+        received = prompt_run.received["all"]
         mean = received.at_level("model").values[:, 0, 0, 0]
         best = mean.nan_to_num(nan=-1.0)
         known = best.amax(-1) >= 0
         found["distinct"].append(len(set(best.argmax(-1)[known].tolist())))
-        found["strongest"].append(numbers(best.amax(-1)[known].mean()))
-        measures = dl.trajectories(received, rule(settings)).measures
+        found["strongest"].append(rounded(best.amax(-1)[known].mean()))
+        measures = dl.trajectories(received, sink_rule(settings)).measures
         found["moved"].append(int(measures["moved_over_run"].sum()))
         found["compared"].append(int(measures["moved_over_run"].count()))
         if item["start"] == 0 and number == 0:
             there = ~mean.isnan().all(0)
-            found["map"] = numbers(mean[:, there], 2)
+            found["map"] = rounded(mean[:, there], 2)
     return found
 
 
 def render(results: Results) -> Rendering:
-    """The map of the first prompt per model, and how much moves."""
+    """The map of each model's first prompt, and how often the largest sink moves."""
     rows = [
         [
             model,
@@ -48,10 +47,10 @@ def render(results: Results) -> Rendering:
             "patterns whose largest sink ends elsewhere", "n prompts"]  # fmt: skip
     firsts = {model: results.where(model=model, start=0) for model in results.models}
     maps = {model: found[0].value["map"] for model, found in firsts.items() if found}
-    from dlm_lens.experiments.attention_sinks.drawing import heat
+    from dlm_lens.experiments.attention_sinks.charts import heat_maps
 
-    figure = heat(
-        {name: _wide(rows) for name, rows in maps.items()},
+    figure = heat_maps(
+        {name: _with_nan(rows) for name, rows in maps.items()},
         x="position",
         y="step",
         bar="received, model mean (1: uniform)",
@@ -62,14 +61,14 @@ def render(results: Results) -> Rendering:
 
 
 def moved(results: Results, model: str) -> Interval:
-    """Share of the patterns with a sink at both ends of the run whose largest sink stands elsewhere in the end."""
+    """Of the patterns with a sink at the first and the last step, the share whose largest sink moved."""
     return ratio_over_prompts(results.listed("moved", model=model), results.listed("compared", model=model))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         here, n = moved(results, model), sum(results.listed("compared", model=model))
-        if is_causal(results, model):
+        if results.is_causal(model):
             yield Finding(
                 "an AR model's sinks do not shift",
                 f"{model}: {n} patterns have a sink at both ends of the run, of which {here} moved",
@@ -90,21 +89,17 @@ def _findings(results: Results) -> Iterator[Finding]:
         )
 
 
-def _wide(rows: list[list[float | None]]) -> list[list[float]]:
+def _with_nan(rows: list[list[float | None]]) -> list[list[float]]:
     return [[float("nan") if value is None else value for value in row] for row in rows]
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig1-incoming",
     shows="2510.15731, Figure 1",
     title="incoming attention of every token over the denoising steps",
     metric="received attention relative to uniform; share of patterns whose largest sink moved over the run",
-    small=watching.SMALL,
-    full=watching.FULL,
-    items=watching.items,
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

@@ -1,46 +1,46 @@
-"""Figure 3: how attention is distributed over tokens, at the beginning, in the middle and at the end of a run."""
+"""Figure 3: distribution of received attention over tokens, for each third of a run."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.watching import numbers, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
 EDGES = [0.0, *np.round(np.geomspace(0.01, 100, 25), 4).tolist(), 1e6]
-"""Bins of score, relative to uniform."""
+"""Edges of the bins of received attention, relative to uniform."""
 
 PARTS = ("first third", "second third", "last third")
 TOP = 0.04
-"""The part of the tokens that eps = 3 lets pass at most, by the paper."""
+"""The largest share of tokens that are sinks at eps = 3, according to the paper."""
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: counts of scores per third of the run, median score, what the top 4% receive together."""
+    """Per prompt: score counts per third of the run, the median score, and the attention of the top 4% of keys."""
     found: dict[str, Any] = {"counts": [], "median": [], "top": [], "below": []}
-    for watched in watch(item, settings, bench):
-        received = watched.received["all"]
+    for prompt_run in record_prompts(item, settings, bench):
+        received = prompt_run.received["all"]
         scores, shares = received.values[:, 0].float(), received.shares[:, 0].float()
         thirds = scores.tensor_split(3)
         found["counts"].append([np.histogram(part[~part.isnan()].numpy(), EDGES)[0].tolist() for part in thirds])
         known = scores[~scores.isnan()]
-        found["median"].append(numbers(known.median()))
-        found["below"].append(numbers((known < 1).float().mean()))
+        found["median"].append(rounded(known.median()))
+        found["below"].append(rounded((known < 1).float().mean()))
         defined = ~shares.isnan()
         count = (defined.sum(-1, keepdim=True) * TOP).round().clamp(min=1)
         rank = shares.nan_to_num(nan=-1).argsort(-1, descending=True).argsort(-1)
         top = shares.nan_to_num().masked_fill(rank >= count, 0).sum(-1)
-        found["top"].append(numbers(top[defined.any(-1)].mean()))
+        found["top"].append(rounded(top[defined.any(-1)].mean()))
     return found
 
 
 def render(results: Results) -> Rendering:
-    """Histograms, and the share of attention that the strongest 4% of the tokens take."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """Histograms, and the share of attention that the top 4% of the keys receive."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     curves = {}
     rows = []
@@ -62,17 +62,19 @@ def render(results: Results) -> Rendering:
         "n prompts",
     ]
     table = Table("every head, step and key; scale: relative to uniform; 95% intervals over prompts", head, rows)
-    figure = lines(curves, x="received attention (1: uniform; bins of equal ratio)", y="share of keys", log=True)
+    figure = line_chart(
+        curves, x="received attention (1: uniform; bins of equal ratio)", y="share of keys", log=True
+    )
     return Rendering([table], {"distribution": figure}, list(findings(results)))
 
 
 def top_share(results: Results, model: str) -> Interval:
-    """What the strongest 4% of the keys of a pattern receive together, of all attention."""
+    """The share of all attention that the top 4% of the keys of a pattern receive."""
     return mean_over_prompts(results.listed("top", model=model))
 
 
 def findings(results: Results) -> Iterator[Finding]:
-    """Few tokens, much attention."""
+    """Whether few tokens receive much of the attention."""
     for model in results.models:
         top, median = top_share(results, model), mean_over_prompts(results.listed("median", model=model))
         yield Finding(
@@ -88,17 +90,15 @@ def findings(results: Results) -> Iterator[Finding]:
         )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig3-distribution",
     shows="2510.15731, Figure 3",
     title="distribution of attention scores over tokens and steps",
     metric="received attention relative to uniform; share of attention that the top 4% of the keys receive",
-    small={**watching.SMALL, "models": ["toy", "toy-ar"]},
-    full={**watching.FULL, "models": ["GSAI-ML/LLaDA-8B-Instruct"]},
-    items=watching.items,
+    small={"models": ["toy", "toy-ar"]},
+    full={"models": ["GSAI-ML/LLaDA-8B-Instruct"]},
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

@@ -1,25 +1,30 @@
 """Figure 4: a sink that moves from one step to the next, and how often that happens."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.attention_sinks.watching import Watched, numbers, rule, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import (
+    PromptRun,
+    head_pattern,
+    record_prompts,
+    rounded,
+    sink_rule,
+)
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: patterns of each kind, moves and switches; of the first prompt the clearest move and its maps."""
+    """Per prompt: patterns of each kind, moves and switches; of the first prompt also the clearest move."""
     import dlm_lens as dl
 
     names = ("patterns", "static", "moving", "unsettled", "moves", "switches", "pairs")
     found: dict[str, Any] = {name: [] for name in names}
     diffusion = getattr(bench.model(item["model"]).config, "mask_token_id", None) is not None
-    for number, watched in enumerate(watch(item, settings, bench)):
-        paths = dl.trajectories(watched.received["all"], rule(settings))
+    for number, prompt_run in enumerate(record_prompts(item, settings, bench)):
+        paths = dl.trajectories(prompt_run.received["all"], sink_rule(settings))
         kinds = paths.kinds.flatten().tolist()
         found["patterns"].append(len(kinds))
         for kind in ("static", "moving", "unsettled"):
@@ -28,12 +33,12 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         found["switches"].append(int(paths.switched.sum()))
         found["pairs"].append(int((paths.defined.sum(0) - 1).clamp(min=0).sum()))
         if item["start"] == 0 and number == 0 and diffusion:
-            found["example"] = _example(bench.model(item["model"]), watched, paths)
+            found["example"] = _example(bench.model(item["model"]), prompt_run, paths)
     return found
 
 
-def _example(model: Any, watched: Watched, paths: Any) -> dict[str, Any] | None:
-    """The move whose weaker end is the strongest, and the pattern at the steps before and after it."""
+def _example(model: Any, prompt_run: PromptRun, paths: Any) -> dict[str, Any] | None:
+    """The move whose smaller peak score is largest, and the pattern at the steps before and after it."""
     table = paths.table()
     moves = table[table["came_from"].notna() & table["position"].notna()]
     if moves.empty:
@@ -47,50 +52,24 @@ def _example(model: Any, watched: Watched, paths: Any) -> dict[str, Any] | None:
     line = moves.loc[max(previous, key=lambda index: min(previous[index], moves.loc[index, "peak"]))]
     layer, head = int(line["layer"]), int(line["head"])
     before, after = int(line["first_step"]) - 1, int(line["first_step"])
-    shift = int(watched.run.padding[watched.row])
+    shift = int(prompt_run.run.padding[prompt_run.row])
+
+    def pattern(step: int) -> Any:
+        whole = head_pattern(model, prompt_run.run, step=step, row=prompt_run.row, layer=layer, head=head)
+        return whole[:, : len(whole)]  # without learned sink tokens
+
     return {
         "layer": layer, "head": head, "steps": [before, after],
         "positions": [int(line["came_from"]), int(line["position"])],
-        "tokens": [str(watched.run.tokenizer.decode([watched.run.tokens[watched.row, p + shift]]))
+        "tokens": [str(prompt_run.run.tokenizer.decode([prompt_run.run.tokens[prompt_run.row, p + shift]]))
                    for p in (int(line["came_from"]), int(line["position"]))],
-        "maps": [numbers(_pattern(model, watched, step, layer, head), 3) for step in (before, after)],
+        "maps": [rounded(pattern(step), 3) for step in (before, after)],
     }  # fmt: skip
-
-
-def _pattern(model: Any, watched: Watched, step: int, layer: int, head: int) -> Any:
-    """One head's pattern over the content of one row's canvas, without learned sink tokens."""
-    import torch
-
-    from dlm_lens.attention import SinkLayout
-    from dlm_lens.hooks import attach_hooks
-
-    keeper = _Keeper((layer,))
-    ids = watched.run.canvases[step, watched.row][watched.run.attention_mask[watched.row]]
-    with torch.no_grad(), attach_hooks(model, keeper):
-        model(input_ids=ids[None].to(model.device))
-    pattern = keeper.kept[0][0, head].float().cpu()
-    canvas = SinkLayout.of(model).canvas(len(pattern))
-    return pattern[canvas, canvas]
-
-
-class _Keeper:
-    """A hook that only looks: keeps the pattern that comes by."""
-
-    site: Literal["pattern"] = "pattern"
-
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        self.layers = layers
-        self.kept: list[Any] = []
-
-    def __call__(self, tensor: Any, hook: Any = None) -> Any:
-        """The pattern, unchanged."""
-        self.kept.append(tensor)
-        return tensor
 
 
 def render(results: Results) -> Rendering:
     """Kinds of patterns, rates of moves, and the example's maps."""
-    from dlm_lens.experiments.attention_sinks.drawing import heat
+    from dlm_lens.experiments.attention_sinks.charts import heat_maps
 
     rows, panels, marks = [], {}, {}
     for model in results.models:
@@ -117,17 +96,17 @@ def render(results: Results) -> Rendering:
     ]
     table = Table("parts of all patterns (layer x head x prompt), the rest have none; 95% intervals over prompts",
                   head, rows)  # fmt: skip
-    figures = {"maps": heat(panels, x="key", y="query", bar="attention", marks=marks)} if panels else {}
+    figures = {"maps": heat_maps(panels, x="key", y="query", bar="attention", marks=marks)} if panels else {}
     return Rendering([table], figures, list(_findings(results)))
 
 
 def share(results: Results, model: str, kind: str) -> Interval:
-    """Part of the patterns that are of this kind."""
+    """The share of the patterns of this kind."""
     return ratio_over_prompts(results.listed(kind, model=model), results.listed("patterns", model=model))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    baseline = next((model for model in results.models if is_causal(results, model)), None)
+    baseline = next((model for model in results.models if results.is_causal(model)), None)
     for model in results.models:
         if model == baseline:
             continue
@@ -142,17 +121,13 @@ def _findings(results: Results) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig4-moving",
     shows="2510.15731, Figure 4",
     title="sinks that move between two steps",
     metric="share of (layer, head, prompt) patterns whose sink moves; moves per pair of steps",
-    small=watching.SMALL,
-    full=watching.FULL,
-    items=watching.items,
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -17,19 +17,19 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     import dlm_lens as dl
 
     found: dict[str, Any] = {"score": [], "positions": [], "followed": []}
-    for watched in watch(item, settings, bench):
-        profile = dl.sinks.sink_profile(watched.received["all"], rule(settings))
-        found["score"].append(numbers(profile.score, 3))
-        found["positions"].append(numbers(profile.positions, 3))
+    for prompt_run in record_prompts(item, settings, bench):
+        profile = dl.sinks.sink_profile(prompt_run.received["all"], sink_rule(settings))
+        found["score"].append(rounded(profile.score, 3))
+        found["positions"].append(rounded(profile.positions, 3))
         found["followed"].append(
-            numbers(dl.sinks.sink_profile(watched.received["all"], rule(settings), main="model").score, 3)
+            rounded(dl.sinks.sink_profile(prompt_run.received["all"], sink_rule(settings), main="model").score, 3)
         )
     return found
 
 
 def render(results: Results) -> Rendering:
     """Heat maps of layer x head, and a line per layer."""
-    from dlm_lens.experiments.attention_sinks.drawing import heat
+    from dlm_lens.experiments.attention_sinks.charts import heat_maps
 
     rows, panels = [], {}
     for model in results.models:
@@ -46,12 +46,12 @@ def render(results: Results) -> Rendering:
     table = Table(
         "each head's own main sink; relative to uniform; mean over steps; 95% intervals over prompts", head, rows
     )
-    figure = heat(panels, x="head", y="layer", bar="score of the main sink (1: uniform)")
+    figure = heat_maps(panels, x="head", y="layer", bar="score of the main sink (1: uniform)")
     return Rendering([table], {"profile": figure}, list(_findings(results)))
 
 
 def deepest_minus_first(results: Results, model: str, name: str) -> Interval:
-    """Last layer minus first layer, paired by prompt: "score" (mean over heads) or "positions"."""
+    """Last layer minus first layer of "score" (mean over heads) or "positions", paired by prompt."""
     values = _array(results.listed(name, model=model))
     values = np.nanmean(values, -1) if values.ndim == 3 else values
     return mean_over_prompts((values[:, -1] - values[:, 0]).tolist())
@@ -78,17 +78,15 @@ def _array(values: list[Any]) -> Any:
     return np.asarray(values, dtype=float)
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig5-depth",
     shows="2510.15731, Figure 5",
     title="score of the main sink over heads and layers",
     metric="received attention relative to uniform of each head's main sink, mean over steps",
-    small={**watching.SMALL, "models": ["toy", "toy-gated"]},
-    full={**watching.FULL, "models": ["GSAI-ML/LLaDA-8B-Instruct"]},
-    items=watching.items,
+    small={"models": ["toy", "toy-gated"]},
+    full={"models": ["GSAI-ML/LLaDA-8B-Instruct"]},
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

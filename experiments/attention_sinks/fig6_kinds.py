@@ -1,29 +1,31 @@
-"""Figure 6: (a) masked and written queries with sinks of their own; (b) sinks that vanish at once."""
+"""Figure 6: (a) different sinks for masked and unmasked queries; (b) transient sinks."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.watching import rule, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, sink_rule
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt and layer: steps where both classes of queries have a sink, and where these differ; lives."""
+    """Per prompt and layer: steps at which both query classes have a sink, and at which it differs; lifetimes."""
     import dlm_lens as dl
     from dlm_lens.sinks import compare_query_classes
 
     found: dict[str, Any] = {"both": [], "differ": [], "lives": [], "transient": []}
-    for watched in watch(item, settings, bench, ("all", "masked", "unmasked")):
-        table = compare_query_classes(watched.received["masked"], watched.received["unmasked"], rule(settings))
+    for prompt_run in record_prompts(item, settings, bench, ("all", "masked", "unmasked")):
+        table = compare_query_classes(
+            prompt_run.received["masked"], prompt_run.received["unmasked"], sink_rule(settings)
+        )
         table["apart"] = (table["differ"] * table["both"]).fillna(0)
         layers = table.groupby("layer", sort=True)[["both", "apart"]].sum()
         found["both"].append([int(value) for value in layers["both"]])
         found["differ"].append([round(value) for value in layers["apart"]])
-        lives = dl.trajectories(watched.received["all"], rule(settings)).table()
-        # The end of the run cuts a life short without the sink having vanished.
+        lives = dl.trajectories(prompt_run.received["all"], sink_rule(settings)).table()
+        # A sink that lasts to the end of the run has no measured lifetime.
         whole = lives[lives["died"]]
         found["lives"].append(len(whole))
         found["transient"].append(int(whole["transient"].sum()))
@@ -31,13 +33,13 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 
 def render(results: Results) -> Rendering:
-    """Differing main sinks per layer, and the part of transient lives."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """How often the main sinks differ per layer, and the share of transient lifetimes."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     rows, curves, short = [], {}, []
     for model in results.models:
         layers = len(results.listed("both", model=model)[0])
-        points = [(layer, apart(results, model, layer)) for layer in range(layers)]
+        points = [(layer, differing(results, model, layer)) for layer in range(layers)]
         curves[model] = points
         for layer, share in points:
             rows.append(
@@ -51,12 +53,12 @@ def render(results: Results) -> Rendering:
         Table("(b) lives of at most 2 steps, of those that were seen to end",
               ["model", "transient", "n lives"], short),
     ]  # fmt: skip
-    figure = lines(curves, x="layer", y="masked and written queries: main sinks differ")
+    figure = line_chart(curves, x="layer", y="masked and written queries: main sinks differ")
     return Rendering(tables, {"split": figure}, list(_findings(results)))
 
 
-def apart(results: Results, model: str, layer: int) -> Interval:
-    """How often masked and written queries have different main sinks in a layer, where both have one."""
+def differing(results: Results, model: str, layer: int) -> Interval:
+    """Of a layer's steps where masked and unmasked queries both have a main sink, the share where these differ."""
     return ratio_over_prompts(
         [found[layer] for found in results.listed("differ", model=model)],
         [found[layer] for found in results.listed("both", model=model)],
@@ -64,14 +66,14 @@ def apart(results: Results, model: str, layer: int) -> Interval:
 
 
 def transient(results: Results, model: str) -> Interval:
-    """Part of the ended lives that lasted at most 2 steps."""
+    """Share of the ended lifetimes of at most 2 steps."""
     return ratio_over_prompts(results.listed("transient", model=model), results.listed("lives", model=model))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         last = len(results.listed("both", model=model)[0]) - 1
-        first, deepest = apart(results, model, 0), apart(results, model, last)
+        first, deepest = differing(results, model, 0), differing(results, model, last)
         yield Finding(
             "LLaDA, deepest layers: masked and unmasked tokens maintain separate sinks (6a)",
             f"{model}: they differ in {deepest} of the steps of layer {last}; layer 0: {first}",
@@ -88,17 +90,15 @@ def _findings(results: Results) -> Iterator[Finding]:
         )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig6-kinds",
     shows="2510.15731, Figure 6",
     title="sinks of masked against written queries, and transient sinks",
     metric="share of steps with different main sinks; share of lives of at most 2 steps",
-    small={**watching.SMALL, "models": ["toy", "toy-gated"]},
-    full={**watching.FULL, "models": ["GSAI-ML/LLaDA-8B-Instruct"]},
-    items=watching.items,
+    small={"models": ["toy", "toy-gated"]},
+    full={"models": ["GSAI-ML/LLaDA-8B-Instruct"]},
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

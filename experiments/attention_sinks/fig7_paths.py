@@ -1,14 +1,13 @@
-"""Figure 7: where the largest sink of a head is at every step, and in which direction sinks drift."""
+"""Figure 7: the position of each head's largest sink at every step, and the direction in which sinks drift."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -18,10 +17,10 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     import dlm_lens as dl
 
     found: dict[str, Any] = {name: [] for name in ("drift", "drifting", "right", "directed", "static", "with_sink")}
-    for number, watched in enumerate(watch(item, settings, bench)):
-        paths = dl.trajectories(watched.received["all"], rule(settings))
+    for number, prompt_run in enumerate(record_prompts(item, settings, bench)):
+        paths = dl.trajectories(prompt_run.received["all"], sink_rule(settings))
         measures = paths.measures
-        found["drift"].append(numbers(float(measures["drift"].sum())))
+        found["drift"].append(rounded(float(measures["drift"].sum())))
         found["drifting"].append(int(measures["drift"].count()))
         found["right"].append(int(measures["drift_right"].sum()))
         found["directed"].append(int(measures["drift_right"].count()))
@@ -29,52 +28,52 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         found["static"].append(kinds.count("static"))
         found["with_sink"].append(len(kinds) - kinds.count("none"))
         if item["start"] == 0 and number == 0:
-            shift = int((~watched.run.attention_mask[watched.row]).sum())
+            shift = int((~prompt_run.run.attention_mask[prompt_run.row]).sum())
             main = paths.main[:, 0]
             inside = (main >= 0) & (main < paths.canvas)
-            found["paths"] = numbers((main - shift).masked_fill(~inside, -1))
-            found["spans"] = [[start - shift, stop - shift] for start, stop in watched.run.spans]
+            found["paths"] = rounded((main - shift).masked_fill(~inside, -1))
+            found["spans"] = [[start - shift, stop - shift] for start, stop in prompt_run.run.spans]
     return found
 
 
 def render(results: Results) -> Rendering:
-    """The path that varies most in each model, and the drift over all heads."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    """The path with the largest variance in each model, and the drift over all heads."""
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     rows, curves = [], {}
     for model in results.models:
         rows.append([
             model, f"{drift(results, model)}", str(to_the_right(results, model)),
-            str(sum(results.listed("directed", model=model))), str(steady(results, model)),
+            str(sum(results.listed("directed", model=model))), str(static_share(results, model)),
             str(len(results.listed("drift", model=model))),
         ])  # fmt: skip
         for record in results.where(model=model, start=0):
-            layer, number, path = _liveliest(np.asarray(record.value["paths"]))
+            layer, number, path = _most_variable(np.asarray(record.value["paths"]))
             curves[f"{model}, layer {layer}, head {number}"] = [(t, p) for t, p in enumerate(path) if p >= 0]
     head = ["model", "drift, positions per step", "to the right, of the patterns that drift", "n drifting",
             "static, of the patterns with a sink", "n prompts"]  # fmt: skip
     table = Table("path of the largest sink of every head; 95% intervals over prompts", head, rows)
-    figure = lines(curves, x="step", y="position of the largest sink (prompt starts at 0)",
+    figure = line_chart(curves, x="step", y="position of the largest sink (prompt starts at 0)",
                    title="per model the head whose largest sink varies most; first prompt")  # fmt: skip
     return Rendering([table], {"paths": figure}, list(_findings(results)))
 
 
 def drift(results: Results, model: str) -> Interval:
-    """Mean slope of position over step of the largest sink, over the patterns that have one."""
+    """Mean slope of the largest sink's position over steps, over the patterns that have a sink."""
     return ratio_over_prompts(results.listed("drift", model=model), results.listed("drifting", model=model))
 
 
 def to_the_right(results: Results, model: str) -> Interval:
-    """Part of the patterns with a drift that go right."""
+    """Of the patterns that drift, the share that drift to the right."""
     return ratio_over_prompts(results.listed("right", model=model), results.listed("directed", model=model))
 
 
-def steady(results: Results, model: str) -> Interval:
-    """Part of the patterns with a sink that are static."""
+def static_share(results: Results, model: str) -> Interval:
+    """Of the patterns with a sink, the share that are static."""
     return ratio_over_prompts(results.listed("static", model=model), results.listed("with_sink", model=model))
 
 
-def _liveliest(paths: Any) -> tuple[int, int, list[int]]:
+def _most_variable(paths: Any) -> tuple[int, int, list[int]]:
     """Layer, head and path of the head that has a sink at most steps and whose largest sink varies most."""
     there = paths >= 0
     spread = np.where(there.sum(0) > 1, np.ma.masked_array(paths, ~there).std(0).filled(0), -1)
@@ -84,9 +83,9 @@ def _liveliest(paths: Any) -> tuple[int, int, list[int]]:
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    # A baseline's new keys all appear on the right.
-    for model in (model for model in results.models if not is_causal(results, model)):
-        right, static = to_the_right(results, model), steady(results, model)
+    # In an AR model all new keys appear on the right.
+    for model in results.diffusion_models:
+        right, static = to_the_right(results, model), static_share(results, model)
         yield Finding(
             "LLaDA: the sink shifts right as blocks are denoised",
             f"{model}: {right} of the drifting patterns go right",
@@ -103,17 +102,13 @@ def _findings(results: Results) -> Iterator[Finding]:
                   "run with --models Dream-org/Dream-v0-Instruct-7B")  # fmt: skip
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig7-paths",
     shows="2510.15731, Figure 7",
     title="position of the largest sink over the steps",
     metric="canvas position of the largest sink; slope of position over step",
-    small=watching.SMALL,
-    full=watching.FULL,
-    items=watching.items,
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

@@ -1,30 +1,29 @@
-"""Figure 8: (a) sinks that stay at the beginning; (b) sinks that follow the unmasking frontier."""
+"""Figure 8: (a) static sinks at the beginning; (b) sinks that follow the unmasking frontier."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import watching
-from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
+from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
 
 BEGINNING = 4
-"""Positions that count as the beginning."""
+"""Number of first positions that count as the beginning."""
 
 REFERENCES = ("rightmost mask", "leftmost mask", "frontier")
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: static patterns, those at the beginning, and distances to the frontier over those of chance."""
+    """Per prompt: static patterns, those at the beginning, and relative distances to the frontier."""
     import dlm_lens as dl
 
     found: dict[str, Any] = {"static": [], "first": [], "steps": [], "at_first": []}
     found |= {name: [] for name in REFERENCES}
-    for watched in watch(item, settings, bench):
-        paths = dl.trajectories(watched.received["all"], rule(settings))
-        shift = int((~watched.run.attention_mask[watched.row]).sum())
+    for prompt_run in record_prompts(item, settings, bench):
+        paths = dl.trajectories(prompt_run.received["all"], sink_rule(settings))
+        shift = int((~prompt_run.run.attention_mask[prompt_run.row]).sum())
         static = paths.kinds == "static"
         beginning = (paths.static_position - shift).numpy() < BEGINNING
         found["static"].append(int(static.sum()))
@@ -35,12 +34,12 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         table = dl.sinks.frontier_alignment(paths).set_index("reference")
         columns = [table[name].to_dict() for name in ("ratio", "correlation")]
         for name in REFERENCES:
-            found[name].append(numbers([float(column[name]) for column in columns]))
+            found[name].append(rounded([float(column[name]) for column in columns]))
     return found
 
 
 def render(results: Results) -> Rendering:
-    """Sinks at the beginning, and closeness to the frontier."""
+    """Sinks at the beginning, and distances to the frontier."""
     rows: list[list[str]] = []
     aligned: list[list[str]] = []
     for model in results.models:
@@ -60,30 +59,30 @@ def render(results: Results) -> Rendering:
               "correlation with the reference over steps",
               ["model", "reference", "ratio", "correlation", "n prompts"], aligned),
     ]  # fmt: skip
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     curves = {
         model: [(n, mean_over_prompts([pair[0] for pair in results.listed(name, model=model)]))
                 for n, name in enumerate(REFERENCES)]
         for model in results.models
     }  # fmt: skip
-    figure = lines(curves, x="distance to", y="distance of the largest sink over chance", ticks=REFERENCES)
+    figure = line_chart(curves, x="distance to", y="distance of the largest sink over chance", ticks=REFERENCES)
     return Rendering(tables, {"frontier": figure}, list(_findings(results)))
 
 
 def at_beginning(results: Results, model: str) -> Interval:
-    """Part of the static patterns whose sink is among the first positions."""
+    """Of the static patterns, the share whose sink is among the first positions."""
     return ratio_over_prompts(results.listed("first", model=model), results.listed("static", model=model))
 
 
 def alignment(results: Results, model: str, name: str) -> Interval:
-    """Distance of the largest sink to a reference over that of a random key."""
+    """Distance of the largest sink to a reference, divided by that of a random key."""
     return mean_over_prompts([pair[0] for pair in results.listed(name, model=model)])
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    # Behind the last position of an AR prefix nothing is masked: its frontier is its end.
-    for model in (model for model in results.models if not is_causal(results, model)):
+    # An AR prefix has no masked position after it: its frontier is its end.
+    for model in results.diffusion_models:
         first, closer = at_beginning(results, model), alignment(results, model, "rightmost mask")
         yield Finding(
             "MMaDA often has a static sink at the beginning of the sequence (8a)",
@@ -99,17 +98,14 @@ def _findings(results: Results) -> Iterator[Finding]:
         )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = recorded_runs.experiment(
     name="fig8-static",
     shows="2510.15731, Figure 8",
     title="sinks at the beginning, and sinks at the unmasking frontier",
     metric="share of static sinks at the first positions; distance to the frontier over that of a random key",
-    small=watching.SMALL,
-    full={**watching.FULL, "models": ["Gen-Verse/MMaDA-8B-MixCoT", "Dream-org/Dream-v0-Instruct-7B"]},
-    items=watching.items,
+    full={"models": ["Gen-Verse/MMaDA-8B-MixCoT", "Dream-org/Dream-v0-Instruct-7B"]},
     run=run,
     render=render,
-    cost=watching.cost,
 )
 
 if __name__ == "__main__":

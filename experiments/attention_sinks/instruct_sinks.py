@@ -1,9 +1,9 @@
-"""What is compared between a base and an instruct model: each one's sinks, and where both have theirs."""
+"""Sinks of a base and an instruct model: each model's own, and the overlap of their positions."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.watching import numbers, rule, watch
+from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
 from dlm_lens.experiments.results import Item, Settings
 
 MEASURES: dict[str, tuple[str, str]] = {
@@ -14,7 +14,7 @@ MEASURES: dict[str, tuple[str, str]] = {
     "static, of the patterns with a sink": ("static", "settled"),
     "drift of the main sink, positions per step": ("drift", "drifting"),
 }
-"""One number over another per prompt. A map is a head's pattern at a step; a pattern is a head's over the run."""
+"""Ratios of two counts per prompt. A map is one head at one step; a pattern is one head over the run."""
 
 OVERLAPS: dict[str, str] = {
     "own": "each model's own run",
@@ -24,17 +24,17 @@ OVERLAPS: dict[str, str] = {
 
 
 def compare(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: the measures of both models, kinds of tokens under their sinks, overlap of the sinks' positions.
+    """Per prompt: the measures of both models, the token classes of their sinks, and the overlap of the positions.
 
     Raises:
-        ValueError: the models encode the prompts differently, so that positions do not mean the same.
+        ValueError: the models encode the prompts differently, so that their positions do not correspond.
     """
     import dlm_lens as dl
 
     base, instruct = (_own(name, item, settings, bench) for name in (item["base"], item["instruct"]))
     _check(item, base, instruct)
     model = bench.model(item["instruct"])
-    shared = dl.find_sinks(dl.received_over_steps(model, base["run"]), rule(settings)).is_sink
+    shared = dl.find_sinks(dl.received_over_steps(model, base["run"]), sink_rule(settings)).is_sink
     pairs = {
         "own": (base["is_sink"], instruct["is_sink"]),
         "same": (base["is_sink"], shared),
@@ -54,21 +54,21 @@ def _own(name: str, item: Item, settings: Settings, bench: Any) -> dict[str, Any
 
     import dlm_lens as dl
 
-    watched = watch({"model": name, "start": item["start"]}, settings, bench)
-    sinks = [dl.find_sinks(one.received["all"], rule(settings)).is_sink for one in watched]
+    prompt_runs = record_prompts({"model": name, "start": item["start"]}, settings, bench)
+    sinks = [dl.find_sinks(one.received["all"], sink_rule(settings)).is_sink for one in prompt_runs]
     return {
-        "run": watched[0].run,
+        "run": prompt_runs[0].run,
         "is_sink": torch.cat(sinks, 1),
-        "rows": [_measured(one.received["all"], settings) for one in watched],
+        "rows": [_measured(one.received["all"], settings) for one in prompt_runs],
     }
 
 
 def _measured(received: Any, settings: Settings) -> dict[str, Any]:
-    """The counts of one prompt, and the share of each kind of token among its sinks and among its keys."""
+    """The counts of one prompt, and the share of each token class among its sinks and among its keys."""
     import dlm_lens as dl
 
-    sinks = dl.find_sinks(received, rule(settings))
-    paths = dl.trajectories(received, rule(settings))
+    sinks = dl.find_sinks(received, sink_rule(settings))
+    paths = dl.trajectories(received, sink_rule(settings))
     kinds, measures = paths.kinds.flatten().tolist(), paths.measures
     tokens = dl.sinks.token_enrichment(paths).set_index("class")
     defined = (~sinks.scores.isnan()).any(-1)
@@ -82,16 +82,16 @@ def _measured(received: Any, settings: Settings) -> dict[str, Any]:
         "patterns": len(kinds),
         "static": kinds.count("static"),
         "settled": len(kinds) - kinds.count("none"),
-        "drift": numbers(float(measures["drift"].sum())),
+        "drift": rounded(float(measures["drift"].sum())),
         "drifting": int(measures["drift"].count()),
         "kinds": {
-            str(name): numbers([float(line["share"]), float(line["base"])]) for name, line in tokens.iterrows()
+            str(name): rounded([float(line["share"]), float(line["base"])]) for name, line in tokens.iterrows()
         },
     }
 
 
 def overlap(one: Any, two: Any) -> list[int]:
-    """Counts of sinks [step, layer, head, key]: in both models, in either; maps with both, and with equal ones."""
+    """Counts: sinks of both models, of either model; maps where both have sinks, maps where these are equal."""
     both_have = one.any(-1) & two.any(-1)
     equal = (one == two).all(-1) & both_have
     return [int((one & two).sum()), int((one | two).sum()), int(both_have.sum()), int(equal.sum())]
@@ -103,13 +103,13 @@ def _check(item: Item, base: Any, instruct: Any) -> None:
     if not same or base["is_sink"].shape != instruct["is_sink"].shape:
         shapes = " and ".join(str(list(found["is_sink"].shape)) for found in (base, instruct))
         raise ValueError(
-            f"{item['base']} and {item['instruct']} have no common positions, layers and heads (sinks of shape "
+            f"{item['base']} and {item['instruct']} do not share positions, layers and heads (sinks of shape "
             f"{shapes}, or other token ids); give a base and an instruct DLM of one architecture and tokenizer, "
             "and one sampler (--set 'sampler={...}')"
         )
 
 
 def ratio(row: Mapping[str, Any], measure: str) -> float | None:
-    """A measure of one prompt; None where there is nothing to divide by."""
+    """A measure of one prompt; None where its denominator is 0."""
     top, bottom = MEASURES[measure]
     return row[top] / row[bottom] if row[bottom] else None

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.answers import Prompt, answers, minus
-from dlm_lens.experiments.attention_sinks.answers import difference as answers_apart
+from dlm_lens.experiments.attention_sinks.finetuned_models import base_and_tuning
 from dlm_lens.experiments.attention_sinks.instruct_sinks import MEASURES, OVERLAPS, ratio
-from dlm_lens.experiments.attention_sinks.readings import BASE, VARIANTS, conditions, named
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, VARIANTS, condition_cells, conditions
+from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, change_by_prompt, correct_by_prompt
+from dlm_lens.experiments.attention_sinks.prompt_scores import difference as answers_apart
 from dlm_lens.experiments.attention_sinks.table1 import HEAD, rows_of
-from dlm_lens.experiments.attention_sinks.twin import split
 from dlm_lens.experiments.experiment import Finding, Rendering, Table
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference
 from dlm_lens.experiments.results import Results
@@ -25,7 +25,7 @@ TWINS = (
 
 
 def render(results: Results) -> Rendering:
-    """Sinks of both, kinds of tokens, overlap, and exact match under masks."""
+    """Sinks of both models, token classes, overlap, and exact match under masks."""
     found = pairs_of(results)
     masked = conditions({**results.settings, "variants": ["mass"], "varied": []})
     rows = [row for model in results.models for row in rows_of(results, model, masked)]
@@ -43,7 +43,7 @@ def render(results: Results) -> Rendering:
         Table(f"exact match of {task} under masks, as in table1-masking", HEAD, rows),
         Table("what a mask changes in the tuned model, minus what it changes in the base, paired by prompt",
               ["pair", "columns", "reading", "tuned - base"],
-              [[_name(pair), *named(condition), str(apart(results, pair, condition))]
+              [[_name(pair), *condition_cells(condition), str(apart(results, pair, condition))]
                for pair in found for condition in masked if condition["columns"]]),
     ]  # fmt: skip
     return Rendering(tables, {}, list(_findings(results, found)), list(_notes(results)))
@@ -78,8 +78,11 @@ def jaccard(results: Results, pair: Pair, name: str) -> Interval:
 
 
 def change(results: Results, model: str, condition: Any) -> dict[Prompt, float]:
-    """What a mask changes at every prompt: -1, 0 or 1."""
-    return minus(answers(results, model=model, **condition), answers(results, model=model, columns=0, **BASE))
+    """The change of each prompt's exact match under a mask: -1, 0 or 1."""
+    return change_by_prompt(
+        correct_by_prompt(results, model=model, **condition),
+        correct_by_prompt(results, model=model, columns=0, **BASE),
+    )
 
 
 def apart(results: Results, pair: Pair, condition: Any) -> Interval:
@@ -92,12 +95,12 @@ def _measures(results: Results, pair: Pair) -> Iterator[list[str]]:
     for measure in MEASURES:
         base, instruct = (values(results, pair, which, measure) for which in ("base", "instruct"))
         more = difference(instruct, base)
-        yield [_name(pair), measure, _shown(mean_over_prompts(base)), _shown(mean_over_prompts(instruct)),
-               _shown(more), str(more.n)]  # fmt: skip
+        yield [_name(pair), measure, _cell(mean_over_prompts(base)), _cell(mean_over_prompts(instruct)),
+               _cell(more), str(more.n)]  # fmt: skip
 
 
 def shares(results: Results, pair: Pair, which: str, kind: str, of: int = 0) -> list[float | None]:
-    """Of every prompt: part of the sinks (or, with of=1, of the keys) that this kind of token makes up."""
+    """Per prompt, the share of the sinks (or, with of=1, of the keys) that are tokens of this class."""
     found: list[float | None] = [row["kinds"].get(kind, [0.0, 0.0])[of] for row in measured(results, pair, which)]
     return found
 
@@ -107,15 +110,15 @@ def _kinds(results: Results, pair: Pair) -> Iterator[list[str]]:
     for kind in dict.fromkeys(kind for row in rows for kind in row["kinds"]):
         base, instruct = (shares(results, pair, which, kind) for which in ("base", "instruct"))
         keys = mean_over_prompts(shares(results, pair, "base", kind, 1))
-        yield [_name(pair), kind, _shown(mean_over_prompts(base)), _shown(mean_over_prompts(instruct)),
-               _shown(difference(instruct, base)), f"{keys.value:.3f}"]  # fmt: skip
+        yield [_name(pair), kind, _cell(mean_over_prompts(base)), _cell(mean_over_prompts(instruct)),
+               _cell(difference(instruct, base)), f"{keys.value:.3f}"]  # fmt: skip
 
 
 def _overlaps(results: Results, pair: Pair) -> Iterator[list[str]]:
     for name, said in OVERLAPS.items():
         rows = [row[name] for row in measured(results, pair, "overlap")]
         equal = mean_over_prompts([same / both if both else None for *_, both, same in rows])
-        yield [_name(pair), said, _shown(jaccard(results, pair, name)), _shown(equal), str(len(rows))]
+        yield [_name(pair), said, _cell(jaccard(results, pair, name)), _cell(equal), str(len(rows))]
 
 
 def _findings(results: Results, found: Sequence[Pair]) -> Iterator[Finding]:
@@ -125,10 +128,10 @@ def _findings(results: Results, found: Sequence[Pair]) -> Iterator[Finding]:
                              for which in ("instruct", "base")))  # fmt: skip
         yield Finding(
             '"our analysis is limited to instruct models" (8)',
-            f"{_name(pair)}: tuned - base: {_shown(more)} sinks per map, {_shown(moves)} of the patterns move; "
-            f"Jaccard of the positions on the same canvases {_shown(jaccard(results, pair, 'same'))}",
+            f"{_name(pair)}: tuned - base: {_cell(more)} sinks per map, {_cell(moves)} of the patterns move; "
+            f"Jaccard of the positions on the same canvases {_cell(jaccard(results, pair, 'same'))}",
             "no counterpart",
-            _said(more, "sinks per map"),
+            _direction(more, "sinks per map"),
         )
         condition = {"columns": results.settings["columns"][0], **BASE}
         if results.where(model=pair[0], **condition) and results.where(model=pair[1], **condition):
@@ -138,25 +141,25 @@ def _findings(results: Results, found: Sequence[Pair]) -> Iterator[Finding]:
                 f"{_name(pair)}: what {condition['columns']} hidden sink(s) per head change: "
                 f"{apart(results, pair, condition)} (tuned - base); random columns of the same mass: {weight}",
                 "no counterpart",
-                _said(apart(results, pair, condition), "exact match kept under the mask"),
+                _direction(apart(results, pair, condition), "exact match kept under the mask"),
             )
 
 
-def _said(found: Interval, what: str) -> str:
+def _direction(found: Interval, quantity: str) -> str:
     if found.low > 0:
-        return f"more {what} in the tuned model"
-    return f"less {what} in the tuned model" if found.high < 0 else "not told apart by these prompts"
+        return f"more {quantity} in the tuned model"
+    return f"less {quantity} in the tuned model" if found.high < 0 else "not told apart by these prompts"
 
 
 def _notes(results: Results) -> Iterator[str]:
-    twins = [model for model in results.models if split(model)[1]]
+    twins = [model for model in results.models if base_and_tuning(model)[1]]
     given = results.settings
     yield (
-        "Both models are asked with the same plain text (an instruct model without its chat template), so that "
-        "their positions can be compared."
+        "Both models get the same plain text (an instruct model without its chat template), so that their "
+        "positions can be compared."
     )
     if twins:
-        yield TWINS.format(names=" and ".join(twins), base=split(twins[0])[0], steps=given["sft_steps"],
+        yield TWINS.format(names=" and ".join(twins), base=base_and_tuning(twins[0])[0], steps=given["sft_steps"],
                            batch=given["sft_batch"], rate=given["sft_rate"])  # fmt: skip
 
 
@@ -164,8 +167,8 @@ def _name(pair: Pair) -> str:
     return f"{pair[0]}, {pair[1]}"
 
 
-def _shown(found: Interval) -> str:
-    """With three digits."""
+def _cell(found: Interval) -> str:
+    """An interval with three digits."""
     if found.value != found.value:
         return "-"
     if found.low != found.low:

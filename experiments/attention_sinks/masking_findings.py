@@ -1,11 +1,15 @@
-"""Table 1 beside the paper: accuracies, differences paired by prompt, and the verdicts."""
+"""Findings of Table 1: exact match, differences paired by prompt, and verdicts against the paper."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.answers import answers, difference, exact_match, minus
-from dlm_lens.experiments.attention_sinks.models import is_causal
-from dlm_lens.experiments.attention_sinks.readings import BASE, CONTROLS, READINGS
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, CONTROLS, READINGS
+from dlm_lens.experiments.attention_sinks.prompt_scores import (
+    change_by_prompt,
+    correct_by_prompt,
+    difference,
+    exact_match,
+)
 from dlm_lens.experiments.experiment import Finding
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Results
@@ -13,29 +17,31 @@ from dlm_lens.experiments.results import Results
 
 def accuracy(results: Results, model: str, columns: int, **changes: Any) -> Interval:
     """Exact match of a condition: the base reading with some changes."""
-    return exact_match(answers(results, model=model, columns=columns, **{**BASE, **changes}))
+    return exact_match(correct_by_prompt(results, model=model, columns=columns, **{**BASE, **changes}))
 
 
 def change(
     results: Results, model: str, columns: int, against: Mapping[str, Any] | None = None, **changes: Any
 ) -> Interval:
     """Exact match of a condition minus that of another (the unmasked model's), paired by prompt."""
-    one = answers(results, model=model, columns=columns, **{**BASE, **changes})
-    other = answers(results, model=model, **({"columns": 0, **BASE} if against is None else dict(against)))
+    one = correct_by_prompt(results, model=model, columns=columns, **{**BASE, **changes})
+    other = correct_by_prompt(
+        results, model=model, **({"columns": 0, **BASE} if against is None else dict(against))
+    )
     return difference(one, other)
 
 
 def findings(results: Results) -> Iterator[Finding]:
-    """The paper's claims about DLMs and its baseline, and the controls that it does not have."""
+    """The paper's claims about DLMs and the AR baseline, and controls that the paper lacks."""
     ours = [model for model in results.models if has(results, model, 0)]
     for model in ours:
-        yield from _of_baseline(results, model) if is_causal(results, model) else _of_diffusion(results, model)
+        yield from _of_baseline(results, model) if results.is_causal(model) else _of_diffusion(results, model)
     for model in ours:
         yield from (
             _against(results, model, other, reading)
             for other in ours
             for reading in READINGS
-            if is_causal(results, other) and not is_causal(results, model) and has(results, model, 1, **reading)
+            if results.is_causal(other) and not results.is_causal(model) and has(results, model, 1, **reading)
         )
     yield from _of_controls(results, ours)
 
@@ -73,11 +79,11 @@ def _against(results: Results, model: str, other: str, reading: Mapping[str, Any
 
 
 def change_beside(results: Results, model: str, other: str, **reading: Any) -> Interval:
-    """What one hidden sink changes in a model, minus what it changes in another, paired by prompt."""
+    """The change of exact match by one hidden sink in a model, minus that in another, paired by prompt."""
     ours, theirs = (
-        minus(
-            answers(results, model=name, columns=1, **{**BASE, **reading}),
-            answers(results, model=name, columns=0, **BASE),
+        change_by_prompt(
+            correct_by_prompt(results, model=name, columns=1, **{**BASE, **reading}),
+            correct_by_prompt(results, model=name, columns=0, **BASE),
         )
         for name in (model, other)
     )
@@ -105,9 +111,9 @@ def _of_baseline(results: Results, model: str) -> Iterator[Finding]:
 
 
 def part_kept(results: Results, model: str, columns: int, **changes: Any) -> Interval:
-    """Exact match of a condition over the unmasked model's, on the prompts that have both."""
-    hidden = answers(results, model=model, columns=columns, **{**BASE, **changes})
-    plain = answers(results, model=model, columns=0, **BASE)
+    """Exact match of a condition divided by the unmasked model's, over the prompts that have both."""
+    hidden = correct_by_prompt(results, model=model, columns=columns, **{**BASE, **changes})
+    plain = correct_by_prompt(results, model=model, columns=0, **BASE)
     both = [prompt for prompt in hidden if prompt in plain]
     return ratio_over_prompts([hidden[prompt] for prompt in both], [plain[prompt] for prompt in both])
 
@@ -140,5 +146,5 @@ def against_control(results: Results, model: str, columns: int, choose: str) -> 
 
 
 def has(results: Results, model: str, columns: int, **changes: Any) -> bool:
-    """Whether there are results of a condition."""
+    """Whether the results hold a condition."""
     return bool(results.where(model=model, columns=columns, **{**BASE, **changes}))

@@ -1,6 +1,6 @@
 """docs/results.md, from the results in this folder: `python -m dlm_lens.experiments.attention_sinks.page`.
 
-Nothing is computed again but tables, intervals and verdicts. The file is written only where the repository is.
+Tables, intervals and verdicts are computed from the stored results; no model runs. Writing needs the repository.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,12 @@ from dlm_lens.experiments.attention_sinks import (
     beyond_confidence,
     beyond_future,
     fig4_moving,
-    hooked,
+    hook_conditions,
     instruct_tables,
     masking_findings,
     table1,
 )
-from dlm_lens.experiments.attention_sinks.readings import BASE, READINGS
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS
 from dlm_lens.experiments.experiment import Experiment, Rendering, list_experiments
 from dlm_lens.experiments.rendering import describe, load_results, markdown
 from dlm_lens.experiments.results import PATTERN, Results
@@ -24,20 +24,19 @@ RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 DRAWN = {"table1-masking", "fig1-incoming", "fig4-moving", "fig7-paths", "beyond-confidence"}
-"""Whose figures the page shows."""
+"""Experiments whose figures are on the page."""
 
 INTRODUCTION = """# Results: attention sinks in diffusion language models
 
 Every figure and table of [2510.15731](https://arxiv.org/abs/2510.15731), beside what the same measurement gives on
 the embedded models. **No real checkpoint was run**: all numbers are of models of 1 MB (4 layers of 4 heads,
 canvases of about 55 positions) on the shipped word problems, one trained model each. They show that the
-measurements work and where small models differ; they are no evidence about LLaDA, Dream or MMaDA. Figure 2 is
+measurements work and where small models differ; they are not evidence about LLaDA, Dream or MMaDA. Figure 2 is
 a drawing.
 
-This page is made from `experiments/attention_sinks/results` by
-`python -m dlm_lens.experiments.attention_sinks.page`, and
-`pytest tests/experiments/test_attention_sinks_page.py` makes it again. A verdict is a rule on the numbers and their
-interval, written in the last column or the experiment's file. The other paper:
+`python -m dlm_lens.experiments.attention_sinks.page` generates this page from `experiments/attention_sinks/results`,
+and `pytest tests/experiments/test_attention_sinks_page.py` checks that it is up to date. A verdict is a rule on the
+numbers and their interval, given in the last column or in the experiment's file. The other paper:
 [results of "One Token Is Enough"](results_one_token.md).
 
 ## Running it
@@ -46,20 +45,20 @@ interval, written in the last column or the experiment's file. The other paper:
 dlm-lens experiment list
 dlm-lens experiment table1-masking --small                       # about a minute on a quiet core
 python experiments/attention_sinks/table1.py --small             # the same: every experiment's file is a script
-dlm-lens experiment beyond-instruct --small                      # two and a half, with the training of two twins
+dlm-lens experiment beyond-instruct --small                      # two and a half, with training two models
 dlm-lens experiment table1-masking --plan --device h100          # forward passes, time, memory; computes nothing
 dlm-lens experiment table1-masking --models GSAI-ML/LLaDA-8B-Instruct --dtype bfloat16 --out runs/table1
 dlm-lens experiment beyond-instruct --models GSAI-ML/LLaDA-8B-Base,GSAI-ML/LLaDA-8B-Instruct --out runs/pair
 torchrun --nproc-per-node 4 --no-python dlm-lens experiment fig7-paths --out runs/fig7   # splits the items
-dlm-lens experiment fig7-paths --render --out runs/fig7          # tables and figures of what is there
+dlm-lens experiment fig7-paths --render --out runs/fig7          # tables and figures of the stored results
 ```
 
 With `--small` all 24 experiments of both papers took 14.5 minutes on one core of a busy two-core machine, 6 seconds
 to 4 minutes each (2026-11-20).
 
-Every item (a model, a condition, some prompts) is on disk before the next begins; the same command goes on after a
-kill, and one with other settings is refused. `--set name=value` replaces a setting, for example `--set prompts=64`;
-`--set task=FILE.jsonl` takes your own prompts, and `--set task=humaneval` Table 1's other task.
+Every item (a model, a condition, some prompts) is on disk before the next begins. The same command resumes a killed
+run; a command with other settings is refused. `--set name=value` replaces a setting, for example `--set prompts=64`;
+`--set task=FILE.jsonl` uses your own prompts, and `--set task=humaneval` Table 1's other task.
 """
 
 
@@ -67,7 +66,7 @@ def make_page(results: Path = RESULTS) -> tuple[str, dict[str, Rendering]]:
     """The page, and every experiment's rendering.
 
     Raises:
-        FileNotFoundError: there are no results at all.
+        FileNotFoundError: no experiment has results.
     """
     sections, glance = [], []
     renderings: dict[str, Rendering] = {}
@@ -103,7 +102,7 @@ SUMMARISED = {
 
 
 def summary(held: Mapping[str, Results]) -> Iterator[str]:
-    """What stands out, with its numbers; the tests hold the directions."""
+    """The main results with their numbers; tests check the directions."""
     if set(held) >= SUMMARISED:
         parts = (
             _masked(held["table1-masking"]),
@@ -122,12 +121,13 @@ def _masked(found: Results) -> str:
     baseline, baseline_weighed = (change(found, "toy-ar", 5, choose=name) for name in ("top", "mass"))
     learned = table1.mean(found, "learned", "toy-sink", {"columns": 1, **BASE})
     return (
-        f"- **What one sink costs depends on what one sink is.** Hidden per head, toy loses {-one.value:.2f} of "
+        f"- **The cost of one sink depends on its definition.** Hidden per head, toy loses {-one.value:.2f} of "
         f"its exact match and toy-ar {-theirs.value:.2f}; one per layer {-layer.value:.2f} and "
-        f"{-theirs_layer.value:.2f}. The paper does not say which it did.\n"
-        f"- **In the DLM sinks cost more than the attention that they receive.** Five sinks per head change toy by "
+        f"{-theirs_layer.value:.2f}. The paper does not say which it uses.\n"
+        f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere.** Five sinks per head change "
+        f"toy by "
         f"{sinks}, five random columns by {counted}, and random columns that receive as much as five sinks by "
-        f"{weighed}. Not so in toy-ar: {baseline} for five sinks, {baseline_weighed} for random columns that "
+        f"{weighed}. In toy-ar this does not hold: {baseline} for five sinks, {baseline_weighed} for random columns that "
         "receive as much.\n"
         f"- **A learned sink token does not make the DLM robust here.** One sink per head changes toy-sink by "
         f"{change(found, 'toy-sink', 1)}; the learned one, which can be hidden like any other, is that sink in "
@@ -148,7 +148,7 @@ def _mechanism(held: Mapping[str, Results]) -> str:
 def _elsewhere(held: Mapping[str, Results]) -> str:
     future = beyond_future.share_on_masks(held["beyond-future"], "toy")
     lost, kept = (
-        hooked.difference(held["beyond-context"], "toy", f"window 8{more}", "unmasked")
+        hook_conditions.difference(held["beyond-context"], "toy", f"window 8{more}", "unmasked")
         for more in ("", " and sinks")
     )
     moving, baseline = (fig4_moving.share(held["fig4-moving"], m, "moving") for m in ("toy", "toy-ar"))
@@ -156,14 +156,14 @@ def _elsewhere(held: Mapping[str, Results]) -> str:
         f"- **Future sinks are rare here**: {future[0]:.2f} of toy's sinks are on masked positions, which are "
         f"{future[1]:.2f} of the keys.\n"
         f"- **Past context is not dispensable** for these problems: with a window of 8 toy changes by {lost}; with "
-        f"the four strongest sinks kept by {kept}, which brings most of it back.\n"
-        f"- **Moving sinks are no mark of diffusion here**: {moving} of toy's patterns move, {baseline} of "
+        f"the four strongest sinks kept by {kept}, which restores most of it.\n"
+        f"- **Moving sinks do not distinguish diffusion here**: {moving} of toy's patterns move, {baseline} of "
         "toy-ar's."
     )
 
 
 def _tuned(found: Results) -> str:
-    """The twins are the first and the second pair of the small settings."""
+    """Sentences on the twins, the first and second pair of the small settings."""
     sft, more = instruct_tables.pairs_of(found)[:2]
     same, same_more = (instruct_tables.jaccard(found, pair, "same") for pair in (sft, more))
     chance = instruct_tables.jaccard(found, sft, "other head")

@@ -1,4 +1,4 @@
-"""What the experiments ask the models: shipped problems, a file of prompts, or a task of lm-evaluation-harness."""
+"""The prompts of the experiments: shipped problems, or a JSONL file of prompts."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ SHIPPED = {"toy_arithmetic": "A", "toy_lists": "L", "toy_facts": "F"}
 
 
 class Problem(NamedTuple):
-    """A prompt and the answer that counts as right."""
+    """A prompt and its correct answer."""
 
     prompt: str
     target: str
@@ -30,7 +30,7 @@ def problems(task: str) -> list[Problem]:
     elif Path(task).is_file():
         file, wanted = Path(task), None
     else:
-        raise FileNotFoundError(f"{task!r} is no file of prompts and none of {', '.join(SHIPPED)}")
+        raise FileNotFoundError(f"{task!r} is neither a file of prompts nor one of {', '.join(SHIPPED)}")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
         Problem(line["prompt"], line.get("target", ""))
@@ -46,21 +46,21 @@ def problems_of(settings: Settings, start: int = 0) -> list[Problem]:
 
 
 def starts(settings: Settings) -> range:
-    """Where every item's problems begin.
+    """The index of each item's first problem.
 
     Raises:
-        ValueError: the task has fewer problems than asked for.
+        ValueError: the task has fewer problems than `prompts`.
     """
-    there = len(problems(settings["task"]))
-    if not there:
+    count = len(problems(settings["task"]))
+    if not count:
         raise ValueError(f'{settings["task"]} holds no prompts; a line is {{"prompt": "..."}}')
-    if not 1 <= settings["prompts"] <= there:
-        raise ValueError(f"prompts is {settings['prompts']}; {settings['task']} has 1 to {there}")
+    if not 1 <= settings["prompts"] <= count:
+        raise ValueError(f"prompts is {settings['prompts']}; {settings['task']} has 1 to {count}")
     return range(0, settings["prompts"], settings["batch"])
 
 
 def chat(model: Any, prompts: Sequence[str], settings: Settings) -> list[Any]:
-    """The prompts as they are, or as chats if the settings say so."""
+    """The prompts as text, or as chats where the setting `chat` is True."""
     if not settings.get("chat"):
         return list(prompts)
     return [[{"role": "user", "content": prompt}] for prompt in prompts]

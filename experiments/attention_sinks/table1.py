@@ -1,18 +1,18 @@
-"""Table 1: how well models do with their strongest sinks hidden, over every reading of "top 1, 5 and 10"."""
+"""Table 1: exact match with the strongest sinks hidden, for every reading of "top 1, 5 and 10"."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.answers import answers, difference, exact_match
+from dlm_lens.experiments.attention_sinks.masking_conditions import CONTROLS, VARIANTS, condition_cells, conditions
 from dlm_lens.experiments.attention_sinks.masking_findings import accuracy, findings, has
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, problems, problems_of, starts
-from dlm_lens.experiments.attention_sinks.readings import CONTROLS, VARIANTS, conditions, named
+from dlm_lens.experiments.attention_sinks.prompt_scores import correct_by_prompt, difference, exact_match
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table, run_script
 from dlm_lens.experiments.results import Item, Results, Settings
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Model by model, condition by condition, some prompts at a time; every condition has the same prompts."""
+    """Items per model, condition and seed, with the same prompts for every condition."""
     first = (
         range(0, settings["prompts"], settings["batch"]) if settings["task"] not in SHIPPED else starts(settings)
     )
@@ -24,19 +24,19 @@ def items(settings: Settings) -> Iterator[Item]:
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Which problems were answered correctly, and what went per map: columns, attention, learned sink tokens."""
-    from dlm_lens.experiments.attention_sinks.weighing import Weighed
+    """Whether each problem is answered correctly; per map, hidden columns, their attention, learned sinks."""
+    from dlm_lens.experiments.attention_sinks.hidden_mass import HiddenMass
 
     model, mask = bench.model(item["model"]), mask_of(item, settings, bench)
-    weighed = None if mask is None else Weighed(mask)
+    measured = None if mask is None else HiddenMass(mask)
     if settings["task"] in SHIPPED:
-        correct = _answered(model, weighed, item, settings)
+        correct = _answered(model, measured, item, settings)
     else:
-        from dlm_lens.experiments.attention_sinks.harness import answered
+        from dlm_lens.experiments.attention_sinks.harness_tasks import correct_documents
 
-        correct = answered(model, weighed, item, settings)
+        correct = correct_documents(model, measured, item, settings)
     nothing = {"hidden": 0.0, "mass": 0.0, "learned": 0.0}
-    return {"correct": correct, "hook": repr(mask), **(nothing if weighed is None else weighed.account())}
+    return {"correct": correct, "hook": repr(mask), **(nothing if measured is None else measured.totals())}
 
 
 def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
@@ -65,9 +65,9 @@ def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
 
 
 def eps_for(model: Any, columns: float, settings: Settings) -> float:
-    """Eps of Eq. 3 at which `columns` sinks go per map on average, in unmasked runs of the first prompts.
+    """The eps of Eq. 3 with `columns` sinks per map on average, in unmasked runs of the first prompts.
 
-    A task of the harness gives no prompts away: its eps is that of the shipped toy_arithmetic.
+    For a task of the harness the prompts are those of the shipped toy_arithmetic.
     """
     import dlm_lens as dl
     from dlm_lens.sinks import AboveMean
@@ -79,7 +79,7 @@ def eps_for(model: Any, columns: float, settings: Settings) -> float:
     excess = (scores - AboveMean(0.0).thresholds(scores))[defined]
     maps = int(defined.any(-1).sum())
     rank = min(len(excess) - 1, max(0, round(columns * maps)))
-    # Strictly above eps are the first `rank` of the sorted excesses.
+    # The first `rank` of the sorted excesses lie strictly above eps.
     return round(float(excess.sort(descending=True).values[rank]), 4)
 
 
@@ -110,7 +110,7 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 
 
 def render(results: Results) -> Rendering:
-    """Accuracy of every condition, its distance to the unmasked model, and the paper's claims."""
+    """Exact match of every condition, its difference to the unmasked model, and the paper's claims."""
     title = f"exact match of {results.settings['task']}, 95% intervals (Wilson; differences paired by prompt)"
     rows = [row for model in results.models for row in rows_of(results, model, conditions(results.settings))]
     notes = list(_notes(results))
@@ -121,24 +121,24 @@ HEAD = ["model", "columns", "reading", "hidden per map", "attention on them", "e
 
 
 def rows_of(results: Results, model: str, found: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """A line of the table per condition that has results."""
-    plain = answers(results, model=model, columns=0)
+    """One row per condition that has results."""
+    plain = correct_by_prompt(results, model=model, columns=0)
     for condition in found:
-        correct = answers(results, model=model, **condition)
+        correct = correct_by_prompt(results, model=model, **condition)
         if correct:
             lost = str(difference(correct, plain)) if condition["columns"] else "-"
-            account = _account(results, model, condition)
-            yield [model, *named(condition), *account, str(exact_match(correct)), lost, str(len(correct))]
+            totals = _totals(results, model, condition)
+            yield [model, *condition_cells(condition), *totals, str(exact_match(correct)), lost, str(len(correct))]
 
 
-def _account(results: Results, model: str, condition: Mapping[str, Any]) -> tuple[str, str]:
+def _totals(results: Results, model: str, condition: Mapping[str, Any]) -> tuple[str, str]:
     """Columns hidden per map, learned sink tokens among them, and their share of the attention."""
     hidden, mass, learned = (mean(results, name, model, condition) for name in ("hidden", "mass", "learned"))
     return f"{hidden:.2f}" + (f" ({learned:.2f} learned)" if learned else ""), f"{mass:.3f}"
 
 
 def mean(results: Results, name: str, model: str, condition: Mapping[str, Any]) -> float:
-    """A number of the account, mean over the prompts of a condition (an item has one for all of its own)."""
+    """One of the totals of `HiddenMass`, averaged over the prompts of a condition."""
     records = results.where(model=model, **condition)
     found = [(record.value[name], len(record.value["correct"])) for record in records]
     return float(sum(value * count for value, count in found) / sum(count for _, count in found))
@@ -147,26 +147,27 @@ def mean(results: Results, name: str, model: str, condition: Mapping[str, Any]) 
 def _notes(results: Results) -> Iterator[str]:
     yield (
         "Attention on them: share of the attention of a map (one head of one layer at one step) that the hidden "
-        "columns receive in front of the mask, over the runs of the condition itself. The control of the same mass "
-        'takes random columns, never the sinks, until they receive as much (`mask_random(match="mass")`); it has '
-        "to hide more of them, and where all others receive less, it falls short. Its columns differ from head to "
-        "head, so that others still see what one head lost; the sinks of two heads may coincide."
+        "columns receive before they are hidden, in the runs of the condition itself. The control of the same "
+        'mass takes random columns, never the sinks, until they receive as much (`mask_random(match="mass")`). It '
+        "has to hide more of them, and where all other columns together receive less, it hides less. Its columns "
+        "differ between heads, so that other heads still see a column that one head lost; the sinks of two heads may "
+        "coincide."
     )
     learned = [
         model for model in results.models if any(record.value["learned"] for record in results.where(model=model))
     ]
     for model in learned:
         yield (
-            f"The learned sink token of {model} can be hidden like any other key, and is where it is among the "
-            'strongest ("learned" in the table); its own row keeps itself. Controls never choose it.'
+            f"The learned sink token of {model} can be hidden like any other key, and is hidden where it is among "
+            'the strongest ("learned" in the table); its own query still sees it. Controls never choose it.'
         )
 
 
 def _figure(results: Results) -> Any:
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
-    curves, looks = {}, {}
-    for look, model in enumerate(results.models):
+    curves, styles = {}, {}
+    for colour, model in enumerate(results.models):
         for line, (choose, name) in enumerate({"top": "strongest columns", **CONTROLS}.items()):
             points = [
                 (k, accuracy(results, model, k, **({"choose": choose} if k else {})))
@@ -174,9 +175,9 @@ def _figure(results: Results) -> Any:
                 if has(results, model, k, **({"choose": choose} if k else {}))
             ]
             if len(points) > 1:
-                curves[f"{model}, {name}"], looks[f"{model}, {name}"] = points, (look, line)
+                curves[f"{model}, {name}"], styles[f"{model}, {name}"] = points, (colour, line)
     y = f"exact match, {results.settings['task']}"
-    return lines(curves, x="sinks hidden per head, or matched", y=y, looks=looks)
+    return line_chart(curves, x="sinks hidden per head, or matched", y=y, styles=styles)
 
 
 PAPER = (

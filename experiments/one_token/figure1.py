@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern, items, rounded
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, Verdict, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
-from dlm_lens.experiments.one_token import denoising
+from dlm_lens.experiments.one_token import recorded_runs
 from dlm_lens.experiments.one_token.paper import FIGURE1
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.probes.norms import ValueMatch
@@ -17,7 +17,7 @@ EDGES = [0.5 * edge for edge in range(0, 61)]
 """Bins of norms."""
 
 SMALL: dict[str, Any] = {
-    "models": ["toy", "toy-sink", "toy-gated"], **denoising.SMALL, "late": 16, "eps": 3.0, "pairs": 10_000,
+    "models": ["toy", "toy-sink", "toy-gated"], **recorded_runs.SMALL, "late": 16, "eps": 3.0, "pairs": 10_000,
 }  # fmt: skip
 FULL: dict[str, Any] = {
     **SMALL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"], "task": "gsm8k.jsonl",
@@ -32,7 +32,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     import dlm_lens as dl
     from dlm_lens.probes import value_norms
 
-    model, recording = denoising.recorded(item, settings, bench)
+    model, recording = recorded_runs.record_prompts(item, settings, bench)
     found = dl.find_sinks(recording, dl.AboveMean(settings["eps"]))
     result: dict[str, Any] = {"found": int(found.is_sink.sum()), "patterns": found.is_sink[..., 0].numel()}
     kinds: tuple[ValueMatch, ...] = ("any", "masked")
@@ -41,7 +41,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         result[alike] = [_sums(norms, prompt) for prompt in range(recording.run.tokens.shape[0])]
         result[f"{alike}_counts"] = _counts(norms)
     main = found.scores.nan_to_num(nan=-1.0).argmax(-1)
-    result["moved"] = numbers((main[0] != main[-1]).double().flatten(1).mean(-1))
+    result["moved"] = rounded((main[0] != main[-1]).double().flatten(1).mean(-1))
     if item["start"] == 0:
         result["maps"] = _maps(model, recording.run, found.scores, settings)
     return result
@@ -73,33 +73,22 @@ def _maps(model: Any, run: Any, scores: Any, settings: Settings) -> dict[str, An
     layer, head = divmod(int(weight.argmax()), weight.shape[-1])
     return {
         "layer": layer, "head": head, "steps": list(steps),
-        "patterns": [numbers(_pattern(model, run, step, layer, head), 3) for step in steps],
+        "patterns": [rounded(_pattern(model, run, step, layer, head), 3) for step in steps],
     }  # fmt: skip
 
 
 def _pattern(model: Any, run: Any, step: int, layer: int, head: int) -> Any:
+    """The pattern of the first prompt, averaged down to at most `LARGEST` rows and columns."""
     import torch
 
-    from dlm_lens.attention import SinkLayout
-
-    kept: list[Any] = []
-    point = model.get_decoder().layers[layer].self_attn.hook_pattern
-    handle = point.register_forward_hook(lambda module, args, pattern: kept.append(pattern[0, head]))
-    mask = run.attention_mask[:1].bool()[0]
-    try:
-        with torch.inference_mode():
-            model(input_ids=run.canvases[step][:1, mask].to(model.device), use_cache=False)
-    finally:
-        handle.remove()
-    pattern, layout = kept[0].float().cpu(), SinkLayout.of(model)
-    pattern = layout.sinks_last(pattern[layout.canvas(len(pattern))])
+    pattern = head_pattern(model, run, step=step, row=0, layer=layer, head=head)
     size = (min(pattern.shape[0], LARGEST), min(pattern.shape[1], LARGEST))
     return torch.nn.functional.adaptive_avg_pool2d(pattern[None], size)[0]
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
     """One forward pass per step, and two for the maps."""
-    (steps,) = denoising.cost(item, settings)
+    (steps,) = recorded_runs.cost(item, settings)
     return [steps, Cost(2, 1, steps.positions, item["model"])]
 
 
@@ -118,7 +107,7 @@ def mean_norms(results: Results, model: str, alike: str) -> tuple[Interval, Inte
 
 def render(results: Results) -> Rendering:
     """Norms, how often sinks move, the maps and the distributions."""
-    from dlm_lens.experiments.attention_sinks.drawing import heat, lines
+    from dlm_lens.experiments.attention_sinks.charts import heat_maps, line_chart
 
     rows = []
     panels: dict[str, Any] = {}
@@ -138,8 +127,8 @@ def render(results: Results) -> Rendering:
             "main sink moved, first to last step"]  # fmt: skip
     rule = f"sinks by Eq. 3 of 2510.15731, eps = {results.settings['eps']}, per head, relative to uniform"
     figures = {
-        "maps": heat(panels, x="key", y="query", bar="attention"),
-        "norms": lines(curves, x="value norm (bins of 0.5)", y="share"),
+        "maps": heat_maps(panels, x="key", y="query", bar="attention"),
+        "norms": line_chart(curves, x="value norm (bins of 0.5)", y="share"),
     }
     table = Table(f"{rule}; intervals over prompts", head, rows)
     return Rendering([table], figures, [_finding(results, model) for model in results.models])
@@ -177,7 +166,7 @@ EXPERIMENT = Experiment(
     metric="L2 norm of values per head (Eq. 15)",
     small=SMALL,
     full=FULL,
-    items=denoising.items,
+    items=items,
     run=run,
     render=render,
     cost=cost,

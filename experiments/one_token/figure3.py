@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.watching import numbers
+from dlm_lens.experiments.attention_sinks.recorded_runs import items, rounded
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, Verdict, run_script
-from dlm_lens.experiments.one_token import denoising
+from dlm_lens.experiments.one_token import recorded_runs
 from dlm_lens.experiments.results import Item, Results, Settings
 
-SMALL: dict[str, Any] = {"models": ["toy-sink"], **denoising.SMALL}
+SMALL: dict[str, Any] = {"models": ["toy-sink"], **recorded_runs.SMALL}
 FULL: dict[str, Any] = {
     **SMALL, "models": ["runs/qwen2.5-0.5b-sink-sft", "runs/qwen2.5-1.5b-sink-sft"],
     "task": "gsm8k.jsonl", "prompts": 400, "batch": 8, "sampler": {"gen_length": 256, "steps": 256},
@@ -21,12 +21,12 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Per layer: norms and share; every record is a mean over its prompts."""
     from dlm_lens.probes import value_norms
 
-    _, recording = denoising.recorded(item, settings, bench)
+    _, recording = recorded_runs.record_prompts(item, settings, bench)
     profile = value_norms(recording, "learned").profile
     columns = [name for name in profile.columns if name != "layer"]
     return {
         "prompts": recording.run.tokens.shape[0],
-        **{name: numbers(profile[name].tolist(), 5) for name in columns},
+        **{name: rounded(profile[name].tolist(), 5) for name in columns},
     }
 
 
@@ -41,7 +41,7 @@ def per_layer(results: Results, model: str, name: str) -> list[float]:
 
 def render(results: Results) -> Rendering:
     """One line per layer, two figures."""
-    from dlm_lens.experiments.attention_sinks.drawing import lines
+    from dlm_lens.experiments.attention_sinks.charts import line_chart
 
     rows: list[list[str]] = []
     norms: dict[str, Any] = {}
@@ -57,8 +57,8 @@ def render(results: Results) -> Rendering:
     count = results.settings["prompts"]
     table = Table(f"means over {count} prompts, all steps and heads (Eq. 15 and 16)", head, rows)
     figures = {
-        "norms": lines(norms, x="layer", y="mean value norm"),
-        "shares": lines(shares, x="layer", y="share of attention on the sink token"),
+        "norms": line_chart(norms, x="layer", y="mean value norm"),
+        "shares": line_chart(shares, x="layer", y="share of attention on the sink token"),
     }
     told = [finding for model in results.models for finding in findings(results, model)]
     return Rendering([table], figures, told)
@@ -93,10 +93,10 @@ EXPERIMENT = Experiment(
     metric="L2 norm of values, mean over heads; share of all attention",
     small=SMALL,
     full=FULL,
-    items=denoising.items,
+    items=items,
     run=run,
     render=render,
-    cost=denoising.cost,
+    cost=recorded_runs.cost,
 )
 
 if __name__ == "__main__":

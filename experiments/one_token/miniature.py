@@ -1,247 +1,238 @@
-"""What Tables 1 to 5 share: items, one run, the table of results."""
+"""`Miniature`: one network of the miniature, trained once and kept."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.answers import Prompt, exact_match
-from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, Verdict
-from dlm_lens.experiments.intervals import Interval
-from dlm_lens.experiments.one_token import real
-from dlm_lens.experiments.one_token.seeds import over_seeds, paired, shown
-from dlm_lens.experiments.one_token.text import LENGTH
-from dlm_lens.experiments.one_token.training import LONGER, SCRATCH, Miniature
-from dlm_lens.experiments.one_token.variants import VARIANTS
-from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.attention import Placement
+from dlm_lens.experiments.one_token.toy_language import toy, training_text
+from dlm_lens.files.locks import alone
 
-POSITIONS = 64
-"""Of a canvas of the synthetic language."""
+SCRATCH = "scratch"
 
-TEXT_SHAPE = "one-token-text"
-"""The networks of real English, in a plan."""
+AR = "ar"
+"""The variant of the autoregressive model that is trained on a text first, to be converted."""
 
-SMALL: dict[str, Any] = {
-    "configs": [], "tasks": [], "overrides": [], "sft": "", "limit": None, "variants": ["plain", "sink", "gated"],
-    "start": SCRATCH, "seeds": 2, "steps": 150, "batch_size": 16, "corpus": 20_000, "optimizer": "muon",
-    "prompts": 8, "watched": 4, "validation": 64, "trained": "runs/one-token", "text": "",
-}  # fmt: skip
-"""A few minutes. `configs` empty: networks of 0.8 million parameters on the synthetic language, or, where `text`
-names real English (`read_text`), of 2.2 million on that; `trained`: where networks are kept, so that tables which
-share one train it once."""
-
-METRIC = "validation loss in nats (Eq. 3 and 4, fixed masks); differences paired by seed, intervals 95% Student's t"
-"""Exact match beside it has an interval over prompts (`exact_match`), which all seeds' networks are asked alike."""
-
-SHORT = (
-    "The budget is short: the networks are still learning, so a lower loss says that a network learns faster, not "
-    "that it ends better."
-)
-
-EVEN = "Attention spread evenly would put about 2% on each learned sink (one of some 50 keys)."
-
-EVEN_TEXT = (
-    f"Attention spread evenly would put {100 / (LENGTH + 1):.1f}% on one learned sink (one of {LENGTH + 1} keys)."
-)
-
-AR_TEXT = "an AR model of the same text"
+LONGER = 6
+"""Steps of that model for one of its conversion."""
 
 
-def small(variants: Sequence[str], **changed: Any) -> dict[str, Any]:
-    """The small settings of a table."""
-    return {**SMALL, "variants": list(variants), **changed}
+@dataclass(frozen=True)
+class Variant:
+    """What distinguishes one network from the plain DLM.
+
+    Args:
+        label: in tables.
+        sinks: learned sink tokens.
+        position: of them.
+        zero_value: their values are forced to zero.
+        gated: gated attention.
+        softmax: "standard", "off_by_one" or "sink_logits".
+    """
+
+    label: str
+    sinks: int = 0
+    position: Placement = "front"
+    zero_value: bool = False
+    gated: bool = False
+    softmax: str = "standard"
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the config of a network."""
+        return {
+            "num_sinks": self.sinks,
+            "sink_placement": self.position,
+            "zero_sink_value": self.zero_value,
+            "gated_attention": self.gated,
+            "softmax": self.softmax,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `convert` and of `ModelSettings`."""
+        named = ("sinks", "position", "zero_value", "gated", "softmax")
+        return {name: getattr(self, name) for name in named}
 
 
-def full(variants: Sequence[str], configs: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
-    """The paper's settings: training configs, and cells of the table."""
-    return {
-        **SMALL, "variants": list(variants), "configs": list(configs), "tasks": list(tasks), "seeds": 1,
-        "trained": "runs/one-token-real",
-    }  # fmt: skip
+VARIANTS = {
+    "plain": Variant("DLM"),
+    "sink": Variant("DLM + sink token", sinks=1),
+    "gated": Variant("DLM + GA", gated=True),
+    "end": Variant("sink token at the end", sinks=1, position="end"),
+    "sinks2": Variant("2 sink tokens", sinks=2),
+    "sinks4": Variant("4 sink tokens", sinks=4),
+    "zero": Variant("zero-value token", sinks=1, zero_value=True),
+    "off-by-one": Variant("off-by-one softmax", softmax="off_by_one"),
+}
 
 
-def items(settings: Settings) -> Iterator[Item]:
-    """Seed by seed, so that a run that is cut short leaves pairs.
+@dataclass(frozen=True)
+class Miniature:
+    """What determines a trained network.
+
+    Runs with one seed begin with the same weights, as far as they share them, and see the same batches and masks.
+
+    Args:
+        variant: of `VARIANTS`.
+        seed: of weights, order of the data and masks.
+        start: "scratch", or an AR model to convert, such as "toy-ar"; on a text any other name than "scratch" is
+            the AR model of that text, which all seeds share.
+        steps: of the optimiser.
+        batch_size: sequences per step.
+        corpus: sequences of the synthetic training text.
+        optimizer: "muon" or "adamw".
+        text: real English in place of the synthetic language, as `read_text` takes it.
 
     Raises:
-        ValueError: a text beside configs, which name their own.
+        ValueError: an unknown variant, or a count below 1.
     """
-    if settings["configs"]:
-        if settings.get("text"):
-            raise ValueError(
-                f"text={settings['text']} goes with --small; the configs of the full settings read data.path, as "
-                "in --set 'overrides=[\"data.path=FILE.txt\"]'"
-            )
-        yield from real.items(settings)
-        return
-    for seed in range(settings["seeds"]):
-        for variant in settings["variants"]:
-            yield {"variant": variant, "seed": seed}
+
+    variant: str
+    seed: int
+    start: str = SCRATCH
+    steps: int = 300
+    batch_size: int = 32
+    corpus: int = 20_000
+    optimizer: str = "muon"
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS and not (self.causal and self.text):
+            raise ValueError(f"{self.variant!r} is no variant; choose from {', '.join(VARIANTS)}")
+        for name in ("steps", "batch_size", "corpus"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any], settings: Mapping[str, Any]) -> "Miniature":
+        """From an item with variant and seed and the settings of an experiment."""
+        text = settings.get("text", "")
+        names = ["start", "steps", "batch_size", "optimizer", *(() if text else ("corpus",))]
+        shared = {name: settings[name] for name in names}
+        if text and shared["start"] != SCRATCH:
+            shared["start"] = AR
+        return cls(item["variant"], item["seed"], **shared, text=text)
+
+    @property
+    def causal(self) -> bool:
+        """Whether this is the AR model."""
+        return self.variant == AR
+
+    @property
+    def converted(self) -> bool:
+        """Whether it begins with the weights of an AR model."""
+        return self.start != SCRATCH
+
+    @property
+    def text_digest(self) -> str:
+        """Of the text, wherever it lies."""
+        from dlm_lens.experiments.one_token.text_corpus import read_text
+
+        return read_text(self.text).digest
+
+    def ar_model(self) -> "Miniature":
+        """The AR model that a converted network on a text begins with, one for all seeds and variants."""
+        return replace(self, variant=AR, seed=0, start=SCRATCH, steps=LONGER * self.steps)
+
+    @property
+    def name(self) -> str:
+        """Of its directory; other settings have another."""
+        values = asdict(self)
+        text = values.pop("text")
+        if text:
+            values["text"] = self.text_digest
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        start = ("text-" if text else "") + Path(self.start).name
+        return f"{start}-{self.variant}-{self.steps}steps-seed{self.seed}-{digest}"
+
+    def settings(self, output: Path) -> Any:
+        """As the trainer wants them; on the synthetic language those of `experiments/toy` with another batch."""
+        from dlm_lens.training.settings import ModelSettings
+
+        start = self.start if self.converted else ""
+        model = {"start": start, **({} if self.causal else VARIANTS[self.variant].options())}
+        if self.text:
+            from dlm_lens.experiments.one_token.text_network import text_settings
+
+            return text_settings(self, output, model)
+        train = toy("train")
+        whole = train.Settings(
+            "toy", self.optimizer, self.seed, self.steps, self.batch_size, self.corpus, compiled=False
+        ).full(output)
+        return replace(
+            whole,
+            model=ModelSettings(**model),
+            objective=replace(whole.objective, logit_shift=self.converted),
+            save_steps=100,
+            save_minutes=1.0,
+        )
 
 
-def run(item: Item, settings: Settings, bench: Any) -> Mapping[str, Any]:
-    """Train, unless it is trained, and measure."""
-    if "config" in item:
-        return real.run(item, settings)
-    from dlm_lens.experiments.one_token.measuring import measured
+def trained(run: Miniature, directory: Path) -> Path:
+    """The last checkpoint of a run; trained first, or gone on with, where it is not there."""
+    from dlm_lens.training import MaskedDiffusionTrainer
+    from dlm_lens.training.checkpoints import last_checkpoint, step_of
 
-    return measured(Miniature.of(item, settings), settings)
-
-
-def cost(item: Item, settings: Settings) -> list[Cost]:
-    """Training, validation, exact match and sinks."""
-    if "config" in item:
-        return real.cost(item, settings)
-    if settings["text"]:
-        return text_cost(item, settings)
-    shape = "toy-ar" if settings["start"] != SCRATCH else "toy"
-    passes = [
-        Cost(settings["steps"], settings["batch_size"], POSITIONS, shape, backward=True),
-        Cost(-(-settings["validation"] * 4 // 64), 64, POSITIONS, shape),
-        Cost(32 * 3, settings["prompts"], POSITIONS, shape),
-        Cost(32, settings["watched"], POSITIONS, shape),
-    ]
-    return passes
+    found = last_checkpoint(directory)
+    if found is not None and step_of(found) >= run.steps:
+        return found
+    corpus, tokenizer = data(run)
+    made_from = network(run, directory.parent)
+    trainer = MaskedDiffusionTrainer(made_from, run.settings(directory), corpus, tokenizer=tokenizer)
+    trainer.train(resume_from_checkpoint=True)
+    made = trainer.last_checkpoint
+    if made is None or step_of(made) < run.steps:
+        raise RuntimeError(f"{directory} ended before step {run.steps}; start the same command again")
+    return made
 
 
-def text_cost(item: Item, settings: Settings) -> list[Cost]:
-    """Likewise on a text; the first item of a conversion pays for the AR model that all share."""
-    first = item == next(items(settings))
-    shared = LONGER * settings["steps"] if first and settings["start"] != SCRATCH else 0
-    return [
-        Cost(settings["steps"] + shared, settings["batch_size"], LENGTH, TEXT_SHAPE, backward=True),
-        Cost(-(-settings["validation"] * 4 // 32), 32, LENGTH, TEXT_SHAPE),
-        Cost(16, settings["watched"], LENGTH, TEXT_SHAPE),
-    ]
+def data(run: Miniature) -> tuple[Any, Any]:
+    """What a run reads, as a source of `dlm_lens.training`, and its tokenizer."""
+    if run.text:
+        from dlm_lens.experiments.one_token.text_rows import encoded
+
+        held = encoded(run.text)
+        return held.source(), held.tokenizer
+    return training_text(run.corpus)[0], toy("tokenizer").build_tokenizer()
 
 
-def losses(results: Results, variant: str) -> dict[int, float]:
-    """Validation loss by seed."""
-    return {record.item["seed"]: record.value["loss"] for record in results.where(variant=variant)}
+def network(run: Miniature, kept: Path = Path("runs/one-token")) -> Any:
+    """The untrained network; what it shares with the plain one has the plain one's initial weights.
+
+    Args:
+        run: which one.
+        kept: where networks are kept; the AR model of a text is trained there first, unless it is there.
+    """
+    if run.converted:
+        return converted(run, kept)
+    if run.text:
+        from dlm_lens.experiments.one_token.text_network import build_network
+
+        build: Callable[..., Any] = partial(build_network, data(run)[1], run.seed, causal=run.causal)
+    else:
+        build = partial(toy("model").build_model, "toy", run.seed)
+    plain = build()
+    if run.causal:
+        return plain
+    model = build(**VARIANTS[run.variant].fields())
+    model.load_state_dict(plain.state_dict(), strict=False)
+    return model
 
 
-def difference(results: Results, variant: str, baseline: str) -> Interval:
-    """Validation loss minus the baseline's, paired by seed."""
-    return paired(losses(results, variant), losses(results, baseline))
+def converted(run: Miniature, kept: Path) -> Any:
+    """An AR model as a DLM: the embedded one, or that of the run's text."""
+    from dlm_lens.training import convert
 
-
-def number(results: Results, variant: str, pick: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
-    """One number of every seed that has it."""
-    found = (pick(record.value) for record in results.where(variant=variant))
-    return [value for value in found if value is not None]
-
-
-def on_text(results: Results) -> bool:
-    """Whether the results are of real English; older ones do not say."""
-    return bool(results.settings.get("text"))
-
-
-def variants(results: Results) -> list[str]:
-    """Those that have results, in order."""
-    return list(dict.fromkeys(record.item["variant"] for record in results.records))
-
-
-def tables(results: Results, baseline: str) -> list[Table]:
-    """Losses and exact match (on a text losses per byte), then sinks."""
-    given, text = results.settings, on_text(results)
-    source = f"{AR_TEXT} ({LONGER * given['steps']} steps)" if text else given["start"]
-    start = "from scratch" if given["start"] == SCRATCH else f"converted from {source}"
-    title = f"{start}, {given['steps']} steps of {given['batch_size']} x {LENGTH if text else POSITIONS} positions"
-    watched = "canvases of held-out text, with ever fewer masks" if text else "runs on held-out prompts of task A"
-    own = ["nats per byte"] if text else ["exact match A", "L", "F"]
-    return [
-        Table(title, ["", "seeds", "validation loss", "paired difference", *own],
-              [_quality(results, name, baseline) for name in variants(results)]),
-        Table(
-            f"sinks, learned or not, over the steps of {watched}: means over seeds, layers",
-            ["", "share of attention on learned sinks", "their value norm / others'",
-             "sinks found per pattern (eps = 3)", "their value norm / others' in the same state",
-             "main sink moved"],
-            [_sinks(results, name) for name in variants(results)],
-        ),
-    ]  # fmt: skip
-
-
-def _quality(results: Results, variant: str, baseline: str) -> list[str]:
-    own = list(losses(results, variant).values())
-    alone = variant == baseline or baseline not in variants(results)
-    apart = "-" if alone else shown(difference(results, variant, baseline), sign=True)
-    if on_text(results):
-        cells = [shown(over_seeds(number(results, variant, lambda value: value["loss_per_byte"])))]
-        return [VARIANTS[variant].label, str(len(own)), shown(over_seeds(own)), apart, *cells]
-    cells = [str(exact_match(right(results, variant, task))) for task in ("A", "L", "F")]
-    return [VARIANTS[variant].label, str(len(own)), shown(over_seeds(own)), apart, *cells]
-
-
-def right(results: Results, variant: str, task: str) -> dict[Prompt, float]:
-    """By prompt, the part of the seeds' networks that answer it right; all are asked the same."""
-    asked = zip(*(record.value["right"][task] for record in results.where(variant=variant)), strict=True)
-    return {(task, place): sum(seeds) / len(seeds) for place, seeds in enumerate(asked)}
-
-
-def _sinks(results: Results, variant: str) -> list[str]:
-    def cell(pick: Callable[[Mapping[str, Any]], float | None]) -> str:
-        values = number(results, variant, pick)
-        return shown(over_seeds(values)) if values else "-"
-
-    return [
-        VARIANTS[variant].label, cell(share), cell(learned_ratio), cell(lambda value: value["found"]),
-        cell(found_ratio), cell(lambda value: value["moved"]),
-    ]  # fmt: skip
-
-
-def share(value: Mapping[str, Any]) -> float | None:
-    """Attention on the learned sinks, mean over layers."""
-    return sum(value["share"]) / len(value["share"]) if "share" in value else None
-
-
-def learned_ratio(value: Mapping[str, Any]) -> float | None:
-    """Value norm of the learned sinks over that of the canvas, each a mean over layers."""
-    return sum(value["norm"]) / sum(value["other"]) if "norm" in value else None
-
-
-def found_ratio(value: Mapping[str, Any]) -> float | None:
-    """Value norm of the sinks found by Eq. 3 over that of others in the same state."""
-    return value["found_norm"] / value["found_other"] if value["found_norm"] is not None else None
-
-
-def improves(paper: str, name: str, found: Interval, why: str = "") -> Finding:
-    """Whether a network has a lower validation loss."""
-    verdict: Verdict = "agrees" if found.high < 0 else "disagrees" if found.low > 0 else "undecided"
-    return Finding(paper, f"{name}: {shown(found, sign=True)} nats, {found.n} seeds", verdict, why)
-
-
-def alike(paper: str, name: str, found: Interval, gain: Interval, why: str = "") -> Finding:
-    """Whether two networks are alike: they differ by less than half of what the sink token gains over none."""
-    half = abs(gain.value) / 2
-    verdict: Verdict = "undecided"
-    if -half < found.low and found.high < half:
-        verdict = "agrees"
-    elif found.low > half or found.high < -half:
-        verdict = "disagrees"
-    said = f"{name}: {shown(found, sign=True)} nats, {found.n} seeds; half of the sink token's change: {half:.3f}"
-    return Finding(paper, said, verdict, why or "alike: the whole interval within half of the sink token's change")
-
-
-def no_better(paper: str, name: str, found: Interval, gain: Interval) -> Finding:
-    """Whether a network is no better: it gains less than half of what the sink token gains over none."""
-    half = abs(gain.value) / 2
-    verdict: Verdict = "undecided"
-    if found.low > -half:
-        verdict = "agrees"
-    elif found.high < 0:
-        verdict = "disagrees"
-    said = f"{name}: {shown(found, sign=True)} nats, {found.n} seeds; half of the sink token's change: {half:.3f}"
-    why = "agrees: the whole interval above minus that half; disagrees: it goes below, and is wholly below zero"
-    return Finding(paper, said, verdict, why)
-
-
-def rendering(
-    results: Results, baseline: str, findings: Callable[[Results], Iterable[Finding]], needed: Sequence[str]
-) -> Rendering:
-    """The tables of a run, miniature or real; findings where every variant that they need has results."""
-    if results.settings["configs"]:
-        return Rendering([real.table(results)])
-    lacking = [name for name in needed if name not in variants(results)]
-    told = [] if lacking else list(findings(results))
-    without = [f"No comparison with the paper: {', '.join(lacking)} has no results."] if lacking else []
-    even = EVEN_TEXT if on_text(results) else EVEN
-    return Rendering(tables(results, baseline), {}, told, [*without, SHORT, even])
+    start = run.start
+    if run.text:
+        directory = kept / run.ar_model().name
+        with alone(directory):
+            start = str(trained(run.ar_model(), directory))
+    options: dict[str, Any] = VARIANTS[run.variant].options()
+    model = convert(start, seed=run.seed, **options)
+    if run.text:
+        model.set_attn_implementation("eager")
+    return model

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from dlm_lens.experiments.experiment import Experiment, Verdict, list_experiments
-from dlm_lens.experiments.one_token.language import ROOT
+from dlm_lens.experiments.one_token.toy_language import ROOT
 from dlm_lens.experiments.rendering import describe, load_results, markdown, render_experiment
 from dlm_lens.experiments.results import Results
 

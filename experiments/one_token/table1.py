@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
-from dlm_lens.experiments.one_token import miniature, paper, real
-from dlm_lens.experiments.one_token.seeds import paired, shown
-from dlm_lens.experiments.one_token.training import SCRATCH
+from dlm_lens.experiments.intervals import paired_over_seeds, plus_minus
+from dlm_lens.experiments.one_token import paper, paper_scale, tables
+from dlm_lens.experiments.one_token.miniature import SCRATCH
 from dlm_lens.experiments.results import Results
 
 SINK, GATE = "DLM + extra token", "DLM + GA"
@@ -16,9 +16,9 @@ CONFIGS = ("qwen2.5-0.5b", "qwen2.5-0.5b-sink", "qwen2.5-0.5b-gated",
 
 def findings(results: Results) -> list[Finding]:
     """The sink token helps; the gate helps the small model and harms the large one."""
-    sink, gate = (miniature.difference(results, name, "plain") for name in ("sink", "gated"))
+    sink, gate = (tables.difference(results, name, "plain") for name in ("sink", "gated"))
     found = [
-        miniature.improves(
+        tables.improves(
             f"the sink token is better: {_gain(paper.TABLE1_SMALL, SINK):+.2f} points over eight benchmarks at "
             f"0.5B, {_gain(paper.TABLE1_LARGE, SINK):+.2f} at 1.5B",
             "sink token - DLM", sink,
@@ -26,7 +26,7 @@ def findings(results: Results) -> list[Finding]:
         Finding(
             f"the gate helps at 0.5B ({_gain(paper.TABLE1_SMALL, GATE):+.2f} points) and harms at 1.5B "
             f"({_gain(paper.TABLE1_LARGE, GATE):+.2f})",
-            f"gate - DLM: {shown(gate, sign=True)} nats, {gate.n} seeds",
+            f"gate - DLM: {plus_minus(gate, sign=True)} nats, {gate.n} seeds",
             "no counterpart",
             "in the paper the sign depends on the size, and there is one size here; a new gate halves every z at "
             "the start, a new sink token takes a little attention",
@@ -37,11 +37,11 @@ def findings(results: Results) -> list[Finding]:
 
 def sink_against_gate(results: Results) -> Finding:
     """Which of the two is better."""
-    apart = paired(miniature.losses(results, "sink"), miniature.losses(results, "gated"))
+    apart = paired_over_seeds(tables.losses(results, "sink"), tables.losses(results, "gated"))
     table = paper.TABLE2 if results.settings["start"] == SCRATCH else paper.TABLE1_SMALL
     gain = paper.mean_gain(table, SINK, GATE)
     said = f"the sink token is better than the gate ({gain:+.2f} points)"
-    return miniature.improves(said, "sink token - gate", apart)
+    return tables.improves(said, "sink token - gate", apart)
 
 
 def _gain(rows: paper.Rows, name: str) -> float:
@@ -61,7 +61,7 @@ def wording() -> Sequence[str]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings."""
-    made = miniature.rendering(results, "plain", findings, VARIANTS)
+    made = tables.rendering(results, "plain", findings, VARIANTS)
     return Rendering(made.tables, made.figures, made.findings, [*made.notes, *given(results), *wording()])
 
 
@@ -69,7 +69,7 @@ def given(results: Results) -> Sequence[str]:
     """What the seeds of a conversion share."""
     if results.settings["configs"]:
         return ()
-    name = miniature.AR_TEXT if miniature.on_text(results) else results.settings["start"]
+    name = tables.AR_TEXT if tables.on_text(results) else results.settings["start"]
     return (
         f"All seeds begin with the weights of {name}, which has learned this language from left to right; a seed "
         "decides the order of the data, the masks and what is new. Intervals tell no more.",
@@ -80,13 +80,13 @@ EXPERIMENT = Experiment(
     name="one-token-table1",
     shows="2601.19657, Table 1",
     title="DLMs converted from an AR model: plain, with a sink token, with gated attention",
-    metric=miniature.METRIC,
-    small=miniature.small(VARIANTS, start="toy-ar"),
-    full=miniature.full(VARIANTS, CONFIGS, real.cells("table1", paper.BENCHMARKS)),
-    items=miniature.items,
-    run=miniature.run,
+    metric=tables.METRIC,
+    small=tables.small(VARIANTS, start="toy-ar"),
+    full=tables.full(VARIANTS, CONFIGS, paper_scale.cells("table1", paper.BENCHMARKS)),
+    items=tables.items,
+    run=tables.run,
     render=render,
-    cost=miniature.cost,
+    cost=tables.cost,
     paper=[
         paper.printed("Table 1, 0.5B, 30B tokens", paper.TABLE1_SMALL),
         paper.printed("Table 1, 1.5B, 100B tokens", paper.TABLE1_LARGE),

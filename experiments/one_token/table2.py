@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Verdict, run_script
-from dlm_lens.experiments.one_token import miniature, paper, real
-from dlm_lens.experiments.one_token.seeds import over_seeds, paired, shown
+from dlm_lens.experiments.intervals import over_seeds, paired_over_seeds, plus_minus
+from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.one_token.table1 import VARIANTS, sink_against_gate
 from dlm_lens.experiments.results import Results
 
@@ -18,10 +18,10 @@ def findings(results: Results) -> Iterator[Finding]:
     """The sink token helps, the gate helps less; where attention goes."""
     for name, label in (("sink", "DLM + extra token"), ("gated", "DLM + GA")):
         gain = paper.mean_gain(paper.TABLE2, label, "DLM")
-        yield miniature.improves(
+        yield tables.improves(
             f"{label} is better than DLM ({gain:+.2f} points over eight benchmarks)",
             f"{label} - DLM",
-            miniature.difference(results, name, "plain"),
+            tables.difference(results, name, "plain"),
         )
     yield sink_against_gate(results)
     yield fixed(results)
@@ -33,10 +33,10 @@ def fixed(results: Results) -> Finding:
         name: {record.item["seed"]: record.value["moved"] for record in results.where(variant=name)}
         for name in ("sink", "plain")
     }
-    apart = paired(moved["sink"], moved["plain"])
-    found = over_seeds(miniature.number(results, "plain", lambda value: value["found"]))
+    apart = paired_over_seeds(moved["sink"], moved["plain"])
+    found = over_seeds(tables.number(results, "plain", lambda value: value["found"]))
     verdict: Verdict = "agrees" if apart.high < 0 else "disagrees" if apart.low > 0 else "undecided"
-    why = f"the plain network has {shown(found)} sinks per pattern by Eq. 3"
+    why = f"the plain network has {plus_minus(found)} sinks per pattern by Eq. 3"
     if found.value < ENOUGH:
         verdict = "undecided"
         keys = "most main sinks are then only the largest of nearly even keys"
@@ -44,7 +44,7 @@ def fixed(results: Results) -> Finding:
     return Finding(
         "the sink token turns the moving sink into one that stays (Section 3; no number)",
         "share of maps whose main sink is another at the last step than at the first, sink token - DLM: "
-        f"{shown(apart, sign=True)}, {apart.n} seeds",
+        f"{plus_minus(apart, sign=True)}, {apart.n} seeds",
         verdict,
         why,
     )
@@ -52,7 +52,7 @@ def fixed(results: Results) -> Finding:
 
 def render(results: Results) -> Rendering:
     """Tables and findings."""
-    made = miniature.rendering(results, "plain", findings, VARIANTS)
+    made = tables.rendering(results, "plain", findings, VARIANTS)
     worse = "; ".join(paper.lower(paper.TABLE2, "DLM + extra token", "DLM"))
     said = f'The paper says "consistent improvements"; by its own table the sink token loses on {worse}.'
     return Rendering(made.tables, made.figures, made.findings, [*made.notes, said])
@@ -62,13 +62,13 @@ EXPERIMENT = Experiment(
     name="one-token-table2",
     shows="2601.19657, Table 2",
     title="DLMs from scratch: plain, with a sink token, with gated attention",
-    metric=miniature.METRIC,
-    small=miniature.small(VARIANTS),
-    full=miniature.full(VARIANTS, CONFIGS, real.cells("table2", paper.BENCHMARKS)),
-    items=miniature.items,
-    run=miniature.run,
+    metric=tables.METRIC,
+    small=tables.small(VARIANTS),
+    full=tables.full(VARIANTS, CONFIGS, paper_scale.cells("table2", paper.BENCHMARKS)),
+    items=tables.items,
+    run=tables.run,
     render=render,
-    cost=miniature.cost,
+    cost=tables.cost,
     paper=[paper.printed("Table 2, 0.5B from scratch, 100B tokens", paper.TABLE2)],
 )
 

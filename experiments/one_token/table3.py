@@ -1,7 +1,7 @@
 """Table 3: the sink token in front of the sequence or behind it."""
 
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
-from dlm_lens.experiments.one_token import miniature, paper, real
+from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.results import Results
 
 VARIANTS = ("plain", "sink", "end")
@@ -9,40 +9,40 @@ VARIANTS = ("plain", "sink", "end")
 
 def findings(results: Results) -> list[Finding]:
     """Both places do the same."""
-    gain = miniature.difference(results, "sink", "plain")
+    gain = tables.difference(results, "sink", "plain")
     points = paper.mean_gain(paper.TABLE3, "End", "Front")
     worse = "; ".join(paper.lower(paper.TABLE3, "End", "Front", paper.FEWER))
     return [
-        miniature.alike(
+        tables.alike(
             f"the place does not matter (end - front: {points:+.2f} points over five benchmarks; lower on {worse})",
             "end - front",
-            miniature.difference(results, "end", "sink"),
+            tables.difference(results, "end", "sink"),
             gain,
         ),
-        miniature.improves(
+        tables.improves(
             "at the end it is better than none (Table 4, column 0)",
             "end - DLM",
-            miniature.difference(results, "end", "plain"),
+            tables.difference(results, "end", "plain"),
         ),
     ]
 
 
 def render(results: Results) -> Rendering:
     """Tables and findings; differences are to the token in front."""
-    return miniature.rendering(results, "sink", findings, VARIANTS)
+    return tables.rendering(results, "sink", findings, VARIANTS)
 
 
 EXPERIMENT = Experiment(
     name="one-token-table3",
     shows="2601.19657, Table 3",
     title="the sink token in front or at the end",
-    metric=miniature.METRIC,
-    small=miniature.small(VARIANTS),
-    full=miniature.full(VARIANTS, ("qwen2.5-0.5b-sink", "qwen2.5-0.5b-end"), real.cells("table1", paper.FEWER)),
-    items=miniature.items,
-    run=miniature.run,
+    metric=tables.METRIC,
+    small=tables.small(VARIANTS),
+    full=tables.full(VARIANTS, ("qwen2.5-0.5b-sink", "qwen2.5-0.5b-end"), paper_scale.cells("table1", paper.FEWER)),
+    items=tables.items,
+    run=tables.run,
     render=render,
-    cost=miniature.cost,
+    cost=tables.cost,
     paper=[paper.printed("Table 3", paper.TABLE3, paper.FEWER)],
 )
 

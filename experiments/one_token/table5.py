@@ -1,8 +1,8 @@
 """Table 5: the sink token's value forced to zero; beside it the softmax that leaves room for nothing."""
 
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
-from dlm_lens.experiments.one_token import miniature, paper, real
-from dlm_lens.experiments.one_token.seeds import shown
+from dlm_lens.experiments.intervals import plus_minus
+from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.results import Results
 
 VARIANTS = ("plain", "sink", "zero", "off-by-one")
@@ -10,24 +10,24 @@ VARIANTS = ("plain", "sink", "zero", "off-by-one")
 
 def findings(results: Results) -> list[Finding]:
     """A zero vector does as well; off-by-one is the same without a learned key."""
-    gain = miniature.difference(results, "sink", "plain")
+    gain = tables.difference(results, "sink", "plain")
     points = paper.mean_gain(paper.TABLE5, "Zero-value token", "Stable sink token")
-    off = miniature.difference(results, "off-by-one", "plain")
+    off = tables.difference(results, "off-by-one", "plain")
     return [
-        miniature.alike(
+        tables.alike(
             f"a value of zero does as well ({points:+.2f} points over five benchmarks)",
             "zero value - sink token",
-            miniature.difference(results, "zero", "sink"),
+            tables.difference(results, "zero", "sink"),
             gain,
         ),
-        miniature.improves(
+        tables.improves(
             "a value of zero still helps (Table 4, column 0)",
             "zero value - DLM",
-            miniature.difference(results, "zero", "plain"),
+            tables.difference(results, "zero", "plain"),
         ),
         Finding(
             "-",
-            f"off-by-one softmax - DLM: {shown(off, sign=True)} nats, {off.n} seeds",
+            f"off-by-one softmax - DLM: {plus_minus(off, sign=True)} nats, {off.n} seeds",
             "no counterpart",
             "beyond the paper: a zero-value token whose key scores 0 for every query (Miller 2023)",
         ),
@@ -36,24 +36,24 @@ def findings(results: Results) -> list[Finding]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings; differences are to the plain network."""
-    return miniature.rendering(results, "plain", findings, VARIANTS)
+    return tables.rendering(results, "plain", findings, VARIANTS)
 
 
 EXPERIMENT = Experiment(
     name="one-token-table5",
     shows="2601.19657, Table 5",
     title="the sink token's value forced to zero, and the off-by-one softmax",
-    metric=miniature.METRIC,
-    small=miniature.small(VARIANTS),
-    full=miniature.full(
+    metric=tables.METRIC,
+    small=tables.small(VARIANTS),
+    full=tables.full(
         VARIANTS,
         ("qwen2.5-0.5b-sink", "qwen2.5-0.5b-zero-value", "qwen2.5-0.5b-off-by-one"),
-        real.cells("table1", paper.FEWER),
+        paper_scale.cells("table1", paper.FEWER),
     ),
-    items=miniature.items,
-    run=miniature.run,
+    items=tables.items,
+    run=tables.run,
     render=render,
-    cost=miniature.cost,
+    cost=tables.cost,
     paper=[paper.printed("Table 5", paper.TABLE5, paper.FEWER)],
 )
 

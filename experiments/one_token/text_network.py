@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.one_token.text import LENGTH
+from dlm_lens.experiments.one_token.text_corpus import LENGTH
 
 WIDTH, LAYERS, HEADS, INNER = 192, 4, 4, 512
 """2.2 million parameters with 1,024 tokens."""

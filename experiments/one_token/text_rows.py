@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.experiments.one_token.text import LENGTH, Text, read_text
+from dlm_lens.experiments.one_token.text_corpus import LENGTH, Text, read_text
 from dlm_lens.training.sources import Example, RowSource
 
 VOCABULARY = 1024

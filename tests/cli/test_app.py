@@ -309,7 +309,7 @@ WRONG = [
     (["eval", "--tasks", "toy_problems", "--batch-size", "many"], "--batch-size is 'many'"),
     (["experiment", "none"], "no experiment is named 'none'"),
     (["experiment", "fig7-paths", "--models", "toy,./none"], "none is no directory"),
-    (["experiment", "fig7-paths", "--set", "prompts"], "'prompts' is no setting"),
+    (["experiment", "fig7-paths", "--set", "prompts"], "'prompts' is not a setting"),
 ]
 USAGE = [
     ["report", "x", "--row", "-1"], ["paths", "x", "--hysteresis", "2"], ["train", "laptop",

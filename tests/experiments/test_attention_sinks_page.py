@@ -9,13 +9,13 @@ from dlm_lens.experiments import find_experiment, list_experiments, list_items, 
 from dlm_lens.experiments.attention_sinks import (
     beyond_future,
     fig4_moving,
-    hooked,
+    hook_conditions,
     instruct_tables,
     masking_findings,
     page,
 )
-from dlm_lens.experiments.attention_sinks.harness import read_correct
-from dlm_lens.experiments.attention_sinks.readings import BASE, READINGS, conditions
+from dlm_lens.experiments.attention_sinks.harness_tasks import read_correct
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS, conditions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -134,7 +134,7 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     more = beyond_future.more_on_masks(held["beyond-future"], "toy")
     assert more.value == pytest.approx(share - base)
     assert more.high < 0
-    assert hooked.difference(held["beyond-context"], "toy", "window 8 and sinks", "window 8").low > 0
+    assert hook_conditions.difference(held["beyond-context"], "toy", "window 8 and sinks", "window 8").low > 0
     assert fig4_moving.share(held["fig4-moving"], "toy", "moving").low < fig4_moving.share(
         held["fig4-moving"], "toy-ar", "moving").high  # fmt: skip
 

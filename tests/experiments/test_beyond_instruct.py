@@ -8,9 +8,10 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.experiments import Bench, find_experiment, list_items
-from dlm_lens.experiments.attention_sinks import instruct_sinks, instruct_tables, twin
+from dlm_lens.experiments.attention_sinks import finetuned_models, instruct_sinks, instruct_tables
 from dlm_lens.experiments.attention_sinks.beyond_instruct import pairs
-from dlm_lens.experiments.attention_sinks.readings import BASE
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE
+from dlm_lens.experiments.attention_sinks.problems import problems_of
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.training.checkpoints import read_run, step_of
 
@@ -73,7 +74,7 @@ def test_a_model_beside_itself_has_its_sinks_at_the_same_places(compared: Any) -
 def test_counts_of_a_prompt_by_hand(compared: Any) -> None:
     found, other = compared
     model, given = dl.load("toy"), settings(prompts=2, batch=2, sampler=SAMPLER)
-    texts = [problem.prompt for problem in asked(given)]
+    texts = [problem.prompt for problem in problems_of(given)]
     run = dl.denoise(model, texts, **SAMPLER)
     received = dl.received_over_steps(model, run)
     for row in range(2):
@@ -109,10 +110,11 @@ def test_models_without_common_positions_are_refused() -> None:
 def test_twins_differ_in_what_is_masked_and_are_trained_once(tmp_path: Path) -> None:
     given = settings(trained=str(tmp_path), sft_steps=2, sft_batch=2)
     shares = {
-        ending: twin.training_settings(ending, given, tmp_path).objective.whole_share for ending in twin.OBJECTIVES
+        ending: finetuned_models.training_settings(ending, given, tmp_path).objective.whole_share
+        for ending in finetuned_models.OBJECTIVES
     }
     assert shares == {"+sft": 0.0, "+pretraining": 0.3}
-    bench = twin.TwinBench(Bench(), given)
+    bench = finetuned_models.FinetunedBench(Bench(), given)
     tuned = bench.model("toy+sft")
     base = dl.load("toy")
     changed = [not torch.equal(a, b) for a, b in zip(tuned.parameters(), base.parameters(), strict=True)]
@@ -122,7 +124,7 @@ def test_twins_differ_in_what_is_masked_and_are_trained_once(tmp_path: Path) -> 
     assert step_of(checkpoint) == 2
     assert read_run(checkpoint)["settings"]["objective"]["whole_share"] == 0.0
     before = (checkpoint / "run.json").stat().st_mtime_ns
-    assert twin.trained("toy", "+sft", given) == checkpoint
+    assert finetuned_models.trained("toy", "+sft", given) == checkpoint
     assert (checkpoint / "run.json").stat().st_mtime_ns == before
     assert bench.model("toy").config.hidden_size == base.config.hidden_size
 
@@ -131,10 +133,10 @@ def test_twins_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     given = settings(trained=str(tmp_path))
     for base in ("toy-ar", "GSAI-ML/LLaDA-8B-Base"):
         with pytest.raises(ValueError, match="BASE,INSTRUCT"):
-            twin.trained(base, "+sft", given)
+            finetuned_models.trained(base, "+sft", given)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="run the command once in one process"):
-        twin.trained("toy", "+sft", given)
+        finetuned_models.trained("toy", "+sft", given)
 
 
 def test_differences_are_paired_by_prompt_and_prompts_without_a_value_left_out() -> None:

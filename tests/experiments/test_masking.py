@@ -15,8 +15,8 @@ import torch
 import dlm_lens as dl
 from dlm_lens.experiments import Bench, find_experiment, run_experiment
 from dlm_lens.experiments.attention_sinks import masking_findings, table1
-from dlm_lens.experiments.attention_sinks.readings import BASE, VARIANTS, conditions, named
-from dlm_lens.experiments.attention_sinks.weighing import Weighed
+from dlm_lens.experiments.attention_sinks.hidden_mass import HiddenMass
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, VARIANTS, condition_cells, conditions
 from dlm_lens.experiments.intervals import wilson
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.hooks import mask_positions, mask_random, mask_sinks, mask_top_sinks, sink
@@ -34,11 +34,11 @@ RUN = {"gen_length": 8, "steps": 4}
 )  # fmt: skip
 def test_a_weighed_hook_acts_as_it_did_and_its_account_is_the_run_s(hook: Any) -> None:
     model = tiny("llada")
-    weighed = Weighed(hook)
+    weighed = HiddenMass(hook)
     plain, watched = (dl.denoise(model, PROMPTS, hooks=[one], **RUN) for one in (hook, weighed))
     assert watched.confidence.equal(plain.confidence)
     assert repr(weighed) == repr(hook)
-    account = weighed.account()
+    account = weighed.totals()
     assert account["hidden"] == pytest.approx(plain.settings["columns_hidden"][0], abs=1e-4)  # rounded
     assert account["learned"] == 0
     (mass,) = plain.settings["mass_hidden"]
@@ -51,24 +51,24 @@ def test_the_mass_of_hidden_positions_is_that_of_the_plain_pattern() -> None:
     # Hidden in layer 0 only, whose pattern the mask does not change beforehand.
     model = tiny("llada")
     plain = dl.denoise(model, [PROMPTS[0]], **RUN)
-    weighed = Weighed(dl.hooks.at_layers(dl.hooks.at_steps(mask_positions(3, 7), 0), 0))
+    weighed = HiddenMass(dl.hooks.at_layers(dl.hooks.at_steps(mask_positions(3, 7), 0), 0))
     dl.denoise(model, [PROMPTS[0]], hooks=[weighed], **RUN)
     received = dl.received_over_steps(model, plain, relative=False).values[0, 0, 0]  # [head, key]
-    assert weighed.account()["mass"] == pytest.approx(float(received[:, [3, 7]].sum(-1).mean() / 20), abs=1e-4)
-    assert weighed.account()["hidden"] == 2
+    assert weighed.totals()["mass"] == pytest.approx(float(received[:, [3, 7]].sum(-1).mean() / 20), abs=1e-4)
+    assert weighed.totals()["hidden"] == 2
 
 
 def test_learned_sinks_are_counted_among_the_hidden() -> None:
     model = tiny("sink_qwen", num_sinks=2, sink_placement="front")
-    weighed = Weighed(mask_positions(sink(0), sink(1), 4))
+    weighed = HiddenMass(mask_positions(sink(0), sink(1), 4))
     dl.denoise(model, PROMPTS, hooks=[weighed], **RUN)
     # Position 4 is content in both rows: the shorter one begins at 3.
-    assert weighed.account()["learned"] == 2
-    assert weighed.account()["hidden"] == 3
-    control = Weighed(mask_random(like=mask_positions(sink(0), sink(1), 4), match="mass"))
+    assert weighed.totals()["learned"] == 2
+    assert weighed.totals()["hidden"] == 3
+    control = HiddenMass(mask_random(like=mask_positions(sink(0), sink(1), 4), match="mass"))
     dl.denoise(model, PROMPTS, hooks=[control], **RUN)
-    assert control.account()["learned"] == 0
-    assert control.account()["hidden"] >= 2
+    assert control.totals()["learned"] == 0
+    assert control.totals()["hidden"] >= 2
 
 
 def test_every_condition_is_the_hook_that_it_names() -> None:
@@ -94,7 +94,7 @@ def test_every_condition_is_the_hook_that_it_names() -> None:
 
 def test_controls_stand_beside_every_number_of_columns() -> None:
     given = {"columns": [1, 5], "varied": [1], "variants": ["random", "mass", "layer"]}
-    found = [" ".join(named(condition)) for condition in conditions(given)]
+    found = [" ".join(condition_cells(condition)) for condition in conditions(given)]
     assert found == [
         "0 unmasked",
         "1 top k of every head, this pass, before the softmax",
@@ -105,7 +105,7 @@ def test_controls_stand_beside_every_number_of_columns() -> None:
         "5 control: random columns of the same mass",
         "1 per layer",
     ]
-    with pytest.raises(ValueError, match="variant 'colour' is not there; there are random, mass"):
+    with pytest.raises(ValueError, match="unknown variant 'colour'; choose from random, mass"):
         conditions({**given, "variants": ["colour"]})
 
 
@@ -197,7 +197,7 @@ def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytes
     import lm_eval.evaluator
 
     from dlm_lens.evaluation import evaluation, find_preset
-    from dlm_lens.experiments.attention_sinks import harness
+    from dlm_lens.experiments.attention_sinks import harness_tasks
 
     asked: dict[str, Any] = {}
 
@@ -213,7 +213,7 @@ def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytes
     settings = {"task": "gsm8k", "sampler": {}, "batch": 2, "prompts": 3, "confirm_run_unsafe_code": False}
     item = {"model": preset.model, "start": 2, "seed": 5}
     # Dream's metric has no filter, and so its first sample counts.
-    assert harness.answered(dl.load("toy"), None, item, settings) == [True]
+    assert harness_tasks.correct_documents(dl.load("toy"), None, item, settings) == [True]
     assert asked["fewshot_as_multiturn"] == preset.multiturn == (family != "mmada")
     assert (asked["num_fewshot"], asked["apply_chat_template"]) == (preset.num_fewshot, preset.chat)
     assert asked["samples"] == {preset.task: [2]}

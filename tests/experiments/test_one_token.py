@@ -11,14 +11,12 @@ import dlm_lens as dl
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach
 from dlm_lens.experiments import find_experiment, list_experiments, run_experiment
-from dlm_lens.experiments.attention_sinks.answers import exact_match
-from dlm_lens.experiments.intervals import Interval, wilson
-from dlm_lens.experiments.one_token import language, measuring, miniature, paper
-from dlm_lens.experiments.one_token.measuring import measured, validation_loss
-from dlm_lens.experiments.one_token.seeds import QUANTILES, over_seeds, paired, shown
+from dlm_lens.experiments.attention_sinks.prompt_scores import exact_match
+from dlm_lens.experiments.intervals import QUANTILES, Interval, over_seeds, paired_over_seeds, plus_minus, wilson
+from dlm_lens.experiments.one_token import metrics, paper, tables, toy_language
+from dlm_lens.experiments.one_token.metrics import measured, validation_loss
+from dlm_lens.experiments.one_token.miniature import VARIANTS, Miniature, network
 from dlm_lens.experiments.one_token.sink_statistics import moved
-from dlm_lens.experiments.one_token.training import Miniature, network
-from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.files.locks import alone
 
@@ -26,7 +24,7 @@ TINY = {"steps": 2, "batch_size": 4, "corpus": 200, "prompts": 2, "watched": 1, 
 
 
 def settings(trained: Path, **changed: object) -> dict:
-    return {**miniature.SMALL, **TINY, "trained": str(trained), **changed}
+    return {**tables.SMALL, **TINY, "trained": str(trained), **changed}
 
 
 # Numbers over seeds
@@ -45,15 +43,15 @@ def test_a_single_seed_has_no_interval() -> None:
     found = over_seeds([0.25])
     assert found.value == 0.25
     assert math.isnan(found.low)
-    assert shown(found) == "0.250"
+    assert plus_minus(found) == "0.250"
     with pytest.raises(ValueError, match="at least one"):
         over_seeds([])
 
 
 def test_differences_are_paired_over_the_seeds_of_both() -> None:
-    found = paired({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.75, 2: 0.0})
+    found = paired_over_seeds({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.75, 2: 0.0})
     assert (found.value, found.n) == (0.375, 2)
-    assert shown(found, sign=True) == "+0.375 ± 1.588"  # 12.706 * 0.125
+    assert plus_minus(found, sign=True) == "+0.375 ± 1.588"  # 12.706 * 0.125
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ def test_differences_are_paired_over_the_seeds_of_both() -> None:
     [(-0.4, -0.1, "agrees"), (0.1, 0.4, "disagrees"), (-0.1, 0.2, "undecided"), (-0.2, 0.1, "undecided")],
 )
 def test_a_comparison_needs_its_whole_interval(low: float, high: float, verdict: str) -> None:
-    assert miniature.improves("", "", Interval((low + high) / 2, low, high, 3)).verdict == verdict
+    assert tables.improves("", "", Interval((low + high) / 2, low, high, 3)).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_a_comparison_needs_its_whole_interval(low: float, high: float, verdict:
 )  # fmt: skip
 def test_alike_is_within_half_of_the_gain(low: float, high: float, verdict: str) -> None:
     gain = Interval(-0.1, -0.2, 0.0, 3)
-    assert miniature.alike("", "", Interval((low + high) / 2, low, high, 3), gain).verdict == verdict
+    assert tables.alike("", "", Interval((low + high) / 2, low, high, 3), gain).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_alike_is_within_half_of_the_gain(low: float, high: float, verdict: str)
 )
 def test_no_better_is_one_sided(low: float, high: float, verdict: str) -> None:
     gain = Interval(-0.1, -0.2, 0.0, 3)
-    assert miniature.no_better("", "", Interval((low + high) / 2, low, high, 3), gain).verdict == verdict
+    assert tables.no_better("", "", Interval((low + high) / 2, low, high, 3), gain).verdict == verdict
 
 
 # The paper's numbers
@@ -146,9 +144,9 @@ def test_other_settings_have_another_directory() -> None:
 
 
 def test_validation_text_is_new_and_has_the_training_texts_proportions() -> None:
-    text = language.validation(40, 200)
-    _, prompts = language.training_text(200)
-    tokenizer = language.toy("tokenizer").build_tokenizer()
+    text = toy_language.validation(40, 200)
+    _, prompts = toy_language.training_text(200)
+    tokenizer = toy_language.toy("tokenizer").build_tokenizer()
     shown_prompts = [
         tokenizer.decode(ids[1:length]) for ids, length in zip(text.tokens.long(), text.prompt_length, strict=True)
     ]
@@ -157,9 +155,9 @@ def test_validation_text_is_new_and_has_the_training_texts_proportions() -> None
     kinds = [prompt.split()[0] in ("sort", "reverse", "copy") for prompt in shown_prompts]
     assert sum(kinds) == 6  # 15%
     # As the training corpus encodes: text, then ends.
-    corpus, _ = language.training_text(200)
-    example = next(language.toy("language").stream("train", 0))
-    again = language.encoded([example])
+    corpus, _ = toy_language.training_text(200)
+    example = next(toy_language.toy("language").stream("train", 0))
+    again = toy_language.encoded([example])
     assert torch.equal(again.tokens[0], corpus.tokens[0])
     assert (again.prompt_length[0], again.text_length[0]) == (corpus.prompt_length[0], corpus.text_length[0])
 
@@ -192,9 +190,9 @@ def test_sinks_of_a_model_without_attention_to_choose() -> None:
         torch.nn.init.zeros_(layer.self_attn.k_proj.weight)
         if layer.self_attn.k_proj.bias is not None:
             torch.nn.init.zeros_(layer.self_attn.k_proj.bias)
-    prompts = [language.tests("L", 1, 200)[0].prompt]
-    attach(model, family_of("sink_qwen"), language.toy("tokenizer").build_tokenizer())
-    found = measuring.sinks(model, prompts, gen_length=8, steps=2)
+    prompts = [toy_language.tests("L", 1, 200)[0].prompt]
+    attach(model, family_of("sink_qwen"), toy_language.toy("tokenizer").build_tokenizer())
+    found = metrics.sinks(model, prompts, gen_length=8, steps=2)
     length = len(model.tokenizer(prompts[0])["input_ids"]) + 8
     # Even attention: no sinks, and the learned one gets its part of length + 1 keys; its value is zero.
     assert found["share"] == pytest.approx([1 / (length + 1)] * 4, abs=1e-4)
@@ -212,10 +210,10 @@ def test_a_run_is_trained_and_measured_once(tmp_path: Path, monkeypatch: pytest.
     first = measured(run, asked)
     assert set(first["right"]) == {"A", "L", "F"}
     assert len(first["right"]["L"]) == 2
-    monkeypatch.setattr(measuring, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(metrics, "measure", lambda *_: pytest.fail("measured again"))
     assert measured(run, asked) == first
     # A table that asks for more prompts measures anew.
-    monkeypatch.setattr(measuring, "measure", lambda path, _: {"at": path.name})
+    monkeypatch.setattr(metrics, "measure", lambda path, _: {"at": path.name})
     assert measured(run, settings(tmp_path, prompts=3)) == {"at": "checkpoint-2"}
 
 
@@ -242,7 +240,7 @@ def test_tables_share_networks_and_resume(tmp_path: Path, monkeypatch: pytest.Mo
     given = {**TINY, "trained": str(tmp_path / "models"), "variants": ["sink"]}
     table3 = find_experiment("one-token-table3")
     results = run_experiment(table3, tmp_path / "three", small=True, settings=given)
-    monkeypatch.setattr(measuring, "measure", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(metrics, "measure", lambda *_: pytest.fail("trained again"))
     again = run_experiment(table3, tmp_path / "three", small=True, settings=given)
     other = run_experiment(find_experiment("one-token-table4"), tmp_path / "four", small=True, settings=given)
     assert [record.value for record in other.records] == [record.value for record in results.records]
@@ -266,9 +264,9 @@ def test_the_plan_counts_training_and_measuring() -> None:
 def test_outside_a_clone_the_language_is_missed_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(language, "ROOT", tmp_path)
+    monkeypatch.setattr(toy_language, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="run it in a clone of the repository"):
-        language.toy("language")
+        toy_language.toy("language")
 
 
 def made(loss: dict[tuple[str, int], float], sinks: float = 0.5) -> Results:
@@ -277,7 +275,7 @@ def made(loss: dict[tuple[str, int], float], sinks: float = 0.5) -> Results:
                 "found_norm": 2.0, "found_other": 4.0}  # fmt: skip
 
     records = [Record({"variant": name, "seed": seed}, value(one), 1.0) for (name, seed), one in loss.items()]
-    config = {"experiment": "one-token-table2", "small": True, "settings": {**miniature.SMALL, "seeds": 2}}
+    config = {"experiment": "one-token-table2", "small": True, "settings": {**tables.SMALL, "seeds": 2}}
     return Results(config, records)
 
 
@@ -299,10 +297,10 @@ def test_exact_match_counts_prompts_not_prompts_times_networks() -> None:
     # Five networks that agree on every one of 8 prompts: 3 right of 8, not 15 of 40.
     given = {"right": {"A": [1, 1, 1, 0, 0, 0, 0, 0]}}
     records = [Record({"variant": "plain", "seed": seed}, given, 1.0) for seed in range(5)]
-    found = miniature.right(Results({"settings": {}}, records), "plain", "A")
+    found = tables.right(Results({"settings": {}}, records), "plain", "A")
     assert exact_match(found) == wilson([True] * 3 + [False] * 5)
     # Where they do not agree, a prompt counts by the part of them that is right.
     records[0] = Record({"variant": "plain", "seed": 0}, {"right": {"A": [0] * 8}}, 1.0)
-    mixed = exact_match(miniature.right(Results({"settings": {}}, records), "plain", "A"))
+    mixed = exact_match(tables.right(Results({"settings": {}}, records), "plain", "A"))
     assert (mixed.value, mixed.n) == (pytest.approx(0.3), 8)
     assert mixed.high - mixed.low > 0.4

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from dlm_lens.experiments.one_token.page import PAGE, RESULTS, committed, page
-from dlm_lens.experiments.one_token.text import read_text
+from dlm_lens.experiments.one_token.text_corpus import read_text
 from dlm_lens.experiments.one_token.text_rows import encoded
 
 TABLES = [f"table{number}" for number in range(1, 6)]

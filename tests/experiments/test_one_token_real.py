@@ -6,8 +6,8 @@ import pytest
 
 from dlm_lens.evaluation import presets
 from dlm_lens.experiments import find_experiment, list_experiments, render_experiment, run_experiment
-from dlm_lens.experiments.one_token import real
-from dlm_lens.experiments.one_token.variants import VARIANTS
+from dlm_lens.experiments.one_token import paper_scale
+from dlm_lens.experiments.one_token.miniature import VARIANTS
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.training import trainer
 from dlm_lens.training.checkpoints import RUN_FILE
@@ -21,7 +21,7 @@ OF_CONFIG = {"": "plain", "-sink": "sink", "-gated": "gated", "-end": "end", "-s
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_every_config_is_the_variant_and_the_papers_setting(table) -> None:
     for config in table.full["configs"]:
-        found = real.training_settings({"config": config, "seed": 3}, table.full)
+        found = paper_scale.training_settings({"config": config, "seed": 3}, table.full)
         size, ending = next((size, config.removeprefix(size)) for size in
                             ("qwen2.5-0.5b", "qwen2.5-1.5b", "smdm-472m") if config.startswith(size))  # fmt: skip
         options = VARIANTS[OF_CONFIG[ending]].options()
@@ -46,9 +46,9 @@ def test_every_cell_is_a_preset(table) -> None:
 
 def test_items_train_before_they_ask() -> None:
     given = {**TABLES[1].full, "configs": ["smdm-472m"], "tasks": ["one-token/table2/piqa"], "sft": "gsm8k.jsonl"}
-    tasks = [item["task"] for item in real.items(given)]
+    tasks = [item["task"] for item in paper_scale.items(given)]
     assert tasks == ["train", "one-token/table2/piqa", "sft-gsm8k", "one-token/table2/gsm8k"]
-    tuned = real.training_settings({"config": "smdm-472m", "seed": 0}, given, fine_tuned=True)
+    tuned = paper_scale.training_settings({"config": "smdm-472m", "seed": 0}, given, fine_tuned=True)
     # 100e9 tokens of 256 x 2048 positions are 190,734 steps.
     assert tuned.model.start.endswith("smdm-472m-seed0/checkpoint-190734")
     assert (tuned.data.path, tuned.epochs) == ("gsm8k.jsonl", 10)
@@ -66,7 +66,7 @@ def test_a_training_is_not_begun_by_many_processes(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "4")
     given = {**TABLES[0].full, "trained": str(tmp_path)}
     with pytest.raises(ValueError, match="accelerate launch"):
-        real.run({"config": "qwen2.5-0.5b", "seed": 0, "task": "train"}, given)
+        paper_scale.run({"config": "qwen2.5-0.5b", "seed": 0, "task": "train"}, given)
 
 
 @pytest.mark.parametrize("said", [{"total_steps": 300}, {}])
@@ -74,8 +74,8 @@ def test_a_fine_tuning_that_was_killed_is_gone_on_with(
     said: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {**TABLES[0].full, "trained": str(tmp_path), "sft": "gsm8k.jsonl"}
-    item = {"config": "qwen2.5-0.5b", "seed": 0, "task": real.SFT}
-    output = Path(real.training_settings(item, given, fine_tuned=True).output)
+    item = {"config": "qwen2.5-0.5b", "seed": 0, "task": paper_scale.SFT}
+    output = Path(paper_scale.training_settings(item, given, fine_tuned=True).output)
     trained = []
 
     def run_training(settings) -> Path:
@@ -85,11 +85,11 @@ def test_a_fine_tuning_that_was_killed_is_gone_on_with(
     monkeypatch.setattr(trainer, "run_training", run_training)
     (output / "checkpoint-100").mkdir(parents=True)
     (output / "checkpoint-100" / RUN_FILE).write_text(json.dumps({"step": 100, **said}))
-    assert real.run(item, given)["checkpoint"].endswith("checkpoint-300")
+    assert paper_scale.run(item, given)["checkpoint"].endswith("checkpoint-300")
     assert trained == [str(output)]
     (output / "checkpoint-300").mkdir()
     (output / "checkpoint-300" / RUN_FILE).write_text(json.dumps({"step": 300, "total_steps": 300}))
-    assert real.run(item, given)["checkpoint"].endswith("checkpoint-300")
+    assert paper_scale.run(item, given)["checkpoint"].endswith("checkpoint-300")
     assert len(trained) == 1
 
 
@@ -104,7 +104,7 @@ def test_the_table_of_real_results() -> None:
     results = Results(
         {"experiment": "one-token-table3", "small": False, "settings": given}, [Record(item, value, 1.0)]
     )
-    table = real.table(results)
+    table = paper_scale.table(results)
     assert list(table.head) == ["", "PIQA", "RACE"]
     assert table.rows == [["qwen2.5-0.5b-end, seed 0", "64.31 (1.12)", "-"]]
 

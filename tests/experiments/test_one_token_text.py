@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_lens.experiments.one_token import text as reading
-from dlm_lens.experiments.one_token.text import LENGTH, Text, read_text
-from dlm_lens.experiments.one_token.text_measuring import per_byte
+from dlm_lens.experiments.one_token import text_corpus as reading
+from dlm_lens.experiments.one_token.text_corpus import LENGTH, Text, read_text
+from dlm_lens.experiments.one_token.text_metrics import per_byte
 from dlm_lens.experiments.one_token.text_rows import EOS, MASK, PAD, Encoded, build_tokenizer, encode, encoded
 from tests.experiments.one_token_stories import paragraph, write_story
 

@@ -9,13 +9,12 @@ import torch
 import dlm_lens as dl
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import attach
-from dlm_lens.experiments.one_token import miniature, sink_statistics
-from dlm_lens.experiments.one_token.text import LENGTH
-from dlm_lens.experiments.one_token.text_measuring import MASKS, STEPS, canvases, validation_loss, watched
+from dlm_lens.experiments.one_token import sink_statistics, tables
+from dlm_lens.experiments.one_token.miniature import LONGER, VARIANTS, Miniature, data, network, trained
+from dlm_lens.experiments.one_token.text_corpus import LENGTH
+from dlm_lens.experiments.one_token.text_metrics import MASKS, STEPS, canvases, validation_loss, watched
 from dlm_lens.experiments.one_token.text_network import build_network, diffusion
 from dlm_lens.experiments.one_token.text_rows import encoded
-from dlm_lens.experiments.one_token.training import LONGER, Miniature, data, network, trained
-from dlm_lens.experiments.one_token.variants import VARIANTS
 from dlm_lens.training import MaskedDiffusionTrainer, NextToken, Rows
 from dlm_lens.training.sources import Example
 from dlm_lens.training.trainer import EVALUATION_SEED
@@ -87,7 +86,7 @@ def test_names_on_the_synthetic_language_are_those_of_before() -> None:
 
 
 def test_a_conversion_begins_with_the_one_ar_model_of_the_text(story: str, tmp_path: Path) -> None:
-    given = {**miniature.SMALL, "steps": 2, "batch_size": 4, "text": story, "start": "toy-ar"}
+    given = {**tables.SMALL, "steps": 2, "batch_size": 4, "text": story, "start": "toy-ar"}
     runs = [Miniature.of({"variant": name, "seed": seed}, given) for name in ("plain", "gated") for seed in (0, 1)]
     (first,) = {run.ar_model() for run in runs}
     assert (first.causal, first.steps, first.seed, first.converted) == (True, LONGER * 2, 0, False)

@@ -14,12 +14,12 @@ import pytest
 
 from dlm_lens.experiments import find_experiment, render_experiment, run_experiment
 from dlm_lens.experiments.cost_estimate import shape_of
-from dlm_lens.experiments.one_token import measuring, miniature, text_measuring
-from dlm_lens.experiments.one_token.text import LENGTH
-from dlm_lens.experiments.one_token.text_measuring import STEPS
+from dlm_lens.experiments.one_token import metrics, tables, text_metrics
+from dlm_lens.experiments.one_token.miniature import LONGER, Miniature
+from dlm_lens.experiments.one_token.text_corpus import LENGTH
+from dlm_lens.experiments.one_token.text_metrics import STEPS
 from dlm_lens.experiments.one_token.text_network import build_network
 from dlm_lens.experiments.one_token.text_rows import encoded
-from dlm_lens.experiments.one_token.training import LONGER, Miniature
 from dlm_lens.experiments.results import Record, Results
 from tests.experiments.one_token_stories import write_story
 
@@ -67,13 +67,13 @@ def test_table1_trains_converts_and_measures(story: str, tmp_path: Path) -> None
 def test_tables_share_networks_on_a_text(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = settings(story, tmp_path / "models", variants=["end"])
     first = run_experiment(find_experiment("one-token-table3"), tmp_path / "three", small=True, settings=given)
-    monkeypatch.setattr(text_measuring, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(text_metrics, "measure", lambda *_: pytest.fail("measured again"))
     second = run_experiment(find_experiment("one-token-table4"), tmp_path / "four", small=True, settings=given)
     assert second.records[0].value == first.records[0].value
     # Another number of canvases is another measurement.
-    monkeypatch.setattr(text_measuring, "measure", lambda path, _: {"at": path.name})
-    run = Miniature.of({"variant": "end", "seed": 0}, {**miniature.SMALL, **given})
-    assert measuring.measured(run, {**miniature.SMALL, **given, "watched": 3}) == {"at": "checkpoint-2"}
+    monkeypatch.setattr(text_metrics, "measure", lambda path, _: {"at": path.name})
+    run = Miniature.of({"variant": "end", "seed": 0}, {**tables.SMALL, **given})
+    assert metrics.measured(run, {**tables.SMALL, **given, "watched": 3}) == {"at": "checkpoint-2"}
 
 
 KILLED = """
@@ -176,7 +176,7 @@ def test_findings_of_planted_losses_follow_the_same_rules() -> None:
         Record({"variant": name, "seed": seed}, {"loss": loss, "loss_per_byte": loss / 4, **value}, 1.0)
         for (name, seed), loss in losses.items()
     ]
-    given = {**miniature.SMALL, "seeds": 2, "text": "kjv"}
+    given = {**tables.SMALL, "seeds": 2, "text": "kjv"}
     results = Results({"experiment": "one-token-table2", "small": True, "settings": given}, records)
     rendering = find_experiment("one-token-table2").render(results)
     assert [one.verdict for one in rendering.findings] == ["agrees", "disagrees", "agrees", "undecided"]

@@ -27,7 +27,6 @@ from dlm_lens.experiments import (
     render_experiment,
     run_experiment,
 )
-from dlm_lens.experiments.attention_sinks.models import is_causal
 from dlm_lens.experiments.cost_estimate import Shape
 from dlm_lens.experiments.experiment import Cost, read_setting
 from dlm_lens.experiments.intervals import paired_difference, ratio_over_prompts, wilson
@@ -105,7 +104,7 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[5] = lines[5][:10]
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match="line 6 is no result"):
+    with pytest.raises(ValueError, match="line 6 is not a result"):
         run_experiment(squares(), tmp_path)
 
 
@@ -150,7 +149,9 @@ def test_a_run_alone_beside_a_process_of_an_unfinished_torchrun(tmp_path: Path) 
         while not path.exists() or '"item"' not in path.read_text():
             assert process.poll() is None
             time.sleep(0.01)
-        with pytest.raises(ValueError, match=r"another process writes .*results-00001.jsonl, one of 2 that share"):
+        with pytest.raises(
+            ValueError, match=r"another process writes .*results-00001.jsonl, in a run of 2 processes"
+        ):
             run_experiment(squares(), tmp_path)
         assert process.poll() is None
         process.wait()
@@ -173,7 +174,7 @@ def test_processes_of_one_run_start_beside_each_other(tmp_path: Path) -> None:
     with (
         ResultsFile(tmp_path, {"a": 1}, two, 0),
         ResultsFile(tmp_path, {"a": 1}, two, 1),
-        pytest.raises(ValueError, match="one of 2 that share the items, and this run has 3"),
+        pytest.raises(ValueError, match="in a run of 2 processes, and this run has 3"),
     ):
         ResultsFile(tmp_path, {"a": 1}, {"world_size": 3}, 2)
     with ResultsFile(tmp_path, {"a": 1}, {"world_size": 3}, 2):
@@ -230,7 +231,7 @@ def test_results_of_earlier_versions_are_read(tmp_path: Path) -> None:
     # What was written with a checksum is not read without.
     data = path.read_text()
     path.write_text(data.replace('"square": 121', '"square": 122'))
-    with pytest.raises(ValueError, match="is no result, or damaged"):
+    with pytest.raises(ValueError, match="is not a result, or damaged"):
         read_results(tmp_path)
 
 
@@ -240,7 +241,7 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
         file.append(Record({"n": 1}, {"v": 2.5}, 0.1))
     with ResultsFile(tmp_path, {"a": 1}, {}) as file:
         file.note_weights("m", "abc")
-        with pytest.raises(ValueError, match="the weights abc, and they are abd now"):
+        with pytest.raises(ValueError, match="the weights abc, and the weights are now abd"):
             file.note_weights("m", "abd")
 
 
@@ -303,19 +304,19 @@ def test_results_know_which_models_are_ar_whatever_their_names(tmp_path: Path) -
         file.note_weights("sink-llama", "abd", causal=False)
         file.append(Record({"number": 0}, {"square": 0}, 0.0))
     results = read_results(tmp_path)
-    assert is_causal(results, "qwen")
-    assert not is_causal(results, "sink-llama")
+    assert results.is_causal("qwen")
+    assert not results.is_causal("sink-llama")
     # Results of before this was kept say it by their names.
-    assert is_causal(results, "toy-ar")
-    assert is_causal(results, "meta-llama/Llama-3.1-8B")
-    assert not is_causal(results, "toy")
+    assert results.is_causal("toy-ar")
+    assert results.is_causal("meta-llama/Llama-3.1-8B")
+    assert not results.is_causal("toy")
 
 
 def test_settings_are_literals() -> None:
     assert read_setting("columns=[1, 5]") == ("columns", [1, 5])
     assert read_setting("task=gsm8k") == ("task", "gsm8k")
     assert read_setting("task=__import__('os')") == ("task", "__import__('os')")
-    with pytest.raises(ValueError, match="no setting"):
+    with pytest.raises(ValueError, match="not a setting"):
         read_setting("prompts")
 
 
@@ -348,7 +349,7 @@ def test_bootstraps_draw_prompts() -> None:
     assert (found.value, found.low, found.high) == pytest.approx((0.35, 0.1, 0.6))
     assert math.isnan(ratio_over_prompts([1], [2]).low)
     assert paired_difference([1, 1, 0], [0, 1, 0]).value == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="no pairs"):
+    with pytest.raises(ValueError, match="cannot be paired"):
         paired_difference([1], [1, 2])
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dlm_lens.experiments.one_token.sink_statistics import EPS, sink_numbers
-from dlm_lens.experiments.one_token.text import LENGTH, read_text
+from dlm_lens.experiments.one_token.text_corpus import LENGTH, read_text
 from dlm_lens.experiments.one_token.text_network import diffusion
 from dlm_lens.experiments.one_token.text_rows import encoded
 

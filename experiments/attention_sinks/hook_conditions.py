@@ -1,12 +1,12 @@
-"""Accuracy under hooks: what experiments beyond the paper share. A condition is a name and a hook expression."""
+"""Exact match under hook expressions: what the experiments beyond the paper share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.answers import answers, exact_match
-from dlm_lens.experiments.attention_sinks.answers import difference as paired
 from dlm_lens.experiments.attention_sinks.problems import problems_of, starts
-from dlm_lens.experiments.experiment import Cost, Table
+from dlm_lens.experiments.attention_sinks.prompt_scores import correct_by_prompt, exact_match
+from dlm_lens.experiments.attention_sinks.prompt_scores import difference as paired
+from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -20,14 +20,14 @@ FULL: dict[str, Any] = {
     "prompts": 100, "batch": 16,
     "columns": 5,
 }  # fmt: skip
-"""With real checkpoints; the shipped word problems, which have a scorer (table1-masking has GSM8K)."""
+"""Settings with real checkpoints, on the shipped word problems (table1-masking has GSM8K)."""
 
 Conditions = Callable[[Settings, str], Mapping[str, str]]
-"""(settings, model) -> name -> hook expression; "" for none."""
+"""(settings, model) -> hook expression by the name of the condition; "" for no hook."""
 
 
 def items(conditions: Conditions) -> Callable[[Settings], Iterator[Item]]:
-    """Items: model by model, condition by condition, the same prompts for all."""
+    """Items per model and condition, with the same prompts for all."""
 
     def listed(settings: Settings) -> Iterator[Item]:
         for model in settings["models"]:
@@ -39,17 +39,17 @@ def items(conditions: Conditions) -> Callable[[Settings], Iterator[Item]]:
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Which problems were answered correctly."""
+    """Whether each problem is answered correctly."""
     import dlm_lens as dl
     from dlm_lens.evaluation.tasks.toy import final_answer
     from dlm_lens.hooks import parse_hooks
 
-    these = problems_of(settings, item["start"])
+    problems = problems_of(settings, item["start"])
     hooks = parse_hooks(item["hook"]) if item["hook"] else ()
     done = dl.denoise(
-        bench.model(item["model"]), [problem.prompt for problem in these], hooks=hooks, **settings["sampler"]
+        bench.model(item["model"]), [problem.prompt for problem in problems], hooks=hooks, **settings["sampler"]
     )
-    right = [final_answer(text) == problem.target for text, problem in zip(done.answers, these, strict=True)]
+    right = [final_answer(text) == problem.target for text, problem in zip(done.answers, problems, strict=True)]
     return {"correct": right}
 
 
@@ -60,6 +60,32 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     return [Cost(steps, rows, 32 + int(settings["sampler"].get("gen_length", 32)), item["model"])]
 
 
+def experiment(
+    *,
+    name: str,
+    shows: str,
+    title: str,
+    metric: str,
+    conditions: Conditions,
+    render: Callable[[Results], Rendering],
+    small: Settings | None = None,
+    full: Settings | None = None,
+) -> Experiment:
+    """An `Experiment` on hook conditions; `small` and `full` replace or add to the shared settings."""
+    return Experiment(
+        name=name,
+        shows=shows,
+        title=title,
+        metric=metric,
+        small={**SMALL, **(small or {})},
+        full={**FULL, **(full or {})},
+        items=items(conditions),
+        run=run,
+        render=render,
+        cost=cost,
+    )
+
+
 def names(results: Results, model: str) -> list[str]:
     """The conditions of a model, in order."""
     return list(dict.fromkeys(record.item["condition"] for record in results.where(model=model)))
@@ -67,17 +93,17 @@ def names(results: Results, model: str) -> list[str]:
 
 def accuracy(results: Results, model: str, condition: str) -> Interval:
     """Exact match with Wilson's interval."""
-    return exact_match(answers(results, model=model, condition=condition))
+    return exact_match(correct_by_prompt(results, model=model, condition=condition))
 
 
 def difference(results: Results, model: str, one: str, other: str) -> Interval:
     """Exact match under one condition minus that under another, paired by prompt."""
-    first, second = (answers(results, model=model, condition=name) for name in (one, other))
+    first, second = (correct_by_prompt(results, model=model, condition=name) for name in (one, other))
     return paired(first, second)
 
 
 def table(results: Results, title: str, plain: str = "unmasked") -> Table:
-    """A line per model and condition."""
+    """One row per model and condition."""
     rows = []
     for model in results.models:
         for name in names(results, model):

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.experiments.one_token import text_measuring
-from dlm_lens.experiments.one_token.language import TASKS, tests, toy, validation
+from dlm_lens.experiments.one_token import text_metrics
+from dlm_lens.experiments.one_token.miniature import Miniature, trained
 from dlm_lens.experiments.one_token.sink_statistics import EPS, sink_numbers
-from dlm_lens.experiments.one_token.training import Miniature, trained
+from dlm_lens.experiments.one_token.toy_language import TASKS, tests, toy, validation
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.locks import alone
 
@@ -33,13 +33,13 @@ def measured(run: Miniature, settings: Mapping[str, Any]) -> dict[str, Any]:
     directory = Path(settings["trained"]) / run.name
     asked = [VERSION, EPS, MASKS, SAMPLER, *(settings[name] for name in ("prompts", "watched", "validation"))]
     if run.text:
-        asked = text_measuring.requested(settings)
+        asked = text_metrics.requested(settings)
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
     path = directory / f"measured-{digest}.json"
     with alone(directory):
         if not path.is_file():
             checkpoint = trained(run, directory)
-            found = text_measuring.measure(checkpoint, settings) if run.text else measure(checkpoint, settings)
+            found = text_metrics.measure(checkpoint, settings) if run.text else measure(checkpoint, settings)
             write_file(path, json.dumps(found))
         held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return held

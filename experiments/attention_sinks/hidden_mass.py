@@ -1,4 +1,4 @@
-"""`Weighed`: a hook that hides what another one hides, and keeps account of it."""
+"""`HiddenMass`: a wrapper of a column hook that measures how much attention the hidden columns receive."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,13 @@ from dlm_lens.attention import (
 )
 
 
-class Weighed(HookWrapper, ColumnHook):
-    """A column hook under watch: it acts as it did, and what its columns receive is always asked.
+class HiddenMass(HookWrapper, ColumnHook):
+    """Hides the columns that `hook` hides, and sums the attention that they receive before they are hidden.
 
-    Numbers are means over the maps of all runs that it acted in; a hook without a run has none.
+    The totals are means over the maps of all runs in which the hook acted. Outside a run nothing is summed.
 
     Args:
-        hook: the one that hides columns.
+        hook: hides columns.
     """
 
     hook: ColumnHook
@@ -36,7 +36,7 @@ class Weighed(HookWrapper, ColumnHook):
         return repr(self.hook)
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
-        """What the hook hides."""
+        """The columns that the wrapped hook hides."""
         columns()
         found = self.hook.hidden(keys, columns, hook)
         if found is not None and hook.run is not None:
@@ -49,8 +49,8 @@ class Weighed(HookWrapper, ColumnHook):
         """Let the hook see a step at which it does not act."""
         self.hook.observe(keys, columns, hook)
 
-    def account(self) -> dict[str, float]:
-        """Columns of content hidden per map, their share of the attention, and learned sink tokens among them."""
+    def totals(self) -> dict[str, float]:
+        """Per map: hidden columns, their share of the attention, and the learned sink tokens among them."""
         memories = list(self._memories.values())
         return {
             "hidden": round(hidden_per_map(memories, self) or 0.0, 4),

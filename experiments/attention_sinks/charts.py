@@ -1,4 +1,4 @@
-"""The few kinds of pictures that the experiments draw from their results; no colour carries meaning alone."""
+"""Line charts and heat maps of the experiments' results; every colour comes with a marker or a line style."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ STYLES = ("-", "--", ":", "-.")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f7f7f")
 
 
-def lines(
+def line_chart(
     curves: Mapping[str, Sequence[tuple[float, Any]]],
     *,
     x: str,
@@ -20,19 +20,27 @@ def lines(
     log: bool = False,
     title: str = "",
     ticks: Sequence[str] = (),
-    looks: Mapping[str, tuple[int, int]] | None = None,
+    styles: Mapping[str, tuple[int, int]] | None = None,
 ) -> Figure:
-    """Curves of (x, number or interval); intervals become bars.
+    """Curves of (x, number or interval); an interval is drawn as an error bar.
 
-    `looks` has for each curve the number of its colour and marker, and that of its line; otherwise all are its own.
+    Args:
+        curves: points by the name of the curve.
+        x: label of the horizontal axis.
+        y: label of the vertical axis.
+        log: logarithmic horizontal axis.
+        title: above the chart.
+        ticks: names of the positions 0, 1, ... of the horizontal axis.
+        styles: per curve, the index of its colour and marker and the index of its line style; by default every
+            curve has its own of each.
     """
     figure = Figure(figsize=(6.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, points) in enumerate(curves.items()):
-        places = [float(place) for place, _ in points]
+        positions = [float(position) for position, _ in points]
         centre = np.asarray([_centre(value) for _, value in points])
         bars = np.asarray([_ends(value) for _, value in points]).T
-        colour, line = (number, number) if looks is None else looks[name]
+        colour, line = (number, number) if styles is None else styles[name]
         kind: dict[str, Any] = {
             "color": COLOURS[colour % 8],
             "marker": MARKS[colour % 8],
@@ -40,9 +48,9 @@ def lines(
         }
         if np.isfinite(bars).any():
             errors = np.clip(np.nan_to_num(np.stack([centre - bars[0], bars[1] - centre])), 0, None)
-            axes.errorbar(places, centre, yerr=errors, label=name, capsize=2, markersize=4, linewidth=1, **kind)
+            axes.errorbar(positions, centre, yerr=errors, label=name, capsize=2, markersize=4, linewidth=1, **kind)
         else:
-            axes.plot(places, centre, label=name, markersize=3, linewidth=1, **kind)
+            axes.plot(positions, centre, label=name, markersize=3, linewidth=1, **kind)
     if log:
         axes.set_xscale("log")
     axes.set_xlabel(x, fontsize=8)
@@ -56,10 +64,10 @@ def lines(
     return figure
 
 
-def heat(
+def heat_maps(
     panels: Mapping[str, Any], *, x: str, y: str, bar: str, columns: int = 2, marks: Mapping[str, Any] | None = None
 ) -> Figure:
-    """Matrices side by side, each with its own scale of colours; `marks` are (x, y) points of a panel."""
+    """Matrices side by side, each with its own colour scale; `marks` are (x, y) points of a panel."""
     rows = -(-len(panels) // columns)
     width = min(columns, len(panels))
     figure = Figure(figsize=(3.6 * width + 0.6, 3.1 * rows + 0.3), layout="constrained")

@@ -1,4 +1,4 @@
-"""Table 1 on tasks of lm-evaluation-harness: GSM8K, HumanEval, or any other that is generated."""
+"""Table 1 on generative tasks of lm-evaluation-harness, such as GSM8K and HumanEval."""
 
 import logging
 from dataclasses import asdict
@@ -9,15 +9,16 @@ from dlm_lens.experiments.results import Item, Settings
 logger = logging.getLogger(__name__)
 
 
-def answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool]:
+def correct_documents(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool]:
     """Which documents were answered correctly, by the task's own metric.
 
-    The preset of Table 1 for the item's model is used where there is one, unless the settings say `presets=False`;
-    the settings' sampler wins over it.
+    The preset of Table 1 for the item's model is used where there is one, unless the setting `presets` is False.
+    The setting `sampler` overrides the preset.
 
     Raises:
         ImportError: lm-evaluation-harness is not installed.
-        ValueError: an unknown task, one that executes code without leave, or one without a per-document metric.
+        ValueError: an unknown task, a task that executes code without permission, or a task without a metric
+            per document.
     """
     from lm_eval.evaluator import simple_evaluate
 

@@ -1,8 +1,8 @@
-"""Fine-tuned twins of an embedded model: stand-ins for instruct models, trained inside a run and kept.
+"""Further-trained twins of an embedded model, in place of instruct models; trained in the run and stored.
 
-"toy+sft" is `toy` after supervised fine-tuning as `dlm_lens.training` does it: the prompt is kept, the answer is
-masked. "toy+pretraining" went on for as many steps with the objective that it was trained with, so that what the
-fine-tuning did can be told from what any further training does. Both see the text that `toy` was trained on.
+"toy+sft" is `toy` after supervised fine-tuning by `dlm_lens.training`: the prompt is kept, the answer is masked.
+"toy+pretraining" is the control: `toy` after as many further steps of its original objective. Both see the text
+that `toy` was trained on.
 """
 
 import hashlib
@@ -16,25 +16,25 @@ from typing import Any
 from dlm_lens.experiments.results import Settings
 
 OBJECTIVES: dict[str, dict[str, Any]] = {"+sft": {"whole_share": 0.0}, "+pretraining": {}}
-"""What changes in the objective of `experiments/toy`: in 30% of its rows the prompt is masked too."""
+"""Changes to the objective of `experiments/toy`, which masks the prompt too in 30% of its rows."""
 
 ROWS = 20_000
 """Sequences of the training text."""
 
 
-def split(name: str) -> tuple[str, str]:
-    """A model's name without and with only the ending of a twin."""
+def base_and_tuning(name: str) -> tuple[str, str]:
+    """The base model of a name, and the suffix of its twin ("" for none)."""
     for ending in OBJECTIVES:
         if name.endswith(ending):
             return name.removesuffix(ending), ending
     return name, ""
 
 
-class TwinBench:
-    """A bench that also knows twins: it trains those that are not there yet.
+class FinetunedBench:
+    """A `Bench` that also loads twins, and trains a twin first where it is not stored.
 
     Args:
-        bench: the run's.
+        bench: of the run.
         settings: `trained` (directory), `sft_steps`, `sft_rate`, `sft_batch`, `sft_seed`.
     """
 
@@ -42,22 +42,22 @@ class TwinBench:
         self.bench, self.settings = bench, settings
 
     def model(self, name: str) -> Any:
-        """The model of that name, or of a twin's."""
-        base, ending = split(name)
+        """The model of that name, or the twin of that name."""
+        base, ending = base_and_tuning(name)
         return self.bench.model(str(trained(base, ending, self.settings)) if ending else name)
 
     def once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """What was computed before for the model at hand."""
+        """As `Bench.once`."""
         return self.bench.once(key, compute)
 
 
 def trained(base: str, ending: str, settings: Settings) -> Path:
-    """The last checkpoint of a twin; trained first, or gone on with, where it is not there.
+    """The last checkpoint of a twin, which is trained (or its training resumed) where it is not complete.
 
     Raises:
-        ValueError: a base that is no embedded model of the language, or several processes.
+        ValueError: the base is not an embedded DLM, or several processes would train the twin.
     """
-    from dlm_lens.experiments.one_token.language import toy, training_text
+    from dlm_lens.experiments.one_token.toy_language import toy, training_text
     from dlm_lens.files.locks import alone
     from dlm_lens.training import MaskedDiffusionTrainer
     from dlm_lens.training.checkpoints import last_checkpoint, step_of
@@ -83,8 +83,8 @@ def trained(base: str, ending: str, settings: Settings) -> Path:
 
 
 def training_settings(ending: str, settings: Settings, directory: Path) -> Any:
-    """As the trainer wants them."""
-    from dlm_lens.experiments.one_token.language import toy
+    """The trainer's settings of a twin."""
+    from dlm_lens.experiments.one_token.toy_language import toy
     from dlm_lens.training import DataSettings, Optimisation, TrainingSettings
 
     rate = settings["sft_rate"]
@@ -110,9 +110,9 @@ def training_settings(ending: str, settings: Settings, directory: Path) -> Any:
 
 
 def _name(base: str, ending: str, settings: Mapping[str, Any]) -> str:
-    """Of its directory; other settings have another."""
-    known = {name: settings[name] for name in ("sft_steps", "sft_rate", "sft_batch", "sft_seed")}
-    digest = hashlib.sha256(json.dumps({**known, "rows": ROWS}, sort_keys=True).encode()).hexdigest()[:8]
+    """Name of the directory, with a digest of the settings."""
+    values = {name: settings[name] for name in ("sft_steps", "sft_rate", "sft_batch", "sft_seed")}
+    digest = hashlib.sha256(json.dumps({**values, "rows": ROWS}, sort_keys=True).encode()).hexdigest()[:8]
     return f"{base}{ending}-{settings['sft_steps']}steps-{digest}"
 
 
@@ -121,14 +121,14 @@ def _check_base(base: str, ending: str) -> None:
 
     if base not in embedded_models() or base.endswith("-ar"):
         raise ValueError(
-            f"{base}{ending}: twins are trained of embedded DLMs, on their language; name a checkpoint of the "
-            "instruct model instead, as in --models BASE,INSTRUCT"
+            f"{base}{ending}: only embedded DLMs have twins, trained on their language; name a checkpoint of "
+            "the instruct model instead, as in --models BASE,INSTRUCT"
         )
 
 
 def _check_alone(base: str, ending: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"{base}{ending} is not trained yet, and the processes of an experiment take an item each; run the "
-            "command once in one process, then under torchrun"
+            f"{base}{ending} is not trained yet, and each process of an experiment computes other items; run "
+            "the command once in one process, then under torchrun"
         )

@@ -1,0 +1,151 @@
+"""Denoising runs with their received attention: what the figures of the paper are computed from."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxtyping import Float
+
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
+from dlm_lens.experiments.experiment import Bench, Cost, Experiment, Rendering, Table
+from dlm_lens.experiments.results import Item, Results, Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SMALL: dict[str, Any] = {
+    "models": ["toy", "toy-sink", "toy-ar"], "task": "toy_arithmetic", "prompts": 4, "batch": 4, "sampler": {},
+    "eps": 3.0, "chat": False, "keep": None,
+}  # fmt: skip
+"""Settings that all figures share, with the embedded models."""
+
+FULL: dict[str, Any] = {
+    **SMALL,
+    "models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B", "Gen-Verse/MMaDA-8B-MixCoT",
+               "meta-llama/Llama-3.1-8B-Instruct"],
+    "prompts": 32, "batch": 4, "sampler": {"gen_length": 128}, "chat": True,
+}  # fmt: skip
+"""Settings with the paper's models. The paper gives neither the prompts of its figures nor their number."""
+
+
+class PromptRun(NamedTuple):
+    """The run of one prompt.
+
+    Args:
+        run: the DenoisingRun of the item's prompts.
+        row: the prompt's row in it.
+        received: received attention of this row alone, by class of queries.
+    """
+
+    run: Any
+    row: int
+    received: dict[str, Any]
+
+
+def items(settings: Settings) -> Iterator[Item]:
+    """Each model in turn; each item has up to `batch` prompts."""
+    for model in settings["models"]:
+        for start in starts(settings):
+            yield {"model": model, "start": start}
+
+
+def record_prompts(
+    item: Item, settings: Settings, bench: Any, queries: Sequence[str] = ("all",)
+) -> list[PromptRun]:
+    """Denoise the item's prompts and record the attention that every key receives, per class of queries.
+
+    The setting `keep` names a directory for the recordings. A figure with equal settings reads them again.
+    """
+    import dlm_lens as dl
+
+    model = bench.model(item["model"])
+    texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
+    reducers = [dl.ReceivedAttention(queries=kind) for kind in queries]  # type: ignore[arg-type]
+    to = None
+    if settings["keep"]:
+        name = item["model"].replace("/", "--")
+        to = Path(settings["keep"]) / f"{name}-{item['start']}-{'-'.join(queries)}"
+    recording = dl.record(model, texts, reducers, to=to, **settings["sampler"])
+    found = {kind: dl.received_of(recording, kind) for kind in queries}  # type: ignore[arg-type]
+    return [
+        PromptRun(recording.run, row, {kind: one.part(rows=slice(row, row + 1)) for kind, one in found.items()})
+        for row in range(len(texts))
+    ]
+
+
+def head_pattern(
+    model: Any, run: Any, *, step: int, row: int, layer: int, head: int
+) -> "Float[Tensor, 'query key']":
+    """One head's attention pattern at a step: canvas queries without padding; canvas keys, then learned sinks."""
+    import torch
+
+    from dlm_lens.attention import SinkLayout, listening
+
+    patterns: list[Any] = []
+    point = model.get_decoder().layers[layer].self_attn.hook_pattern
+    content = run.attention_mask[row].bool()
+    ids = run.canvases[step, row][content]
+    with torch.inference_mode(), listening(model):
+        handle = point.register_forward_hook(lambda module, args, pattern: patterns.append(pattern[0, head]))
+        try:
+            model(input_ids=ids[None].to(model.device), use_cache=False)
+        finally:
+            handle.remove()
+    pattern, layout = patterns[0].float().cpu(), SinkLayout.of(model)
+    return layout.sinks_last(pattern[layout.canvas(len(pattern))])
+
+
+def cost(item: Item, settings: Settings) -> list[Cost]:
+    """One forward pass per step."""
+    rows = min(settings["batch"], settings["prompts"] - item["start"])
+    answer = int(settings["sampler"].get("gen_length", 32))
+    prompt = 32 if not settings["chat"] else 128
+    return [Cost(int(settings["sampler"].get("steps", answer)), rows, prompt + answer, item["model"])]
+
+
+def experiment(
+    *,
+    name: str,
+    shows: str,
+    title: str,
+    metric: str,
+    run: Callable[[Item, Settings, Bench], Mapping[str, Any]],
+    render: Callable[[Results], Rendering],
+    small: Settings | None = None,
+    full: Settings | None = None,
+    items: Callable[[Settings], Iterator[Item]] = items,
+    cost: Callable[[Item, Settings], Sequence[Cost]] = cost,
+    paper: Sequence[Table] = (),
+) -> Experiment:
+    """An `Experiment` on recorded runs; `small` and `full` replace or add to the shared settings."""
+    return Experiment(
+        name=name,
+        shows=shows,
+        title=title,
+        metric=metric,
+        small={**SMALL, **(small or {})},
+        full={**FULL, **(full or {})},
+        items=items,
+        run=run,
+        render=render,
+        cost=cost,
+        paper=paper,
+    )
+
+
+def sink_rule(settings: Settings) -> Any:
+    """Eq. 3 with the setting `eps`, on received attention relative to uniform."""
+    from dlm_lens.sinks import AboveMean
+
+    return AboveMean(settings["eps"])
+
+
+def rounded(values: Any, digits: int = 4) -> Any:
+    """Tensors, arrays and numbers as rounded JSON values; NaN and infinities become None."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, list | tuple):
+        return [rounded(value, digits) for value in values]
+    if isinstance(values, float):
+        return round(values, digits) if abs(values) < float("inf") else None
+    return values

@@ -1,0 +1,249 @@
+"""What Tables 1 to 5 share: items, one run, the table of results."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, exact_match
+from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, Verdict
+from dlm_lens.experiments.intervals import Interval, over_seeds, paired_over_seeds, plus_minus
+from dlm_lens.experiments.one_token import paper_scale
+from dlm_lens.experiments.one_token.miniature import LONGER, SCRATCH, VARIANTS, Miniature
+from dlm_lens.experiments.one_token.text_corpus import LENGTH
+from dlm_lens.experiments.results import Item, Results, Settings
+
+POSITIONS = 64
+"""Of a canvas of the synthetic language."""
+
+TEXT_SHAPE = "one-token-text"
+"""The networks of real English, in a plan."""
+
+SMALL: dict[str, Any] = {
+    "configs": [], "tasks": [], "overrides": [], "sft": "", "limit": None, "variants": ["plain", "sink", "gated"],
+    "start": SCRATCH, "seeds": 2, "steps": 150, "batch_size": 16, "corpus": 20_000, "optimizer": "muon",
+    "prompts": 8, "watched": 4, "validation": 64, "trained": "runs/one-token", "text": "",
+}  # fmt: skip
+"""A few minutes. `configs` empty: networks of 0.8 million parameters on the synthetic language, or, where `text`
+names real English (`read_text`), of 2.2 million on that; `trained`: where networks are kept, so that tables which
+share one train it once."""
+
+METRIC = "validation loss in nats (Eq. 3 and 4, fixed masks); differences paired by seed, intervals 95% Student's t"
+"""Exact match beside it has an interval over prompts (`exact_match`), which all seeds' networks are asked alike."""
+
+SHORT = (
+    "The budget is short: the networks are still learning, so a lower loss says that a network learns faster, not "
+    "that it ends better."
+)
+
+EVEN = "Attention spread evenly would put about 2% on each learned sink (one of some 50 keys)."
+
+EVEN_TEXT = (
+    f"Attention spread evenly would put {100 / (LENGTH + 1):.1f}% on one learned sink (one of {LENGTH + 1} keys)."
+)
+
+AR_TEXT = "an AR model of the same text"
+
+
+def small(variants: Sequence[str], **changed: Any) -> dict[str, Any]:
+    """The small settings of a table."""
+    return {**SMALL, "variants": list(variants), **changed}
+
+
+def full(variants: Sequence[str], configs: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
+    """The paper's settings: training configs, and cells of the table."""
+    return {
+        **SMALL, "variants": list(variants), "configs": list(configs), "tasks": list(tasks), "seeds": 1,
+        "trained": "runs/one-token-real",
+    }  # fmt: skip
+
+
+def items(settings: Settings) -> Iterator[Item]:
+    """Seed by seed, so that a run that is cut short leaves pairs.
+
+    Raises:
+        ValueError: a text beside configs, which name their own.
+    """
+    if settings["configs"]:
+        if settings.get("text"):
+            raise ValueError(
+                f"text={settings['text']} goes with --small; the configs of the full settings read data.path, as "
+                "in --set 'overrides=[\"data.path=FILE.txt\"]'"
+            )
+        yield from paper_scale.items(settings)
+        return
+    for seed in range(settings["seeds"]):
+        for variant in settings["variants"]:
+            yield {"variant": variant, "seed": seed}
+
+
+def run(item: Item, settings: Settings, bench: Any) -> Mapping[str, Any]:
+    """Train, unless it is trained, and measure."""
+    if "config" in item:
+        return paper_scale.run(item, settings)
+    from dlm_lens.experiments.one_token.metrics import measured
+
+    return measured(Miniature.of(item, settings), settings)
+
+
+def cost(item: Item, settings: Settings) -> list[Cost]:
+    """Training, validation, exact match and sinks."""
+    if "config" in item:
+        return paper_scale.cost(item, settings)
+    if settings["text"]:
+        return text_cost(item, settings)
+    shape = "toy-ar" if settings["start"] != SCRATCH else "toy"
+    passes = [
+        Cost(settings["steps"], settings["batch_size"], POSITIONS, shape, backward=True),
+        Cost(-(-settings["validation"] * 4 // 64), 64, POSITIONS, shape),
+        Cost(32 * 3, settings["prompts"], POSITIONS, shape),
+        Cost(32, settings["watched"], POSITIONS, shape),
+    ]
+    return passes
+
+
+def text_cost(item: Item, settings: Settings) -> list[Cost]:
+    """Likewise on a text; the first item of a conversion pays for the AR model that all share."""
+    first = item == next(items(settings))
+    shared = LONGER * settings["steps"] if first and settings["start"] != SCRATCH else 0
+    return [
+        Cost(settings["steps"] + shared, settings["batch_size"], LENGTH, TEXT_SHAPE, backward=True),
+        Cost(-(-settings["validation"] * 4 // 32), 32, LENGTH, TEXT_SHAPE),
+        Cost(16, settings["watched"], LENGTH, TEXT_SHAPE),
+    ]
+
+
+def losses(results: Results, variant: str) -> dict[int, float]:
+    """Validation loss by seed."""
+    return {record.item["seed"]: record.value["loss"] for record in results.where(variant=variant)}
+
+
+def difference(results: Results, variant: str, baseline: str) -> Interval:
+    """Validation loss minus the baseline's, paired by seed."""
+    return paired_over_seeds(losses(results, variant), losses(results, baseline))
+
+
+def number(results: Results, variant: str, pick: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
+    """One number of every seed that has it."""
+    found = (pick(record.value) for record in results.where(variant=variant))
+    return [value for value in found if value is not None]
+
+
+def on_text(results: Results) -> bool:
+    """Whether the results are of real English; older ones do not say."""
+    return bool(results.settings.get("text"))
+
+
+def variants(results: Results) -> list[str]:
+    """Those that have results, in order."""
+    return list(dict.fromkeys(record.item["variant"] for record in results.records))
+
+
+def tables(results: Results, baseline: str) -> list[Table]:
+    """Losses and exact match (on a text losses per byte), then sinks."""
+    given, text = results.settings, on_text(results)
+    source = f"{AR_TEXT} ({LONGER * given['steps']} steps)" if text else given["start"]
+    start = "from scratch" if given["start"] == SCRATCH else f"converted from {source}"
+    title = f"{start}, {given['steps']} steps of {given['batch_size']} x {LENGTH if text else POSITIONS} positions"
+    watched = "canvases of held-out text, with ever fewer masks" if text else "runs on held-out prompts of task A"
+    own = ["nats per byte"] if text else ["exact match A", "L", "F"]
+    return [
+        Table(title, ["", "seeds", "validation loss", "paired difference", *own],
+              [_quality(results, name, baseline) for name in variants(results)]),
+        Table(
+            f"sinks, learned or not, over the steps of {watched}: means over seeds, layers",
+            ["", "share of attention on learned sinks", "their value norm / others'",
+             "sinks found per pattern (eps = 3)", "their value norm / others' in the same state",
+             "main sink moved"],
+            [_sinks(results, name) for name in variants(results)],
+        ),
+    ]  # fmt: skip
+
+
+def _quality(results: Results, variant: str, baseline: str) -> list[str]:
+    own = list(losses(results, variant).values())
+    alone = variant == baseline or baseline not in variants(results)
+    apart = "-" if alone else plus_minus(difference(results, variant, baseline), sign=True)
+    if on_text(results):
+        cells = [plus_minus(over_seeds(number(results, variant, lambda value: value["loss_per_byte"])))]
+        return [VARIANTS[variant].label, str(len(own)), plus_minus(over_seeds(own)), apart, *cells]
+    cells = [str(exact_match(right(results, variant, task))) for task in ("A", "L", "F")]
+    return [VARIANTS[variant].label, str(len(own)), plus_minus(over_seeds(own)), apart, *cells]
+
+
+def right(results: Results, variant: str, task: str) -> dict[Prompt, float]:
+    """By prompt, the part of the seeds' networks that answer it right; all are asked the same."""
+    asked = zip(*(record.value["right"][task] for record in results.where(variant=variant)), strict=True)
+    return {(task, place): sum(seeds) / len(seeds) for place, seeds in enumerate(asked)}
+
+
+def _sinks(results: Results, variant: str) -> list[str]:
+    def cell(pick: Callable[[Mapping[str, Any]], float | None]) -> str:
+        values = number(results, variant, pick)
+        return plus_minus(over_seeds(values)) if values else "-"
+
+    return [
+        VARIANTS[variant].label, cell(share), cell(learned_ratio), cell(lambda value: value["found"]),
+        cell(found_ratio), cell(lambda value: value["moved"]),
+    ]  # fmt: skip
+
+
+def share(value: Mapping[str, Any]) -> float | None:
+    """Attention on the learned sinks, mean over layers."""
+    return sum(value["share"]) / len(value["share"]) if "share" in value else None
+
+
+def learned_ratio(value: Mapping[str, Any]) -> float | None:
+    """Value norm of the learned sinks over that of the canvas, each a mean over layers."""
+    return sum(value["norm"]) / sum(value["other"]) if "norm" in value else None
+
+
+def found_ratio(value: Mapping[str, Any]) -> float | None:
+    """Value norm of the sinks found by Eq. 3 over that of others in the same state."""
+    return value["found_norm"] / value["found_other"] if value["found_norm"] is not None else None
+
+
+def improves(paper: str, name: str, found: Interval, why: str = "") -> Finding:
+    """Whether a network has a lower validation loss."""
+    verdict: Verdict = "agrees" if found.high < 0 else "disagrees" if found.low > 0 else "undecided"
+    return Finding(paper, f"{name}: {plus_minus(found, sign=True)} nats, {found.n} seeds", verdict, why)
+
+
+def alike(paper: str, name: str, found: Interval, gain: Interval, why: str = "") -> Finding:
+    """Whether two networks are alike: they differ by less than half of what the sink token gains over none."""
+    half = abs(gain.value) / 2
+    verdict: Verdict = "undecided"
+    if -half < found.low and found.high < half:
+        verdict = "agrees"
+    elif found.low > half or found.high < -half:
+        verdict = "disagrees"
+    said = (
+        f"{name}: {plus_minus(found, sign=True)} nats, {found.n} seeds; half of the sink token's change: {half:.3f}"
+    )
+    return Finding(paper, said, verdict, why or "alike: the whole interval within half of the sink token's change")
+
+
+def no_better(paper: str, name: str, found: Interval, gain: Interval) -> Finding:
+    """Whether a network is no better: it gains less than half of what the sink token gains over none."""
+    half = abs(gain.value) / 2
+    verdict: Verdict = "undecided"
+    if found.low > -half:
+        verdict = "agrees"
+    elif found.high < 0:
+        verdict = "disagrees"
+    said = (
+        f"{name}: {plus_minus(found, sign=True)} nats, {found.n} seeds; half of the sink token's change: {half:.3f}"
+    )
+    why = "agrees: the whole interval above minus that half; disagrees: it goes below, and is wholly below zero"
+    return Finding(paper, said, verdict, why)
+
+
+def rendering(
+    results: Results, baseline: str, findings: Callable[[Results], Iterable[Finding]], needed: Sequence[str]
+) -> Rendering:
+    """The tables of a run, miniature or real; findings where every variant that they need has results."""
+    if results.settings["configs"]:
+        return Rendering([paper_scale.table(results)])
+    lacking = [name for name in needed if name not in variants(results)]
+    told = [] if lacking else list(findings(results))
+    without = [f"No comparison with the paper: {', '.join(lacking)} has no results."] if lacking else []
+    even = EVEN_TEXT if on_text(results) else EVEN
+    return Rendering(tables(results, baseline), {}, told, [*without, SHORT, even])
