@@ -34,8 +34,8 @@ canvases of about 55 positions) on the shipped word problems, one trained model 
 measurements work and where small models differ; they are not evidence about LLaDA, Dream or MMaDA. Figure 2 is
 a drawing.
 
-`python -m dlm_lens.experiments.attention_sinks.page` generates this page from `experiments/attention_sinks/results`,
-and `pytest tests/experiments/test_attention_sinks_page.py` checks that it is up to date. A verdict is a rule on the
+`python -m dlm_lens.experiments.attention_sinks.page` makes this page from `experiments/attention_sinks/results`;
+`pytest tests/experiments/test_attention_sinks_page.py` checks that it is up to date. A verdict is a rule on the
 numbers and their interval, given in the last column or in the experiment's file. The other paper:
 [results of "One Token Is Enough"](results_one_token.md).
 
@@ -57,7 +57,7 @@ With `--small` all 24 experiments of both papers took 14.5 minutes on one core o
 to 4 minutes each (2026-11-20).
 
 Every item (a model, a condition, some prompts) is on disk before the next begins. The same command resumes a killed
-run; a command with other settings is refused. `--set name=value` replaces a setting, for example `--set prompts=64`;
+run; a command with other settings is refused. `--set name=value` replaces a setting, as in `--set prompts=64`;
 `--set task=FILE.jsonl` uses your own prompts, and `--set task=humaneval` Table 1's other task.
 """
 
@@ -124,11 +124,10 @@ def _masked(found: Results) -> str:
         f"- **The cost of one sink depends on its definition.** Hidden per head, toy loses {-one.value:.2f} of "
         f"its exact match and toy-ar {-theirs.value:.2f}; one per layer {-layer.value:.2f} and "
         f"{-theirs_layer.value:.2f}. The paper does not say which it uses.\n"
-        f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere.** Five sinks per head change "
-        f"toy by "
-        f"{sinks}, five random columns by {counted}, and random columns that receive as much as five sinks by "
-        f"{weighed}. In toy-ar this does not hold: {baseline} for five sinks, {baseline_weighed} for random columns that "
-        "receive as much.\n"
+        f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere.** Five sinks per head "
+        f"change toy by {sinks}, five random columns by {counted}, and random columns that receive as much as "
+        f"five sinks by {weighed}. In toy-ar this does not hold: {baseline} for five sinks, {baseline_weighed} for "
+        "random columns that receive as much.\n"
         f"- **A learned sink token does not make the DLM robust here.** One sink per head changes toy-sink by "
         f"{change(found, 'toy-sink', 1)}; the learned one, which can be hidden like any other, is that sink in "
         f"{learned:.2f} of the maps."

@@ -150,8 +150,8 @@ def _notes(results: Results) -> Iterator[str]:
         "columns receive before they are hidden, in the runs of the condition itself. The control of the same "
         'mass takes random columns, never the sinks, until they receive as much (`mask_random(match="mass")`). It '
         "has to hide more of them, and where all other columns together receive less, it hides less. Its columns "
-        "differ between heads, so that other heads still see a column that one head lost; the sinks of two heads may "
-        "coincide."
+        "differ between heads, so that other heads still see a column that one head lost; the sinks of two heads "
+        "may coincide."
     )
     learned = [
         model for model in results.models if any(record.value["learned"] for record in results.where(model=model))

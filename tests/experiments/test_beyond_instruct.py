@@ -103,7 +103,7 @@ def test_counts_of_a_prompt_by_hand(compared: Any) -> None:
 
 def test_models_without_common_positions_are_refused() -> None:
     given = settings(prompts=1, batch=1, sampler={"gen_length": 8, "steps": 1})
-    with pytest.raises(ValueError, match="toy and toy-sink have no common positions, layers and heads"):
+    with pytest.raises(ValueError, match="toy and toy-sink do not share positions, layers and heads"):
         instruct_sinks.compare({"base": "toy", "instruct": "toy-sink", "start": 0}, given, Bench())
 
 
