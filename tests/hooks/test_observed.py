@@ -35,7 +35,7 @@ def test_a_pass_without_hooks_is_not_recorded(host: str) -> None:
 
     recorder.tap.show = counted
     run = (model if host == "denoise" else bridged, PROMPTS)
-    options = {**RUN, "hooks": [CLEAN, ablate("attn_out")], "host": recorder}
+    options = {**RUN, "hooks": [CLEAN, ablate("attn_out")], "observers": recorder}
     done = dl.denoise(*run, **options) if host == "denoise" else bridged.denoise(PROMPTS, **options)
     assert shown == [0, 1] * 3
     recorded = recorder.recording(done)
@@ -49,7 +49,7 @@ def test_what_is_mixed_is_recorded_as_hooks_left_it(host: str) -> None:
     model = tiny("sink_qwen", num_sinks=1, gated_attention=True)
     bridged = dl.bridge(model)
     recorder = recorder_of(host, model, bridged, [UpdateNorm()])
-    options = {**RUN, "hooks": [at_heads(ablate("z"), [1])], "host": recorder}
+    options = {**RUN, "hooks": [at_heads(ablate("z"), [1])], "observers": recorder}
     done = dl.denoise(model, PROMPTS, **options) if host == "denoise" else bridged.denoise(PROMPTS, **options)
     mixed = recorder.recording(done).mixed_norm.nan_to_num().amax((0, 1, 2, 4))
     assert mixed[1] == 0
