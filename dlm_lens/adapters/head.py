@@ -1,4 +1,4 @@
-"""From the decoder's states to logits: the output embedding, and what some families do to its output."""
+"""Logits from the decoder's states: the final norm, the output embedding, and the scaling of some families."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from dlm_lens.attention import check_ids
 
 
 def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_vocab"]:
-    """Logits of states that have passed the final norm: u = W_U h, then what the family does to u.
+    """Logits of states that have passed the final norm: u = W_U h, scaled as the config says.
 
     c tanh(u / c) with the config's `final_logit_softcapping` c (Gemma 2, 2408.00118, section 2), u times
     `logit_scale` (Cohere), u divided by `logits_scaling` (Granite), u times `lm_head_multiplier` (Falcon-H1).
-    `check_head` tells whether that is all.
+    `check_head` raises where a family does something else.
     """
     config = model.config.get_text_config()
     logits: Tensor = model.get_output_embeddings()(states)
@@ -50,36 +50,48 @@ def final_norm(model: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def check_head(model: Any, logits: Float[Tensor, "1 position d_vocab"]) -> None:
-    """Raise unless a model is causal, and `head_logits` of its decoder's states are its logits.
+def decoder_logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
+    """Logits of `check_ids` by way of the decoder and `head_logits`, as sampling computes them.
 
-    One pass of the decoder over two rows that differ in the last token.
+    Args:
+        model: in eval mode.
+
+    Raises:
+        ValueError: the model has no decoder or no output embedding, or a token changes the states before it: it is
+            not causal.
+    """
+    decoder, head = getattr(model, "get_decoder", lambda: None)(), model.get_output_embeddings()
+    if decoder is None or decoder is model or head is None:
+        raise ValueError(f"{type(model).__name__} has no decoder with an output embedding: it does not write text")
+    states = decoder(input_ids=check_ids(model), use_cache=False).last_hidden_state
+    first, second = states.float()  # their tokens differ at the last position
+    if not float((second - first)[:-1].abs().max()) <= _tolerance(model) * float(first.abs().max()):
+        raise ValueError(
+            f"the last token changes what {type(model).__name__} computes before it: it is no autoregressive model "
+            "(for an encoder, use dlm_lens.add_hook_points)"
+        )
+    return head_logits(model, states).float()
+
+
+def check_head(model: Any, logits: Float[Tensor, "2 position d_vocab"]) -> None:
+    """Raise unless a model is causal, and `head_logits` of its decoder's states are its logits.
 
     Args:
         model: in eval mode.
         logits: of `check_ids`, from the model itself.
 
     Raises:
-        ValueError: they are not, the model has no decoder or no output embedding, or a token changes the states
-            before it.
+        ValueError: they are not, or as `decoder_logits`.
     """
-    decoder, head = getattr(model, "get_decoder", lambda: None)(), model.get_output_embeddings()
-    if decoder is None or decoder is model or head is None:
-        raise ValueError(f"{type(model).__name__} has no decoder with an output embedding: it does not write text")
-    ids = check_ids(model).repeat(2, 1)
-    ids[1, -1] = 0
-    states = decoder(input_ids=ids, use_cache=False).last_hidden_state
-    once, other = states.float()
-    share = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
-    if not float((other - once)[:-1].abs().max()) <= share * float(once.abs().max()):
-        raise ValueError(
-            f"the last token changes what {type(model).__name__} computes before it: it is no autoregressive model "
-            "(for an encoder, use dlm_lens.add_hook_points)"
-        )
-    got, expected = head_logits(model, states[:1]).float(), logits.float()
-    tolerance = share * float(expected.abs().max())
+    got, expected = decoder_logits(model), logits.float()
+    tolerance = _tolerance(model) * float(expected.abs().max())
     if got.shape != expected.shape or not float((got - expected).abs().max()) <= tolerance:
         raise ValueError(
             f"the logits of {type(model).__name__} are not its output embedding applied to its decoder's states: "
             "sampling and lenses cannot read it"
         )
+
+
+def _tolerance(model: Any) -> float:
+    """Float error of states and logits, as a share of the largest one."""
+    return 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05

@@ -16,7 +16,7 @@ from transformers.utils import is_peft_available
 
 from dlm_lens.adapters import smollm2
 from dlm_lens.adapters.config_fields import REFUSALS, built_config
-from dlm_lens.adapters.head import check_head
+from dlm_lens.adapters.head import check_head, decoder_logits
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import CHECKPOINTS, check_model_name, embedded_models
@@ -127,20 +127,34 @@ def load(
 def check_model(model: Any) -> None:
     """Raise unless a few tokens show that hook points, head and causality are what the library takes them for.
 
+    Costs two forward passes for a model of our families, three for one of transformers.
+
     Raises:
         ValueError: they are not.
     """
     native = type(model).__module__.startswith("transformers.")
     try:
-        logits = check_hook_points(model, plain=native)
         if native:
-            check_head(model, logits)
+            _check_native(model)
+        else:
+            check_hook_points(model, plain=False)
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
     except REFUSALS as error:
         raise ValueError(
             f"a few tokens do not pass through {type(model).__name__} ({one_line(error)}): check its config.json"
         ) from error
+
+
+def _check_native(model: Any) -> None:
+    """Check the hook points and the head of a model of transformers."""
+    try:
+        # Sampling's logits with idle hook points, compared with the model's own logits without any.
+        check_hook_points(model, idle=decoder_logits(model))
+    except ValueError:
+        # With a pass of its own for each check, to name the part that is at fault.
+        check_head(model, check_hook_points(model))
+        raise
 
 
 def _supported(attn_implementation: str, model_class: Any) -> str:

@@ -27,8 +27,12 @@ def attention_blocks(model: Any) -> list[nn.Module]:
     Raises:
         ValueError: there are none.
     """
-    layers = (module for module in model.modules() if unwrapped(module) is module)
-    blocks = [layer for layer in layers if any(is_hooked_attention(unwrapped(child)) for child in layer.children())]
+    blocks = [
+        layer
+        for layer in model.modules()
+        if unwrapped(layer) is layer
+        and any(is_hooked_attention(unwrapped(child)) for child in layer._modules.values())
+    ]
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
     return blocks

@@ -1,7 +1,9 @@
 """`check_hook_points`: a few tokens through a model, with and without hooks."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,20 +19,24 @@ TOKENS = 7
 
 
 @torch.no_grad()
-def check_hook_points(model: Any, *, plain: bool = True) -> Float[Tensor, "1 position d_vocab"]:
+def check_hook_points(
+    model: Any, *, plain: bool = True, idle: Float[Tensor, "2 position d_vocab"] | None = None
+) -> Float[Tensor, "2 position d_vocab"]:
     """Run a few tokens and raise unless hook points change nothing, show the pattern, and edits act.
 
     Logits with idle hook points equal those of the plain attention function; with patterns formed they agree to
     float error; every hook point fires once; rows of the patterns sum to 1 (or less, with a spare softmax entry);
-    an edit of the first pattern changes the logits. Rotation does nothing at position 0: where the query before it
-    has another direction there than the query after it, `hook_q` and `hook_k` are taken away. Where what attention
-    and MLP add does not sum to what a layer adds (Granite scales it), the sites "attn_out" and "mlp_out" are
-    refused from then on.
+    an edit of the first pattern, in the second row alone, changes that row's logits.
+
+    Rotation does nothing at position 0: where the query before it has another direction there than the query after
+    it, `hook_q` and `hook_k` are removed. Where the outputs of attention and MLP do not sum to what a layer adds to
+    the residual stream (Granite scales them), the sites "attn_out" and "mlp_out" are refused from then on.
 
     Args:
         model: with hook points.
         plain: compare with the model's own attention function; off for families whose attention function does
             more (sink tokens, a float32 rotation).
+        idle: logits of `check_ids` with idle hook points, where they are known; saves a pass.
 
     Returns:
         The logits of `check_ids`, with idle hook points.
@@ -40,40 +46,37 @@ def check_hook_points(model: Any, *, plain: bool = True) -> Float[Tensor, "1 pos
     """
     modules = hooked_attentions(model)
     training = model.training
-    model.eval()
+    if training:
+        model.eval()
     try:
-        idle = _logits(model)
+        idle = _logits(model) if idle is None else idle.float()
         if plain:
             with _plain_attention(modules):
                 expected = _logits(model)
             _compare(model, idle, expected, "idle hook points")
-        with _keeping(modules) as seen, _adding(model):
-            listening = _logits(model)
-        _compare(model, listening, idle, "materialised patterns")
-        _check_firing(modules, seen)
-        if not _same_at_origin(modules, seen):
+        with _kept_activations(modules) as kept, _summed_parts(model), _second_row_edited(modules[0]):
+            edited = _logits(model)
+        _compare(model, edited[:1], idle[:1], "materialised patterns")
+        _check_activations(modules, kept)
+        if not all(each.unrotated_at_origin() for each in kept):
             for attention in modules:
                 for name in ("hook_q", "hook_k"):
                     attention._modules.pop(name, None)
-        with _halved(modules[0]):
-            edited = _logits(model)
-        if torch.equal(edited, listening):
-            raise ValueError(
-                f"an edit of the pattern of {type(modules[0]).__name__} does not reach the logits of "
-                f"{type(model).__name__}: its attention cannot be hooked"
-            )
+        _check_edit(model, modules[0], idle, edited)
     finally:
-        model.train(training)
+        if training:
+            model.train()
     return idle
 
 
-def check_ids(model: Any) -> Int[Tensor, "1 position"]:
-    """The ids that checks run on: 1, 2, ..., `TOKENS`."""
-    ids = torch.arange(1, TOKENS + 1, device=input_device(model))[None]
+def check_ids(model: Any) -> Int[Tensor, "2 position"]:
+    """The ids that checks run on: 1, 2, ..., `TOKENS`, and a second row with another last token."""
+    ids = torch.arange(1, TOKENS + 1, device=input_device(model)).repeat(2, 1)
+    ids[1, -1] = 0
     return ids % len(model.get_input_embeddings().weight)
 
 
-def _logits(model: Any) -> Float[Tensor, "1 position d_vocab"]:
+def _logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
     output = model(input_ids=check_ids(model), use_cache=False)
     logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
     return logits.float()
@@ -81,6 +84,7 @@ def _logits(model: Any) -> Float[Tensor, "1 position d_vocab"]:
 
 @contextmanager
 def _plain_attention(modules: list[Any]) -> Iterator[None]:
+    """The modules with their own configs, and so with transformers' attention function."""
     dispatched = [attention.config for attention in modules]
     for attention in modules:
         attention.config = attention.config.wrapped
@@ -91,43 +95,68 @@ def _plain_attention(modules: list[Any]) -> Iterator[None]:
             attention.config = config
 
 
+@dataclass
+class _Activations:
+    """Activations of one attention module, by hook point, in the order in which they were computed."""
+
+    values: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def hook(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        """A forward hook that keeps the activation of a hook point."""
+
+        def keep(module: nn.Module, inputs: Any, value: Tensor) -> None:
+            self.values[name].append(value)
+
+        return keep
+
+    def unrotated_at_origin(self) -> bool:
+        """Whether queries before and after rotation have the same direction at the first position.
+
+        True for an attention without `hook_q`; two queries of zeros have the same direction.
+        """
+        if not self.values["q"]:
+            return True
+        before, after = self.values["q"][0], self.values["rot_q"][0]
+        if before.shape != after.shape:
+            return False
+        before, after = before[:, 0].float(), after[:, 0].float()
+        lengths = before.norm(dim=-1), after.norm(dim=-1)
+        aligned = (before * after).sum(-1) >= 0.99 * lengths[0] * lengths[1]
+        return bool((aligned & ((lengths[0] == 0) == (lengths[1] == 0))).all())
+
+
 @contextmanager
-def _keeping(modules: list[Any]) -> Iterator[dict[tuple[int, str], list[Tensor]]]:
-    seen: dict[tuple[int, str], list[Tensor]] = {}
-    handles = []
-    for index, attention in enumerate(modules):
-        for name in ("q", "rot_q", "pattern", "z"):
-            point = attention._modules.get(f"hook_{name}")
-            if point is not None:
-
-                def keep(
-                    module: nn.Module, inputs: Any, value: Tensor, place: tuple[int, str] = (index, name)
-                ) -> None:
-                    seen.setdefault(place, []).append(value)
-
-                handles.append(point.register_forward_hook(keep))
+def _kept_activations(modules: list[Any]) -> Iterator[list[_Activations]]:
+    """Keep q, rot_q, pattern and z of every module in the forward passes of the block."""
+    kept = [_Activations() for _ in modules]
+    handles = [
+        attention._modules[f"hook_{name}"].register_forward_hook(each.hook(name))
+        for attention, each in zip(modules, kept, strict=True)
+        for name in ("q", "rot_q", "pattern", "z")
+        if f"hook_{name}" in attention._modules
+    ]
     try:
-        yield seen
+        yield kept
     finally:
         for handle in handles:
             handle.remove()
 
 
 @contextmanager
-def _adding(model: Any) -> Iterator[None]:
-    """See what each layer adds to the residual stream, and whether attention and MLP are its parts."""
+def _summed_parts(model: Any) -> Iterator[None]:
+    """Find out in a forward pass whether attention's and the MLP's outputs sum to what each layer adds."""
     handles = []
     for block in attention_blocks(model):
         attention = attention_of(block)
-        found: list[Tensor] = []
         attention.adds_up = True
         try:
             parts = [adding_module(block, site) for site in ("attn_out", "mlp_out")]
         except ValueError:
             attention.adds_up = False
             continue
-        handles += [part.register_forward_hook(_collect(found)) for part in parts]
-        handles.append(block.register_forward_hook(_compare_sum(attention, found), with_kwargs=True))
+        outputs: list[Tensor] = []
+        handles += [part.register_forward_hook(_collect(outputs)) for part in parts]
+        handles.append(block.register_forward_hook(_compare_sum(attention, outputs), with_kwargs=True))
     try:
         yield
     finally:
@@ -135,32 +164,42 @@ def _adding(model: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _collect(found: list[Tensor]) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        found.append(output if isinstance(output, Tensor) else output[0])
+def _collect(outputs: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+    def collect(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
 
-    return hook
+    return collect
 
 
-def _compare_sum(attention: Any, found: list[Tensor]) -> Any:
-    def hook(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
+def _compare_sum(attention: Any, outputs: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any], Any], None]:
+    def compare(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
         before = inputs[0] if inputs else options["hidden_states"]
         after = output if isinstance(output, Tensor) else output[0]
-        # With layers over several devices a module's input may lie elsewhere than its output.
+        # With layers over several devices a module's input may be on another device than its output.
         added = (after - before.to(after.device)).float()
-        parts = sum(part.to(after.device).float().reshape(after.shape) for part in found)
+        parts = sum(part.to(after.device).float().reshape(after.shape) for part in outputs)
         # Float error, in bfloat16 of the stream itself.
         scale = 1e-3 if before.dtype in (torch.float32, torch.float64) else 0.05
-        attention.adds_up = len(found) == 2 and bool(
+        attention.adds_up = len(outputs) == 2 and bool(
             (added - parts).abs().max() <= scale * after.float().abs().max()
         )
 
-    return hook
+    return compare
 
 
 @contextmanager
-def _halved(attention: Any) -> Iterator[None]:
-    handle = attention.hook_pattern.register_forward_hook(lambda module, inputs, pattern: pattern * 0.5)
+def _second_row_edited(attention: Any) -> Iterator[None]:
+    """Hide every other key in the pattern of the second row of a batch; the first row stays.
+
+    A factor for all keys would not do: a norm after attention (Gemma 2) undoes it.
+    """
+
+    def hide(module: nn.Module, inputs: Any, pattern: Tensor) -> Tensor:
+        edited = pattern.clone()
+        edited[1:, :, :, ::2] = 0
+        return edited
+
+    handle = attention.hook_pattern.register_forward_hook(hide)
     try:
         yield
     finally:
@@ -178,18 +217,18 @@ def _compare(model: Any, got: Tensor, expected: Tensor, what: str) -> None:
         )
 
 
-def _check_firing(modules: list[Any], seen: dict[tuple[int, str], list[Tensor]]) -> None:
-    for index, attention in enumerate(modules):
-        kind = type(attention).__name__
-        fired = len(seen.get((index, "z"), ()))
-        if fired != 1:
+def _check_activations(modules: list[Any], kept: list[_Activations]) -> None:
+    """Raise unless every hook point fired once, and rows of the patterns sum to at most 1."""
+    for attention, each in zip(modules, kept, strict=True):
+        kind, values = type(attention).__name__, each.values
+        if len(values["z"]) != 1:
             raise ValueError(
-                f"{kind} calls its attention function {fired} times in a forward pass, and not once: its attention "
-                "cannot be hooked"
+                f"{kind} calls its attention function {len(values['z'])} times in a forward pass, and not once: "
+                "its attention cannot be hooked"
             )
-        if "q" in {name for place, name in seen if place == index} and len(seen[index, "q"]) != 1:
-            raise ValueError(f"{kind} projects its queries {len(seen[index, 'q'])} times in a forward pass")
-        sums = seen[index, "pattern"][0].float().sum(-1)
+        if len(values["q"]) > 1:
+            raise ValueError(f"{kind} projects its queries {len(values['q'])} times in a forward pass")
+        sums = values["pattern"][0].float().sum(-1)
         if not bool(((sums >= -1e-3) & (sums <= 1 + 2e-2)).all()):
             raise ValueError(
                 f"rows of the pattern of {kind} sum to {float(sums.min()):.3g} to {float(sums.max()):.3g}, and not "
@@ -197,15 +236,16 @@ def _check_firing(modules: list[Any], seen: dict[tuple[int, str], list[Tensor]])
             )
 
 
-def _same_at_origin(modules: list[Any], seen: dict[tuple[int, str], list[Tensor]]) -> bool:
-    """Whether queries before and after rotation point the same way at the first position."""
-    for index in range(len(modules)):
-        before, after = seen.get((index, "q")), seen[index, "rot_q"][0]
-        if before is None:
-            continue
-        if before[0].shape != after.shape:
-            return False
-        pair = before[0][:, 0].float(), after[:, 0].float()
-        if float(torch.cosine_similarity(*pair, dim=-1).min()) < 0.99:
-            return False
-    return True
+def _check_edit(model: Any, attention: Any, idle: Tensor, edited: Tensor) -> None:
+    """Raise unless the second row, whose first pattern was edited, differs by more than float error.
+
+    Float error is the difference of the first row, of which another kernel formed the pattern, or a few units in
+    the last place of the largest logit.
+    """
+    change, error = ((edited - idle)[row].abs().max() for row in (1, 0))
+    units = 4 * min(torch.finfo(model.dtype).eps, 1e-3) if model.dtype.is_floating_point else 4e-3
+    if not float(change) > max(2 * float(error), units * float(idle.abs().max())):
+        raise ValueError(
+            f"an edit of the pattern of {type(attention).__name__} does not reach the logits of "
+            f"{type(model).__name__}: its attention cannot be hooked"
+        )

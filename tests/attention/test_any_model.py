@@ -270,6 +270,40 @@ def test_the_check_takes_away_a_query_that_is_not_the_one_that_is_rotated() -> N
     assert not any(hasattr(attention, "hook_q") for attention in hooked_attentions(model))
 
 
+@pytest.mark.parametrize("layers", [[0], [0, 1, 2]])
+def test_the_check_keeps_queries_of_zeros(layers: list[int]) -> None:
+    """Two vectors of zeros have no angle between them, and none that differs."""
+    model = build("llama")
+    for layer in layers:
+        torch.nn.init.zeros_(model.model.layers[layer].self_attn.q_proj.weight)
+    add_hook_points(model)
+    check_hook_points(model)
+    assert all(hasattr(attention, "hook_q") for attention in hooked_attentions(model))
+
+
+class Deaf(LlamaAttention):
+    """An attention whose output is left out of the residual stream."""
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Any:
+        output, pattern = super().forward(hidden_states, **options)
+        return output * 0, pattern
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_edit_that_does_not_reach_the_logits_is_refused_by_the_check(dtype: torch.dtype) -> None:
+    model = build("llama")
+    model.model.layers[0].self_attn = Deaf(model.config, 0)
+    add_hook_points(model.to(dtype))
+    with pytest.raises(ValueError, match="an edit of the pattern of Deaf does not reach the logits of Llama"):
+        check_hook_points(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_check_passes_in_every_dtype(kind: str, dtype: torch.dtype) -> None:
+    check_hook_points(add_hook_points(build(kind).to(dtype)))
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_copies_and_pickles_have_hook_points_of_their_own(kind: str) -> None:
     model = add_hook_points(build(kind))
