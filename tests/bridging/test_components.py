@@ -45,7 +45,7 @@ def test_an_edit_of_resid_mid_is_an_edit_of_the_stream(tl: Any) -> None:
     # What is set at the end of the layer by hand gives the same logits.
     by_hand = tl.run_with_hooks(IDS, fwd_hooks=[("blocks.0.hook_resid_post", lambda t, hook: mid + added)])
     torch.testing.assert_close(logits, by_hand)
-    # Nothing is left behind, and a hook that returns None changes nothing.
+    # No hook remains, and a hook that returns None changes nothing.
     assert torch.equal(
         tl(IDS), tl.run_with_hooks(IDS, fwd_hooks=[("blocks.0.hook_resid_mid", lambda t, hook: None)])
     )

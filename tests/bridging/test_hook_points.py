@@ -102,7 +102,7 @@ def test_q_k_v_have_the_layout_of_the_native_hook_points() -> None:
 
 @torch.no_grad()
 def test_hook_z_times_w_o_is_what_attention_writes() -> None:
-    """Also behind a gate: hook_z is what the output projection reads."""
+    """Also with a gate: hook_z is the input of the output projection."""
     for case in ("llada", "gated-sink"):
         tl = dl.bridge(model_of(case))
         _, cache = tl.run_with_cache(some_ids())

@@ -91,15 +91,15 @@ def test_one_activation_answers_to_all_its_names() -> None:
 
 
 def test_nothing_outside_the_filter_is_kept() -> None:
-    """The bytes alive behind the cache are those of what was asked for, and as many as were foretold."""
+    """The bytes of the cache are those of the requested activations, as computed in advance."""
     tl = dl.bridge("toy")
     for filter_, slices in ((patterns, None), ("blocks.1.attn.hook_q", None), ("blocks.1.hook_resid_post", (2, 4))):
         run, cache = tl.denoise_with_cache(PROMPT, names_filter=filter_, cache_steps=[0, 5], pos_slice=slices)
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in cache.values.values()}
         assert sum(storages.values()) == cache.nbytes
         if slices is None:
-            foretold = tl.bytes_per_step(filter_, positions=run.tokens.shape[1])
-            assert cache.nbytes == 2 * sum(foretold.values())
+            predicted = tl.bytes_per_step(filter_, positions=run.tokens.shape[1])
+            assert cache.nbytes == 2 * sum(predicted.values())
     assert cache["blocks.1.hook_resid_post"].shape == (2, 1, 2, 128)
 
 
@@ -109,11 +109,11 @@ def test_the_cost_of_a_name_is_known_beforehand(case: str) -> None:
     settings = {"steps": 2, "gen_length": 13, "cache_steps": 1}
     _, cache = tl.denoise_with_cache(torch.tensor(IDS * 3), **{**settings, "steps": 13})
     rows = {name: value for (name, _), value in cache.values.items()}
-    foretold = tl.bytes_per_step(None, positions=19, rows=3)
-    assert foretold.keys() == rows.keys()
+    predicted = tl.bytes_per_step(None, positions=19, rows=3)
+    assert predicted.keys() == rows.keys()
     for name, value in rows.items():
         batch = 1 if value.shape[0] == 1 else 3  # rotary tables have no batch axis
-        assert foretold[name] == value.numel() * value.element_size() * 3 // batch, name
+        assert predicted[name] == value.numel() * value.element_size() * 3 // batch, name
 
 
 def test_a_request_that_does_not_fit_is_refused_with_the_number_and_the_remedy() -> None:

@@ -85,19 +85,19 @@ def test_an_edit_at_one_step_is_that_of_an_independent_network() -> None:
         )
 
 
-def test_what_a_hook_is_told() -> None:
+def test_the_step_that_a_hook_receives() -> None:
     model = model_of("sink")
     tl = dl.bridge(model)
-    told: list[Any] = []
+    received: list[Any] = []
     run = tl.denoise(
         IDS,
         steps=6,
         gen_length=6,
         block_length=3,
-        fwd_hooks=[("blocks.0.attn.hook_q", lambda q, hook: told.append(hook))],
+        fwd_hooks=[("blocks.0.attn.hook_q", lambda q, hook: received.append(hook))],
     )
-    assert len(told) == 6
-    for step, hook in enumerate(told):
+    assert len(received) == 6
+    for step, hook in enumerate(received):
         assert (hook.step, hook.total, hook.layer(), hook.name) == (step, 6, 0, "blocks.0.attn.q.hook_out")
         assert torch.equal(hook.tokens, run.canvases[step])
         assert torch.equal(hook.masked, run.masked[step])
@@ -214,7 +214,7 @@ def test_hooks_that_ask_find_the_clean_statistics() -> None:
 
 @pytest.mark.parametrize("site", ["q", "rot_k", "v", "z", "attn_out", "mlp_out", "resid"])
 def test_every_site_is_where_the_native_model_has_it(site: Any) -> None:
-    """Adding a number commutes with nothing: z before or behind the gate, q before or behind the rotation."""
+    """Adding a number commutes with nothing: z before or after the gate, q before or after the rotation."""
 
     class Shift:
         def __call__(self, tensor: Tensor, hook: Any = None) -> Tensor:
