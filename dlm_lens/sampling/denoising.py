@@ -119,6 +119,8 @@ def denoise(
         if hooks or any(observer.whole_prefix for observer in observers):
             given = _without_cache(given)
         logits = "needed"
+    elif reference_quirks and not algorithm.sampler.has_quirks:
+        raise ValueError(f"the {algorithm.name} sampler has no reference quirks; leave reference_quirks out")
     run = _prepare(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}

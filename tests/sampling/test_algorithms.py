@@ -1,0 +1,94 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.adapters import family_of
+from dlm_lens.sampling import StoredRun, algorithms, samplers
+from dlm_lens.testing import tiny
+
+LEFTMOST = '''
+"""A sampler that unmasks the leftmost masks, as many at every step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dlm_lens.sampling.algorithms import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.samplers.base import Sampler, Select
+from dlm_lens.sampling.settings import answer_settings
+
+
+@dataclass(frozen=True)
+class LeftmostSettings:
+    steps: int
+    gen_length: int
+
+
+class Propose(torch.nn.Module):
+    def forward(self, canvas, logits, evaluated, eligible):
+        tokens = canvas.masked_scatter(evaluated, logits[:, :-5].argmax(-1))
+        order = -torch.arange(canvas.shape[1]).float().expand(canvas.shape)
+        return Proposal(tokens, order.masked_fill(~eligible, -torch.inf))
+
+
+class LeftmostSampler(Sampler):
+    has_quirks = False
+
+    def __init__(self, settings, noise, ids, *, reference_quirks=False):
+        super().__init__()
+        self.steps, self.propose, self.select = settings.steps, Propose(), Select()
+
+    def plans(self, prompt_length, positions):
+        span = (prompt_length, positions)
+        return [StepPlan(step, self.steps, 0, span, self.steps - step) for step in range(self.steps)]
+
+    def eligible(self, masked, plan):
+        return masked
+
+    def count(self, eligible, masked, plan):
+        return (eligible.sum(-1) + plan.remaining - 1) // plan.remaining
+
+
+ALGORITHM = Algorithm("leftmost", LeftmostSettings, LeftmostSampler, answer_settings)
+'''
+
+
+def test_algorithms_are_found_by_their_files() -> None:
+    found = algorithms()
+    assert list(found) == ["causal", "dream", "llada", "smdm"]
+    assert [name for name, algorithm in found.items() if algorithm.sampler.autoregressive] == ["causal"]
+    assert [name for name, algorithm in found.items() if not algorithm.sampler.has_quirks] == ["causal"]
+
+
+@pytest.fixture
+def leftmost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "leftmost.py").write_text(LEFTMOST)
+    monkeypatch.setattr(samplers, "__path__", [*samplers.__path__, str(tmp_path)])
+    algorithms.cache_clear()
+    model: Any = tiny("llada")
+    model.sampler_defaults = {"gen_length": 6, "steps": 3}
+    monkeypatch.setitem(family_of("llada").samplers, "leftmost", {})
+    model.config.sampler = "leftmost"
+    yield model
+    algorithms.cache_clear()
+    sys.modules.pop("dlm_lens.sampling.samplers.leftmost")
+
+
+def test_an_algorithm_is_one_file(leftmost: Any) -> None:
+    run = dl.denoise(leftmost, [[1, 2, 3], [4]])
+    assert run.settings == {"sampler": "leftmost", "gen_length": 6, "steps": 3, "seeds": (0, 0)}
+    assert run.step_of[:, 3:].tolist() == [[0, 0, 1, 1, 2, 2]] * 2
+    assert not run.autoregressive
+    assert StoredRun(leftmost, run).states(1).shape == (1, 8, 32)
+    recorder = dl.Recorder(leftmost, [dl.recording.ReceivedAttention()])
+    recorded = recorder.recording(dl.denoise(leftmost, [[1, 2, 3], [4]], observers=recorder))
+    again = dl.recording.rerun(leftmost, run, [dl.recording.ReceivedAttention()])
+    assert recorded.received.nan_to_num(-1).equal(again.received.nan_to_num(-1))
+    with pytest.raises(
+        ValueError, match="the leftmost sampler has no setting 'cfg_scale'; it has steps, gen_length"
+    ):
+        dl.denoise(leftmost, [1, 2], cfg_scale=1.0)
