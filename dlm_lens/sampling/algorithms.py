@@ -21,12 +21,15 @@ class Algorithm:
         settings: the frozen dataclass of its settings, which raises ValueError for values that cannot be.
         sampler: the subclass of `Sampler`, called as `sampler(settings, noise, ids, reference_quirks=)`.
         resolve: fills in the settings that the caller left out.
+        corruption: how its authors mask texts for a Monte Carlo likelihood (`likelihood/corruption.py`), with their
+            settings; None if they published none.
     """
 
     name: str
     settings: type[Any]
     sampler: type[Any]
     resolve: Resolve
+    corruption: Any = None
 
 
 @cache

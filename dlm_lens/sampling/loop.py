@@ -41,36 +41,36 @@ def run_sampler(
         sampler: plans the steps, and proposes and selects at each.
         canvas: the first canvas.
         history: where the steps are kept.
-        is_masked: which positions are masked; called again at every step, for edits of the canvas count.
+        is_masked: which positions are masked; called at every step, after edits of the canvas.
         logits: where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
         on_logits: as for `dlm_lens.denoise`.
         on_canvas: as for `dlm_lens.denoise`.
         progress: show a progress bar.
         observers: called at every step, in order.
-        noise: where the sampler's random numbers come from.
+        noise: the source of the sampler's random numbers.
         resume: an unfinished run that this one continues.
 
     Raises:
         NonFiniteLogitsError: its `partial` is the `DenoisingRun` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
-    guests = RunObservers(observers, [sampler] if noise is None else [noise, sampler])
-    own_forward = logits == "all" or guests.needs_full_logits
-    sampler.proposes_all = guests.proposes_all
+    observing = RunObservers(observers, [sampler] if noise is None else [noise, sampler])
+    own_forward = logits == "all" or observing.needs_full_logits
+    sampler.proposes_all = observing.proposes_all
     if resume is not None:
         canvas = _resumed(resume, history, noise, sampler)
         plans = [] if resume.state.over else plans[len(resume.steps) :]
     rows = int(network.model.get_input_embeddings().weight.shape[0])
-    guests.start(sampler, history)
+    observing.start(sampler, history)
     run, step = sampler.progress
     for plan in tqdm(plans, desc=run, unit=step, disable=not progress):
         canvas = _edited(on_canvas, plan.index, canvas, rows)
-        canvas = guests.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive)
+        canvas = observing.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive)
         masked = is_masked(plan.index, canvas)
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
         edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)
-        found = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=guests.grad, edit=edit)
+        found = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit)
         try:
             check_finite(found, evaluated, plan.index)
             canvas, proposal, unmasked = sampler(canvas, found, evaluated, masked, plan)
@@ -79,10 +79,10 @@ def run_sampler(
             raise
         history.finish(plan, proposal, unmasked)
         over = sampler.finished(canvas, plan)
-        guests.finish(plan, canvas, proposal, unmasked, over=over)
+        observing.finish(plan, canvas, proposal, unmasked, over=over)
         if over:
             break
-    guests.stop()
+    observing.stop()
     done = len(history.plans)
     canvas = _edited(on_canvas, done, canvas, rows)
     history.start(canvas, is_masked(done, canvas))

@@ -75,10 +75,10 @@ class CanvasLogits:
     """Logits of canvases for one run: the model, its padding mask, and guidance.
 
     Guidance (ML-GSAI/LLaDA, generate.py): u + (scale + 1) (c - u), where u comes from a canvas
-    whose `fixed` positions (everything that was no mask at the start) are masked. Both halves go through one
+    whose `fixed` positions (all that were not masked at the start) are masked. Both halves go through one
     forward, conditional first.
 
-    With `shift` the output at i - 1 predicts position i; None for what the model's config says.
+    With `shift` the output at i - 1 predicts position i; None takes `logit_shift` of the model's config.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class CanvasLogits:
         if not self.cfg_scale:
             return canvas
         if self.fixed is None or self.mask_token_id is None:
-            raise ValueError("guidance needs to know which positions are fixed and the mask token id")
+            raise ValueError("guidance needs `fixed`, the positions that it masks, and `mask_token_id`")
         return torch.cat([canvas, canvas.masked_fill(self.fixed, self.mask_token_id)])
 
     def _guided(self, logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Noise(Protocol):
     def masked_columns(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
     ) -> Float[Tensor, "evaluated width"]:
-        """Likewise, where the reference draws for the evaluated positions alone."""
+        """The same, where the reference draws numbers for the evaluated positions only."""
         ...
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
@@ -64,7 +64,7 @@ class RowNoise:
         return {"noise": torch.stack([generator.get_state() for generator in self.generators])}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Draw on from a state."""
+        """Continue from a state."""
         for generator, row in zip(self.generators, state["noise"], strict=True):
             generator.set_state(row.cpu().clone())
 
@@ -134,7 +134,7 @@ class SharedNoise:
         return {"noise": self.generator.get_state()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Draw on from a state."""
+        """Continue from a state."""
         self.generator.set_state(state["noise"].cpu().clone())
 
     def columns(

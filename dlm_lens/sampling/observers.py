@@ -106,7 +106,7 @@ class RunObserver:
     """Base class of the objects that follow a run: `denoise(observers=...)` calls their methods in this order.
 
     `use_network` once, `start` once, `step` and `finish` (and `keep`) at every step, `stop` after the last step,
-    `close` however the run ends. Each does nothing unless a subclass says otherwise.
+    `close` however the run ends. The base class's methods do nothing.
 
     Attributes:
         grad: the network's forward passes keep their graphs.

@@ -17,16 +17,16 @@ def from_prompt(
 ) -> pd.DataFrame:
     """A table of canvas positions with positions that count from the prompt's first token.
 
-    If any row has padding, the canvas position, which indexes arrays, stands beside each as `canvas_position` (of
-    `came_from` `canvas_came_from`); else the two are one. A learned sink token, which stands beside the canvas, has
-    neither (NA).
+    If any row has padding, a second column `canvas_position` (`canvas_came_from` for `came_from`) holds the canvas
+    position, which indexes arrays; without padding the two are equal. A learned sink token, which is not on the
+    canvas, has neither (NA).
 
     Args:
         table: with the columns `names`.
-        padding: how many positions of each row stand before its first token; None for none.
+        padding: positions of padding before each row's first token; None for none.
         canvas: how many positions the canvas has.
         names: the columns; -1 and missing values stay as they are.
-        rows: the column that says whose padding is meant; row 0's without it.
+        rows: the column with the batch row of each line; without that column all lines are of row 0.
     """
     padded = padding is not None and bool((padding > 0).any())
     for name in names:

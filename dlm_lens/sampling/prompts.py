@@ -34,8 +34,8 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
         prompt: a text or a list of texts; a list of chat messages ({"role", "content"}) or a list of such lists;
             ids as a tensor or array `[position]` or `[batch, position]`, a list, or lists of unequal length; or
             what a tokenizer returns (a mapping with "input_ids" and perhaps "attention_mask").
-        attention_mask: 1 for content, 0 for padding on the left; only beside rectangular ids. It may go on over
-            the answer, which is content, as MMaDA's does.
+        attention_mask: 1 for content, 0 for padding on the left; only with rectangular ids. It may cover the
+            answer too, which is content, as MMaDA's does.
 
     Raises:
         ValueError: an empty prompt or one of an unknown kind, ids without an embedding row, padding on the right,
@@ -121,7 +121,7 @@ def warn_beyond_context(model: Any, positions: int) -> None:
     """Warn if the canvas is longer than the model was trained for.
 
     Raises:
-        ValueError: it is so much longer that nothing comes of it, and attention over it may never end.
+        ValueError: it is more than `MOST_CONTEXTS` times as long.
     """
     trained = getattr(model.config, "max_position_embeddings", None)
     if trained is not None and positions > MOST_CONTEXTS * trained:
@@ -138,7 +138,7 @@ def warn_beyond_context(model: Any, positions: int) -> None:
 
 
 def _level_of_caller() -> int:
-    """The `stacklevel` at which a warning names the line that called the library, however deep this is in it."""
+    """The `stacklevel` at which a warning names the line that called the library."""
     frame, level = inspect.currentframe(), -1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dlm_lens", "torch"):
         frame, level = frame.f_back, level + 1
@@ -190,7 +190,7 @@ def is_id(value: Any) -> bool:
 
 
 def _kind(entry: Any) -> str | None:
-    """What an entry of a list is, None for nothing that a prompt is made of."""
+    """The kind of a list's entry; None for objects that no prompt consists of."""
     if isinstance(entry, str):
         return "text"
     if isinstance(entry, Mapping):
@@ -230,7 +230,7 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
     for row, chat in enumerate(chats):
         try:
             texts += tokenizer.apply_chat_template([list(chat)], add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the checkpoint's, which may raise anything
+        except Exception as error:  # a template is a program of the checkpoint, which may raise anything
             raise ValueError(
                 f"prompt {row} is no chat that the model's template takes ({' '.join(str(error).split())}); give "
                 'messages such as {"role": "user", "content": "..."}'
@@ -241,7 +241,7 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
 
 
 def padding_id(model: Any) -> int:
-    """Some id that is not the mask; padding is invisible, so which one does not matter."""
+    """An id that is not the mask; padding is invisible, so any other id does."""
     config = model.config
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     mask = getattr(config, "mask_token_id", None)

@@ -14,7 +14,7 @@ ELSEWHERE = {
     "num_steps": "steps",
     "timesteps": "steps",
 }
-"""What the authors' samplers and transformers call a setting -> its name here."""
+"""The name of a setting in the authors' samplers and in transformers -> its name here."""
 
 
 def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks
     With `gen_length` but no `steps`, as many steps as tokens. `gen_length=0` fills the prompt's masks alone.
 
     Raises:
-        ValueError: there is nothing to write.
+        ValueError: there is no position to fill in.
     """
     values = {**defaults, **given}
     length = values["gen_length"]
@@ -43,7 +43,7 @@ def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks:
     The default `block_length` holds where it divides the answer and the steps, otherwise the answer is one block.
 
     Raises:
-        ValueError: there is nothing to write.
+        ValueError: there is no position to fill in.
     """
     values = answer_settings(defaults, given, masks)
     length = values["gen_length"]
@@ -79,7 +79,7 @@ def row_seeds(seed: Any, rows: int) -> tuple[int, ...]:
         ValueError: something else than whole numbers, or not as many as rows.
     """
     if seed is None:
-        import torch  # the checks of this file do without it
+        import torch  # here, because the checks of this file must not import it
 
         seed = int(torch.randint(2**31, ()))
     if is_seed(seed):
@@ -135,7 +135,7 @@ def at_least_one(settings: Any, *names: str) -> None:
 
 
 def not_negative(settings: Any, *names: str, zero: str) -> None:
-    """Raise if one of these fields is negative; `zero` says what 0 means.
+    """Raise if one of these fields is negative; `zero` is the meaning of 0, for the message.
 
     Raises:
         ValueError: naming the field and its value.
@@ -147,7 +147,7 @@ def not_negative(settings: Any, *names: str, zero: str) -> None:
 
 
 def known_remasking(remasking: str, accepted: Sequence[str], listed: Sequence[str], owner: str) -> None:
-    """Raise unless the algorithm is one of the sampler's; `listed` are those worth naming.
+    """Raise unless the algorithm is one of the sampler's; the message lists those in `listed`.
 
     Raises:
         ValueError: naming it and those that there are.

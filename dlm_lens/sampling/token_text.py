@@ -72,7 +72,7 @@ class TokenTexts:
             ValueError: there is no tokenizer.
         """
         if self._tokenizer is None:
-            raise ValueError(f"there is no tokenizer that tells the text of token {token}")
+            raise ValueError(f"there is no tokenizer to decode token {token}")
         if token not in self._known:
             self._known[token] = self._exact(token)
         return self._known[token]
@@ -95,7 +95,7 @@ class _Pieces:
         tokenizer: of transformers.
         bytewise: an entry is bytes, each written as a character of GPT-2's table.
         metaspace: an entry has ▁ for a space, and <0x0A> for a byte.
-        added: ids of tokens beside the vocabulary, whose text is what they say.
+        added: ids of added tokens, whose entry is their text.
     """
 
     tokenizer: Any
@@ -150,7 +150,7 @@ class StoredTokenizer:
         all_special_ids: those among them that `skip_special_tokens` leaves out.
         mask_token_id: of [MASK], if it is among them.
         eos_token_id: that ends a text, if it is among them.
-        between: what stands between two tokens: a space for tokenizers of whole words.
+        between: the separator of two tokens: a space for tokenizers of whole words.
         strip: the first token's leading space is left out.
         fallback: the model's tokenizer, for ids that were not stored; None if it is not there.
     """
@@ -181,7 +181,7 @@ class StoredTokenizer:
 
     @classmethod
     def read(cls, words: Mapping[int, str], facts: Mapping[str, Any] | None) -> "StoredTokenizer":
-        """Of a file; an older one tells the words alone, where tokens without any leading space are whole words."""
+        """From a file. An older file has the texts alone; tokens without any leading space are then whole words."""
         if facts is None:
             return cls(words, between="" if any(word[:1] == " " for word in words.values()) else " ")
         return cls(words, **{**facts, "all_special_ids": tuple(facts["all_special_ids"])})
@@ -222,7 +222,7 @@ def merged(tokenizers: Sequence[Any]) -> Any:
 
 
 def _blank_between(tokenizer: Any, token: int, text: str) -> bool:
-    """Whether a space that is part of neither stands between two tokens."""
+    """Whether decoding puts a space between two tokens that is part of neither."""
     return bool(text) and text[:1] != " " and str(tokenizer.decode([token, token])) == f"{text} {text}"
 
 

@@ -18,7 +18,7 @@ SETTINGS = SAMPLING["settings"]
 MASK = SAMPLING["mask_token_id"]
 
 
-def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.Denoised, dict[str, Tensor]]:
+def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, Tensor]]:
     model = dlm_lens.load(GOLDEN)
     prefix = setting["name"] + "."
     stored = load_file(GOLDEN / "sampling.safetensors")
@@ -68,7 +68,7 @@ def test_the_default_leaves_no_mask_and_touches_nothing_else(setting: dict[str, 
     got, golden = run(setting)
     assert not (got.tokens == MASK).any()
     if "tokens_hook_fixed_suffix_row0" not in setting:
-        assert (got.selected.sum(0) == got.masked[0]).all()
+        assert (got.unmasked.sum(0) == got.masked[0]).all()
     kept = golden["prompt"] != MASK
     assert got.tokens[:, : kept.shape[1]][kept].equal(golden["prompt"][kept])
 
@@ -102,7 +102,7 @@ def test_drawing_positions_follows_the_confidence() -> None:
         model, [[1, 2]] * rows, alg_temp=0.05, seed=list(range(rows)), **options | {"steps": 2, "eps": 0.4}
     )
     assert run.counts[0].unique().tolist() == [1]
-    observed = run.selected[0, :, 2:].float().mean(0)
+    observed = run.unmasked[0, :, 2:].float().mean(0)
     # Standard error of a share of 1,200 draws: at most 0.015.
     torch.testing.assert_close(observed, expected, atol=0.05, rtol=0)
     assert expected.max() - expected.min() > 0.15
@@ -158,8 +158,8 @@ def test_a_filter_that_would_keep_the_mask_alone_keeps_other_tokens(
         # By hand: the share of the likeliest among those that the filter keeps.
         values = torch.tensor([4.0, 3.5, 3.0, *torch.linspace(-1, 0, 64).tolist()][: len(kept)]).double()
         expected = float(values.softmax(-1)[0])
-        assert run.confidence[run.selected].tolist() == pytest.approx(
-            [expected] * int(run.selected.sum()), rel=1e-6
+        assert run.confidence[run.unmasked].tolist() == pytest.approx(
+            [expected] * int(run.unmasked.sum()), rel=1e-6
         )
     theirs = dlm_lens.denoise(model, [[1, 2]], reference_quirks=True, **options)
     assert (theirs.tokens[:, 2:] == MASK_OF_TINY).any()

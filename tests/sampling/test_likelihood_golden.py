@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from dlm_lens.sampling.corruption import CountCorruption, RateCorruption
-from dlm_lens.sampling.pairs import Pair
 from transformers import PreTrainedModel
 
 import dlm_lens
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.corruption import CountCorruption, RateCorruption
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 METHODS = {"chain_rule": {}, "ar_ftb": {"order": "left_to_right"}, "ar_btf": {"order": "right_to_left"}, "mc": {}}

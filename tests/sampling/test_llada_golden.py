@@ -15,7 +15,7 @@ SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
 SETTINGS = SAMPLING["settings"]
 
 
-def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.Denoised, dict[str, torch.Tensor]]:
+def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, torch.Tensor]]:
     model = dlm_lens.load(GOLDEN, eos_token_id=SAMPLING["eos_token_id"], eot_token_id=SAMPLING["eot_token_id"])
     stored = load_file(GOLDEN / "sampling.safetensors")
     prefix = setting["name"] + "."

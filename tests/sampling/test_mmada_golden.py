@@ -18,7 +18,7 @@ SETTINGS = [setting for setting in SAMPLING["settings"] if not setting["name"].s
 MASK = SAMPLING["mask_token_id"]
 
 
-def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.Denoised, dict[str, Tensor]]:
+def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, Tensor]]:
     prefix = setting["name"] + "."
     stored = load_file(GOLDEN / "sampling.safetensors")
     golden = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}

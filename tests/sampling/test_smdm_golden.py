@@ -22,7 +22,7 @@ SETTINGS = [
 MASK = 64  # of tiny("smdm")
 
 
-def run(path: Path, setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.Denoised, dict[str, Tensor]]:
+def run(path: Path, setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, Tensor]]:
     prefix = setting["name"] + "."
     stored = load_file(path / "sampling.safetensors")
     golden = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
@@ -66,7 +66,7 @@ def test_without_noise_and_neighbours_the_default_is_the_original(path: Path, se
 def test_the_default_leaves_no_mask_and_touches_nothing_else(path: Path, setting: dict[str, Any]) -> None:
     got, golden = run(path, setting)
     assert got.masks_left.sum() == 0
-    assert (got.selected.sum(0) == got.masked[0]).all()
+    assert (got.unmasked.sum(0) == got.masked[0]).all()
     assert got.tokens[:, : golden["prompt"].shape[1]].equal(golden["prompt"])
     assert got.tokens.max() < dlm_lens.load(path).config.vocab_size
 
@@ -117,7 +117,7 @@ def test_the_first_step_is_what_the_formulas_say() -> None:
     torch.testing.assert_close(run.confidence[0, 0, 3:].double(), likely[3:], atol=1e-5, rtol=1e-4)
     # Half of the times from 1 to 1e-5 is a hair less than half of the masks: 3 of 8.
     assert run.counts.tolist() == [[3], [5]]
-    assert run.selected[0, 0].nonzero().flatten().tolist() == sorted((likely[3:].topk(3).indices + 3).tolist())
+    assert run.unmasked[0, 0].nonzero().flatten().tolist() == sorted((likely[3:].topk(3).indices + 3).tolist())
 
 
 @pytest.mark.parametrize("quirks", [False, True])
@@ -141,7 +141,7 @@ def test_origin_writes_each_mask_with_the_probability_of_the_schedule() -> None:
     run = dlm_lens.denoise(
         tiny("smdm"), [[1, 2]] * rows, gen_length=6, steps=3, cfg_scale=0.0, seed=list(range(rows))
     )
-    shares = run.selected[:2, :, 2:].float().mean((1, 2))
+    shares = run.unmasked[:2, :, 2:].float().mean((1, 2))
     # 1/3 of all, then half of two thirds; the standard error of 3,600 draws is below 0.009.
     torch.testing.assert_close(shares, torch.tensor([1 / 3, 1 / 3]), atol=0.035, rtol=0)
     assert run.masks_left.sum() == 0
@@ -177,7 +177,7 @@ def test_at_temperature_0_only_the_original_draws_numbers_that_it_does_not_use(q
         masked = run.masked[step, 0]
         fraction = 1.0 if step == 3 else 1 - times[step + 1] / times[step]
         expected = torch.rand(int(masked.sum()), generator=stream) < fraction
-        assert run.selected[step, 0, masked].equal(expected)
+        assert run.unmasked[step, 0, masked].equal(expected)
         if quirks:
             torch.rand(int(expected.sum()), 64, generator=stream, dtype=torch.float64)
 

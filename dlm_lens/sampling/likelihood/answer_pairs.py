@@ -1,4 +1,4 @@
-"""Prompts with their given answers, in every form a user has them."""
+"""Prompts and given answers, from the forms that `log_likelihood` accepts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch import Tensor
 from dlm_lens.printable import shown
 from dlm_lens.sampling.prompts import as_list, check_id_range, check_text, is_id, read_prompts
 
-_KINDS = "give text, token ids, or a list of them"
+_ACCEPTED = "give text, token ids, or a list of them"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One item: a prompt and the answer whose likelihood is asked for, on the CPU."""
+    """One item: a prompt and the answer whose likelihood is computed, on the CPU."""
 
     prompt: Int[Tensor, "prompt"]
     answer: Int[Tensor, "answer"]
@@ -38,8 +38,8 @@ def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
     Text is tokenised by itself, the answer without special tokens: the space before it is part of the answer.
 
     Raises:
-        ValueError: what `read_prompts` refuses, an empty answer, one that holds ids that no logit stands for or
-            the mask token, or another number of answers than of prompts.
+        ValueError: what `read_prompts` refuses, an empty answer, one with the mask token or with ids that have no
+            logit, or another number of answers than of prompts.
     """
     read = read_prompts(model, prompt)
     prompts = [ids[keep].cpu() for ids, keep in zip(read.ids, read.attention_mask, strict=True)]
@@ -69,7 +69,7 @@ def _is_single(value: Any) -> bool:
 def _read_answers(model: Any, answer: Any) -> list[Tensor]:
     answer = as_list(answer)
     if isinstance(answer, bytes) or not isinstance(answer, str | Tensor | Sequence):
-        raise ValueError(f"the answer is of an unknown kind: {shown(answer)}; {_KINDS}")
+        raise ValueError(f"the answer is of an unknown kind: {shown(answer)}; {_ACCEPTED}")
     if isinstance(answer, Tensor) and answer.ndim == 2:
         return [_ids(model, row) for row in answer]
     several = not isinstance(answer, str | Tensor) and len(answer) and not isinstance(answer[0], int | float)
@@ -87,7 +87,7 @@ def _ids(model: Any, answer: Any) -> Tensor:
     if not isinstance(answer, Tensor):
         answer = as_list(answer)
         if isinstance(answer, bytes) or not isinstance(answer, Sequence) or not all(map(is_id, answer)):
-            raise ValueError(f"the answer {shown(answer)} holds no whole-number ids; {_KINDS}")
+            raise ValueError(f"the answer {shown(answer)} holds no whole-number ids; {_ACCEPTED}")
         check_id_range([[int(i) for i in answer]])
         answer = torch.tensor([int(i) for i in answer], dtype=torch.long)
     if answer.numel() and (

@@ -63,7 +63,7 @@ class CountCorruption:
             last = first + (samples - 1) * (length / samples)
             rounded = torch.linspace(float(first), float(last), samples).round().long()
         else:
-            # In whole numbers, so that what is added to `first` does not depend on it.
+            # In whole numbers: the offsets then do not depend on `first`.
             rounded = first + (2 * length * torch.arange(samples) + samples) // (2 * samples)
         return (rounded - 1) % length + 1
 
@@ -109,8 +109,8 @@ class RateCorruption:
 def chain_masks(pair: Pair, order: str) -> tuple[Bool[Tensor, "token position"], Bool[Tensor, "token position"]]:
     """Masks and scored positions of the chain rule: one canvas per token of the answer.
 
-    "left_to_right" sees the prompt and the answer before token i, "right_to_left" the prompt and the answer
-    behind it (SMDM's chain_rule, Dream's ar_ftb; Dream's ar_btf).
+    In "left_to_right" the canvas shows the prompt and the answer before token i, in "right_to_left" the prompt and
+    the answer after it (SMDM's chain_rule, Dream's ar_ftb; Dream's ar_btf).
 
     Raises:
         ValueError: another order.

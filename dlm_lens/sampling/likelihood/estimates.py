@@ -1,7 +1,7 @@
-"""`log_likelihood`: how likely a model finds a given answer, by the method of its family."""
+"""`log_likelihood`: the log-likelihood of given answers, by the method of the model's family."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import exclusive
 from dlm_lens.printable import shown
-from dlm_lens.sampling.algorithms import algorithms
+from dlm_lens.sampling.algorithms import Algorithm, algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
-from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, RateCorruption, chain_masks
+from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer
 from dlm_lens.sampling.prompts import warn_beyond_context
@@ -28,15 +28,15 @@ class LogLikelihood:
 
     Args:
         value: the log-likelihood (with "mc" an estimate of its lower bound). With "greedy_completion", the
-            logarithm of the probability that greedy decoding writes the answer: 0 or -inf.
+            logarithm of the probability that greedy decoding gives the answer: 0 or -inf.
         standard_error: of `value` over the stratified groups of samples; 0 where nothing is drawn, NaN with a
             single group.
         losses: of every item, "mc": the loss of each sample, whose mean is -value; "chain_rule": minus the
             log-probability of each token, whose sum is -value; "greedy_completion": nothing.
         tokens: number of tokens of each answer.
         method: "mc", "chain_rule" or "greedy_completion".
-        settings: everything that it ran with.
-        completions: with "greedy_completion", the token ids written in place of each answer.
+        settings: the sampler's name and every setting of the call.
+        completions: with "greedy_completion", the token ids decoded in place of each answer.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -97,7 +97,7 @@ class LogLikelihood:
 
     @property
     def is_greedy(self) -> Bool[Tensor, "item"]:
-        """With "greedy_completion", whether the model writes exactly the answer."""
+        """With "greedy_completion", whether the model decodes exactly the answer."""
         if self.method != "greedy_completion":
             raise ValueError(f"is_greedy needs method 'greedy_completion'; this is {self.method!r}")
         return self.value == 0
@@ -124,7 +124,7 @@ def strata_of(samples: int, strata: int | None) -> int:
 
 
 class _Samples(NamedTuple):
-    """An item's samples: which of its different masks each is, and the rate that drew it."""
+    """An item's samples: the index of each sample's mask among the different ones, and the rate that drew it."""
 
     different: Bool[Tensor, "mask position"]
     which: Int[Tensor, "sample"]
@@ -134,7 +134,7 @@ class _Samples(NamedTuple):
 def monte_carlo(
     scorer: Scorer, pairs: Sequence[Pair], items: Iterable[int], corruption: Corruption, record: Mapping[str, Any]
 ) -> LogLikelihood:
-    """Mean over the samples of the cross entropies of what is masked, divided by the masking rate.
+    """Mean over the samples of the cross entropies of the masked tokens, divided by the masking rate.
 
     A mask that an item draws several times (all of them, if its answer is one token) is evaluated once.
     """
@@ -142,6 +142,7 @@ def monte_carlo(
     drawn: dict[int, _Samples] = {}
 
     def queries() -> Iterator[Query]:
+        """Every different mask of every item, drawn when its turn comes."""
         for item in items:
             generator = shared or torch.Generator().manual_seed(record["seeds"][item])
             drawn[item] = _draw(pairs[item], corruption, record, generator)
@@ -175,18 +176,11 @@ def _draw(pair: Pair, corruption: Corruption, record: Mapping[str, Any], generat
 
 def _per_sample(samples: _Samples, sums: Float[Tensor, "mask"]) -> Float[Tensor, "sample"]:
     some = samples.different.any(-1)
-    # A rate of 0 masks nothing, and nothing masked is no loss.
+    # A rate of 0 masks nothing: the loss is 0.
     return torch.where(some[samples.which], sums[samples.which] / samples.rate.double(), 0.0)
 
 
 METHODS = ("mc", "chain_rule", "greedy_completion")
-
-CORRUPTIONS: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
-    "llada": (CountCorruption, {}),
-    "dream": (RateCorruption, {"eps": 1e-3, "protect_ends": True}),
-    "smdm": (RateCorruption, {}),
-}
-"""Sampling algorithm -> how its authors mask texts for a likelihood, and with which settings."""
 
 
 @checked_arguments()
@@ -210,11 +204,11 @@ def log_likelihood(
     """Log-likelihood of given answers, ln p(answer | prompt) in nats.
 
     "mc" estimates the lower bound E[sum over masked positions of ln p(token | canvas) / masking rate] from
-    random masks, drawn as by the family's authors but for a bias of LLaDA's (ML-GSAI/LLaDA,
+    random masks, drawn as in the authors' code except for a bias of LLaDA's (ML-GSAI/LLaDA,
     get_log_likelihood.py; HKUNLP/Dream, eval/eval.py; ML-GSAI/SMDM, evaluate_diff.py). "chain_rule" sums
     ln p(token i | prompt, answer before i, everything else masked); of an AR model it is exact, in one forward.
-    "greedy_completion" writes the answer's positions one by one, the surest first, and says whether the answer
-    comes out.
+    "greedy_completion" decodes the answer's positions one by one, the most confident first, and compares the result
+    with the answer.
 
     Items are independent: each has a random generator of its own, so that a value depends neither on the
     other items nor on the batches. The same seed gives answers of equal length the same masks.
@@ -243,12 +237,12 @@ def log_likelihood(
         NonFiniteLogitsError: naming the item and the position.
     """
     check_model(model)
-    algorithm = family_of(model.config.model_type).sampler_of(model.config)
-    causal = algorithms()[algorithm].sampler.autoregressive
+    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    causal = algorithm.sampler.autoregressive
     method = method or ("chain_rule" if causal else "mc")
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
-    _check(method, algorithm, causal, samples, cfg_scale, batch_size)
+    _check(method, algorithm, samples, cfg_scale, batch_size)
     pairs = read_pairs(model, prompt, answer)
     seeds = row_seeds(seed, len(pairs))
     if reference_quirks and len(set(seeds)) > 1:
@@ -257,12 +251,12 @@ def log_likelihood(
     scorer = Scorer(model, cfg_scale, batch_size, shift=True if causal else None)
     order = _longest_first(pairs, answers=method == "greedy_completion")
     bar = tqdm(order, desc="likelihood", unit="item", disable=not progress)
-    record = {"sampler": algorithm, "cfg_scale": cfg_scale, "reference_quirks": reference_quirks}
+    record = {"sampler": algorithm.name, "cfg_scale": cfg_scale, "reference_quirks": reference_quirks}
     if method == "greedy_completion":
-        _known(settings, (), method, algorithm)
+        _check_names(settings, (), method, algorithm)
         return _greedy(scorer, pairs, bar, causal, record)
     if method == "chain_rule":
-        _known(settings, () if causal else ("order",), method, algorithm)
+        _check_names(settings, () if causal else ("order",), method, algorithm)
         return _chain_rule(scorer, pairs, bar, causal, settings.get("order", "left_to_right"), record)
     corruption = _corruption(algorithm, settings, pairs, cfg_scale, reference_quirks)
     if reference_quirks:
@@ -273,23 +267,25 @@ def log_likelihood(
 
 
 def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:
-    """Like sizes share a batch, and what does not fit into memory fails at once; `answers`: their length first."""
+    """Items by falling length, so that a batch has similar lengths and the largest comes first.
+
+    With `answers` the length of the answer comes before that of the text.
+    """
     return sorted(
         range(len(pairs)), key=lambda item: (-len(pairs[item].answer) * answers, -len(pairs[item].tokens))
     )
 
 
-def _check(
-    method: str, algorithm: str, causal: bool, samples: int, cfg_scale: float, batch_size: int | None
-) -> None:
+def _check(method: str, algorithm: Algorithm, samples: int, cfg_scale: float, batch_size: int | None) -> None:
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+    causal = algorithm.sampler.autoregressive
     if causal and method == "mc":
         raise ValueError("an AR model has no masks to draw, its likelihood is exact; use method='chain_rule'")
     if causal and cfg_scale:
         raise ValueError(f"cfg_scale is {cfg_scale}, but an AR model has no mask token to guide with; leave it out")
-    if method == "mc" and algorithm not in CORRUPTIONS:
-        raise ValueError(f"no mc likelihood is known for the sampler {algorithm!r}; use method='chain_rule'")
+    if method == "mc" and algorithm.corruption is None:
+        raise ValueError(f"the sampler {algorithm.name!r} has no mc likelihood; use method='chain_rule'")
     if samples < 1:
         raise ValueError(f"samples is {samples}; at least one random mask is needed")
     if cfg_scale < 0:
@@ -298,20 +294,24 @@ def _check(
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None")
 
 
-def _known(settings: Mapping[str, Any], names: Sequence[str], method: str, algorithm: str) -> None:
+def _check_names(settings: Mapping[str, Any], names: Sequence[str], method: str, algorithm: Algorithm) -> None:
     for name in settings:
         if name not in names:
             has = ", ".join(names) or "none"
-            raise ValueError(f"the {method} likelihood of {algorithm} has no setting {name!r}; it has {has}")
+            raise ValueError(f"the {method} likelihood of {algorithm.name} has no setting {name!r}; it has {has}")
 
 
 def _corruption(
-    algorithm: str, settings: Mapping[str, Any], pairs: Sequence[Pair], cfg_scale: float, reference_quirks: bool
+    algorithm: Algorithm,
+    settings: Mapping[str, Any],
+    pairs: Sequence[Pair],
+    cfg_scale: float,
+    reference_quirks: bool,
 ) -> Any:
-    kind, defaults = CORRUPTIONS[algorithm]
-    _known(settings, [field.name for field in fields(kind)], "mc", algorithm)
-    quirks = {"rounding": "half_to_even"} if reference_quirks and kind is CountCorruption else {}
-    corruption = kind(**{**defaults, **quirks, **settings})
+    published = algorithm.corruption
+    _check_names(settings, [field.name for field in fields(published)], "mc", algorithm)
+    quirks = {"rounding": "half_to_even"} if reference_quirks and isinstance(published, CountCorruption) else {}
+    corruption = replace(published, **{**quirks, **settings})
     values = asdict(corruption)
     if cfg_scale and values.get("scope") == "both":
         raise ValueError("guidance masks the prompt, which scope='both' scores; use scope='answer' or cfg_scale=0")

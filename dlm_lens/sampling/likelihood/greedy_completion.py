@@ -1,4 +1,4 @@
-"""Greedy completion: what the model writes where the answer stands, its surest token first."""
+"""Greedy completion: decode the answer's positions one by one, the most confident token first."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from dlm_lens.sampling.prompts import padding_id
 def greedy_completions(
     scorer: Scorer, pairs: Sequence[Pair], order: Sequence[int], *, causal: bool, allow_mask: bool
 ) -> Iterator[tuple[int, Int[Tensor, "answer"]]]:
-    """What the model writes in place of each answer, item by item in the given `order`.
+    """The token ids that the model decodes in place of each answer, item by item in the given `order`.
 
     One token per forward: the argmax of the position whose argmax is the most probable (ML-GSAI/SMDM,
     evaluate_diff.py); of an AR model, the next one. Answers of one length to one prompt are one completion.
-    `allow_mask` lets [MASK] be written, as in the reference.
+    `allow_mask` lets [MASK] be decoded, as in the reference.
 
     Raises:
         NonFiniteLogitsError: naming the item and the position.
@@ -48,7 +48,7 @@ def _complete(
         check_items(logits, needed, content, queries)
         token, confidence = (part.to(canvas.device) for part in _choose(logits, never))
         scores = torch.full(canvas.shape, -torch.inf, device=canvas.device).masked_scatter(needed, confidence)
-        # Of equally sure positions the first; a row without any is finished.
+        # Of equally confident positions the first; a row without any is finished.
         now = torch.zeros_like(left).scatter(-1, scores.argmax(-1, keepdim=True), True) & needed
         canvas = torch.where(now, canvas.masked_scatter(needed, token), canvas)
         left = left & ~now

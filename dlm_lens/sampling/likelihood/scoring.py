@@ -1,4 +1,4 @@
-"""Cross entropies of many corrupted texts, packed into batches of bounded size."""
+"""Cross entropies of many masked texts, packed into batches of bounded size."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError
 from dlm_lens.sampling.prompts import padding_id
 
 POSITIONS = {"cpu": 1024, "cuda": 8192}
-"""Canvas positions of one forward, where the caller does not say how many canvases. More only costs memory."""
+"""Canvas positions of one forward, where the caller gives no number of canvases. More only costs memory."""
 LOGITS = 2**26
-"""Logits of one forward likewise: 256 MiB in float32."""
+"""Logits of one forward, in the same case: 256 MiB in float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """A text with some positions masked, and which positions' tokens are asked for: a term of an item's sum."""
+    """A term of an item's sum: a text with some positions masked, and the positions whose tokens are scored."""
 
     item: int
     pair: Pair
@@ -34,7 +34,7 @@ class Query:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Row(Query):
-    """Stands for queries that see the same canvas; `scored` is what any of them asks for."""
+    """A row of a batch for several queries with the same canvas; `scored` is the union of their positions."""
 
     queries: list[Query]
 
@@ -56,8 +56,8 @@ class Batch(NamedTuple):
 class Scorer:
     """Evaluates queries: one forward per batch, the head on the scored positions only.
 
-    Queries of one prompt that follow each other and see the same canvas share a row: the answers of a multiple
-    choice have their fully masked canvas in common if they are equally long, single letters every canvas.
+    Consecutive queries of one prompt with the same canvas share a row: equally long answers of a multiple choice
+    have their fully masked canvas in common, and answers of one token every canvas.
 
     Args:
         model: from `dlm_lens.load`.
@@ -72,7 +72,7 @@ class Scorer:
     shift: bool | None = None
 
     def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
-        """Every query with minus the log-probabilities of its scored tokens, float64, as they are computed.
+        """Every query with minus the log-probabilities of its scored tokens (float64), batch by batch.
 
         Raises:
             NonFiniteLogitsError: naming the item and the position.
@@ -81,7 +81,7 @@ class Scorer:
             yield from self._evaluate(batch)
 
     def batches(self, queries: Iterable[AnyQuery]) -> Iterator[list[AnyQuery]]:
-        """Cut the stream where the next one would not fit any more."""
+        """Cut the stream of queries into lists that fit into one forward."""
         batch: list[AnyQuery] = []
         width = scored = 0
         for query in queries:
@@ -111,7 +111,7 @@ class Scorer:
         halves = 2 if self.cfg_scale else 1
         head = self.model.get_output_embeddings()
         most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
-        # A forward that is half full is better finished than padded by more than an eighth.
+        # A batch that is half full ends here rather than being padded by more than an eighth.
         wasteful = 2 * halves * (rows - 1) * width > most and 8 * (width - shortest) > width
         return halves * rows * width <= most and halves * scored * head.weight.shape[0] <= LOGITS and not wasteful
 
@@ -119,8 +119,8 @@ class Scorer:
         batch = assemble(self.model, rows)
         logits = self.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
         check_items(logits, batch.scored, batch.content, rows)
-        where, targets = _asked(rows)
-        # With a device map the head may live elsewhere than the embedding.
+        where, targets = _scored_tokens(rows)
+        # With a device map the head may be on another device than the embedding.
         logs = logits.float().log_softmax(-1)[where.to(logits.device), targets.to(logits.device)]
         queries = [query for row in rows for query in row.queries]
         losses = (-logs).double().cpu().split([int(query.scored.sum()) for query in queries])
@@ -128,7 +128,7 @@ class Scorer:
 
 
 def shared(queries: Iterable[Query]) -> Iterator[Row]:
-    """Put queries that see the same canvas into one row, among those with one prompt that follow each other."""
+    """Put consecutive queries of one prompt with the same canvas into one row."""
     for _, group in groupby(queries, lambda query: (len(query.masked), _digest(query.pair.prompt))):
         same: dict[bytes, list[Query]] = {}
         for query in group:
@@ -139,12 +139,12 @@ def shared(queries: Iterable[Query]) -> Iterator[Row]:
 
 
 def _digest(ids: Int[Tensor, "n"]) -> bytes:
-    """Stands for the ids, of which a group holds thousands of rows at a time."""
+    """A short key for token ids, because a group has thousands of rows at a time."""
     return sha256(ids.numpy().tobytes()).digest()
 
 
-def _asked(rows: Sequence[Row]) -> tuple[Int[Tensor, "asked"], Int[Tensor, "asked"]]:
-    """Which of the batch's scored positions each query asks for, and the tokens that it asks about."""
+def _scored_tokens(rows: Sequence[Row]) -> tuple[Int[Tensor, "token"], Int[Tensor, "token"]]:
+    """For each query in turn, the index of its tokens among the batch's scored positions, and the tokens."""
     where, targets, before = [], [], 0
     for row in rows:
         rank = row.scored.cumsum(-1) - 1 + before

@@ -1,4 +1,4 @@
-"""Dream's sampler: a timestep schedule over the whole answer, four rules of what to write."""
+"""Dream's sampler: a timestep schedule over the whole answer, and four rules that choose the positions."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithms import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
@@ -96,7 +97,7 @@ class DreamPropose(nn.Module):
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
     def _written(self, values: Float[Tensor, "n d_vocab"], nothing: float) -> Float[Tensor, "n d_vocab"]:
-        """The values of what may be written."""
+        """The values with `nothing` for [MASK], which may not be proposed."""
         if self.never is None:
             return values
         return values.index_fill(-1, torch.tensor([self.never], device=values.device), nothing)
@@ -129,10 +130,10 @@ class SelectDrawn(nn.Module):
 
 
 class DreamSampler(TimestepSampler):
-    """The timestep schedule, truncated, so that `steps` equal to the answer's length is not one token a step.
+    """The timestep schedule with counts rounded down, so that as many steps as tokens is not one token per step.
 
-    The number is taken of each row's own masks, which recounts what an intervention changed; `reference_quirks`
-    takes it of the average over the batch.
+    The count is a fraction of each row's own masks, recounted at every step; `reference_quirks` takes the average
+    number of masks over the batch.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class DreamSampler(TimestepSampler):
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
-        """How many positions each row writes now; float32 arithmetic, truncated, as in the reference."""
+        """How many positions of each row this step unmasks: float32, rounded down, as in the reference."""
         left = eligible.sum(-1)
         if plan.remaining == 1:
             return left
@@ -155,4 +156,6 @@ class DreamSampler(TimestepSampler):
         return (masks * self.fractions[plan.index].to(masks.device)).long()
 
 
-ALGORITHM = Algorithm("dream", DreamSettings, DreamSampler, answer_settings)
+ALGORITHM = Algorithm(
+    "dream", DreamSettings, DreamSampler, answer_settings, corruption=RateCorruption(eps=1e-3, protect_ends=True)
+)

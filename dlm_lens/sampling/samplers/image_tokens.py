@@ -41,7 +41,7 @@ class ImageSettings:
         """Temperature times the product of 1 - (i + 1) / steps up to this step; 0 at the last."""
         return self.temperature * math.prod(1 - (i + 1) / self.steps for i in range(step + 1))
 
-    def masks_behind(self, step: int, image_tokens: int) -> int:
+    def masks_after(self, step: int, image_tokens: int) -> int:
         """floor(N cos(pi / 2 (step + 1) / steps)) in float32, as the original has it."""
         share = torch.cos(torch.tensor((step + 1) / self.steps) * (math.pi / 2))
         return int((image_tokens * share).floor())
@@ -50,7 +50,7 @@ class ImageSettings:
 class ImagePropose(nn.Module):
     """x0 drawn from the softmax over the codebook's columns, in float32; confidence = its probability.
 
-    What is written already proposes itself, with the largest number as its confidence.
+    Positions that are decided propose their own token, with the largest float as confidence.
     """
 
     def __init__(self, noise: Noise, layout: ImageLayout, mask_id: int) -> None:
@@ -107,9 +107,9 @@ class ImageSelect(Select):
 
 
 class ImageSampler(Sampler):
-    """One block, the image; what stays masked behind a step follows a cosine.
+    """One block, the image; the number of masks after each step follows a cosine.
 
-    That number is at most the masks before the step less one, and at least one but behind the last step; masks are
+    That number is less than the masks before the step, and at least one except after the last step; masks are
     recounted from the canvas. With `reference_quirks` every image position is evaluated and ranked at every step,
     and the last step leaves a mask as well.
     """
@@ -143,10 +143,10 @@ class ImageSampler(Sampler):
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
-        """How many eligible positions of each row are written, or stay written, now."""
+        """How many eligible positions of each row are unmasked, or stay decided, at this step."""
         if plan.remaining == 1 and not self.reference_quirks:
             return eligible.sum(-1)
-        keep = (masked.sum(-1) - 1).clamp(max=self.settings.masks_behind(plan.index, plan.span[1] - plan.span[0]))
+        keep = (masked.sum(-1) - 1).clamp(max=self.settings.masks_after(plan.index, plan.span[1] - plan.span[0]))
         return (eligible.sum(-1) - keep.clamp(min=1)).clamp(min=0)
 
     def forward(
@@ -157,7 +157,7 @@ class ImageSampler(Sampler):
         masked: Bool[Tensor, "batch position"],
         plan: StepPlan,
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step; what is eligible and not chosen is masked behind it."""
+        """One step; eligible positions that are not chosen are masked after it."""
         first = self.layout.text_tokens
         check_finite(logits[:, first : first + self.layout.codebook_size], evaluated, plan.index)
         self.select.temperature = self.settings.temperature_at(plan.index)
@@ -185,9 +185,7 @@ class ImageTokens:
         start, stop = self.run.spans[0]
         expected = (self.run.tokens.shape[0], stop - start)
         if tuple(self.codes.shape) != expected:
-            raise ValueError(
-                f"ImageTokens.codes has shape {tuple(self.codes.shape)}, but the run asks for {expected}"
-            )
+            raise ValueError(f"ImageTokens.codes has shape {tuple(self.codes.shape)}, but the run has {expected}")
 
 
 @checked_arguments(layout=instance(ImageLayout, "an ImageLayout, or None"))
@@ -213,8 +211,9 @@ def generate_image_tokens(
 
     At every step each masked position draws a code from the softmax over the codebook's columns. The scores
     ln(max(p, 1e-20)) + T_t Gumbel rank the draws, and all but floor(N cos(pi/2 (t+1)/steps)) masks (fewer than
-    before, at least one until the last step) are written. Image tokens in the prompt stay as they are, and masks
-    in its text are not filled in. A row is what it is alone: the padding is hidden, the random generator its own.
+    before, at least one until the last step) are unmasked. Image tokens in the prompt stay as they are, and masks
+    in its text are not filled in. A row does not depend on its batch: padding is hidden, and each row has a random
+    generator of its own.
 
     Args:
         model: an MMaDA from `dlm_lens.load`.
@@ -228,13 +227,13 @@ def generate_image_tokens(
         temperature: of the noise in the ranking, T_t = temperature times the product of 1 - (i+1)/steps for
             i <= t; the codes themselves are always drawn at 1.
         seed: one number, or one per row.
-        noise: where random numbers come from, in place of the seed.
+        noise: the source of random numbers, instead of the seed.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]), as in `denoise`.
         on_canvas: called as (step, canvas), as in `denoise`.
         progress: show a progress bar.
-        reference_quirks: one random stream for the batch (a single seed), drawn for written positions too and at
+        reference_quirks: one random stream for the batch (a single seed), drawn for decided positions too and at
             temperature 0; the last step leaves one mask on the canvas (`codes` is complete); ties with the
-            threshold are all written, and a high temperature may mask what was written.
+            threshold are all unmasked, and a high temperature may mask decided positions again.
 
     Raises:
         ValueError: a model, a prompt or a setting that cannot work, before anything is computed.
@@ -273,7 +272,7 @@ def generate_image_tokens(
 
 
 def _codes(run: DenoisingRun, layout: ImageLayout) -> ImageTokens:
-    # The draw of a position that the last step masked (a quirk) counts all the same.
+    # A position that the last step masked (a quirk) has the code that was drawn for it.
     tokens = torch.where(run.masked[-1], run.proposals[-1], run.tokens)[:, slice(*run.spans[-1])]
     codes = tokens - layout.text_tokens
     return ImageTokens(codes.masked_fill((codes < 0) | (codes >= layout.codebook_size), -1), run)
@@ -310,7 +309,7 @@ def _unconditional(model: Any, given: Any, layout: ImageLayout, ids: Tensor) -> 
 
 
 class ImageLogits(CanvasLogits):
-    """Logits of canvases, guided by the same image behind another text."""
+    """Logits of canvases, guided by the same image after another text."""
 
     def __init__(
         self,

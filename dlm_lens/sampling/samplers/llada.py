@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithms import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
 from dlm_lens.sampling.settings import at_least_one, block_settings, known_remasking, not_negative
@@ -28,10 +29,10 @@ class LLaDASettings:
         cfg_scale: guidance; 0 for none.
         remasking: "low_confidence" or "random".
         logits_eos_inf: never propose the end of the text.
-        confidence_eos_eot_inf: write the end of the text or turn last.
+        confidence_eos_eot_inf: unmask the end of the text or of the turn last.
         float64_confidence: softmax of the confidence in float64 (MMaDA; LLaDA before June 2025).
-        eot_token: a row ends behind a block whose last token is this one, and its later blocks stay masked
-            (MMaDA's mmu_generate_fast); None: every row is written to its end.
+        eot_token: a row ends after a block whose last token is this one, and its later blocks stay masked
+            (MMaDA's mmu_generate_fast); None: every block of every row is decoded.
         unpadded_guidance: with `reference_quirks`, a run with guidance sees the padding as content (MMaDA).
 
     Raises:
@@ -76,8 +77,8 @@ class LLaDAPropose(nn.Module):
     """x0 = argmax of the (noisy) logits; confidence = softmax probability of x0 under the clean ones.
 
     The softmax runs in the dtype of the logits, as in the reference since June 2025, or in float64. With random
-    remasking the confidence is a uniform number instead. [MASK] is never an x0, since writing it answers nothing;
-    the reference allows it. `eos`, `eot` serve the two switches that postpone the end.
+    remasking the confidence is a uniform number instead. [MASK] is never an x0, since it decides nothing; the
+    reference allows it. `eos` and `eot` are read by the two settings that postpone the end.
     """
 
     def __init__(
@@ -130,11 +131,11 @@ def _without(logits: Float[Tensor, "n d_vocab"], ids: Sequence[int | None]) -> F
 
 
 class LLaDASampler(Sampler):
-    """Blocks from left to right; in each, every step writes its share of what is still masked.
+    """Blocks from left to right; in each, every step unmasks its share of the masks that are left.
 
-    A block's m masks over s steps: each step writes ceil(left / steps left), which is m // s with one more in
-    the first m % s steps, as in the reference, and catches up with whatever an intervention changed. Masks in
-    front of the block (in the prompt, or put back by an intervention) are eligible and counted.
+    Of a block's m masks, each of s steps unmasks ceil(left / steps left), which is m // s with one more in the
+    first m % s steps, as in the reference. Masks are recounted, so that masks which an intervention puts back are
+    unmasked too. Masks before the block (in the prompt, or put back by an intervention) are eligible and counted.
     `reference_quirks` fixes the counts when the block starts, from the block alone: masks in the prompt then
     compete for its budget, and as many are left at the end.
 
@@ -176,14 +177,14 @@ class LLaDASampler(Sampler):
         return found
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Masked positions up to the end of the block, in rows that go on."""
+        """Masked positions up to the end of the block, in rows that have not ended."""
         until = masked & (torch.arange(masked.shape[1], device=masked.device) < plan.span[1])
         return until if self._done is None else until & ~self._done[:, None]
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
-        """How many positions each row writes now."""
+        """How many positions of each row this step unmasks."""
         if not self.reference_quirks:
             return (eligible.sum(-1) + plan.remaining - 1) // plan.remaining
         each = self.settings.steps // self.settings.blocks
@@ -198,7 +199,7 @@ class LLaDASampler(Sampler):
         return {name: value for name, value in found.items() if value is not None}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from such a state."""
+        """Continue from such a state."""
         self._done, self._block_masks = state.get("done"), state.get("block_masks")
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
@@ -212,4 +213,4 @@ class LLaDASampler(Sampler):
         return bool(self._done.all())
 
 
-ALGORITHM = Algorithm("llada", LLaDASettings, LLaDASampler, block_settings)
+ALGORITHM = Algorithm("llada", LLaDASettings, LLaDASampler, block_settings, corruption=CountCorruption())

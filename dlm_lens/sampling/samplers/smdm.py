@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithms import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
@@ -43,7 +44,7 @@ class SMDMPropose(nn.Module):
     """x0 = argmax of the (noisy) logits; confidence = softmax probability of x0 under the clean ones, in float64.
 
     With `origin` the confidence is not used. [MASK] has no logit. `reference_quirks` draws the noise at
-    temperature 0 too, where nothing comes of it but the place in the stream.
+    temperature 0 too, which only advances the random stream.
     """
 
     def __init__(self, settings: SMDMSettings, noise: Noise, reference_quirks: bool) -> None:
@@ -86,10 +87,10 @@ class SelectAcrossRows(Select):
 
 
 class SMDMSampler(TimestepSampler):
-    """The timestep schedule, truncated: with greedy remasking a row writes its most confident proposals.
+    """The timestep schedule with counts rounded down: greedy remasking unmasks a row's most confident proposals.
 
-    The number is taken of each row's own masks; `reference_quirks` takes it of all masks of the batch, which
-    then compete for it in one ranking. Guidance masks the whole prompt, what was written into its holes included.
+    The count is a fraction of each row's own masks; with `reference_quirks` of all masks of the batch, which then
+    compete in one ranking. Guidance masks the whole prompt, also positions of it that were unmasked in the run.
     """
 
     hides_prompt = True
@@ -106,7 +107,7 @@ class SMDMSampler(TimestepSampler):
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
-        """How many positions each row (or the batch) writes now; float32 arithmetic, truncated."""
+        """How many positions of each row (or of the batch) this step unmasks: float32, rounded down."""
         left = eligible.sum(-1)
         masks = left.sum().expand(len(left)) if self.coupled else left
         if plan.remaining == 1:
@@ -114,4 +115,4 @@ class SMDMSampler(TimestepSampler):
         return (masks * self.fractions[plan.index].to(masks.device)).long()
 
 
-ALGORITHM = Algorithm("smdm", SMDMSettings, SMDMSampler, answer_settings)
+ALGORITHM = Algorithm("smdm", SMDMSettings, SMDMSampler, answer_settings, corruption=RateCorruption())

@@ -12,7 +12,7 @@ from dlm_lens.sampling.samplers.base import Sampler
 
 
 class TimestepSettings(Protocol):
-    """What the schedule needs to know."""
+    """The settings that the schedule reads."""
 
     @property
     def steps(self) -> int:
@@ -31,14 +31,14 @@ class TimestepSettings(Protocol):
 
     @property
     def remasking(self) -> str:
-        """The rule; "origin" writes at random."""
+        """The rule that chooses positions; "origin" chooses at random."""
         ...
 
 
 class TimestepSampler(Sampler):
-    """Step i writes the fraction 1 - t[i+1] / t[i] of what is masked now, t = linspace(1, eps, steps + 1).
+    """Step i unmasks the fraction 1 - t[i+1] / t[i] of the masked positions, t = linspace(1, eps, steps + 1).
 
-    With `origin` every masked position is written with that probability. The last step writes all that is left.
+    With `origin` every masked position is unmasked with that probability. The last step unmasks all that are left.
     """
 
     def __init__(self, settings: TimestepSettings, noise: Noise) -> None:
