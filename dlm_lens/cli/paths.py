@@ -1,4 +1,4 @@
-"""`dlm-lens paths`: lives, moves and switches of the sinks of a recording, as text, JSON or CSV."""
+"""`dlm-lens paths`: lifetimes, moves and switches of the sinks of a recording, as text, JSON or CSV."""
 
 import sys
 from pathlib import Path
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from dlm_lens.sinks import Received, Trajectories
 
 GROUPINGS = ("pattern", "head", "layer", "all")
-TABLES = ("lives", "moves", "switches", "summary")
+TABLES = ("lifetimes", "moves", "switches", "summary")
 
 _OPTIONS = {"batch": "row"}
 """Columns whose option has another name."""
 
 _SHOWN = {
-    "lives": ("batch layer head position token masked first_step last_step steps peak main_steps transient "
-              "trajectory came_from moved_by"),
-    "summary": ("batch layer head kind patterns none static moving unsettled with_sink sinks lives life transient "
-                "moves moves_right jump switches displacement drift"),
+    "lifetimes": ("batch layer head position token masked first_step last_step steps peak main_steps transient "
+                  "trajectory came_from moved_by"),
+    "summary": ("batch layer head kind patterns none static moving unsettled with_sink sinks lifetimes "
+                "mean_lifetime transient moves moves_right jump switches displacement drift"),
 }  # fmt: skip
 """Columns of a table in a terminal; JSON and CSV have all."""
 
@@ -57,18 +57,19 @@ def paths_command(
     row: Annotated[int | None, typer.Option(min=0, help="Only this sequence of the recording.")] = None,
     by: Annotated[str, typer.Option(help="Lines of the summary: pattern, head, layer or all.")] = "head",
     top: Annotated[
-        int, typer.Option(min=0, help="How many lives, moves and switches to list as text; JSON and CSV have all.")
+        int,
+        typer.Option(min=0, help="How many lifetimes, moves and switches to list as text; JSON and CSV have all."),
     ] = 20,
     as_json: Annotated[bool, JSON] = False,
     csv: Annotated[
-        str | None, typer.Option(help="Print one table as CSV instead: lives, moves, switches or summary.")
+        str | None, typer.Option(help="Print one table as CSV instead: lifetimes, moves, switches or summary.")
     ] = None,
 ) -> None:
     """Follow the sinks of a recording over its steps: how long they last, where they move, and what the heads do.
 
-    A life is a run of consecutive steps at which a position is a sink. A sink moves where its life ends within one
-    step of the start of another life. A switch is a change of the largest sink between two positions that both stay
-    sinks.
+    A lifetime is a run of consecutive steps at which a position is a sink. A sink moves where its lifetime ends
+    within one step of the start of another lifetime. A switch is a change of the largest sink between two
+    positions that both stay sinks.
     """
     check_place(layer, head, level)
     one_of("--by", by, GROUPINGS)
@@ -104,7 +105,7 @@ def paths_command(
 
 
 def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]") -> "dict[str, pd.DataFrame]":
-    """The summary, and every life, move and switch.
+    """The summary, and every lifetime, move and switch.
 
     Args:
         paths: the trajectories of the whole recording, or of the part at `place`.
@@ -112,13 +113,14 @@ def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]")
         place: column -> the only row and head that `paths` holds, or None. Their indices in the recording replace
             those in the tables.
     """
-    lives = paths.table()
-    tables = {"summary": paths.summary(by=by), "lives": lives, "switches": paths.switches()}  # type: ignore[arg-type]
+    lifetimes = paths.table()
+    tables = {"summary": paths.summary(by=by), "lifetimes": lifetimes, "switches": paths.switches()}  # type: ignore[arg-type]
     for table in tables.values():
         for name in ("batch", "head"):
             if place[name] is not None and name in table:
                 table[name] = place[name]
-    return {"summary": tables["summary"], "lives": lives, "moves": lives[lives["came_from"].notna()],
+    return {"summary": tables["summary"], "lifetimes": lifetimes, "moves":
+    lifetimes[lifetimes["came_from"].notna()],
             "switches": tables["switches"]}  # fmt: skip
 
 

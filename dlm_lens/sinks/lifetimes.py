@@ -1,4 +1,4 @@
-"""When each position of a pattern is a sink: hysteresis over steps, lifetimes, and how they link."""
+"""Lifetimes of sinks: the active intervals of every position under hysteresis, and the moves that link them."""
 
 from dataclasses import dataclass
 
@@ -17,17 +17,17 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SinkLifetimes:
-    """Spells during which one position is a sink, one entry each; ordered by pattern, position and step.
+    """Active intervals: runs of consecutive steps at which one position is a sink; one entry each.
 
     Args:
         pattern: which pattern, an index over (batch, layer, head).
         position: the key.
-        first, last: its first and last step as a sink.
-        peak, mean: largest and mean score.
+        first, last: first and last step of the interval.
+        peak, mean: largest and mean score in it.
         peak_step: step of the largest score (the first of equals).
-        main_steps: at how many of its steps it was the pattern's largest sink.
-        born: it was seen to switch on; False at the first step and behind steps without any score.
-        died: it was seen to switch off; False at the last step and in front of steps without any score.
+        main_steps: at how many of its steps the position was the pattern's largest sink.
+        born: whether the onset was observed; False at the first step, and after steps without any score.
+        died: whether the end was observed; False at the last step, and before steps without any score.
     """
 
     pattern: Ints
@@ -46,15 +46,18 @@ class SinkLifetimes:
 
     @property
     def steps(self) -> Ints:
-        """How many steps each life has."""
+        """Length of each interval in steps."""
         return self.last - self.first + 1
 
 
 @dataclass(frozen=True)
-class Followed:
-    """What happened in some patterns, from `follow`."""
+class FollowedSinks:
+    """The sinks of some patterns over the steps, from `follow_sinks`.
 
-    lives: SinkLifetimes
+    The fields are those of `Trajectories`, with one axis of patterns.
+    """
+
+    lifetimes: SinkLifetimes
     main: Int[Tensor, "step pattern"]
     main_score: Float[Tensor, "step pattern"]
     counts: Int[Tensor, "step pattern"]
@@ -64,16 +67,22 @@ class Followed:
     static_share: Float[Tensor, "pattern"]
 
 
-def switch_on(
+def active_steps(
     scores: Float[Tensor, "step pattern key"],
     detector: Detector,
     hysteresis: float,
     entered: Bool[Tensor, "step pattern key"] | None = None,
 ) -> Bool[Tensor, "step pattern key"]:
-    """Which keys are on: from the step that passes the detector to the last that does not fall below its part.
+    """Which keys are active: from the step at which the detector finds them to the last before they fall below.
 
-    on_t = detect_t or (on_{t-1} and holds_t), where `holds` is the threshold with eps times `hysteresis`. `entered`
-    is what the detector found, where that is known.
+    active_t = detect_t or (active_{t-1} and holds_t), where `holds` compares with the threshold of the rule whose
+    setting is multiplied by `hysteresis`.
+
+    Args:
+        scores: the scores.
+        detector: the rule.
+        hysteresis: factor of the rule's setting for keys that are active already; 1 for none.
+        entered: the detections, if they are known.
 
     Raises:
         TypeError: the detector has no hysteresis.
@@ -87,18 +96,20 @@ def switch_on(
     return on
 
 
-def follow(scores: Float[Tensor, "step pattern key"], on: Bool[Tensor, "step pattern key"]) -> Followed:
-    """Lifetimes, largest sinks, switches and the most steady position of patterns whose sinks are `on`."""
+def follow_sinks(scores: Float[Tensor, "step pattern key"], on: Bool[Tensor, "step pattern key"]) -> FollowedSinks:
+    """Lifetimes, largest sinks, switches and the most persistent position, from scores and active keys `on`."""
     steps, patterns, _ = scores.shape
     defined = ~scores.isnan().all(-1)
-    # Few columns are ever sinks: everything below looks at those alone.
+    # Few columns are ever sinks: everything below reads those alone.
     pattern, position = on.any(0).nonzero(as_tuple=True)
     columns, values = on[:, pattern, position], scores[:, pattern, position]
     counts = torch.zeros(steps, patterns, dtype=torch.long).index_add_(1, pattern, columns.long())
     main, best = _largest(columns, values, pattern, position, patterns)
-    static_position, static_share = _steadiest(columns.sum(0), pattern, position, (counts > 0).sum(0))
-    lives = _lives(columns, values, pattern, position, main, defined)
-    return Followed(lives, main, best, counts, defined, _switches(on, main, counts), static_position, static_share)
+    static_position, static_share = _most_persistent(columns.sum(0), pattern, position, (counts > 0).sum(0))
+    lifetimes = _intervals_of(columns, values, pattern, position, main, defined)
+    return FollowedSinks(
+        lifetimes, main, best, counts, defined, _switches(on, main, counts), static_position, static_share
+    )
 
 
 def _largest(
@@ -116,8 +127,10 @@ def _largest(
     return main.masked_fill(main == far, -1), best.masked_fill(main == far, torch.nan)
 
 
-def _steadiest(on_steps: Tensor, pattern: Tensor, position: Tensor, with_sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The position that is on most, and in which part of the steps that have a sink."""
+def _most_persistent(
+    on_steps: Tensor, pattern: Tensor, position: Tensor, with_sink: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The position that is active at most steps, and its share of the steps that have a sink."""
     most = torch.zeros_like(with_sink).scatter_reduce_(0, pattern, on_steps, "amax")
     far = torch.iinfo(torch.long).max
     candidates = position.masked_fill(on_steps < most[pattern], far)
@@ -127,7 +140,7 @@ def _steadiest(on_steps: Tensor, pattern: Tensor, position: Tensor, with_sink: T
 
 
 def _switches(on: Tensor, main: Tensor, counts: Tensor) -> Tensor:
-    """Whether the largest sink is another than a step before, while the old and the new one are both on at both."""
+    """Whether the largest sink changed since the step before, while the old and the new one are active at both."""
     switched = torch.zeros_like(main, dtype=torch.bool)
     before, after = main[:-1], main[1:]
     both = (before >= 0) & (after >= 0) & (before != after)
@@ -137,7 +150,7 @@ def _switches(on: Tensor, main: Tensor, counts: Tensor) -> Tensor:
     return switched
 
 
-def _lives(
+def _intervals_of(
     columns: Tensor, values: Tensor, pattern: Tensor, position: Tensor, main: Tensor, defined: Tensor
 ) -> SinkLifetimes:
     on, scores = columns.T, values.T.double()
@@ -146,7 +159,7 @@ def _lives(
     ends = on & ~torch.cat([on[:, 1:], off], 1)
     column, first = starts.nonzero(as_tuple=True)
     last = ends.nonzero(as_tuple=True)[1]
-    # Every entry that is on belongs to the life that began last in its column.
+    # Every active entry belongs to the last interval that began in its column.
     life = (starts.flatten().cumsum(0) - 1)[on.flatten()]
     inside = scores[on]
     total = torch.zeros(len(first), dtype=torch.double).index_add_(0, life, inside)
@@ -173,38 +186,40 @@ def _lives(
 
 
 WITHIN = 1
-"""A sink moves if one position switches off within this many steps of another switching on."""
+"""A sink moves if the end of one interval and the onset of another are at most this many steps apart."""
 
 
-def link_lives(lives: SinkLifetimes, movable: np.ndarray) -> tuple[Ints, Ints]:
-    """The moves: which life each life comes from, and the trajectory that it belongs to.
+def link_lifetimes(lifetimes: SinkLifetimes, movable: np.ndarray) -> tuple[Ints, Ints]:
+    """Link lifetimes by moves: the predecessor of each lifetime, and the trajectory that it belongs to.
 
-    Life B continues life A of the same pattern if B's position is another, B switches on at most one step before
-    or after A switches off, and B begins and ends later than A. Where several fit, the smallest difference in time
-    wins, then the smallest distance, then the earlier and the left one; a life has at most one predecessor and one
-    successor. A life that begins with the run, or ends with it, was not seen to switch.
+    Lifetime B continues lifetime A of the same pattern if B is at another position, the onset of B is at most one
+    step before or after the end of A, and B begins and ends later than A. If several pairs fit, the smallest
+    difference in time comes first, then the smallest distance, then the earlier and the left one; a lifetime has at
+    most one predecessor and one successor. An onset at the first step, or an end at the last, was not observed and
+    takes no part.
 
     Args:
-        lives: all lives.
-        movable: which of them stand on the canvas; a learned sink token cannot have moved.
+        lifetimes: all lifetimes.
+        movable: which of them are at canvas positions; a learned sink token cannot move.
 
     Returns:
-        For every life its predecessor (-1: none) and its trajectory, counted in the order of first lives.
+        For every lifetime its predecessor (-1: none) and its trajectory, counted in the order of first lifetimes.
     """
-    before = np.full(len(lives), -1, dtype=np.int64)
-    death, birth = _candidates(lives, np.flatnonzero(lives.died & movable), np.flatnonzero(lives.born & movable))
+    before = np.full(len(lifetimes), -1, dtype=np.int64)
+    ends, onsets = np.flatnonzero(lifetimes.died & movable), np.flatnonzero(lifetimes.born & movable)
+    death, birth = _candidates(lifetimes, ends, onsets)
     fits = (
-        (lives.position[death] != lives.position[birth])
-        & (lives.first[birth] > lives.first[death])
-        & (lives.last[birth] > lives.last[death])
+        (lifetimes.position[death] != lifetimes.position[birth])
+        & (lifetimes.first[birth] > lifetimes.first[death])
+        & (lifetimes.last[birth] > lifetimes.last[death])
     )
     death, birth = death[fits], birth[fits]
-    delay = lives.first[birth] - lives.last[death] - 1
-    distance = np.abs(lives.position[birth] - lives.position[death])
-    order = np.lexsort((lives.position[birth], lives.position[death], delay, distance, np.abs(delay)))
+    delay = lifetimes.first[birth] - lifetimes.last[death] - 1
+    distance = np.abs(lifetimes.position[birth] - lifetimes.position[death])
+    order = np.lexsort((lifetimes.position[birth], lifetimes.position[death], delay, distance, np.abs(delay)))
     death, birth = death[order], birth[order]
     while len(death):
-        # A pair that is the best one left for both of its lives is what going down the list would take.
+        # Takes the pairs that a greedy pass down the sorted list would take: the best left for both members.
         best = np.zeros(len(death), dtype=bool)
         best[np.unique(death, return_index=True)[1]] = True
         best_birth = np.zeros(len(death), dtype=bool)
@@ -216,14 +231,14 @@ def link_lives(lives: SinkLifetimes, movable: np.ndarray) -> tuple[Ints, Ints]:
     return before, _trajectories(before)
 
 
-def _candidates(lives: SinkLifetimes, deaths: Ints, births: Ints) -> tuple[Ints, Ints]:
-    """All pairs of a death and a birth in one pattern at most WITHIN steps apart."""
+def _candidates(lifetimes: SinkLifetimes, deaths: Ints, births: Ints) -> tuple[Ints, Ints]:
+    """All pairs of an end and an onset in one pattern at most WITHIN steps apart."""
     if not len(deaths) or not len(births):
         return deaths[:0], births[:0]
-    width = int(lives.last.max()) + 2 * WITHIN + 3
-    key = lives.pattern[births] * width + lives.first[births] + WITHIN
+    width = int(lifetimes.last.max()) + 2 * WITHIN + 3
+    key = lifetimes.pattern[births] * width + lifetimes.first[births] + WITHIN
     order = np.argsort(key, kind="stable")
-    off = lives.pattern[deaths] * width + lives.last[deaths] + 1 + WITHIN
+    off = lifetimes.pattern[deaths] * width + lifetimes.last[deaths] + 1 + WITHIN
     low = np.searchsorted(key[order], off - WITHIN, side="left")
     high = np.searchsorted(key[order], off + WITHIN, side="right")
     found = high - low
@@ -232,7 +247,7 @@ def _candidates(lives: SinkLifetimes, deaths: Ints, births: Ints) -> tuple[Ints,
 
 
 def _trajectories(before: Ints) -> Ints:
-    """Follow every life back to the one that it comes from in the end."""
+    """The index of the trajectory of every lifetime: of the first lifetime in its chain of predecessors."""
     root = np.where(before < 0, np.arange(len(before)), before)
     while True:
         further = root[root]
@@ -243,33 +258,33 @@ def _trajectories(before: Ints) -> Ints:
 
 
 STATIC_SHARE = 0.9
-"""Static: one position is on in at least this part of the steps that have a sink."""
+"""Static: one position is active in at least this share of the steps that have a sink."""
 
 TRANSIENT_STEPS = 2
-"""Transient: a life of at most so many steps."""
+"""Transient: a lifetime of at most this many steps."""
 
 KINDS = ("none", "static", "moving", "unsettled")
-"""No sink at any step; static; not static and a sink moved; neither (sinks come and go without a move)."""
+"""No sink at any step; static; not static and a sink moved; neither (sinks appear and vanish without a move)."""
 
 
-def life_counts(lives: SinkLifetimes, before: Ints, trajectory: Ints, patterns: int) -> dict[str, Floats]:
-    """Numbers of lives, trajectories, transients and moves per pattern, and the mean length of lives and moves."""
+def count_lifetimes(lifetimes: SinkLifetimes, before: Ints, trajectory: Ints, patterns: int) -> dict[str, Floats]:
+    """Per pattern: counts of lifetimes, trajectories and moves, the transient share, mean lifetime and distance."""
 
     def per_pattern(weights: NDArray[np.generic]) -> Floats:
         return np.asarray(
-            np.bincount(lives.pattern, weights=weights.astype(float), minlength=patterns), dtype=float
+            np.bincount(lifetimes.pattern, weights=weights.astype(float), minlength=patterns), dtype=float
         )
 
     moved = before >= 0
-    jump = np.where(moved, lives.position - lives.position[before], 0)
-    owners = lives.pattern[np.unique(trajectory, return_index=True)[1]]
-    count, moves = per_pattern(np.ones(len(lives))), per_pattern(moved)
+    jump = np.where(moved, lifetimes.position - lifetimes.position[before], 0)
+    owners = lifetimes.pattern[np.unique(trajectory, return_index=True)[1]]
+    count, moves = per_pattern(np.ones(len(lifetimes))), per_pattern(moved)
     with np.errstate(invalid="ignore"):
         return {
-            "lives": count,
+            "lifetimes": count,
             "trajectories": np.bincount(owners, minlength=patterns).astype(float),
-            "life": per_pattern(lives.steps) / count,
-            "transient": per_pattern(lives.steps <= TRANSIENT_STEPS) / count,
+            "mean_lifetime": per_pattern(lifetimes.steps) / count,
+            "transient": per_pattern(lifetimes.steps <= TRANSIENT_STEPS) / count,
             "moves": moves,
             "moves_right": per_pattern(jump > 0) / moves,
             "jump": per_pattern(np.abs(jump)) / moves,
@@ -277,7 +292,7 @@ def life_counts(lives: SinkLifetimes, before: Ints, trajectory: Ints, patterns: 
 
 
 def main_path(main: Ints, canvas: int, defined: Bools) -> dict[str, Floats]:
-    """Where the largest sink is over the steps ([step, pattern]; -1: none); steps without one are left out.
+    """Statistics of the position of the largest sink over the steps ([step, pattern]; -1: none).
 
     `drift` is the slope of the least-squares line of position over step, in positions per step (to the right above
     0); `displacement` the last position minus the first; `variance` the population's over steps, in positions^2;

@@ -1,4 +1,4 @@
-"""`trajectories`: where sinks appear, how long they live, and where they go."""
+"""`trajectories`: onsets, lifetimes and moves of sinks over the steps of a run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -24,20 +24,20 @@ from dlm_lens.sinks.from_recording import received_of
 from dlm_lens.sinks.lifetimes import (
     KINDS,
     TRANSIENT_STEPS,
-    Followed,
+    FollowedSinks,
     Ints,
     SinkLifetimes,
-    follow,
+    active_steps,
+    count_lifetimes,
+    follow_sinks,
     kinds_of,
-    life_counts,
-    link_lives,
+    link_lifetimes,
     main_path,
-    switch_on,
 )
 from dlm_lens.sinks.received import AXES, Level, Received, Scale
 
 By = Literal["pattern", "head", "layer", "all"]
-"""What a line of a summary is: one pattern of one sequence, a (layer, head) or a layer over sequences, or all."""
+"""One line of a summary: a pattern of one sequence, a (layer, head) or a layer over all sequences, or all."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "pattern": ("batch", "layer", "head"),
@@ -51,32 +51,32 @@ GROUPS: dict[str, tuple[str, ...]] = {
 class Trajectories:
     """Sinks followed over steps, from `trajectories`; definitions there.
 
-    All axes are always there; `dims` names those that mean something, the others have size 1. A pattern is one
-    (batch, layer, head), and its index counts over them in this order.
+    All axes are always there; axes that are not in `dims` have size 1. A pattern is one (batch, layer, head), and
+    its index counts over them in this order.
 
     Args:
-        lives: every spell of a position as a sink, ordered by pattern, first step and position.
-        before: for each life the one that it comes from by a move; -1 for none.
-        trajectory: for each life its trajectory; lives joined by moves share one.
+        lifetimes: every active interval of a position, ordered by pattern, first step and position.
+        before: predecessor of each lifetime by a move; -1 for none.
+        trajectory: trajectory of each lifetime; lifetimes linked by moves share one.
         main: position of the largest sink; -1 where there is none.
         main_score: its score; NaN where there is none.
-        counts: how many sinks are on.
+        counts: how many sinks are active.
         defined: whether any key has a score.
-        switched: whether the largest sink changed although the old and the new one were on before and are on now.
-        static_position: the position that is on at most steps (-1: no sink ever), and
-        static_share: at which part of the steps that have a sink.
+        switched: whether the largest sink changed while the old and the new one are active before and after.
+        static_position: the position that is active at most steps; -1 if there is never a sink.
+        static_share: its share of the steps that have a sink.
         scored: which keys have a score.
         tokens, masked, final_tokens, scale, level, layers, queries, sinks, tokenizer: as in `Received`.
-        padding: how many keys of each row stand before its first token; None for none.
-        detector: the rule that switches a sink on.
-        hysteresis: part of its threshold below which it switches off.
-        dims: names of the axes that mean something.
+        padding: how many keys of each row are padding on its left; None for none.
+        detector: the rule of the onset.
+        hysteresis: factor of the rule's setting below which an active position ends.
+        dims: the axes that exist.
 
     Raises:
         ValueError: the shapes contradict each other.
     """
 
-    lives: SinkLifetimes
+    lifetimes: SinkLifetimes
     before: Ints
     trajectory: Ints
     main: Int[Tensor, "step batch layer head"]
@@ -103,86 +103,86 @@ class Trajectories:
 
     def __post_init__(self) -> None:
         check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
-        if not len(self.lives) == len(self.before) == len(self.trajectory):
+        if not len(self.lifetimes) == len(self.before) == len(self.trajectory):
             raise ValueError(
-                f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories, {len(self.lives)} lives"
+                f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories and {len(self.lifetimes)} "
+                "lifetimes"
             )
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{int((self.kinds == kind).sum())} {kind}" for kind in KINDS)
-        transient = int((self.lives.steps <= TRANSIENT_STEPS).sum())
+        transient = int((self.lifetimes.steps <= TRANSIENT_STEPS).sum())
         patterns = f"{self.kinds.size} patterns over {len(self.main)} steps: {counts}"
         return (
-            f"Trajectories({len(self.lives)} lives ({transient} transient), {int((self.before >= 0).sum())} moves, "
-            f"{int(self.switched.sum())} switches; {patterns}; {self.rule})"
+            f"Trajectories({len(self.lifetimes)} lifetimes ({transient} transient), "
+            f"{int((self.before >= 0).sum())} moves, {int(self.switched.sum())} switches; {patterns}; {self.rule})"
         )
 
     @property
     def rule(self) -> str:
-        """Rule, hysteresis, scale, level and counted queries in words, for captions."""
+        """Rule, hysteresis, scale, level and counted queries as text, for captions."""
         off = f"off below {self.hysteresis:g} of its threshold" if self.hysteresis != 1 else "no hysteresis"
         return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
 
     @property
     def canvas(self) -> int:
-        """How many of the keys are canvas positions; learned sink tokens stand behind them."""
+        """How many of the keys are canvas positions; learned sink tokens come after them."""
         return self.scored.shape[-1] - self.sinks
 
     @cached_property
     def kinds(self) -> NDArray[np.str_]:
-        """Each pattern's kind: "none", "static", "moving" or "unsettled" (sinks come and go without a move)."""
-        moves = np.bincount(self.lives.pattern, weights=self.before >= 0, minlength=self.static_share.numel())
+        """Kind of each pattern: "none", "static", "moving" or "unsettled" (appear and vanish without a move)."""
+        moves = np.bincount(self.lifetimes.pattern, weights=self.before >= 0, minlength=self.static_share.numel())
         steps = (self.counts > 0).sum(0).numpy()
         shape = self.static_share.shape
         return kinds_of(steps, self.static_share.numpy(), np.asarray(moves, dtype=float).reshape(shape))
 
     def place(self, pattern: Ints) -> dict[str, Ints]:
-        """Batch row, layer (as in the model) and head of patterns, of the axes that mean something."""
+        """Batch row, layer (as in the model) and head of patterns, for the axes in `dims`."""
         at = dict(zip(GROUPS["pattern"], np.unravel_index(pattern, self.static_share.shape), strict=True))
         if self.layers:
             at["layer"] = np.asarray(self.layers)[at["layer"]]
         return {name: index for name, index in at.items() if name in self.dims}
 
     def table(self) -> pd.DataFrame:
-        """One line per life, ordered by pattern, first step and position.
+        """One line per lifetime, ordered by pattern, first step and position.
 
-        Columns: batch, layer, head (those that there are); `position`, counted from the prompt's first token, and
-        `canvas_position` on the canvas (NA for a learned sink token); `token` when
-        it switched on and `token_last` at its last step, `masked` when it switched on (where known); `first_step`,
-        `last_step`, `steps`; `peak` and `mean` score, `peak_step`; `main_steps`, at how many steps it was the
-        largest; `transient` (at most 2 steps); `born` and `died`, whether it was seen to switch on and off (not at
-        the ends of the run); `trajectory`, which lives joined by moves share; `came_from` (on the canvas
-        `canvas_came_from`) and `moved_by`, the position before the move and the distance (right above 0), NA
-        without a move.
+        Columns: batch, layer, head (those in `dims`); `position`, counted from the prompt's first token, and
+        `canvas_position` on the canvas (NA for a learned sink token); `token` and `masked` at the onset and
+        `token_last` at the last step (where known); `first_step`, `last_step`, `steps`; `peak` and `mean` score,
+        `peak_step`; `main_steps`, at how many steps it was the largest; `transient` (at most 2 steps); `born` and
+        `died`, whether onset and end were observed (not at the ends of the run); `trajectory`, which lifetimes
+        linked by moves share; `came_from` (on the canvas `canvas_came_from`) and `moved_by`, the position before
+        the move and the distance (positive to the right), NA without a move.
         """
-        lives = self.lives
-        columns: dict[str, Any] = dict(self.place(lives.pattern))
-        row = np.unravel_index(lives.pattern, self.static_share.shape)[0]
-        position = pd.Series(lives.position, dtype="Int64")
+        lifetimes = self.lifetimes
+        columns: dict[str, Any] = dict(self.place(lifetimes.pattern))
+        row = np.unravel_index(lifetimes.pattern, self.static_share.shape)[0]
+        position = pd.Series(lifetimes.position, dtype="Int64")
         columns["position"] = position
         if self.tokens is not None:
             text, ids = TokenTexts(self.tokenizer), self.tokens.numpy()
-            columns["token"] = [text(int(i)) for i in ids[lives.first, row, lives.position]]
-            columns["token_last"] = [text(int(i)) for i in ids[lives.last, row, lives.position]]
+            columns["token"] = [text(int(i)) for i in ids[lifetimes.first, row, lifetimes.position]]
+            columns["token_last"] = [text(int(i)) for i in ids[lifetimes.last, row, lifetimes.position]]
         if self.masked is not None:
-            columns["masked"] = self.masked.numpy()[lives.first, row, lives.position]
-        columns |= {"first_step": lives.first, "last_step": lives.last, "steps": lives.steps}
-        columns |= {"peak": lives.peak, "mean": lives.mean, "peak_step": lives.peak_step}
-        columns |= {"main_steps": lives.main_steps, "transient": lives.steps <= TRANSIENT_STEPS}
-        columns |= {"born": lives.born, "died": lives.died, "trajectory": self.trajectory}
-        came_from = pd.Series(lives.position[self.before], dtype="Int64").mask(self.before < 0)
+            columns["masked"] = self.masked.numpy()[lifetimes.first, row, lifetimes.position]
+        columns |= {"first_step": lifetimes.first, "last_step": lifetimes.last, "steps": lifetimes.steps}
+        columns |= {"peak": lifetimes.peak, "mean": lifetimes.mean, "peak_step": lifetimes.peak_step}
+        columns |= {"main_steps": lifetimes.main_steps, "transient": lifetimes.steps <= TRANSIENT_STEPS}
+        columns |= {"born": lifetimes.born, "died": lifetimes.died, "trajectory": self.trajectory}
+        came_from = pd.Series(lifetimes.position[self.before], dtype="Int64").mask(self.before < 0)
         columns |= {"came_from": came_from, "moved_by": position - came_from}
         table = pd.DataFrame({**columns, "row": row})
         table = from_prompt(table, self.padding, self.canvas, ("position", "came_from"), rows="row")
         return table.drop(columns="row")
 
     def switches(self) -> pd.DataFrame:
-        """One line per switch: the largest sink became another one, while both were sinks before and are now.
+        """One line per switch: a change of the largest sink between two positions that are active before and after.
 
-        Columns: batch, layer, head (those that there are); `step`, the first at which the new one is the largest;
+        Columns: batch, layer, head (those in `dims`); `step`, the first at which the new one is the largest;
         `from_position` and `to_position`, counted from the prompt's first token (NA for a learned sink token), with
-        `canvas_from_position` and `canvas_to_position` on the canvas; `moved_by`, the distance (right above 0);
-        `from_token` and `to_token` at that step, where known.
+        `canvas_from_position` and `canvas_to_position` on the canvas; `moved_by`, the distance (positive to the
+        right); `from_token` and `to_token` at that step, where known.
         """
         step, pattern = (index.numpy() for index in self.switched.flatten(1).nonzero(as_tuple=True))
         order = np.lexsort((step, pattern))
@@ -207,18 +207,17 @@ class Trajectories:
         return table.drop(columns="row")
 
     def summary(self, by: By = "head") -> pd.DataFrame:
-        """What the sinks do, per pattern, per (layer, head), per layer, or overall: means over the patterns in it.
+        """Means over patterns, per pattern, per (layer, head), per layer, or over all.
 
-        Columns: `patterns`, how many; `with_sink`, part of the steps that have a sink; `sinks`, how many are on;
-        `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, mean steps of a life; `transient`, part of
-        the lives; `move_rate` and `switch_rate`, per pair of neighbouring steps; `moves_right`, part of the moves;
-        `jump`, mean distance of a move; `static_share`, the part of its steps with a sink that the steadiest
-        position is on, which a pattern's line names as `static_position`, from the prompt's first token, and
-        `canvas_static_position`; of the largest sink's path `moved_over_run`, `displacement`, `drift`,
-        `drift_right` (part of the patterns with a drift that go right), `variance`, `changes`, `change` (see
-        `movement.main_path`;
-        the variance of the sink's position is what 2602.17664 looks at); and the part of the patterns of each kind.
-        Means leave out patterns where a quantity is not defined.
+        Columns: `patterns`, how many; `with_sink`, share of the steps that have a sink; `sinks`, how many are
+        active; `lifetimes`, `trajectories`, `moves`, `switches` per pattern; `mean_lifetime` in steps;
+        `transient`, share of the lifetimes; `move_rate` and `switch_rate`, per pair of neighbouring steps;
+        `moves_right`, share of the moves; `jump`, mean distance of a move; `static_share`, the share of the steps
+        with a sink at which the most persistent position is active, which a pattern's line names as
+        `static_position`, from the prompt's first token, and `canvas_static_position`; of the path of the largest
+        sink `moved_over_run`, `displacement`, `drift`, `drift_right` (share of the patterns with a drift that go
+        right), `variance` (studied by 2602.17664), `changes`, `change`, see `lifetimes.main_path`; and the share
+        of the patterns of each kind. Means leave out patterns for which a quantity is not defined.
 
         Raises:
             ValueError: an unknown grouping.
@@ -240,20 +239,20 @@ class Trajectories:
 
     @cached_property
     def measures(self) -> pd.DataFrame:
-        """One line per pattern: what `summary` averages."""
+        """One line per pattern, which `summary` averages."""
         index = np.arange(self.static_share.numel())
         defined = self.defined.sum(0).flatten().numpy()
         pairs = np.where(defined > 1, defined - 1, np.nan)
         sink_steps = (self.counts > 0).sum(0).flatten().numpy()
-        lives = life_counts(self.lives, self.before, self.trajectory, len(index))
+        lifetimes = count_lifetimes(self.lifetimes, self.before, self.trajectory, len(index))
         switches = self.switched.sum(0).flatten().numpy()
         path = main_path(self.main.flatten(1).numpy(), self.canvas, self.defined.flatten(1).numpy())
         with np.errstate(invalid="ignore", divide="ignore"):
             part, mean = sink_steps / defined, self.counts.sum(0).flatten().numpy() / defined
         drift = np.where(path["drift"] == 0, np.nan, path["drift"])
         columns: dict[str, Any] = self.place(index) | {"patterns": np.ones(len(index), dtype=int)}
-        columns |= {"kind": self.kinds.flatten(), "with_sink": part, "sinks": mean} | lives
-        columns |= {"switches": switches, "move_rate": lives["moves"] / pairs, "switch_rate": switches / pairs}
+        columns |= {"kind": self.kinds.flatten(), "with_sink": part, "sinks": mean} | lifetimes
+        columns |= {"switches": switches, "move_rate": lifetimes["moves"] / pairs, "switch_rate": switches / pairs}
         columns |= {
             "static_position": self.static_position.flatten().numpy(),
             "row": np.unravel_index(index, self.static_share.shape)[0],
@@ -265,10 +264,10 @@ class Trajectories:
 
 
 HYSTERESIS = 0.75
-"""A sink that is on switches off below this part of its threshold eps."""
+"""An active sink ends below the threshold of the rule with its setting times this factor."""
 
 ENTRIES_AT_ONCE = 2**20
-"""Scores in work at a time, 4 MiB in float32: what is made of them needs no fresh memory for every piece."""
+"""Scores in work at a time: 4 MiB in float32, so that the allocator reuses the memory of the piece before."""
 
 
 @checked_arguments(level=LEVEL)
@@ -281,52 +280,53 @@ def trajectories(
 ) -> Trajectories:
     """Follow sinks over steps: when each appears, moves and vanishes, in every pattern (2510.15731, section 4.2).
 
-    A position switches on when the detector finds it and off when it falls below the detector's threshold with
-    eps times `hysteresis` (k for `AboveStd`, x for `AttentionShare`). A spell of being on is a **life**. A sink
-    **moved** if a position switches off within one step of another switching on; lives joined by moves are one
-    trajectory. A pattern is **static** if one position is on in at least 90% of the steps that have a sink,
-    **moving** if it is not static and a sink moved. A life of at most 2 steps is **transient**. A change of the
-    largest sink between two that both stay on is a **switch**, no move.
+    A position becomes active at the step at which the detector finds it (its onset), and stays active until its
+    score falls below the detector's threshold with eps times `hysteresis` (k for `AboveStd`, x for
+    `AttentionShare`). An active interval is a **lifetime**. A sink **moved** if the end of one lifetime is within
+    one step of the onset of another; lifetimes linked by moves are one **trajectory**. A pattern is **static** if
+    one position is active in at least 90% of the steps that have a sink, **moving** if it is not static and a sink
+    moved. A lifetime of at most 2 steps is **transient**. A change of the largest sink between two positions that
+    both stay active is a **switch**, not a move.
 
-    A step without any score (a class of queries that ran out) belongs to no life, and a life that ends in front
-    of it was not seen to switch off. Works through the input piece by piece, also where that is a memory map.
+    A step without any score (a class of queries that is empty) belongs to no lifetime, and the end of a lifetime
+    before it counts as not observed. The input is read piece by piece, also if it is a memory map.
 
     Args:
         sinks: a `Received` with a step axis, or a `Recording` (of all queries; `received_of` for others), and a
             detector, which takes less memory; or `Sinks`.
-        detector: the rule for a `Received` or a `Recording`; `Sinks` have theirs.
-        level: of a `Received`: follow the sinks of every "head", of the head-mean pattern of a "layer", or of the
-            "model" mean. `Sinks` have theirs.
-        hysteresis: part of the threshold below which a sink switches off; 1 for none.
+        detector: the rule for a `Received` or a `Recording`, or its text, such as "above-mean:3"; None for `Sinks`.
+        level: for a `Received`: follow the sinks of every "head", of the head-mean pattern of a "layer", or of the
+            "model" mean. `Sinks` keep their level.
+        hysteresis: factor of the rule's setting below which an active sink ends; 1 for none.
 
     Raises:
-        TypeError: neither of the two, no detector, a second one, or one without `holds`.
-        ValueError: there is no step axis, hysteresis is not in (0, 1], or a level that is not there.
+        TypeError: another input, no detector, a second one, or one without hysteresis.
+        ValueError: there is no step axis, hysteresis is not in (0, 1], or the level does not exist.
     """
     if not 0 < hysteresis <= 1:
-        raise ValueError(f"hysteresis is {hysteresis}; it is a part of the threshold, above 0 and at most 1")
-    source = _source(sinks, detector, level)
-    if "step" not in source.dims:
-        raise ValueError(f"the sinks have the axes {source.dims}; trajectories need a step axis")
-    shape = source.scores.shape
+        raise ValueError(f"hysteresis is {hysteresis}; it is a factor of the threshold, above 0 and at most 1")
+    given = _input_of(sinks, detector, level)
+    if "step" not in given.dims:
+        raise ValueError(f"the sinks have the axes {given.dims}; trajectories need a step axis")
+    shape = given.scores.shape
     found = [
-        (index, follow(scores, switch_on(scores, source.detector, hysteresis, entered)))
-        for index, scores, entered in source.pieces()
+        (index, follow_sinks(scores, active_steps(scores, given.detector, hysteresis, entered)))
+        for index, scores, entered in given.pieces()
     ]
-    lives = _joined([(index, piece.lives) for index, piece in found])
+    lifetimes = _joined([(index, piece.lifetimes) for index, piece in found])
     gathered: dict[str, Any] = {name: _gathered(found, name, shape) for name in _PER_STEP + _PER_PATTERN}
-    before, trajectory = link_lives(lives, lives.position < shape[-1] - source.context["sinks"])
+    before, trajectory = link_lifetimes(lifetimes, lifetimes.position < shape[-1] - given.context["sinks"])
     return Trajectories(
-        lives=lives,
+        lifetimes=lifetimes,
         before=before,
         trajectory=trajectory,
         **gathered,
-        scored=source.scored(),
-        scale=source.scale,
-        detector=source.detector,
+        scored=given.scored(),
+        scale=given.scale,
+        detector=given.detector,
         hysteresis=hysteresis,
-        dims=tuple(name for name in source.dims if name != "key"),
-        **source.context,
+        dims=tuple(name for name in given.dims if name != "key"),
+        **given.context,
     )
 
 
@@ -336,8 +336,8 @@ _PER_PATTERN = ("static_position", "static_share")
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Scores on all five axes, and what is known of them."""
+class _Input:
+    """The scores on all five axes, and the fields that the result takes over."""
 
     scores: Float[Tensor, "step batch layer head key"]
     received: Received | None
@@ -372,7 +372,7 @@ class _Source:
         return self.received.part(*part).read(self.detector.quantity)[0]
 
     def scored(self) -> Bool[Tensor, "step batch key"]:
-        """Which keys have a score in any pattern."""
+        """Which keys have a score in at least one pattern."""
         scored = torch.zeros(*self.scores.shape[:2], self.scores.shape[-1], dtype=torch.bool)
         for layer in range(self.scores.shape[2]):
             for head in range(self.scores.shape[3]):
@@ -380,7 +380,7 @@ class _Source:
         return scored
 
 
-def _source(sinks: Any, detector: Detector | str | None, level: Level) -> _Source:
+def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Input:
     if isinstance(sinks, Recording):
         sinks = received_of(sinks)
     if isinstance(sinks, Received):
@@ -401,7 +401,7 @@ def _source(sinks: Any, detector: Detector | str | None, level: Level) -> _Sourc
                 "padding",
             )
         }
-        return _Source(received.values, received, None, scale, detector, received.dims, context)
+        return _Input(received.values, received, None, scale, detector, received.dims, context)
     if not isinstance(sinks, Sinks):
         raise TypeError(f"trajectories of a {type(sinks).__name__}; give a Received and a detector, or Sinks")
     if sinks.detector.low_is_sink:
@@ -417,11 +417,11 @@ def _source(sinks: Any, detector: Detector | str | None, level: Level) -> _Sourc
         **{name: getattr(sinks, name) for name in ("level", "layers", "queries", *_CARRIED)},
     }
     scores, entered = (_widened(tensor, sinks.dims, AXES) for tensor in (sinks.scores, sinks.is_sink))
-    return _Source(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)
+    return _Input(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)
 
 
 def _widened(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...]) -> Any:
-    """Put axes of size 1 back where `dims` has none."""
+    """Insert the axes that are not in `dims`, with size 1."""
     if tensor is not None:
         for place, name in enumerate(axes):
             tensor = tensor if name in dims else tensor.unsqueeze(place)
@@ -429,10 +429,10 @@ def _widened(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...]) -> Any:
 
 
 def _joined(pieces: list[tuple[Tensor, SinkLifetimes]]) -> SinkLifetimes:
-    """The lives of all pieces in one list, ordered by pattern, first step and position."""
-    owners = np.concatenate([index.numpy()[lives.pattern] for index, lives in pieces])
+    """The lifetimes of all pieces, ordered by pattern, first step and position."""
+    owners = np.concatenate([index.numpy()[lifetimes.pattern] for index, lifetimes in pieces])
     values = {
-        name.name: np.concatenate([getattr(lives, name.name) for _, lives in pieces])
+        name.name: np.concatenate([getattr(lifetimes, name.name) for _, lifetimes in pieces])
         for name in fields(SinkLifetimes)
     }
     values["pattern"] = owners
@@ -440,7 +440,7 @@ def _joined(pieces: list[tuple[Tensor, SinkLifetimes]]) -> SinkLifetimes:
     return SinkLifetimes(**{name: value[order] for name, value in values.items()})
 
 
-def _gathered(found: list[tuple[Tensor, Followed]], name: str, shape: tuple[int, ...]) -> Tensor:
+def _gathered(found: list[tuple[Tensor, FollowedSinks]], name: str, shape: tuple[int, ...]) -> Tensor:
     """One quantity of all pieces, on the axes (step,) batch, layer, head."""
     index = torch.cat([index for index, _ in found])
     values = torch.cat([getattr(piece, name) for _, piece in found], -1)

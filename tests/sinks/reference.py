@@ -49,7 +49,7 @@ def harmonic(n):
     return math.fsum(1.0 / i for i in range(1, n + 1))
 
 
-def lives(scores, eps, factor):
+def lifetimes(scores, eps, factor):
     """Spells (position, first, last) of one pattern [step][key], from Eq. 3 with hysteresis, step by step."""
     found, open_since = [], {}
     for step, values in enumerate(scores):

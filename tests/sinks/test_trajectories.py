@@ -47,18 +47,25 @@ def received_of(values, **fields):
 
 
 def spells(paths, pattern=0):
-    lives = paths.lives
-    mine = lives.pattern == pattern
+    lifetimes = paths.lifetimes
+    mine = lifetimes.pattern == pattern
     return sorted(
-        zip(lives.position[mine].tolist(), lives.first[mine].tolist(), lives.last[mine].tolist(), strict=True)
+        zip(
+            lifetimes.position[mine].tolist(),
+            lifetimes.first[mine].tolist(),
+            lifetimes.last[mine].tolist(),
+            strict=True,
+        )
     )
 
 
 def links(paths, pattern=0):
-    lives, found = paths.lives, []
-    for index in np.flatnonzero((lives.pattern == pattern) & (paths.before >= 0)):
+    lifetimes, found = paths.lifetimes, []
+    for index in np.flatnonzero((lifetimes.pattern == pattern) & (paths.before >= 0)):
         a, b = paths.before[index], index
-        found.append(tuple((int(lives.position[i]), int(lives.first[i]), int(lives.last[i])) for i in (a, b)))
+        found.append(
+            tuple((int(lifetimes.position[i]), int(lifetimes.first[i]), int(lifetimes.last[i])) for i in (a, b))
+        )
     return sorted(found)
 
 
@@ -127,7 +134,7 @@ def test_precision_and_recall_under_noise(noise, precision):
     paths = trajectories(received, RULE)
     found = torch.zeros(16, steps, keys, dtype=torch.bool)
     for pattern, position, first, last in zip(
-        paths.lives.pattern, paths.lives.position, paths.lives.first, paths.lives.last, strict=True
+        paths.lifetimes.pattern, paths.lifetimes.position, paths.lifetimes.first, paths.lifetimes.last, strict=True
     ):
         found[pattern, first : last + 1, position] = True
     wanted = torch.stack([truth(plan, steps, keys) for plan in chosen]).repeat(2, 1, 1)
@@ -161,7 +168,7 @@ def test_lives_and_moves_equal_plain_loops(seed, steps, keys, holes):
     paths = trajectories(received_of(values.float()), AboveMean(1.0))
     for head in range(2):
         scores = as_floats(values.float()[:, 0, 0, head])
-        wanted = reference.lives(scores, 1.0, 0.75)
+        wanted = reference.lifetimes(scores, 1.0, 0.75)
         assert spells(paths, head) == wanted
         if not holes:
             assert links(paths, head) == reference.moves(wanted, steps)
@@ -215,11 +222,11 @@ def test_life_statistics_and_the_main_path_equal_plain_loops(seed):
         assert (math.isnan(measures.change) and not steps) or measures.change == pytest.approx(
             sum(steps) / len(steps)
         )
-    lives = paths.table()
-    assert measures.lives == len(lives)
+    lifetimes = paths.table()
+    assert measures.lifetimes == len(lifetimes)
     assert measures.with_sink == pytest.approx(len(points) / 11)
-    assert measures.sinks == pytest.approx(lives.steps.sum() / 11)
-    assert measures.move_rate == pytest.approx(lives.came_from.notna().sum() / 10)
+    assert measures.sinks == pytest.approx(lifetimes.steps.sum() / 11)
+    assert measures.move_rate == pytest.approx(lifetimes.came_from.notna().sum() / 10)
 
 
 def test_a_move_is_off_within_one_step_of_on():
@@ -280,8 +287,8 @@ def test_steps_without_any_score_cut_lives_and_are_no_death():
     values[5:, 4], values[5:, 7] = 0.5, 10
     paths = trajectories(received_of(values), RULE)
     assert spells(paths) == [(4, 0, 2), (7, 5, 8)]
-    assert paths.lives.died.tolist() == [False, False]
-    assert paths.lives.born.tolist() == [False, False]
+    assert paths.lifetimes.died.tolist() == [False, False]
+    assert paths.lifetimes.born.tolist() == [False, False]
     assert paths.summary("all")["with_sink"].item() == 1  # of the steps that have scores
     assert paths.defined.flatten().tolist() == [True] * 3 + [False] * 2 + [True] * 4
 
@@ -315,7 +322,7 @@ def test_a_recording_is_followed_like_a_replay_of_its_run():
     prompts = [[5, 9, 11, 3, 17, 20, 8], [6, 2, 40]]
     recorded = trajectories(record(model, prompts, **settings), AboveStd(1.5))
     replayed = trajectories(received_over_steps(model, denoise(model, prompts, **settings)), AboveStd(1.5))
-    assert len(recorded.lives) > 10
+    assert len(recorded.lifetimes) > 10
     # float32 sums in another order: to the last digits of a score.
     pd.testing.assert_frame_equal(recorded.table(), replayed.table(), rtol=1e-4)
 
@@ -327,7 +334,7 @@ def test_levels_follow_the_mean_pattern():
         other = trajectories(find_sinks(received, AboveMean(1.0), level=level))
         assert paths.level == level
         assert "head" not in paths.table().columns
-        assert len(paths.lives) > 0
+        assert len(paths.lifetimes) > 0
         pd.testing.assert_frame_equal(paths.table(), other.table())
         assert len(paths.summary()) == (2 if level == "layer" else 1)
 
@@ -380,7 +387,7 @@ def test_means_of_a_summary_are_means_over_sequences():
     paths = trajectories(received, RULE)
     each, mean = paths.summary("pattern"), paths.summary("head").set_index(["layer", "head"])
     for (layer, head), group in each.groupby(["layer", "head"]):
-        for column in ("lives", "moves", "variance", "jump", "drift", "life"):
+        for column in ("lifetimes", "moves", "variance", "jump", "drift", "mean_lifetime"):
             values = [v for v in group[column] if not math.isnan(v)]
             if values:
                 assert mean.loc[(layer, head), column] == pytest.approx(sum(values) / len(values))

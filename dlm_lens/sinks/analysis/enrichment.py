@@ -208,11 +208,11 @@ def _lines(names: tuple[str, ...], seen: Floats, base: Floats, total: Floats) ->
 
 def sink_steps(paths: Trajectories) -> tuple[Ints, Ints, Ints]:
     """Step, pattern and position of every sink at every step that it is on."""
-    lives = paths.lives
-    owner = np.repeat(np.arange(len(lives)), lives.steps)
-    start = np.cumsum(lives.steps) - lives.steps
-    step = np.arange(len(owner)) - start[owner] + lives.first[owner]
-    return step, lives.pattern[owner], lives.position[owner]
+    lifetimes = paths.lifetimes
+    owner = np.repeat(np.arange(len(lifetimes)), lifetimes.steps)
+    start = np.cumsum(lifetimes.steps) - lifetimes.steps
+    step = np.arange(len(owner)) - start[owner] + lifetimes.first[owner]
+    return step, lifetimes.pattern[owner], lifetimes.position[owner]
 
 
 def seen_total(paths: Trajectories) -> Floats:
