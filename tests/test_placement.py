@@ -15,7 +15,7 @@ import dlm_lens as dl
 from dlm_lens.evaluation.responses import fingerprint
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, execution_device, input_device, named_weights, resident
-from dlm_lens.recording.manifest import weights_digest
+from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.testing import tiny
 
 FAMILIES = [family.name for family in dl.families()]

@@ -75,7 +75,7 @@ def lens_command(
 
     from dlm_lens.adapters import load
     from dlm_lens.probes import TunedLens, logit_lens
-    from dlm_lens.recording.provenance import name_of
+    from dlm_lens.recording.model_identity import name_of
 
     loaded = load_recording(recording)
     sinks = sinks_of(loaded, detector, level) if positions is None else None

@@ -19,10 +19,10 @@ from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.files.locks import held
 from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.recording import Recorder, Recording
-from dlm_lens.recording.manifest import StoringRecorder
 from dlm_lens.recording.record_runs import DEFAULT, stored_batch
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.recording.storage import save_recording
+from dlm_lens.recording.storing_recorder import StoringRecorder
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 
 

@@ -27,7 +27,7 @@ from dlm_lens.files.sealed_json import (
     unsealed,
 )
 from dlm_lens.placement import named_weights
-from dlm_lens.recording.manifest import entries_at
+from dlm_lens.recording.model_identity import entries_at
 
 logger = logging.getLogger(__name__)
 

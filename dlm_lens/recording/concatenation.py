@@ -1,25 +1,28 @@
-"""Several recordings as one."""
+"""Join several recordings: the rows of all of them in one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dlm_lens.recording.arrays import ArraySpec, widened
-from dlm_lens.recording.recording import Recording
+from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import merged
 
+Fields = TypeVar("Fields", bound=RecordingFields)
 
-def joined(recordings: Sequence[Recording]) -> Recording:
-    """The rows of several recordings with the same reducers, layers and settings as one.
 
-    Shorter prompts are padded on the left, which moves their positions; runs that ended earlier stay at their last
-    canvas and have NaN from there on.
+def joined(recordings: Sequence[Fields]) -> Fields:
+    """One recording with the rows of several that have the same reducers, layers and settings.
+
+    Shorter prompts are padded on the left, which changes their positions. Runs that ended earlier keep their last
+    canvas, and their statistics are NaN after it.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the recordings differ in more than their rows.
     """
     first = recordings[0]
     if len(recordings) == 1:
@@ -28,10 +31,10 @@ def joined(recordings: Sequence[Recording]) -> Recording:
         for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model"):
             if getattr(other, name) != getattr(first, name):
                 raise ValueError(f"recordings differ in {name}: {getattr(first, name)} and {getattr(other, name)}")
-    front = max(r.prompt_length for r in recordings)
-    behind = max(r.run.tokens.shape[1] - r.prompt_length for r in recordings)
+    before = max(r.run.prompt_length for r in recordings)
+    after = max(r.run.tokens.shape[1] - r.run.prompt_length for r in recordings)
     longest = max(recordings, key=lambda r: len(r.steps))
-    parts = [_fitted(r, front - r.prompt_length, front + behind, longest) for r in recordings]
+    parts = [_fitted(r, before - r.run.prompt_length, before + after, longest) for r in recordings]
     runs, at = [part.run for part in parts], recordings.index(longest)
 
     def rows(name: str) -> Tensor:
@@ -46,10 +49,10 @@ def joined(recordings: Sequence[Recording]) -> Recording:
         unmasked=rows("unmasked"),
         attention_mask=torch.cat([run.attention_mask for run in runs]),
         rows_ran=_ran(recordings),
-        # Those of the longest run: of the others the steps that they lack.
+        # Of the longest run: the others lack the last steps.
         spans=runs[at].spans,
         blocks=runs[at].blocks,
-        settings={**runs[0].settings, "seeds": tuple(seed for r in recordings for seed in r.seeds)},
+        settings={**runs[0].settings, "seeds": _seeds(recordings)},
         tokenizer=merged([run.tokenizer for run in runs]),
     )
     arrays = {
@@ -66,39 +69,43 @@ def joined(recordings: Sequence[Recording]) -> Recording:
     )
 
 
-def _ran(recordings: Sequence[Recording]) -> tuple[int, ...] | None:
-    """How many steps each row ran; None if all ran the same."""
+def _seeds(recordings: Sequence[RecordingFields]) -> tuple[int, ...]:
+    return tuple(seed for recording in recordings for seed in recording.run.settings.get("seeds", ()))
+
+
+def _ran(recordings: Sequence[RecordingFields]) -> tuple[int, ...] | None:
+    """The number of steps that each row ran; None if all ran the same number."""
     ran = tuple(steps for recording in recordings for steps in recording.run.row_steps.tolist())
     return None if set(ran) == {max(len(recording.steps) for recording in recordings)} else ran
 
 
-def _fitted(recording: Recording, shift: int, positions: int, longest: Recording) -> Recording:
-    """A recording moved to the right by `shift`, on canvases of `positions`, with the steps of the longest one."""
+def _fitted(recording: Fields, shift: int, positions: int, longest: Fields) -> Fields:
+    """A recording shifted right by `shift`, on canvases of `positions`, with the steps of the longest one."""
     run = recording.run
-    frame = _Frame(shift, positions - run.tokens.shape[1] - shift, len(longest.steps) - run.steps)
+    padding = _Padding(shift, positions - run.tokens.shape[1] - shift, len(longest.steps) - run.steps)
     return replace(
         recording,
-        run=_run_in(frame, run, longest.run),
-        arrays={name: frame.array(recording, spec) for name, spec in recording.specs.items()},
-        answer=frame.canvas(recording.answer, False),
+        run=_run_in(padding, run, longest.run),
+        arrays={name: padding.array(recording, spec) for name, spec in recording.specs.items()},
+        answer=padding.canvas(recording.answer, False),
         steps=longest.steps,
     )
 
 
-def _run_in(frame: "_Frame", run: DenoisingRun, longest: DenoisingRun) -> DenoisingRun:
-    """A run in a frame; the steps that it lacks have the spans and blocks of the longest one."""
-    last, length = run.canvases[-1], run.prompt_length + frame.front
+def _run_in(padding: "_Padding", run: DenoisingRun, longest: DenoisingRun) -> DenoisingRun:
+    """A run with padding; the steps that it lacks have the spans and blocks of the longest one."""
+    last, length = run.canvases[-1], run.prompt_length + padding.before
     by = length - longest.prompt_length
-    spans = [(start + frame.front, stop + frame.front) for start, stop in run.spans]
+    spans = [(start + padding.before, stop + padding.before) for start, stop in run.spans]
     spans += [(start + by, stop + by) for start, stop in longest.spans[run.steps :]]
     return replace(
         run,
-        canvases=frame.steps(run.canvases, last),
-        masked=frame.steps(run.masked, run.masked[-1]),
-        proposals=frame.steps(run.proposals, last),
-        confidence=frame.steps(run.confidence, torch.full(last.shape, -torch.inf), -torch.inf),
-        unmasked=frame.steps(run.unmasked, torch.zeros_like(run.masked[-1])),
-        attention_mask=frame.canvas(run.attention_mask, False),
+        canvases=padding.steps(run.canvases, last),
+        masked=padding.steps(run.masked, run.masked[-1]),
+        proposals=padding.steps(run.proposals, last),
+        confidence=padding.steps(run.confidence, torch.full(last.shape, -torch.inf), -torch.inf),
+        unmasked=padding.steps(run.unmasked, torch.zeros_like(run.masked[-1])),
+        attention_mask=padding.canvas(run.attention_mask, False),
         prompt_length=length,
         spans=tuple(spans),
         blocks=run.blocks + longest.blocks[run.steps :],
@@ -106,38 +113,38 @@ def _run_in(frame: "_Frame", run: DenoisingRun, longest: DenoisingRun) -> Denois
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """How many positions come in front of a canvas and behind it, and how many steps behind a run."""
+class _Padding:
+    """The number of positions added before and after a canvas, and of steps added after a run."""
 
-    front: int
-    behind: int
-    more: int
+    before: int
+    after: int
+    steps_after: int
 
     def canvas(self, tensor: Tensor, value: float) -> Tensor:
         """A tensor over positions, its last axis."""
         if tensor.dtype == torch.bool:
-            return torch.nn.functional.pad(tensor.byte(), (self.front, self.behind)).bool()
-        return torch.nn.functional.pad(tensor, (self.front, self.behind), value=value)
+            return torch.nn.functional.pad(tensor.byte(), (self.before, self.after)).bool()
+        return torch.nn.functional.pad(tensor, (self.before, self.after), value=value)
 
     def steps(self, tensor: Tensor, last: Tensor, value: float = 0) -> Tensor:
-        """A tensor [step, batch, position], which stays at `last` behind its steps."""
-        return self.canvas(torch.cat([tensor, last.expand(self.more, *last.shape)]), value)
+        """A tensor [step, batch, position], with `last` repeated after its steps."""
+        return self.canvas(torch.cat([tensor, last.expand(self.steps_after, *last.shape)]), value)
 
-    def array(self, recording: Recording, spec: ArraySpec) -> Tensor:
-        """A statistic, blank where it is widened."""
+    def array(self, recording: RecordingFields, spec: ArraySpec) -> Tensor:
+        """A statistic, NaN (-1 for integers) where it is padded."""
         array, positions = recording.arrays[spec.name], recording.run.tokens.shape[1]
         for axis in ("query", "key"):
             if axis in spec.dims:
                 array = self._widened(array, spec, axis, recording.sinks if axis == "key" else 0)
         if spec.positions:
-            moved = torch.where(array >= positions, array + self.front + self.behind, array + self.front)
+            moved = torch.where(array >= positions, array + self.before + self.after, array + self.before)
             array = moved.where(array >= 0, array)
-        return widened(array, spec.dims, {"step": len(array) + self.more})
+        return widened(array, spec.dims, {"step": len(array) + self.steps_after})
 
     def _widened(self, array: Tensor, spec: ArraySpec, axis: str, sinks: int) -> Tensor:
         at = spec.dims.index(axis)
         length = array.shape[at] - sinks
         own, rest = array.narrow(at, 0, length), array.narrow(at, length, sinks)
-        own = widened(own, spec.dims, {axis: length + self.front}, front=True)
-        own = widened(own, spec.dims, {axis: length + self.front + self.behind})
+        own = widened(own, spec.dims, {axis: length + self.before}, front=True)
+        own = widened(own, spec.dims, {axis: length + self.before + self.after})
         return torch.cat([own, rest], at)

@@ -14,11 +14,11 @@ from dlm_lens.attention import Hook, checked, exclusive
 from dlm_lens.files.locks import held
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
-from dlm_lens.recording.manifest import StoringRecorder, request_of
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.received import ReceivedAttention
 from dlm_lens.recording.storage import load_part, part_name
+from dlm_lens.recording.storing_recorder import StoringRecorder, request_of
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.prompts import read_prompts
 from dlm_lens.sampling.settings import check_model, row_seeds
@@ -46,27 +46,27 @@ def record(
 ) -> Recording:
     """Denoise prompts with the family's own sampler and record statistics of every step, without patterns.
 
-    Prompts are padded on the left, and each row is what it is alone; of a guided run the conditional half is
-    recorded; an AR model is decoded without a cache, and step t has the written prefix. The attention output stays
-    torch's fused kernel, so the tokens are those of `denoise`.
+    Prompts are padded on the left; a row does not depend on the others. Of a guided run the conditional half is
+    recorded. An AR model is decoded without a cache, and step t has the written prefix. The attention output still
+    comes from torch's fused kernel, so that the tokens are those of `denoise`.
 
     Args:
         model: from `dlm_lens.load`.
         prompts: text, chat messages, ids, or a list of any of them.
         reducers: what to record.
-        hooks: interventions (`dlm_lens.hooks`); those that hide columns run without a pattern here too.
-        to: a directory: a shard is written behind every step, and a run that was killed goes on where it was when
-            `record` is called again with the same arguments. The arrays are then read from it when asked for.
+        hooks: interventions (`dlm_lens.hooks`); those that hide columns need no pattern here either.
+        to: a directory, to which a shard is written after every step. After an interruption the same call continues
+            the run. The arrays of the result are read from the directory on first use.
         layers: indices of the layers, negative from the end; None for all.
-        batch_size: prompts in one run; all by default. Several batches become one Recording.
+        batch_size: prompts in one run; None for all. Several batches become one Recording.
         dtype: how floating-point statistics are stored, "float32" or "float16" (relative error up to 2^-11).
-        seed: one number, one per prompt, or None for a fresh one.
+        seed: one number, one per prompt, or None for random seeds.
         progress: show progress bars.
         **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
 
     Raises:
-        ValueError: a prompt, a setting or a reducer that cannot work; a directory with a recording of something
-            else, which the sentence names.
+        ValueError: an unusable prompt, setting or reducer; a directory with a recording of other prompts, settings
+            or reducers, with the difference.
         FileExistsError: the directory holds other files.
     """
     check_model(model)
@@ -91,8 +91,8 @@ class Batches:
     """Prompts as ids without padding, in batches.
 
     Args:
-        ids: of every prompt.
-        seeds: of every prompt; None for a fresh one.
+        ids: token ids of every prompt.
+        seeds: of every prompt; None for random ones.
         size: prompts in one batch.
     """
 
@@ -105,7 +105,7 @@ class Batches:
         """Read prompts of any form.
 
         Raises:
-            ValueError: a prompt that cannot be, a batch size below 1, or too few seeds.
+            ValueError: an unusable prompt, a batch size below 1, or too few seeds.
         """
         if size is not None and size < 1:
             raise ValueError(f"batch_size is {size}; it must be at least 1")
@@ -134,7 +134,7 @@ def record_batches(
     world: int = 1,
     **settings: Any,
 ) -> Iterator[Recording]:
-    """Record batch by batch; of several processes each takes every `world`-th batch, from `rank` on.
+    """Record batch by batch; with several processes each records every `world`-th batch, beginning with `rank`.
 
     Raises:
         ValueError: as `record`, before anything is computed.
@@ -144,7 +144,7 @@ def record_batches(
     if to is not None:
         _check_partition(to, batches)
     mine = batches.parts[rank::world]
-    # Processes that share the batches share the directory; one alone has it to itself until it is through.
+    # Processes that share the batches share the lock of the directory; a single process holds it alone.
     with nullcontext() if to is None else held(to, shared=world > 1):
         for rows in tqdm(mine, desc="batches", unit="batch", disable=not progress or len(mine) < 2):
             seeds = None if batches.seeds is None else [batches.seeds[row] for row in rows]
@@ -170,57 +170,49 @@ def stored_batch(
     progress: bool,
     batch: Mapping[str, Any] | None = None,
 ) -> Recording:
-    """A batch in its directory: as it is there, gone on with, or from the beginning.
+    """Record a batch in its directory, or continue or load the recording that is there.
+
+    Args:
+        recorder: writes the batch.
+        ids: token ids of every prompt.
+        rows: index of each prompt among all prompts.
+        seeds: of every prompt; None for those of the stored batch, or random ones.
+        hooks: interventions.
+        settings: of `dlm_lens.denoise`.
+        progress: show a progress bar.
+        batch: which batch of all prompts this is, for the header.
 
     Raises:
-        ValueError: another process or thread records there, or what is there is something else or damaged.
+        ValueError: another process or thread records there, or the directory holds another recording or a damaged
+            one.
     """
-    with held(recorder.shards.path):
-        return _stored(recorder, ids, rows, seeds, hooks, settings, progress, batch)
-
-
-def _stored(
-    recorder: StoringRecorder,
-    ids: list[tuple[int, ...]],
-    rows: Sequence[int],
-    seeds: list[int] | None,
-    hooks: Sequence[Hook],
-    settings: dict[str, Any],
-    progress: bool,
-    batch: Mapping[str, Any] | None,
-) -> Recording:
     shards = recorder.shards
-    seeds = seeds or shards.seeds() or list(row_seeds(None, len(ids)))
-    shards.begin(request_of(recorder, ids, seeds, hooks, settings, batch))
-    if shards.finished:
-        return load_part(shards.path, recorder.model.tokenizer)
-    resume = shards.resumption()
-    if resume is not None:
-        logger.info("%s: going on behind step %d", shards.path, len(resume.steps) - 1)
-    try:
-        run = denoise(
-            recorder.model,
-            ids,
-            hooks=hooks,
-            observers=recorder,
-            seed=seeds,
-            resume=resume,
-            progress=progress,
-            **settings,
-        )
-    except ValueError:
-        shards.forget()
-        raise
-    return recorder.recording(run, rows)
+    with held(shards.path):
+        seeds = seeds or shards.seeds() or list(row_seeds(None, len(ids)))
+        shards.begin(request_of(recorder, ids, seeds, hooks, settings, batch))
+        if shards.finished:
+            return Recording.of(load_part(shards.path, recorder.model.tokenizer))
+        resume = shards.resumption()
+        if resume is not None:
+            logger.info("%s: continuing after step %d", shards.path, len(resume.steps) - 1)
+        run_settings = {**settings, "hooks": hooks, "seed": seeds, "resume": resume, "progress": progress}
+        try:
+            run = denoise(recorder.model, ids, observers=recorder, **run_settings)
+        except ValueError:
+            shards.forget()
+            raise
+        return recorder.recording(run, rows)
 
 
 def _check(settings: dict[str, Any], to: Path | None) -> None:
     for name in ("observers", "resume", "attention_mask"):
         if name in settings:
-            raise ValueError(f"{name} is not record's to take; give dlm_lens.denoise a dlm_lens.Recorder")
+            raise ValueError(f"record takes no {name}; give dlm_lens.denoise a dlm_lens.Recorder as observer")
     for name in ("on_logits", "on_canvas"):
         if to is not None and settings.get(name) is not None:
-            raise ValueError(f"{name} with to=: a function cannot be compared when the run goes on; leave one out")
+            raise ValueError(
+                f"{name} with to=: functions cannot be compared when a run is continued; leave one out"
+            )
 
 
 def _check_partition(to: Path, batches: Batches) -> None:
@@ -232,5 +224,5 @@ def _check_partition(to: Path, batches: Batches) -> None:
     if not there <= wanted:
         raise ValueError(
             f"{to} holds other batches ({', '.join(sorted(there - wanted))}); give the same prompts and batch_size "
-            "to go on, or another directory"
+            "to continue it, or another directory"
         )

@@ -12,10 +12,11 @@ from dlm_lens.recording.arrays import StepArrays, specs_of
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.layer_pass import on_canvas, reduce_layer
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
-from dlm_lens.recording.provenance import name_of, versions, words_of
+from dlm_lens.recording.model_identity import name_of, versions
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, checked_reducers
 from dlm_lens.sampling import DenoisingRun, Sampler, StepObserver, StepPlan
+from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 
 Storage = Literal["float32", "float16"]
 
@@ -144,7 +145,7 @@ class Recorder(StepObserver):
             versions=versions(),
             scale=self.tap.scale,
             query_heads=int(self.model.config.num_attention_heads),
-            words=words_of(self.model, run),
+            words=_words_of(self.model, run),
         )
 
     def stop(self) -> None:
@@ -231,3 +232,12 @@ def _no_masks_in_ar(reducers: Sequence[AnyReducer]) -> None:
     for reducer in reducers:
         if reducer.reads == ("received:masked",):
             raise ValueError(f"{reducer!r}: an AR baseline has no masked queries; take queries='all'")
+
+
+def _words_of(model: Any, run: DenoisingRun) -> dict[int, str]:
+    """The text of every token id that occurs in a run; empty without a tokenizer."""
+    tokenizer = tokenizer_of(run, model)
+    if tokenizer is None:
+        return {}
+    texts = TokenTexts(tokenizer)
+    return {i: texts.exact(i) for i in run.canvases.unique().tolist()}

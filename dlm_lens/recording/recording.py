@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,94 +14,28 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.recording.arrays import ArraySpec
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QueryClass, checked_class
+from dlm_lens.recording.recording_fields import RecordingFields
+from dlm_lens.recording.storage import load_recording, save_recording
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.token_text import StoredTokenizer
-
-if TYPE_CHECKING:
-    import xarray
 
 Index = int | slice | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
-    """What reducers made of a run: an attribute per statistic (`rec.received`, `rec.value_norm`, ...).
+class Recording(RecordingFields):
+    """Statistics of a run: an attribute per array (`recording.received`, `recording.value_norm`, ...).
 
-    Arrays have the axes (step, batch, layer, head, key), or those that `specs[name].dims` say. The keys are the
-    canvas's positions and, behind them, the model's learned sink tokens, whose id is -1 - i. NaN where a key or
-    query is undefined: padding, not yet written in an AR run, or seen by too few queries.
+    Arrays have the axes (step, batch, layer, head, key), or those in `specs[name].dims`. Keys are the canvas
+    positions and, after them, the model's learned sink tokens, with token id -1 - i. A value is NaN where a key or
+    query is undefined: padding, not written yet in an AR run, seen by too few queries, or after the end of a row.
 
-    Args:
-        run: the run itself; `run.tokens`, `run.texts`, ...
-        arrays: by name, on the CPU, as stored; those of a loaded recording are read when asked for.
-        specs: what each array is: dims, unit, formula, reducer.
-        layers: index of each layer in the model.
-        answer: which positions were masked when the run began.
-        steps: index of each step in the run.
-        rows: index of each row among the prompts.
-        heads: index of each head; None for all.
-        sinks: how many of the keys, the last ones, are learned sink tokens.
-        causal: an AR baseline, in which step t has the written prefix as queries and keys.
-        unpadded: the network took padding for content (a reference's quirk).
-        windows: the sliding window of each layer (None where it has none); empty if no layer has one.
-        model: name or path of the model.
-        versions: of the packages that computed the arrays.
-        scale: factor of the scores, usually d_head ** -0.5.
-        query_heads: heads of the model.
-        words: the text of every token id that occurs.
+    The fields are those of `RecordingFields`.
 
     Raises:
         ValueError: shapes that contradict each other.
     """
-
-    run: DenoisingRun
-    arrays: Mapping[str, Tensor]
-    specs: Mapping[str, ArraySpec]
-    layers: tuple[int, ...]
-    answer: Bool[Tensor, "batch position"]
-    steps: tuple[int, ...]
-    rows: tuple[int, ...]
-    heads: tuple[int, ...] | None = None
-    sinks: int = 0
-    causal: bool = False
-    unpadded: bool = False
-    windows: tuple[int | None, ...] = ()
-    model: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    scale: float | None = None
-    query_heads: int = 1
-    words: Mapping[int, str] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        if set(self.arrays) != set(self.specs):
-            raise ValueError(f"arrays {sorted(self.arrays)} and specs {sorted(self.specs)} do not name the same")
-        if len(self.steps) != self.run.steps or len(self.rows) != len(self.run.tokens):
-            raise ValueError(
-                f"{len(self.steps)} steps and {len(self.rows)} rows, but the run has {self.run.steps} and "
-                f"{len(self.run.tokens)}"
-            )
-        if all(window is None for window in self.windows):
-            object.__setattr__(self, "windows", ())
-        if self.windows and len(self.windows) != len(self.layers):
-            raise ValueError(f"{len(self.windows)} sliding windows for {len(self.layers)} layers")
-        if self.run.tokenizer is None and self.words:
-            # The run shows its tokens by the words that were recorded.
-            object.__setattr__(self, "run", replace(self.run, tokenizer=StoredTokenizer.read(self.words, None)))
-        if not isinstance(self.arrays, dict):
-            return  # read from files, whose shapes the reader checks
-        for name, array in self.arrays.items():
-            self._check(name, array)
-
-    def _check(self, name: str, array: Tensor) -> None:
-        dims, sizes = self.specs[name].dims, self.sizes
-        if array.ndim != len(dims) or any(
-            sizes.get(dim, size) != size for dim, size in zip(dims, array.shape, strict=True)
-        ):
-            wanted = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
-            raise ValueError(f"{name} has shape {list(array.shape)}; its axes are {wanted}")
 
     def __getattr__(self, name: str) -> Tensor:
         arrays: Mapping[str, Tensor] = self.__dict__.get("arrays", {})
@@ -115,14 +50,6 @@ class Recording:
         return f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model})"
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Length of every axis that all arrays share."""
-        positions = self.run.tokens.shape[1]
-        found = {"step": len(self.steps), "batch": len(self.rows), "layer": len(self.layers)}
-        found |= {"key": positions + self.sinks, "query": positions}
-        return found | ({"head": len(self.heads)} if self.heads is not None else {})
-
-    @property
     def settings(self) -> Mapping[str, Any]:
         """The sampler and all of its settings, seeds included."""
         return self.run.settings
@@ -134,17 +61,17 @@ class Recording:
 
     @property
     def prompt_length(self) -> int:
-        """Positions in front of the answer, padding included."""
+        """Positions before the answer, padding included."""
         return self.run.prompt_length
 
     @property
     def tokens(self) -> Int[Tensor, "step batch key"]:
-        """The canvas that each step saw, and the sink tokens behind it."""
+        """The canvas of each step, and the learned sink tokens after it."""
         return self._beside_sinks(self.run.canvases[:-1], -1 - torch.arange(self.sinks))
 
     @property
     def masked(self) -> Bool[Tensor, "step batch key"]:
-        """Which keys are masked (in an AR run: not yet written) at each step."""
+        """Which keys are masked (in an AR run: not written yet) at each step."""
         return self._beside_sinks(self.run.masked[:-1], False)
 
     @property
@@ -154,7 +81,7 @@ class Recording:
 
     @property
     def progress(self) -> Float[Tensor, "step batch"]:
-        """Share of the answer that is written, per step and row."""
+        """Share of the answer that is decided, per step and row."""
         return 1 - self.run.masked[:-1].sum(-1) / self.answer.sum(-1).clamp(min=1)
 
     @property
@@ -164,10 +91,10 @@ class Recording:
 
     @property
     def facts(self) -> CanvasFacts:
-        """What is where at every step, as classes of queries, and which keys they see.
+        """The classes of queries at every step, and the keys that they see.
 
         Raises:
-            ValueError: the layers have different sliding windows; take `facts_of(layer)`.
+            ValueError: the layers have different sliding windows; use `facts_of(layer)`.
         """
         windows = sorted(set(map(str, self.windows)))
         if len(windows) > 1:
@@ -178,7 +105,7 @@ class Recording:
         return self._facts[self.windows[0] if self.windows else None]
 
     def facts_of(self, layer: int) -> CanvasFacts:
-        """What is where at every step, and which keys the queries of a layer see; `layer` as in `layers`.
+        """The classes of queries at every step, and the keys that they see in a layer; `layer` as in `layers`.
 
         Raises:
             ValueError: a layer that was not recorded.
@@ -211,27 +138,27 @@ class Recording:
         )
 
     def expected(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:
-        """e_j, what even attention of these queries would give each key.
+        """e_j = sum_i M_ij / sum_k M_ik over these queries: received attention under uniform attention.
 
         Args:
             queries: which queries count.
-            layer: whose, as in `layers`; None where all layers agree, as they do without sliding windows.
+            layer: index of the layer, as in `layers`; None without sliding windows, when all layers are equal.
 
         Raises:
-            ValueError: no such class or layer, or layers that differ.
+            ValueError: a class or layer that does not exist, or layers that differ.
         """
         return self._facts_at(layer).expected(checked_class(queries, "expected"))
 
     def viewers(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:
-        """How many of these queries see each key; arguments and errors as in `expected`."""
+        """The number of these queries that see each key; arguments and errors as in `expected`."""
         return self._facts_at(layer).viewers(checked_class(queries, "viewers"))
 
     def expected_by_layer(self, queries: QueryClass = "all") -> Float[Tensor, "step batch #layer key"]:
-        """e_j of every layer; the layer axis has size 1 where all layers agree."""
+        """e_j of every layer; the layer axis has size 1 if all layers are equal."""
         return torch.stack([self.expected(queries, layer=layer) for layer in self._differing], 2)
 
     def viewers_by_layer(self, queries: QueryClass = "all") -> Float[Tensor, "step batch #layer key"]:
-        """How many of these queries see each key in every layer; size 1 where all layers agree."""
+        """The number of these queries that see each key, per layer; size 1 if all layers are equal."""
         return torch.stack([self.viewers(queries, layer=layer) for layer in self._differing], 2)
 
     def _facts_at(self, layer: int | None) -> CanvasFacts:
@@ -239,11 +166,11 @@ class Recording:
 
     @property
     def _differing(self) -> tuple[int, ...]:
-        """Layers whose keys are seen by different queries: all of them, or one that stands for all."""
+        """All layers if their sliding windows differ, else the first one."""
         return self.layers if len(set(self.windows)) > 1 else self.layers[:1]
 
     def counted(self, queries: QueryClass = "all") -> Int[Tensor, "step batch"]:
-        """How many queries there are of this class."""
+        """The number of queries of this class."""
         # Queries do not depend on the window.
         return self.facts_of(self.layers[0]).queries(checked_class(queries, "counted")).sum(-1)
 
@@ -272,48 +199,50 @@ class Recording:
         batch: Index | None = None,
         head: Index | None = None,
     ) -> "Recording":
-        """A part, with every axis kept: steps, rows and heads by place (negative from the end), layers by index.
+        """A part with all axes: steps, rows and heads by place on the axis, layers by index in the model.
 
-        A slice is one of places. Arrays without the axis stay as they are (`value_norm` has kv_head).
+        Negative places count from the end; a slice selects places. Arrays without the axis are unchanged
+        (`value_norm` has kv_head).
 
         Raises:
-            ValueError: something that is not there.
+            ValueError: a step, row, head or layer that was not recorded.
         """
         return selected(self, {"step": step, "layer": layer, "batch": batch, "head": head})
 
     def to_xarray(self) -> "xarray.Dataset":
-        """The same as an xarray Dataset: arrays with dims, coordinates, units and formulas."""
+        """An xarray Dataset: the arrays with dims, coordinates, units and formulas."""
         return dataset_of(self)
 
     def save(self, directory: str | Path) -> Path:
         """Write to a directory: a safetensors shard per step and a manifest, as `record(..., to=)` does.
 
         Raises:
-            FileExistsError: the directory holds something already.
+            FileExistsError: the directory is not empty.
             ValueError: another process writes there.
-            OSError: the disk is full; nothing is left of it.
+            OSError: the disk is full; the files written so far are removed.
         """
-        from dlm_lens.recording.storage import save_recording
-
         return save_recording(self, Path(directory))
 
     @classmethod
     def load(cls, directory: str | Path, *, verify: bool = True) -> "Recording":
-        """Read a finished recording; of several batches in one directory, their rows in one Recording.
+        """Read a finished recording; several batches in one directory become the rows of one Recording.
 
-        Coordinates are read at once, an array when it is asked for.
+        Coordinates are read at once, an array on its first use.
 
         Args:
-            directory: of the recording.
-            verify: compare every shard with its checksum, for which all are read once; False trusts the disk.
+            directory: the recording's.
+            verify: compare every shard with its checksum, which reads all of them once; False skips this.
 
         Raises:
-            FileNotFoundError: there is no recording.
-            ValueError: it is not finished (a prompt or a step is missing), or damaged; the sentence names the file.
+            FileNotFoundError: the directory holds no recording.
+            ValueError: the recording is not finished (a prompt or a step is missing) or damaged; names the file.
         """
-        from dlm_lens.recording.storage import load_recording
+        return cls.of(load_recording(Path(directory), verify=verify))
 
-        return load_recording(Path(directory), verify=verify)
+    @classmethod
+    def of(cls, fields: RecordingFields) -> "Recording":
+        """The recording with these fields."""
+        return cls(**{each.name: getattr(fields, each.name) for each in dataclass_fields(fields)})
 
     def _beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Any:
         if not self.sinks:
@@ -323,10 +252,14 @@ class Recording:
 
 
 def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Recording:
-    """The part of a recording that `wanted` names, by axis.
+    """The part of a recording at some indices.
+
+    Args:
+        recording: the whole.
+        wanted: axis -> indices; None for all.
 
     Raises:
-        ValueError: something that is not there.
+        ValueError: an index that does not exist.
     """
     heads = (
         recording.heads if recording.heads is not None else _heads(recording) if wanted["head"] is not None else ()
@@ -335,7 +268,7 @@ def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Record
     places = {axis: _places(axis, index, names[axis]) for axis, index in wanted.items() if index is not None}
     arrays: dict[str, Tensor] = {}
     source: Any = recording.arrays
-    # Arrays on the disk are read for the chosen steps only.
+    # Of arrays on the disk only the chosen steps are read.
     read = "step" in places and hasattr(source, "of_steps")
     source = source.of_steps(places["step"]) if read else source
     for name, spec in recording.specs.items():
@@ -399,7 +332,7 @@ def _place(axis: str, index: int, names: Sequence[int]) -> int:
 
 
 def part_of_run(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[int]) -> DenoisingRun:
-    """Some steps and rows of a run; its last canvas stays the last."""
+    """Some steps and rows of a run (None: all steps); the final canvas is kept."""
     chosen = list(range(run.steps)) if steps is None else list(steps)
     rows = list(rows)
     seeds = run.settings.get("seeds")
@@ -422,7 +355,7 @@ def part_of_run(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[i
 
 
 def dataset_of(recording: Recording) -> xarray.Dataset:
-    """Arrays with their dims, units and formulas; coordinates of steps, keys and axes; settings as attributes."""
+    """The arrays with dims, units and formulas; coordinates of steps, keys and axes; settings as attributes."""
     arrays: dict[str, Any] = {}
     coordinates: dict[str, Any] = {
         "step": list(recording.steps),

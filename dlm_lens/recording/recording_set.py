@@ -40,11 +40,11 @@ class RecordingSet(Sequence[Recording]):
     def __getitem__(self, index: Any) -> Any:
         """One recording, or a list of some."""
         if isinstance(index, slice):
-            return [load_part(path, self.tokenizer) for path in self.paths[index]]
-        return load_part(self.paths[index], self.tokenizer)
+            return [Recording.of(load_part(path, self.tokenizer)) for path in self.paths[index]]
+        return Recording.of(load_part(self.paths[index], self.tokenizer))
 
     def __iter__(self) -> Iterator[Recording]:
-        return (load_part(path, self.tokenizer) for path in self.paths)
+        return (Recording.of(load_part(path, self.tokenizer)) for path in self.paths)
 
     def __repr__(self) -> str:
         return f"RecordingSet({str(self.directory)!r}: {len(self.paths)} finished, {len(self.unfinished)} not)"

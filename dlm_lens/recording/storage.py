@@ -14,7 +14,7 @@ from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, from_plain
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import HEADER, check_recording
-from dlm_lens.recording.recording import Recording
+from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.schema import RunFacts
 from dlm_lens.recording.shards import RUN, TENSORS, ShardDirectory
 from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, StepPlan
@@ -110,7 +110,7 @@ def _opened(file: Path) -> Iterator[Any]:
         ) from None
 
 
-def load_recording(path: Path, *, verify: bool = True) -> Recording:
+def load_recording(path: Path, *, verify: bool = True) -> RecordingFields:
     """A finished recording; of several batches in one directory, their rows in one Recording.
 
     Raises:
@@ -164,7 +164,7 @@ def _batch_of(part: Path) -> Any:
     return ShardDirectory(part).header().get("batch")
 
 
-def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Recording:
+def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> RecordingFields:
     """One batch; `tokenizer` decodes its tokens, by default the texts in the file.
 
     Without `verify` the checksums of the shards are not compared.
@@ -193,7 +193,7 @@ def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Reco
         positions = run.tokens.shape[1]
         arrays.sizes |= {"key": positions + facts.sinks, "query": positions}
         arrays.check(_sizes(facts, positions))
-        return Recording(
+        return RecordingFields(
             run=run,
             arrays=arrays,
             specs=specs,
@@ -279,7 +279,7 @@ def _tokenizer(facts: RunFacts) -> StoredTokenizer | None:
 
 
 def write_end(
-    shards: ShardDirectory, recording: Recording, specs: Sequence[ArraySpec], rows: Sequence[int]
+    shards: ShardDirectory, recording: RecordingFields, specs: Sequence[ArraySpec], rows: Sequence[int]
 ) -> None:
     """Write what a recording is beside its arrays, whose `specs` may be on the disk only."""
     run = recording.run
@@ -302,14 +302,14 @@ def write_end(
     shards.finish(facts, {**{name: getattr(run, name) for name in RUN_TENSORS}, "answer": recording.answer})
 
 
-def _decoding(recording: Recording) -> dict[str, Any] | None:
+def _decoding(recording: RecordingFields) -> dict[str, Any] | None:
     """What decodes the words beside themselves."""
     if not recording.words or recording.run.tokenizer is None:
         return None
     return StoredTokenizer.of(recording.run.tokenizer, recording.words).facts()
 
 
-def save_recording(recording: Recording, path: Path, *, replace: bool = False) -> Path:
+def save_recording(recording: RecordingFields, path: Path, *, replace: bool = False) -> Path:
     """Write a recording that is in memory, whole or not at all; `replace` takes a recording's place.
 
     Raises:
@@ -337,7 +337,7 @@ def save_recording(recording: Recording, path: Path, *, replace: bool = False) -
     return path
 
 
-def _save(recording: Recording, shards: ShardDirectory) -> None:
+def _save(recording: RecordingFields, shards: ShardDirectory) -> None:
     shards.begin({"saved": True})
     run = recording.run
     for index in range(run.steps):

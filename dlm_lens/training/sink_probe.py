@@ -1,7 +1,6 @@
 """Sink statistics at a fixed probe batch: how sinks emerge while a model trains."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout, column_sums, listening
+from dlm_lens.attention import SinkLayout
 from dlm_lens.placement import input_device
+from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
 from dlm_lens.training.sources import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
@@ -103,7 +103,7 @@ def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> Pro
 def sink_statistics(
     model: Any, batch: ProbeBatch, forward: Callable[[Tensor], object] | None = None
 ) -> SinkStatistics:
-    """Run the probe, one canvas at a time, so that only one pattern [head, query, key] is held.
+    """Run the probe, one canvas at a time, without forming a pattern.
 
     Received attention counts the canvas's queries; the value norm is 2601.19657's, Eq. 15, per key/value head.
 
@@ -137,15 +137,13 @@ def _canvas(
     """Statistics [layer, head] of one canvas, without its padding."""
     shown = batch.visible[row]
     ids, masked = batch.canvases[level, row, shown].to(input_device(model)), batch.masked[level, row, shown]
-    layout, layers = SinkLayout.of(model), model.get_decoder().layers
+    layout = SinkLayout.of(model)
     length = len(ids) + layout.count
-    queries = ~layout.is_sink(length, ids.device)
-    received: list[Tensor] = []
-    norms: list[Tensor] = []
-    with listening(model), _watching(layers, received, norms, queries):
+    with record_forward(model, [ReceivedAttention(min_viewers=1), ValueNorm()]) as recorded:
         forward(ids[None])
-    share = layout.sinks_last(torch.stack(received).cpu()) / len(ids)
-    norm = layout.sinks_last(torch.stack(norms).cpu())
+    recording = recorded.recording
+    share = recording.received_sums()[0, 0] / len(ids)
+    norm = recording.value_norm[0, 0]
     norm = norm.repeat_interleave(share.shape[1] // norm.shape[1], 1)
     main = share.argmax(-1)
     learned = torch.arange(length) >= len(ids)
@@ -163,22 +161,3 @@ def _canvas(
         "learned_norm": norm[..., learned].mean(-1) if layout.count else missing,
         "canvas_norm": norm[..., ~learned].mean(-1),
     }
-
-
-@contextmanager
-def _watching(
-    layers: Any, received: list[Tensor], norms: list[Tensor], queries: Bool[Tensor, "position"]
-) -> Iterator[None]:
-    """Collect column sums and value norms of every layer in order."""
-
-    def columns(module: Any, args: Any, pattern: Tensor) -> None:
-        received.append(column_sums(pattern[0], queries))
-
-    def lengths(module: Any, args: Any, values: Tensor) -> None:
-        norms.append(values[0].float().norm(dim=-1).T)
-
-    with ExitStack() as stack:
-        for layer in layers:
-            for point, watch in (("hook_pattern", columns), ("hook_v", lengths)):
-                stack.callback(layer.self_attn.get_submodule(point).register_forward_hook(watch).remove)
-        yield

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dlm_lens.hooks import MeanActivations
 from dlm_lens.probes import TunedLens
-from dlm_lens.recording.manifest import weights_digest
+from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.testing import tiny
 from tests.files.damage import damage
 

@@ -460,7 +460,7 @@ def test_what_no_reducer_can_be(reducers, sentence):
         (lambda: record(tiny("llada"), PROMPTS, dtype="int8", **RUN), "'float32' or 'float16'"),
         (lambda: record(tiny("llada"), PROMPTS, layers=[7], **RUN), "layer 7 of 2"),
         (lambda: record(tiny("llada"), PROMPTS, batch_size=0, **RUN), "batch_size is 0"),
-        (lambda: record(tiny("llada"), PROMPTS, observers=3, **RUN), "not record's to take"),
+        (lambda: record(tiny("llada"), PROMPTS, observers=3, **RUN), "record takes no observers"),
         (lambda: record(tiny("llada"), [[]], **RUN), "empty"),
         (lambda: record(tiny("causal"), PROMPTS, [ReceivedAttention("masked")]), "no masked queries"),
         (lambda: record(tiny("causal"), PROMPTS, use_cache=True, gen_length=2), "use_cache=True"),

@@ -13,7 +13,7 @@ from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.responses import fingerprint
 from dlm_lens.probes import TunedLens, train_tuned_lens
 from dlm_lens.recording import Recording, record
-from dlm_lens.recording.manifest import SAMPLED, sampled_places, weights_digest
+from dlm_lens.recording.model_identity import SAMPLED, sampled_places, weights_digest
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask
 from tests.recording.reference import PROMPTS

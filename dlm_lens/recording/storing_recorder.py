@@ -1,25 +1,20 @@
-"""The request that a recording answers, as plain values, and the recorder that stores its steps and resumes."""
+"""`StoringRecorder`: a recorder that writes every finished step, and the request by which a run is continued."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.placement import dequantised, named_weights
 from dlm_lens.recording.arrays import as_plain
-from dlm_lens.recording.provenance import name_of
+from dlm_lens.recording.model_identity import name_of, weights_digest
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory
 from dlm_lens.recording.storage import load_part, write_end
 from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, RunState, StepPlan
-
-SAMPLED = 64
-"""Entries of every weight that identify a model."""
 
 
 def request_of(
@@ -30,9 +25,9 @@ def request_of(
     settings: Mapping[str, Any],
     batch: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Model, prompts, settings, hooks, what is recorded, and which batch of all prompts this is."""
+    """The header of a recording: model, prompts, settings, hooks, reducers, layers, and which batch this is."""
     model = recorder.model
-    # Weights do not tell how far queries see; headers of models without windows are as they always were.
+    # The digest of the weights does not contain the windows. Models without windows have no such entry.
     slides = any(window is not None for window in recorder.windows)
     return {
         "model": {
@@ -52,44 +47,12 @@ def request_of(
     }
 
 
-def weights_digest(model: Any) -> str:
-    """A digest of some entries of every weight: tells checkpoints apart without reading all of them."""
-    found = hashlib.sha256()
-    for name, weight in named_weights(model):
-        found.update(f"{name} {tuple(weight.shape)}".encode())
-        found.update(_sample(weight))
-    return found.hexdigest()[:16]
-
-
-def _sample(weight: Tensor) -> bytes:
-    if not weight.is_floating_point() or weight.device.type == "meta" or not weight.numel():
-        return b""
-    return entries_at(weight, sampled_places(weight.numel())).double().cpu().numpy().tobytes()
-
-
-def entries_at(weight: Tensor, places: Sequence[int]) -> Tensor:
-    """The entries of a weight at places of its flat form, which is not made: it may be a copy of gigabytes."""
-    plain = dequantised(weight.detach())
-    if plain.ndim < 2 or not plain.numel():
-        return plain.reshape(-1)[list(places)]
-    return plain[torch.unravel_index(torch.tensor(places, device=plain.device), plain.shape)]
-
-
-def sampled_places(entries: int) -> list[int]:
-    """Up to `SAMPLED` places among so many entries, evenly spaced, the first and the last among them.
-
-    In integers: the float32 numbers of torch.linspace round above 2^24, past the last entry.
-    """
-    count = min(SAMPLED, entries)
-    return [place * (entries - 1) // max(1, count - 1) for place in range(count)]
-
-
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 class StoringRecorder(Recorder):
-    """A `Recorder` that writes a shard behind every step and keeps no array in memory.
+    """A `Recorder` that writes a shard after every step and keeps no array in memory.
 
     Args:
         model, reducers, layers, dtype: as for `Recorder`.
@@ -120,17 +83,18 @@ class StoringRecorder(Recorder):
         return super().step(plan, canvas, masked)
 
     def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, unmasked: Tensor) -> None:
-        """A step is over."""
+        """Keep the arrays of a finished step until its state is known."""
         assert self._seen is not None
         self._step = (FinishedStep(plan, *self._seen, proposal, unmasked), self.step_arrays())
 
     def keep(self, state: RunState) -> None:
-        """Where the run stands behind it: write both."""
+        """Write the finished step with the state of the run after it."""
         assert self._step is not None
         self.shards.add(self._step[0], state, self._step[1])
 
     def recording(self, run: DenoisingRun, rows: Sequence[int] = ()) -> Recording:
-        """Write the run, and read the Recording back, whose arrays are read when asked for."""
+        """Write the run, and return the Recording of the files, whose arrays are read on first use."""
         described = self.described(run, {})
         write_end(self.shards, described, self.arrays.specs, rows or described.rows)
-        return load_part(self.shards.path, run.tokenizer, verify=False)  # just written, or read while going on
+        # Without checksums: the files were written, or read to continue the run, a moment ago.
+        return Recording.of(load_part(self.shards.path, run.tokenizer, verify=False))
