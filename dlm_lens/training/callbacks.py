@@ -18,21 +18,21 @@ from dlm_lens.training.checkpoints import TrainingStoppedError
 from dlm_lens.training.sink_probe import sink_statistics
 
 CHECK_CLOCK_EVERY = 10
-"""Steps between looks at the clock where several processes have to agree."""
+"""Steps between decisions that all processes must share."""
 
 
 class SaveClock(TrainerCallback):
-    """Ask for a checkpoint every so many minutes, every so many steps, and at the end."""
+    """Requests a checkpoint every `minutes`, every `steps` (0: never), and at the last step."""
 
     def __init__(self, minutes: float, steps: int) -> None:
         self.seconds, self.steps, self.last = 60 * minutes, steps, time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self.last = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save if it is time; the first process decides for all."""
+        """Request a checkpoint where one is due; the first process decides for all."""
         due = state.global_step >= state.max_steps or (self.steps and state.global_step % self.steps == 0)
         if not due and (args.world_size == 1 or state.global_step % CHECK_CLOCK_EVERY == 0):
             due = first_decides(time.monotonic() - self.last >= self.seconds, args)
@@ -40,31 +40,31 @@ class SaveClock(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The clock starts again."""
+        """Restart the clock."""
         self.last = time.monotonic()
 
 
 def first_decides(flag: bool, args: Any) -> bool:
-    """The first process's flag, in every process."""
+    """The flag of process 0, in every process."""
     if args.world_size == 1:
         return flag
-    held = torch.tensor(float(flag), device=args.device)
-    torch.distributed.broadcast(held, 0)
-    return bool(held)
+    shared = torch.tensor(float(flag), device=args.device)
+    torch.distributed.broadcast(shared, 0)
+    return bool(shared)
 
 
 @contextmanager
-def _log_of_its_own(control: Any) -> Iterator[None]:
-    """Any log entry takes back the request for the step's own; put it back."""
-    wanted = control.should_log
+def _keeping_log_request(control: Any) -> Iterator[None]:
+    """Restore the request for the step's log entry, which any other log entry clears."""
+    requested = control.should_log
     try:
         yield
     finally:
-        control.should_log = wanted
+        control.should_log = requested
 
 
 class Stopwatch(TrainerCallback):
-    """Tokens per second since the last look, and the seconds of the run over all its sittings."""
+    """Tokens per second since the last reading, and the training time of the run over all its starts."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.before = tokens, 0.0
@@ -72,7 +72,7 @@ class Stopwatch(TrainerCallback):
         self.step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The watch starts."""
+        """Start the stopwatch."""
         self.began = self.last = time.monotonic()
         self.step = state.global_step
 
@@ -84,25 +84,25 @@ class Stopwatch(TrainerCallback):
         return {"tokens_per_second": rate, "tokens": float(step * self.tokens)}
 
     def seconds(self) -> float:
-        """Seconds of training, earlier sittings included."""
+        """Seconds of training, over all starts of the run."""
         return self.before + time.monotonic() - self.began
 
 
 class Evaluation(TrainerCallback):
-    """Log the evaluation loss every so many steps and at the end."""
+    """Logs the evaluation loss every `steps` steps and at the last one."""
 
     def __init__(self, trainer: Any, steps: int) -> None:
         self.trainer, self.steps = trainer, steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate if it is time."""
+        """Evaluate where it is due."""
         if state.global_step % self.steps == 0 or state.global_step == state.max_steps:
-            with _log_of_its_own(control):
+            with _keeping_log_request(control):
                 self.trainer.evaluate()
 
 
 class SinkMetrics(TrainerCallback):
-    """Log sink statistics of the fixed probe batch before the first step, every so many, and at the end."""
+    """Logs sink statistics of the probe batch before the first step, every `steps` steps, and at the last one."""
 
     def __init__(self, trainer: Any, steps: int) -> None:
         self.trainer, self.steps = trainer, steps
@@ -110,19 +110,19 @@ class SinkMetrics(TrainerCallback):
         self.before: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The state at the start."""
+        """Measure before the first step."""
         self._log()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure if it is time."""
+        """Measure where it is due."""
         if state.global_step % self.steps == 0 or state.global_step == state.max_steps:
-            with _log_of_its_own(control):
+            with _keeping_log_request(control):
                 self._log()
 
     def _log(self) -> None:
         if self.batch is None:
-            self.batch = self.trainer.probed()
-        found = sink_statistics(self.trainer.model, self.batch, self.trainer.through_wrapper(probed=True))
+            self.batch = self.trainer.probe_canvases()
+        found = sink_statistics(self.trainer.model, self.batch, self.trainer.wrapped_forward(for_probe=True))
         self.trainer.log(found.metrics(self.before))
         self.before = found
 
@@ -131,10 +131,10 @@ logger = logging.getLogger(__name__)
 
 
 class Interruption(TrainerCallback):
-    """Finishes the step, asks for a checkpoint, and ends the training; a second signal ends it at once.
+    """On SIGINT or SIGTERM finishes the step, saves a checkpoint and stops; a second signal stops at once.
 
-    SIGTERM is what a cluster sends before it takes the machine. Of several processes the first decides for all,
-    every ten steps. Signals reach the main thread only: in another one nothing is caught.
+    Clusters send SIGTERM before they reclaim a machine. With several processes the first one decides for all, every
+    `CHECK_CLOCK_EVERY` steps. Python delivers signals to the main thread only; in another thread none is caught.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Interruption(TrainerCallback):
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch both signals inside the block."""
+        """Catch both signals in this block."""
         self.number = None
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -154,21 +154,23 @@ class Interruption(TrainerCallback):
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def tell(self, step: int, steps: int, checkpoint: Path | None) -> None:
-        """Raise behind a training that was ended before its last step.
+    def raise_if_stopped(self, step: int, steps: int, checkpoint: Path | None) -> None:
+        """Raise where a signal ended the training before its last step.
 
         Raises:
-            KeyboardInterrupt: by Ctrl-C.
-            TrainingStoppedError: by SIGTERM.
+            KeyboardInterrupt: the signal was Ctrl-C.
+            TrainingStoppedError: the signal was SIGTERM.
         """
         if self.number is None or step >= steps:
             return
         if self.number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise TrainingStoppedError(f"SIGTERM at step {step} of {steps}; {checkpoint} is whole, resume from it")
+        raise TrainingStoppedError(
+            f"SIGTERM at step {step} of {steps}; resume from {checkpoint}, which is complete"
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save and stop, if a signal came."""
+        """Request a checkpoint and the end of the training where a signal arrived."""
         if args.world_size > 1 and state.global_step % CHECK_CLOCK_EVERY:
             return
         if first_decides(self.number is not None, args):
@@ -179,16 +181,16 @@ class Interruption(TrainerCallback):
             raise KeyboardInterrupt
         self.number = number
         name = signal.Signals(number).name
-        logger.warning("%s: finishing the step and saving; once more to stop without", name)
+        logger.warning("%s: finishing the step and saving a checkpoint; send it again to stop at once", name)
 
 
-SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:,.0f}", "sink/learned_share": "{:.2f}"}
-NAMES = {"tokens_per_second": "tokens/s", "sink/learned_share": "sink"}
+FORMATS = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:,.0f}", "sink/learned_share": "{:.2f}"}
+LABELS = {"tokens_per_second": "tokens/s", "sink/learned_share": "sink"}
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """No bars of transformers for the files of a checkpoint, which would tear the run's own bar."""
+    """Hide transformers' progress bars for checkpoint files, which would break the line of the run's own bar."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -199,33 +201,33 @@ def without_progress_bars() -> Iterator[None]:
 
 
 class ProgressBar(TrainerCallback):
-    """Steps, loss, tokens per second and the sink's share; shown by the first process."""
+    """A bar on standard error with steps, loss, tokens per second and the sinks' share; in process 0 only."""
 
     def __init__(self) -> None:
         self.bar: tqdm[Any] | None = None
-        self.held: dict[str, str] = {}
+        self.values: dict[str, str] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The bar appears."""
+        """Open the bar."""
         if state.is_world_process_zero:
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", mininterval=1.0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One step."""
+        """Advance by one step."""
         if self.bar is not None:
             self.bar.update()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """The newest values."""
-        for name, form in SHOWN.items():
+        """Show the newest values."""
+        for name, form in FORMATS.items():
             if logs and name in logs:
-                self.held[NAMES.get(name, name)] = form.format(logs[name])
+                self.values[LABELS.get(name, name)] = form.format(logs[name])
         if self.bar is not None:
-            self.bar.set_postfix(self.held, refresh=False)
+            self.bar.set_postfix(self.values, refresh=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The bar stays as it is."""
+        """Close the bar."""
         if self.bar is not None:
             self.bar.close()

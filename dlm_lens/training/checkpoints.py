@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, flushed to the disk, then renamed."""
+"""Checkpoint directories, written atomically: into a temporary directory, flushed to the disk, then renamed."""
 
 import hashlib
 import json
@@ -18,18 +18,18 @@ from dlm_lens.files.sealed_json import CHECKSUM, Document, file_bytes, fitted, p
 from dlm_lens.files.tensor_files import check_digest
 
 RUN_FILE = "run.json"
-"""Written last into a checkpoint: what it was trained with, and how far the data had been read."""
+"""The last file of a checkpoint: settings, position in the data, and digests of the other files."""
 
 MOMENTS_FILE = "optimizer.safetensors"
 PARTIAL, BEFORE = ".partial", "before"
 THREADS = 8
-"""That compute checksums beside each other."""
+"""Threads that compute digests."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class TrainingStoppedError(RuntimeError):
-    """Training cannot go on; the message says at which step and which checkpoint is whole."""
+    """Training stopped; the message names the step and the last complete checkpoint."""
 
 
 class NonFiniteLossError(TrainingStoppedError):
@@ -41,23 +41,23 @@ class CheckpointError(TrainingStoppedError):
 
 
 def checkpoints(output: str | Path) -> list[Path]:
-    """Whole checkpoints below a run's directory, oldest first."""
+    """The complete checkpoints in a run's directory, oldest first."""
     found = [path for path in Path(output).glob("checkpoint-*") if (path / RUN_FILE).is_file()]
     return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def last_checkpoint(output: str | Path) -> Path | None:
-    """The newest whole checkpoint, if there is one."""
+    """The newest complete checkpoint, or None."""
     return next(reversed(checkpoints(output)), None)
 
 
 def step_of(path: Path) -> int:
-    """The optimiser steps behind a checkpoint."""
+    """The number of optimiser steps of a checkpoint."""
     return int(path.name.rsplit("-", 1)[1])
 
 
 class RunRecord(Document):
-    """run.json of a checkpoint; `files` are the digests of its other files."""
+    """run.json of a checkpoint; `files` holds the digests of the other files."""
 
     step: int
     total_steps: int | None = None
@@ -69,15 +69,15 @@ class RunRecord(Document):
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """The record of a checkpoint.
+    """The run.json of a checkpoint.
 
     Raises:
-        FileNotFoundError: the directory holds none.
-        ValueError: it is damaged.
+        FileNotFoundError: the directory has no run.json.
+        ValueError: the file is damaged.
     """
     file = Path(path) / RUN_FILE
     if not file.is_file():
-        raise FileNotFoundError(f"{path} holds no {RUN_FILE}: it is no checkpoint of dlm_lens.training")
+        raise FileNotFoundError(f"{path} holds no {RUN_FILE}: it is not a checkpoint of dlm_lens.training")
     remedy = _remedy(path)
     values = parsed(file_bytes(file, remedy), file, remedy)
     plain = {name: value for name, value in values.items() if name != CHECKSUM}
@@ -87,10 +87,10 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
 
 def check_files(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Raise unless the files of a checkpoint are those that were written: all of them are read.
+    """Compare every file of a checkpoint with its digest.
 
     Raises:
-        ValueError: naming the file that is missing or another.
+        ValueError: naming a file that is missing or differs.
     """
     base = Path(path)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -101,13 +101,13 @@ def check_files(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def _remedy(path: str | Path) -> str:
-    return f"delete {path} to go on from the checkpoint before it"
+    return f"delete {path} to resume from the checkpoint before it"
 
 
 def tidy(output: str | Path) -> None:
-    """Remove what a killed process left, and put a checkpoint back that it was about to replace.
+    """Remove partial files of a killed process, and restore a checkpoint that it was about to replace.
 
-    Only for the process that holds the directory.
+    Only for the process that holds the lock of the directory.
     """
     partial = Path(output) / PARTIAL
     for before in sorted((partial / BEFORE).glob("checkpoint-*")):
@@ -118,8 +118,8 @@ def tidy(output: str | Path) -> None:
         remove_stale(Path(output))
 
 
-def aside(output: str | Path) -> Path:
-    """An empty directory for the next checkpoint, on the same disk."""
+def partial_directory(output: str | Path) -> Path:
+    """An empty directory for the next checkpoint, on the disk of `output`."""
     tidy(output)
     partial = Path(output) / PARTIAL
     partial.mkdir(parents=True)
@@ -127,7 +127,7 @@ def aside(output: str | Path) -> Path:
 
 
 def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
-    """Finish the one checkpoint in `partial`: record, flush, rename, and forget the oldest beyond `keep`."""
+    """Complete the checkpoint in `partial`: write run.json, flush, rename, and delete the oldest beyond `keep`."""
     (written,) = partial.glob("checkpoint-*")
     files = sorted(path for path in written.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
@@ -137,7 +137,7 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
     write_file(written / RUN_FILE, json.dumps(sealed({**record, "files": digests}), indent=1) + "\n")
     mode = stat.S_IMODE((written / RUN_FILE).stat().st_mode)
     for path in files:
-        path.chmod(mode)  # safetensors makes files that nobody else may read
+        path.chmod(mode)  # safetensors makes files that only their owner may read
         _flush(path)
     sync_directory(written)
     target = partial.parent / written.name
@@ -146,7 +146,7 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
         os.replace(target, partial / BEFORE / target.name)
     os.replace(written, target)
     sync_directory(partial.parent)
-    # Out of sight before it is taken apart: a killed process leaves no half of a checkpoint.
+    # Renamed before it is deleted: a killed process leaves no incomplete checkpoint.
     for old in checkpoints(partial.parent)[:-keep]:
         os.replace(old, partial / old.name)
     shutil.rmtree(partial, ignore_errors=True)

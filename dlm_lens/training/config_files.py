@@ -1,4 +1,4 @@
-"""Settings from YAML: shipped or your own, with overrides, and one sentence for a mistake."""
+"""Settings from YAML files, shipped or the user's own, with overrides; every mistake gets a one-line error."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,19 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 def shipped_configs() -> tuple[str, ...]:
-    """Names of the configs that come with the package."""
+    """Names of the shipped configs."""
     return tuple(sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("accelerate-")))
 
 
 def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingSettings":
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
-    A file may name another in `base`, whose values it changes. The objective's `kind` is masked_diffusion or
-    next_token.
+    A file may name another file in `base` and replaces its values. The `kind` of the objective is masked_diffusion
+    or next_token.
 
     Raises:
-        FileNotFoundError: no such file or shipped config.
-        ValueError: no YAML, an unknown setting, or a value of the wrong kind.
+        FileNotFoundError: neither a file nor a shipped config.
+        ValueError: invalid YAML, an unknown setting, or a value of the wrong kind.
     """
     values = _read(name)
     for override in overrides:
@@ -50,7 +50,7 @@ def _override_value(override: str, value: str) -> Any:
 
 
 def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
-    """Settings of plain values, checked.
+    """Settings from plain values.
 
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
@@ -64,8 +64,8 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     kind = objective.pop("kind", "masked_diffusion")
     if kind not in objectives:
         raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, objectives))}")
-    _known(objective, objectives[kind], "objective.")
-    _known(given, TrainingSettings, "")
+    _check_names(objective, objectives[kind], "objective.")
+    _check_names(given, TrainingSettings, "")
     given["objective"] = _validated(objectives[kind], objective, "objective.")
     settings: TrainingSettings = _validated(TrainingSettings, given, "")
     return settings
@@ -83,7 +83,7 @@ def _validated(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
         raise ValueError(f"the setting {where} is {first['input']!r}: {first['msg'].lower()}") from None
 
 
-def _known(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
+def _check_names(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
     names = {field.name: field.default_factory for field in fields(kind)}
     for name, value in values.items():
         if name not in names:
@@ -91,11 +91,11 @@ def _known(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
             hint = f"did you mean {prefix}{close[0]}?" if close else f"there are {', '.join(names)}"
             raise ValueError(f"there is no setting {prefix}{name}; {hint}")
         if isinstance(value, Mapping) and is_dataclass(names[name]):
-            _known(value, names[name], f"{prefix}{name}.")
+            _check_names(value, names[name], f"{prefix}{name}.")
 
 
 def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a file over those of its base; `above` are the files whose base this is."""
+    """The values of a file, over those of its base; `above` are the files that have this one as their base."""
     path = Path(name)
     if not path.is_file() and str(name) in shipped_configs():
         path = CONFIGS / f"{name}.yaml"

@@ -1,4 +1,4 @@
-"""`convert`: an autoregressive checkpoint as a masked DLM, ready to be trained."""
+"""`convert`: an autoregressive checkpoint becomes a masked DLM, to be trained further."""
 
 import copy
 import logging
@@ -18,7 +18,7 @@ from dlm_lens.attention.softmax_variants import Softmax
 logger = logging.getLogger(__name__)
 
 TARGETS = {"qwen2": "sink_qwen", "llama": "sink_llama"}
-"""model_type of an AR checkpoint -> that of the DLM."""
+"""model_type of an AR checkpoint -> model_type of the DLM."""
 
 MASK = "<|mask|>"
 
@@ -43,27 +43,26 @@ def convert(
 ) -> PreTrainedModel:
     """Turn a Qwen2 or Llama checkpoint into a masked DLM with the same weights.
 
-    What changes: attention is bidirectional; a mask token is added (in a spare row of the embedding if it has one
-    behind the tokenizer's last id, else the embedding and the head grow by a row; either way its embedding is the
-    mean of the others'); sinks, gate and sink logits are new, drawn from `seed`. Without sinks, gate and another
-    softmax the logits are those of the AR network without its causal mask. `save_pretrained` and `dlm_lens.load`
-    round-trip the result.
+    Attention becomes bidirectional. A mask token is added: in a spare row of the embedding after the tokenizer's
+    last id, or else in a new row of the embedding and the head. Its embedding is the mean of the other tokens'.
+    Sinks, gate and sink logits are new and drawn from `seed`. Without them, the logits are those of the AR network
+    without its causal mask. `save_pretrained` and `dlm_lens.load` round-trip the result.
 
     Args:
-        model_name_or_path: a hub name, a directory, an embedded model, or a loaded AR model (left as it is).
+        model_name_or_path: a hub name, a directory, an embedded model, or a loaded AR model (which is not changed).
         sinks: learned sink tokens ("One Token Is Enough": 1).
         position: of the sinks, "front" or "end".
         zero_value: force the sinks' values to zero in every layer.
-        gated: gated attention; its gate starts at 1/2 everywhere, so W_g is zero.
-        shift: the output at i - 1 predicts position i, as the AR checkpoint has learned (as in Dream).
-        softmax: "standard", "off_by_one" or "sink_logits" (see `SinkFields`); the latter two go without sinks.
-        mask_token: how the tokenizer spells the mask.
-        mask_token_id: the mask where there is no tokenizer.
+        gated: gated attention; W_g starts at zero, so the gate starts at 1/2.
+        shift: the output at i - 1 predicts position i, as in the AR checkpoint (and in Dream).
+        softmax: "standard", "off_by_one" or "sink_logits" (see `SinkFields`); the latter two exclude sinks.
+        mask_token: the mask token's text in the tokenizer.
+        mask_token_id: the mask token's id, for a model without a tokenizer.
         dtype: of the weights that are loaded; float32 for training, None for the checkpoint's own.
-        seed: of what is new.
+        seed: of the new weights.
 
     Raises:
-        ValueError: no Qwen2 or Llama checkpoint, or a mask token that is in use already.
+        ValueError: not a Qwen2 or Llama checkpoint, or a mask token that is in use.
     """
     source = _ar_model(model_name_or_path, dtype)
     name = TARGETS[source.config.model_type]
@@ -92,7 +91,7 @@ def _ar_model(given: str | Path | PreTrainedModel, dtype: str | torch.dtype | No
     """The model to convert.
 
     Raises:
-        ValueError: it is of another layout.
+        ValueError: a model_type that cannot be converted.
     """
     source: Any = load(str(given), dtype=dtype) if isinstance(given, str | Path) else given
     if source.config.model_type not in TARGETS:
@@ -115,48 +114,48 @@ def _mask_token(
         return None, mask, max(rows, mask + 1)
     if mask is not None and mask < len(tokenizer) and mask != tokenizer.mask_token_id:
         raise ValueError(
-            f"the mask token {mask} is in use: the tokenizer spells it {tokenizer.convert_ids_to_tokens(mask)!r}; "
-            "leave mask_token_id out, and a new token is added"
+            f"the mask token {mask} is in use: it is the token {tokenizer.convert_ids_to_tokens(mask)!r}; leave "
+            "mask_token_id out to add a new token"
         )
     if tokenizer.mask_token_id is not None:
-        known = int(tokenizer.mask_token_id)
-        return tokenizer, known, max(rows, known + 1)
+        own = int(tokenizer.mask_token_id)
+        return tokenizer, own, max(rows, own + 1)
     if tokenizer.convert_tokens_to_ids(spelling) not in (None, tokenizer.unk_token_id):
         raise ValueError(
             f"the mask token {spelling!r} is in use: it is token {tokenizer.convert_tokens_to_ids(spelling)} of "
             "the tokenizer; choose another mask_token"
         )
-    # A copy, so that the AR model's own tokenizer stays as it was.
+    # A copy, so that the AR model's tokenizer is not changed.
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"mask_token": spelling})
-    known = int(tokenizer.mask_token_id)
-    return tokenizer, known, max(rows, known + 1)
+    added = int(tokenizer.mask_token_id)
+    return tokenizer, added, max(rows, added + 1)
 
 
 @torch.no_grad()
 def _copy(source: Any, model: Any, mask: int) -> None:
-    """The weights of `source`; rows that are new, and the mask's, are the mean of the other tokens' rows."""
-    held = source.state_dict()
+    """Copy the weights of `source`; new rows and the mask token's row are the mean of the other tokens' rows."""
+    weights = source.state_dict()
     state = model.state_dict()
     for name, target in state.items():
-        if name not in held:
+        if name not in weights:
             continue
-        value = held[name].to(target.device, target.dtype)
+        value = weights[name].to(target.device, target.dtype)
         target[: len(value)].copy_(value)
         if len(target) > len(value):
             target[len(value) :].copy_(_mean(value, len(target) - len(value)))
     embedding = model.get_input_embeddings().weight
-    # Rows that the tokenizer does not use hold nothing that was trained.
-    tokenizer, rows = getattr(source, "tokenizer", None), len(held["model.embed_tokens.weight"])
-    words = rows if tokenizer is None else min(rows, len(tokenizer))
-    others = embedding[:words][torch.arange(words, device=embedding.device) != mask]
+    # Rows after the tokenizer's last id were never trained.
+    tokenizer, rows = getattr(source, "tokenizer", None), len(weights["model.embed_tokens.weight"])
+    used = rows if tokenizer is None else min(rows, len(tokenizer))
+    others = embedding[:used][torch.arange(used, device=embedding.device) != mask]
     embedding[mask].copy_(_mean(others, 1)[0])
     if model.config.gated_attention:
         for layer in model.model.layers:
             layer.self_attn.gate_proj.weight.zero_()
-    missing = sorted(name for name in held if name not in state)
+    missing = sorted(name for name in weights if name not in state)
     if missing:
-        raise ValueError(f"the checkpoint holds weights that the DLM has no place for: {', '.join(missing[:5])}")
+        raise ValueError(f"the checkpoint holds weights that the DLM lacks: {', '.join(missing[:5])}")
 
 
 def _mean(rows: Tensor, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run will cost before it begins: tokens, steps, floating-point operations, memory, GPU-hours."""
+"""`plan`: the estimated cost of a run: steps, tokens, floating-point operations, memory, GPU-hours."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class Plan:
         activation_bytes: per device, of a forward pass that is kept for the backward one, and the held logits.
         device: for which hours are given.
         devices: how many.
-        utilisation: share of the peak that is reached (an assumption, not a measurement).
+        utilisation: assumed share of the peak (not measured).
     """
 
     steps: int
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> int:
-        """With the state on every device (DDP)."""
+        """Bytes with the whole state on every device (DDP)."""
         return self.state_bytes + self.activation_bytes
 
     def rows(self) -> dict[str, str]:
@@ -87,10 +87,10 @@ class Plan:
 
 
 def planned_config(settings: TrainingSettings) -> PreTrainedConfig:
-    """The config of the network that will be trained; no weights are read.
+    """The config of the network of a run; no weights are read.
 
     Raises:
-        FileNotFoundError: the checkpoint's config.json cannot be had.
+        FileNotFoundError: the checkpoint's config.json is not available.
         ValueError: a checkpoint that cannot be trained.
     """
     chosen = settings.model
@@ -130,11 +130,11 @@ def plan(
         rows: size of the dataset, for budgets in epochs.
 
     Raises:
-        ValueError: an unknown device, a number of devices or a share of the peak that cannot be, a budget smaller
-            than a batch, or a batch that does not divide.
+        ValueError: an unknown device, a number of devices or a utilisation out of range, a budget smaller than a
+            batch, or a batch that does not divide.
     """
     if device not in DEVICES:
-        raise ValueError(f"device {device!r} is not listed; there are {', '.join(DEVICES)}")
+        raise ValueError(f"device {device!r} is not listed; choose from {', '.join(DEVICES)}")
     if not 0 < utilisation <= 1:
         raise ValueError(f"utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1")
     possible = [count for count in range(1, MOST_DEVICES + 1) if _divides(settings, count)]
@@ -169,13 +169,13 @@ def _divides(settings: TrainingSettings, devices: int) -> bool:
 
 
 def _width(config: Any) -> int:
-    """Of all query heads together."""
+    """Width of all query heads together."""
     own = getattr(config, "head_dim", None)
     return int(config.num_attention_heads * own if own else config.hidden_size)
 
 
 def _parameters(config: Any) -> tuple[int, int]:
-    """Of the network, and of its layers; counted on a network without memory."""
+    """Weights of the network, and of its layers alone; counted on the meta device."""
     _, model_class = family_of(config.model_type).layouts[config.model_type]
     with torch.device("meta"):
         model = model_class(config)
@@ -184,7 +184,7 @@ def _parameters(config: Any) -> tuple[int, int]:
 
 
 def _activations(config: Any, settings: TrainingSettings) -> int:
-    """What a fused attention kernel and bfloat16 matrix products keep for the backward pass.
+    """Bytes that a fused attention kernel and bfloat16 matrix products keep for the backward pass.
 
     Per layer and token: the residual stream and the norms' inputs in float32, everything that a matrix product or
     the gate of the MLP reads in bfloat16 (or float32, where that is the precision).

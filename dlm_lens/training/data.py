@@ -30,11 +30,11 @@ READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "te
 
 
 def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
-    """The dataset that the settings name, from local files or the hub; nothing of it is executed.
+    """The dataset of the settings, from local files or the hub; no code of it is executed.
 
     Raises:
-        FileNotFoundError: a local file that is not there, or a hub that cannot be reached.
-        ValueError: no path, or a file of an unknown kind.
+        FileNotFoundError: a missing local file, or a dataset that the hub does not deliver.
+        ValueError: no path, or an unknown file ending.
     """
     import datasets
 
@@ -43,9 +43,9 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
     path = Path(settings.path)
     if path.suffix in READERS or settings.path.startswith((".", "/", "~")):
         if path.suffix not in READERS:
-            raise ValueError(f"data.path {settings.path} has no known ending; known are {', '.join(READERS)}")
+            raise ValueError(f"data.path {settings.path} has an unknown ending; use one of {', '.join(READERS)}")
         if "*" not in settings.path and not path.is_file():
-            raise FileNotFoundError(f"data.path {settings.path} is no file")
+            raise FileNotFoundError(f"data.path {settings.path} is not a file")
         return datasets.load_dataset(
             READERS[path.suffix], data_files=str(path), split=split or settings.split, streaming=settings.streaming
         )
@@ -55,7 +55,7 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
         )
     except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
         raise FileNotFoundError(
-            f"the dataset {settings.path} cannot be had from the hub ({' '.join(str(error).split())}); check its "
+            f"the dataset {settings.path} cannot be read from the hub ({' '.join(str(error).split())}); check its "
             "name and the connection, or give a local file"
         ) from error
 
@@ -69,11 +69,11 @@ def build_source(
         dataset: of the datasets library, streamed or not, or a list of mappings.
         settings: columns, length, packing.
         tokenizer: None if the column holds ids.
-        shift: whether the model's outputs are shifted, which asks for a beginning of text.
+        shift: whether the model's outputs are shifted, so that texts need a beginning-of-text token.
         seed: of a stream's shuffling.
 
     Raises:
-        ValueError: a column that is not there, an empty dataset, texts without a tokenizer.
+        ValueError: a missing column, an empty dataset, or texts without a tokenizer.
     """
     bos = shift if settings.bos is None else settings.bos
     if settings.prompt_column is not None and settings.answer_column is not None:
@@ -87,16 +87,17 @@ def build_source(
 
 
 def _fine_tuning(dataset: Any, settings: DataSettings, tokenizer: Any, bos: bool) -> RowSource:
-    """Prompt, answer, and ends of text up to the length, which count in the loss (LLaDA, 2502.09992, B.1)."""
+    """Rows of prompt, answer and end-of-text tokens up to the length, which count in the loss (2502.09992, B.1)."""
     if tokenizer is None:
         raise ValueError("fine-tuning needs a tokenizer, and the model has none; set model.tokenizer")
     for column in (settings.prompt_column, settings.answer_column):
         required_column(dataset, str(column))
     if not hasattr(dataset, "__len__"):
-        raise ValueError("fine-tuning goes over a dataset of known size in epochs; set data.streaming to false")
+        raise ValueError("fine-tuning needs a dataset of known size; set data.streaming to false")
     begin = [_bos(tokenizer)] if bos else []
 
     def build(row: Mapping[str, Any]) -> Example:
+        """The sequence of a row."""
         prompt = begin + _ids(tokenizer, row[str(settings.prompt_column)])
         answer = _ids(tokenizer, row[str(settings.answer_column)])
         if len(prompt) >= settings.length:
@@ -117,8 +118,9 @@ def _documents(dataset: Any, settings: DataSettings, seed: int) -> Callable[[int
     stream = not hasattr(dataset, "__len__")
 
     def documents(epoch: int, skipped: int) -> Iterator[Any]:
+        """The documents of an epoch in their order, without the first `skipped`."""
         if stream:
-            # Skipping is done behind the shuffle, so that a resumed stream goes on with the same documents.
+            # Skip after the shuffle, so that a resumed stream continues with the same documents.
             ordered = dataset
             if settings.shuffle_buffer:
                 ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
@@ -154,11 +156,13 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _bos(tokenizer: Any) -> int:
-    """What begins a text: the tokenizer's own beginning, or, as for Qwen, its end."""
+    """The beginning-of-text token, or the end-of-text token where there is none, as in Qwen."""
     own = getattr(tokenizer, "bos_token_id", None)
     found = own if own is not None else getattr(tokenizer, "eos_token_id", None)
     if found is None:
-        raise ValueError("the tokenizer has neither a beginning nor an end of text; set data.bos to false")
+        raise ValueError(
+            "the tokenizer has neither a beginning-of-text nor an end-of-text token; set data.bos to false"
+        )
     return int(found)
 
 
@@ -169,16 +173,16 @@ def _padding(tokenizer: Any) -> int:
 
 @dataclass(frozen=True)
 class Batching:
-    """How an optimiser's batch of sequences is divided.
+    """The division of an optimiser step's batch into micro-batches.
 
     Args:
         batch_size: sequences per optimiser step, over all processes.
         micro_batch_size: sequences per forward pass and process.
-        processes: how many there are.
-        rank: which one this is.
+        processes: number of processes.
+        rank: of this process.
 
     Raises:
-        ValueError: the batch does not divide.
+        ValueError: the batch does not divide evenly.
     """
 
     batch_size: int
@@ -201,11 +205,11 @@ class Batching:
 
 
 class BatchStream(IterableDataset[dict[str, Any]]):
-    """This process's micro-batches from a step on, without end.
+    """An endless stream of this process's micro-batches, from a given step on.
 
-    Sample s of the run is the s-th sequence of the source; its noise depends on the seed and s. Sequences of a
-    micro-batch are dealt to the processes in turn, so that any division of a batch sees the same samples.
-    The last micro-batch of a step also holds `cursor`.
+    Sample s of the run is the s-th sequence of the source, and its noise depends on the seed and s. Every process
+    takes its slice of consecutive sequences, so any division of a batch has the same samples. The last micro-batch
+    of a step also holds `cursor`.
     """
 
     def __init__(
@@ -221,7 +225,7 @@ class BatchStream(IterableDataset[dict[str, Any]]):
         self.seed, self.step, self.cursor = seed, step, cursor
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The micro-batches."""
+        """Yield the micro-batches."""
         reading = self.source.read(self.cursor, self.seed)
         wide = self.batching.micro_batch_size * self.batching.processes
         sample = self.step * self.batching.batch_size

@@ -1,4 +1,4 @@
-"""The network of a run: converted, continued, or new."""
+"""The network that a run starts from: a converted AR model, a DLM, or a new SMDM."""
 
 import math
 from dataclasses import fields
@@ -20,10 +20,10 @@ SCRATCH = "smdm-"
 
 
 def build_model(settings: TrainingSettings) -> PreTrainedModel:
-    """The network that the settings ask for, in float32.
+    """The network of the settings, in float32.
 
     Raises:
-        ValueError: an unknown size, options of a conversion for a model that is a DLM already, or no start.
+        ValueError: `start` is empty or an unknown size, or a DLM comes with options of a conversion.
     """
     chosen = settings.model
     if not chosen.start:
@@ -48,8 +48,8 @@ def build_model(settings: TrainingSettings) -> PreTrainedModel:
     changed = [f"model.{field.name}" for field in options if getattr(chosen, field.name) != field.default]
     if changed:
         raise ValueError(
-            f"{chosen.start} is a DLM already; {', '.join(changed)} can only be chosen for an AR checkpoint or a "
-            "new model: leave them out"
+            f"{chosen.start} is a DLM already, and {', '.join(changed)} apply only to AR checkpoints and new "
+            "models: leave them out"
         )
     return model
 
@@ -58,14 +58,14 @@ def smdm_config(chosen: ModelSettings) -> SMDMConfig:
     """The config of one of SMDM's sizes, with sinks or a gate.
 
     Raises:
-        ValueError: no such size, or a softmax that its kernel does not have.
+        ValueError: an unknown size, or a softmax that SMDM's layers do not have.
     """
     size = chosen.start.removeprefix(SCRATCH)
     if size not in SIZES:
-        known = ", ".join(SCRATCH + name for name in SIZES)
-        raise ValueError(f"model.start {chosen.start!r} is no size of SMDM's; there are {known}")
+        names = ", ".join(SCRATCH + name for name in SIZES)
+        raise ValueError(f"model.start {chosen.start!r} is not a size of SMDM; choose from {names}")
     if chosen.softmax != "standard":
-        raise ValueError(f"SMDM's layers have no softmax {chosen.softmax!r}; it goes with Qwen2 and Llama")
+        raise ValueError(f"SMDM's layers have no softmax {chosen.softmax!r}; only Qwen2 and Llama have it")
     return SMDMConfig(
         **SIZES[size],
         num_sinks=chosen.sinks,
@@ -90,14 +90,17 @@ def new_smdm(chosen: ModelSettings, seed: int) -> PreTrainedModel:
     tokenizer = load_tokenizer(chosen.tokenizer, {}) if chosen.tokenizer else None
     if chosen.tokenizer and tokenizer is None:
         raise ValueError(
-            f"model.tokenizer is {chosen.tokenizer!r}, which holds none: give a directory or a hub name that does"
+            f"model.tokenizer is {chosen.tokenizer!r}, which has no tokenizer; give another directory or hub name"
         )
     return attach(model, family, tokenizer)
 
 
 @torch.no_grad()
 def initialise_smdm(model: Any) -> None:
-    """Normal weights: deviation sqrt(2 / (5 d)), and 1 / (n sqrt(d)) for what writes into the residual stream."""
+    """Normal weights with deviation sqrt(2 / (5 d)); 1 / (n sqrt(d)) for projections into the residual stream.
+
+    d is the width, n the number of layers (ML-GSAI/SMDM, diffmodel.py).
+    """
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):

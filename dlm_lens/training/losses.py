@@ -1,4 +1,4 @@
-"""The loss of training: weighted cross entropy of chosen positions, without ever holding all their logits."""
+"""The training loss: weighted cross entropy of the masked positions, computed in chunks of logits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from dlm_lens.training.objective import Objective
 from dlm_lens.training.sources import Example, Rows
 
 ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
-"""Logits held at once, per kind of device: 128 MiB and 1 GiB in float32."""
+"""Logits in memory at once, per device type: 128 MiB and 1 GiB in float32."""
 
 
 def weighted_cross_entropy(
@@ -30,21 +30,21 @@ def weighted_cross_entropy(
 ) -> Float[Tensor, ""]:
     """sum_n weights_n (logsumexp(W x_n) - (W x_n)[target_n]), in float32, a few rows of logits at a time.
 
-    A plain linear head gets its gradient in the forward pass, so that nothing is computed twice; any other head
-    (quantised, wrapped, or partitioned by DeepSpeed) is recomputed in the backward pass.
+    For a plain linear head the gradient is computed in the forward pass, so that logits are computed once. Another
+    head (quantised, wrapped, or partitioned by DeepSpeed) is recomputed in the backward pass.
 
     Args:
-        states: what the head sees.
-        head: from states to logits.
+        states: input of the head.
+        head: maps states to logits.
         targets: ids.
         weights: of each loss.
-        elements: logits held at once; None for 2**25 on a CPU and 2**28 on a GPU.
+        elements: logits in memory at once; None for 2**25 on a CPU and 2**28 on a GPU.
     """
     vocabulary = getattr(head, "out_features", None) or cast(Any, head).weight.shape[0]
     budget = elements or ELEMENTS.get(states.device.type, ELEMENTS["cuda"])
     rows = max(1, budget // int(vocabulary))
     if not len(states):
-        # Nothing was masked: a loss of zero that still has a gradient, so that distributed ranks stay in step.
+        # No position was masked: a loss of zero with a gradient, because distributed ranks wait for each other's.
         return states.sum() * 0.0 + sum(parameter.sum() * 0.0 for parameter in head.parameters())
     if _plain(head):
         dtype = torch.get_autocast_dtype(states.device.type) if _autocast(states) else states.dtype
@@ -72,8 +72,8 @@ def _plain(head: nn.Module) -> bool:
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         return False
     # ds_id: a parameter that DeepSpeed gathers only while its module runs.
-    watched = bool(head._forward_hooks) or bool(head._forward_pre_hooks)
-    return not watched and head.weight.is_floating_point() and not hasattr(head.weight, "ds_id")
+    hooked = bool(head._forward_hooks) or bool(head._forward_pre_hooks)
+    return not hooked and head.weight.is_floating_point() and not hasattr(head.weight, "ds_id")
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -81,6 +81,7 @@ class _LinearLoss(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, kernel: Tensor, targets: Tensor, weights: Tensor, rows: int, dtype: torch.dtype
     ) -> Tensor:
+        """The loss, with the gradients of states and kernel kept for `backward`."""
         with torch.autocast(states.device.type, enabled=False):
             wide_states, wide_kernel = ctx.needs_input_grad[:2]
             grad_states = torch.empty_like(states) if wide_states else None
@@ -89,14 +90,14 @@ class _LinearLoss(torch.autograd.Function):
             weight = kernel.to(dtype)
             for part in range(0, len(states), rows):
                 piece = slice(part, part + rows)
-                x, wanted, factor = states[piece].to(dtype), targets[piece, None], weights[piece, None]
+                x, target, factor = states[piece].to(dtype), targets[piece, None], weights[piece, None]
                 logits = (x @ weight.T).float()
                 normaliser = logits.logsumexp(-1, keepdim=True)
-                total += (factor * (normaliser - logits.gather(-1, wanted))).sum()
+                total += (factor * (normaliser - logits.gather(-1, target))).sum()
                 if grad_states is None and grad_kernel is None:
                     continue
                 # d loss / d logits = weight (softmax - one-hot), in place of the logits.
-                logits.sub_(normaliser).exp_().mul_(factor).scatter_add_(-1, wanted, -factor)
+                logits.sub_(normaliser).exp_().mul_(factor).scatter_add_(-1, target, -factor)
                 slope = logits.to(dtype)
                 if grad_states is not None:
                     grad_states[piece] = (slope @ weight).to(states.dtype)
@@ -129,7 +130,7 @@ def masked_loss(
 ) -> Float[Tensor, ""]:
     """sum_n weights_n CE(logits of output n, target n): the numerator of an objective's loss.
 
-    The head runs on the outputs that are asked for, a few at a time; learned sinks leave before it.
+    The head runs on the requested outputs only, in chunks; learned sinks are removed before it.
 
     Args:
         model: any causal LM or masked DLM of transformers' layout.
@@ -137,25 +138,26 @@ def masked_loss(
         outputs: indices into the flattened [batch * position].
         targets: ids.
         weights: of each loss.
-        elements: logits held at once.
+        elements: as in `weighted_cross_entropy`.
         **inputs: attention_mask and position_ids of the decoder.
     """
     states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
-    wanted = states.flatten(0, 1)[outputs]
-    return weighted_cross_entropy(wanted, model.get_output_embeddings(), targets, weights, elements)
+    requested = states.flatten(0, 1)[outputs]
+    return weighted_cross_entropy(requested, model.get_output_embeddings(), targets, weights, elements)
 
 
 @contextmanager
 def loss_forward(model: Any) -> Iterator[None]:
-    """While this runs, `model(input_ids=..., outputs=..., targets=..., weights=...)` is `{"loss": masked_loss}`.
+    """In this context `model(input_ids=, outputs=, targets=, weights=)` returns `{"loss": masked_loss}`.
 
-    Wrappers that share gradients or shards (DDP, FSDP, DeepSpeed) work on a module's own forward, so the loss has
-    to be part of it; calls without `outputs` are the model's as ever.
+    DDP, FSDP and DeepSpeed wrap a module's forward, so the loss has to be computed in it. Calls without `outputs`
+    are not changed.
     """
     usual = model.forward
 
     def forward(self: Any, *args: Any, outputs: Tensor | None = None, **inputs: Any) -> Any:
+        """The loss where `outputs` is given, else the model's own forward."""
         if outputs is None:
             return usual(*args, **inputs)
         return {"loss": masked_loss(self, outputs=outputs, **inputs)}
@@ -181,18 +183,18 @@ def evaluation_loss(
 ) -> float:
     """The objective's loss over fixed sequences and masks, in nats.
 
-    Each sequence is seen under `samples` masks, whose noise depends on `seed` and its number only: the same
-    estimate at every step of training, so that its changes are the model's.
+    Every sequence gets `samples` masks, whose noise depends only on `seed` and the sequence's number. Calls with
+    equal arguments share their masks, so differences between them come from the model.
 
     Args:
         model: the network.
         examples: the sequences.
-        objective: from its `for_model`.
+        objective: as returned by its `for_model`.
         length: positions of a row.
         samples: masks per sequence.
         batch_size: rows per forward pass.
         seed: of the masks.
-        loss_of: called in place of `masked_loss(model, ...)`, for weights that are split among processes.
+        loss_of: used in place of `masked_loss(model, ...)`, for weights that are sharded among processes.
     """
     loss_of = partial(masked_loss, model) if loss_of is None else loss_of
     jobs = [(number, sample) for number in range(len(examples)) for sample in range(samples)]
@@ -203,10 +205,10 @@ def evaluation_loss(
             part = jobs[start : start + batch_size]
             padding = int(examples[0].tokens[0])
             rows = Rows.of([examples[number] for number, _ in part], length, padding)
-            asked = objective.prepare(rows, [number * samples + sample for number, sample in part], seed)
-            count += float(asked.pop("count"))
-            inputs: dict[str, Any] = {name: value.to(input_device(model)) for name, value in asked.items()}
-            if len(asked["targets"]):
+            arguments = objective.prepare(rows, [number * samples + sample for number, sample in part], seed)
+            count += float(arguments.pop("count"))
+            inputs: dict[str, Any] = {name: value.to(input_device(model)) for name, value in arguments.items()}
+            if len(arguments["targets"]):
                 total += float(loss_of(**inputs))
     finally:
         model.train(was_training)

@@ -1,4 +1,4 @@
-"""What is minimised: masked diffusion (Eq. 3 and 4 of "One Token Is Enough"), and next tokens for AR baselines."""
+"""Training objectives: masked diffusion ("One Token Is Enough", Eq. 3 and 4), next token for AR baselines."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +18,18 @@ Normalisation = Literal["token", "sequence"]
 Masks = Literal["independent", "count"]
 
 TIMES, POSITIONS, LENGTHS = 0, 1, 2
-"""Streams of random numbers, so that one setting does not shift the numbers of another."""
+"""Random streams, so that one setting does not change the random numbers of another."""
 
 
 class Noised(NamedTuple):
-    """Canvases x_t: what is masked, with which probability, and the weight of a masked position's loss."""
+    """The noise of a batch.
+
+    Args:
+        masked: masked positions of x_t.
+        rate: masking probability tau.
+        weight: of a masked position's loss.
+        region: positions that could be masked.
+    """
 
     masked: Bool[Tensor, "batch position"]
     rate: Float[Tensor, "batch"]
@@ -31,7 +38,7 @@ class Noised(NamedTuple):
 
 
 class Objective(Protocol):
-    """How a batch of clean rows becomes what the network sees and what it is asked for."""
+    """Turns a batch of clean rows into the network's input and the arguments of the loss."""
 
     def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
         """The network's input, and `outputs`, `targets`, `weights`, `count` of the loss.
@@ -43,15 +50,15 @@ class Objective(Protocol):
         ...
 
     def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
-        """How long each row is made, of at most `length`."""
+        """The length of each row, at most `length`."""
         ...
 
 
 def check_choices(settings: Any, **choices: Any) -> None:
-    """Raise unless each named field of `settings` is among the values of its Literal.
+    """Raise where a named field of `settings` has a value outside its Literal.
 
     Raises:
-        ValueError: naming the field, its value and the values that there are.
+        ValueError: naming the field, its value and the possible values.
     """
     for name, literal in choices.items():
         if getattr(settings, name) not in get_args(literal):
@@ -60,7 +67,7 @@ def check_choices(settings: Any, **choices: Any) -> None:
 
 
 def random_numbers(seed: int, stream: int, sample: int) -> np.random.Generator:
-    """The generator of a row: a function of its arguments, the same on every device and after every restart."""
+    """The random generator of a row, a pure function of its arguments."""
     return np.random.default_rng((seed, stream, sample))
 
 
@@ -81,11 +88,11 @@ class MaskedDiffusionLoss:
             with less variance, 2502.09992, Eq. 14; tau is then that share).
         low_discrepancy: times of `group` consecutive samples are (u + i / group) mod 1.
         group: samples that share u; 0 for the batch of an optimiser's step.
-        whole_share: of the rows, in which the prompt is masked like the answer; 0 in LLaDA's fine-tuning.
-        random_length_share: of the rows, cut to a length uniform in 1..S (LLaDA's pre-training: 0.01).
-        logit_shift: the output at i - 1 predicts position i, for models that began autoregressive; None for what
-            the model's config says. The first token of a row or document, which has no predecessor, is
-            predicted by its own output, as in `denoise`.
+        whole_share: share of the rows whose prompt is masked like the answer; 0 in LLaDA's fine-tuning.
+        random_length_share: share of the rows cut to a length uniform in 1..S (LLaDA's pre-training: 0.01).
+        logit_shift: the output at i - 1 predicts position i, for models converted from AR ones; None for the
+            model's config. The first token of a row or document, which has no predecessor, is predicted by its
+            own output, as in `denoise`.
         mask_token_id: None for the model's.
 
     Raises:
@@ -124,18 +131,18 @@ class MaskedDiffusionLoss:
         return rate, (1 / rate if self.weighting == "inverse" else (1 - self.floor) * slope / rate)
 
     def times(self, samples: Sequence[int], seed: int) -> Float[Tensor, "batch"]:
-        """T of each sample, in float64."""
+        """The time t of each sample, in float64."""
         if not self.low_discrepancy:
             return torch.tensor([random_numbers(seed, TIMES, sample).random() for sample in samples]).double()
         if not self.group:
-            raise ValueError("low_discrepancy needs group, the number of samples that share a start")
+            raise ValueError("low_discrepancy needs group, the number of samples that share u; see `for_model`")
         pairs = [divmod(sample, self.group) for sample in samples]
         return torch.tensor(
             [(random_numbers(seed, TIMES, g).random() + i / self.group) % 1 for g, i in pairs]
         ).double()
 
     def draw(self, rows: Rows, samples: Sequence[int], seed: int) -> Noised:
-        """Masks of a batch."""
+        """Draw the masks of a batch."""
         rate, weight = self.rate(self.times(samples, seed))
         draws, whole = [], []
         for sample in samples:
@@ -154,7 +161,7 @@ class MaskedDiffusionLoss:
         return Noised((rank < count[:, None]) & region, share, weight * rate / share, region)
 
     def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
-        """How long each row is: `length`, or in `random_length_share` of the rows uniform in 1..length."""
+        """The length of each row: `length`, or in `random_length_share` of the rows uniform in 1..length."""
         found = []
         for sample in samples:
             generator = random_numbers(seed, LENGTHS, sample)
@@ -163,7 +170,7 @@ class MaskedDiffusionLoss:
         return found
 
     def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """Draw the noise and say what is asked for.
+        """Draw the noise, and return the arguments of the loss.
 
         Raises:
             ValueError: the text holds the mask token.
@@ -171,13 +178,17 @@ class MaskedDiffusionLoss:
         return self.loss_arguments(rows, self.draw(rows, samples, seed))
 
     def loss_arguments(self, rows: Rows, noised: Noised) -> dict[str, Tensor]:
-        """The canvas of given noise, its targets and their weights."""
+        """The canvas with the given noise, and the outputs, targets and weights of its loss.
+
+        Raises:
+            ValueError: the text holds the mask token, or the objective lacks the model's settings.
+        """
         if self.mask_token_id is None or self.logit_shift is None:
-            raise ValueError("the objective does not know the model's mask token or shift; see `for_model`")
+            raise ValueError("the objective lacks the model's mask token or shift; call `for_model` first")
         if bool((rows.tokens[rows.visible] == self.mask_token_id).any()):
             raise ValueError(
-                f"the text holds the mask token {self.mask_token_id}, which would be learned as a word; take one "
-                "that the text does not use"
+                f"the text holds the mask token {self.mask_token_id}, which would be learned as a word; choose a "
+                "mask token that the text does not contain"
             )
         weight = noised.weight[:, None].expand_as(noised.masked)
         count = float(noised.region.sum())
@@ -196,7 +207,7 @@ class MaskedDiffusionLoss:
         }
 
     def for_model(self, model: Any, batch_size: int) -> "MaskedDiffusionLoss":
-        """The same objective with what only the model and the batch tell.
+        """The same objective, with mask token and shift of the model and the batch size as `group`.
 
         Raises:
             ValueError: the model has no mask token.
@@ -237,25 +248,29 @@ class NextToken:
         return MaskedDiffusionLoss(random_length_share=self.random_length_share).lengths(samples, length, seed)
 
     def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """Every answer position and every position of a prompt is asked for, except the first of a document."""
+        """Predict every answer and prompt position except the first of a row.
+
+        Raises:
+            ValueError: isolated documents, which this objective does not support.
+        """
         if rows.documents is not None:
-            raise ValueError("documents that do not see each other are built for masked diffusion only")
-        asked = (rows.answer | rows.prompt) & ~rows.first()
-        weight = torch.ones(asked.shape)
-        count = float(asked.sum())
+            raise ValueError("isolated documents need masked diffusion; set data.packing to joined")
+        predicted = (rows.answer | rows.prompt) & ~rows.first()
+        weight = torch.ones(predicted.shape)
+        count = float(predicted.sum())
         if self.normalisation == "sequence":
-            weight = weight / asked.sum(-1, keepdim=True).clamp(min=1)
-            count = float(asked.any(-1).sum())
+            weight = weight / predicted.sum(-1, keepdim=True).clamp(min=1)
+            count = float(predicted.any(-1).sum())
         index: Int[Tensor, "batch position"] = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
         return {
             "input_ids": rows.tokens,
             **rows.network_inputs(),
-            "outputs": index[asked] - 1,
-            "targets": rows.tokens[asked],
-            "weights": weight[asked],
+            "outputs": index[predicted] - 1,
+            "targets": rows.tokens[predicted],
+            "weights": weight[predicted],
             "count": torch.tensor(count),
         }
 
     def for_model(self, model: Any, batch_size: int) -> "NextToken":
-        """Itself: the model and the batch tell nothing that it needs."""
+        """This objective itself, which needs nothing of the model."""
         return self

@@ -1,4 +1,4 @@
-"""Optimisers as one, and the learning rate."""
+"""AdamW, Muon with AdamW as one optimiser, and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -51,7 +51,7 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
 
 
 class Optimizers(Optimizer):
-    """Several optimisers that a trainer sees as one: their groups one behind the other."""
+    """Several optimisers with one interface: their parameter groups are concatenated."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -66,25 +66,25 @@ class Optimizers(Optimizer):
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all, with parameters counted through."""
+        """The joint state, with the parameters numbered consecutively."""
         state: dict[int, Any] = {}
         groups: list[Any] = []
         offset = 0
-        for held in (optimizer.state_dict() for optimizer in self.optimizers):
-            state |= {offset + slot: value for slot, value in held["state"].items()}
+        for part in (optimizer.state_dict() for optimizer in self.optimizers):
+            state |= {offset + slot: value for slot, value in part["state"].items()}
             groups += [
-                {**group, "params": [offset + slot for slot in group["params"]]} for group in held["param_groups"]
+                {**group, "params": [offset + slot for slot in group["params"]]} for group in part["param_groups"]
             ]
-            offset += sum(len(group["params"]) for group in held["param_groups"])
+            offset += sum(len(group["params"]) for group in part["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Load a joint state from `state_dict`."""
         offset, first = 0, 0
         for optimizer in self.optimizers:
             count = len(optimizer.param_groups)
@@ -113,7 +113,7 @@ def optimizer_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Put named moments back."""
+    """Load named moments into an optimiser."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         slot, key = name.split("/", 1)

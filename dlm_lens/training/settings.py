@@ -1,4 +1,4 @@
-"""The settings of a training run: frozen, checked, and what a checkpoint remembers of them."""
+"""Settings of a training run; a checkpoint stores those that determine the result."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -14,7 +14,7 @@ FREE = frozenset(
     {"output", "micro_batch_size", "save_minutes", "save_steps", "keep", "log_steps", "report_to", "workers",
      "probe_steps", "probe_rows", "eval_steps", "eval_samples", "eval_rows"}
 )  # fmt: skip
-"""Settings that a resumed run may change: they do not change what is learned."""
+"""Settings that a resumed run may change, because they do not affect the weights."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ModelSettings:
     """Which network is trained.
 
     Args:
-        start: a masked DLM to go on with, an AR checkpoint to convert, or a size of SMDM's ("smdm-472M") from
+        start: a masked DLM to continue, an AR checkpoint to convert, or a size of SMDM's ("smdm-472M") from
             scratch; a directory or a hub name.
         sinks: learned sink tokens; like the rest, for converted and new models.
         position: "front" or "end".
@@ -45,14 +45,14 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is read.
+    """The training data.
 
     Args:
         path: hub name of a dataset, or a .jsonl, .json, .parquet or .txt file or pattern.
         name: its configuration on the hub.
         split: its split.
-        streaming: read while training; needed for what does not fit on the disk.
-        column: texts, or ids where the column is called input_ids.
+        streaming: read during training; needed for datasets that do not fit on the disk.
+        column: the column of texts, or of ids where it is called input_ids.
         prompt_column: for fine-tuning; the prompt is never masked.
         answer_column: for fine-tuning.
         length: positions of a sequence.
@@ -89,7 +89,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class Optimisation:
-    """How weights change.
+    """Optimiser and learning rate.
 
     The rate rises linearly over `warm_up` of the steps and falls along a cosine from `rate` to `min_rate`.
 
@@ -126,27 +126,27 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Everything that determines a training run, and how it is watched.
+    """Everything that determines a training run, and how it is logged.
 
-    Exactly one of `tokens`, `steps` and `epochs` says how long it is.
+    Exactly one of `tokens`, `steps` and `epochs` sets its length.
 
     Args:
         output: directory of checkpoints and logs.
         model: the network.
-        data: what is read.
-        objective: what is minimised.
-        optimisation: how weights change.
+        data: the dataset.
+        objective: the loss.
+        optimisation: optimiser and learning rate.
         batch_size: sequences per optimiser step, over all devices and accumulated passes.
         micro_batch_size: sequences per forward pass and device.
         tokens: budget; steps = tokens // (batch_size * length).
         steps: optimiser steps.
         epochs: passes over a dataset of known size.
-        seed: of weights that are new, order, and noise.
+        seed: of new weights, the order of the data, and noise.
         precision: "bf16" (autocast, weights stay in float32) or "fp32".
         compile: torch.compile the layers.
         checkpointing: recompute activations in the backward pass.
         save_minutes: between checkpoints.
-        save_steps: between checkpoints, beside that; 0 for none.
+        save_steps: between further checkpoints; 0 for none.
         keep: checkpoints that are kept.
         log_steps: between log entries.
         eval_steps: between evaluation losses; 0 for none.
@@ -155,7 +155,7 @@ class TrainingSettings:
         probe_steps: between sink statistics; 0 for none.
         probe_rows: sequences of the probe batch.
         report_to: "tensorboard", "wandb", or both.
-        workers: processes that prepare batches beside each training process.
+        workers: processes that prepare batches; at most one per training process is used.
 
     Raises:
         ValueError: not exactly one budget, or a count out of its range.
@@ -192,7 +192,7 @@ class TrainingSettings:
         given = [name for name in ("tokens", "steps", "epochs") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"{' and '.join(given) or 'nothing'} says how long the run is; give one of tokens, steps, epochs"
+                f"{' and '.join(given) or 'nothing'} given as the length of the run; give one of tokens, steps, epochs"
             )
         if getattr(self, given[0]) <= 0:
             raise ValueError(f"{given[0]} is {getattr(self, given[0])}; a run has at least one step")
@@ -202,10 +202,10 @@ class TrainingSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
     def total_steps(self, rows: int | None = None) -> int:
-        """Optimiser steps of the run; `rows` is the size of the dataset, if it is known.
+        """Optimiser steps of the run; `rows` is the size of the dataset, where it is known.
 
         Raises:
-            ValueError: the budget is smaller than one batch, or epochs of a stream.
+            ValueError: the budget is smaller than one batch, or it is in epochs of a stream.
         """
         if self.steps is not None:
             return self.steps
@@ -223,13 +223,13 @@ class TrainingSettings:
         return max(1, int((self.epochs or 0) * rows / self.batch_size))
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one before."""
+        """The settings that a resumed run must share with the earlier one."""
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
         return values | {"objective": {"kind": type(self.objective).__name__, **values["objective"]}}
 
 
 def differences(before: Any, now: Any, path: str = "") -> list[str]:
-    """Each setting that two runs do not share, with both values."""
+    """The settings that differ between two runs, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         found = []
         for name in sorted(before.keys() | now.keys()):

@@ -1,4 +1,9 @@
-"""Sink statistics at a fixed probe batch: how sinks emerge while a model trains."""
+"""Sink statistics of a fixed probe batch during training: `probe_batch`, `sink_statistics`.
+
+Received attention and value norms are those of `dlm_lens.recording`. A rule of `dlm_lens.sinks` is not applied: rules
+judge received attention relative to uniform, which differs between DLMs and AR baselines; the log holds shares of
+the attention instead, and the main sink is the key with the largest share.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,21 +20,22 @@ from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
 from dlm_lens.training.sources import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
-"""Masking shares of the probe's canvases, from the most masked to the least, as along a denoising run."""
+"""Masked shares of the canvases, from the most masked to the least, as in a denoising run."""
 
 PROBE_SEED = 20_250_102
+"""Seed of the canvases' masks, the same in every run."""
 
-MEANS = ("learned_share", "main_share", "sink_norm", "other_norm", "learned_norm", "canvas_norm")
+MEAN_STATISTICS = ("learned_share", "main_share", "sink_norm", "other_norm", "learned_norm", "canvas_norm")
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeBatch:
-    """The same sequences at falling masking levels; what is masked at a level was masked at the one before.
+    """The same sequences at decreasing masking levels; a position masked at one level is masked at the one before.
 
     Args:
-        canvases: what the network sees.
-        masked: its masks.
-        visible: content or padding.
+        canvases: token ids.
+        masked: masked positions.
+        visible: content (True) or padding (False).
     """
 
     canvases: Int[Tensor, "level row position"]
@@ -39,16 +45,17 @@ class ProbeBatch:
 
 @dataclass(frozen=True, eq=False)
 class SinkStatistics:
-    """What one probe found; the mean over levels and rows where they do not appear.
+    """Sink statistics of one probe; means over the axes that an array lacks.
 
     Args:
-        learned_share: part of all attention of the canvas that the learned sinks receive; NaN without sinks.
-        main_share: part that the key receives which receives most (a learned sink or a canvas position).
-        sink_norm: value norm of that key.
-        other_norm: mean value norm of the canvas positions that are masked like it (all, for a learned sink).
+        learned_share: share of the canvas queries' attention that the learned sinks receive; NaN without sinks.
+        main_share: share that the main sink receives: the key with most attention, on the canvas or learned.
+        sink_norm: value norm of the main sink.
+        other_norm: mean value norm of the other canvas positions in its state, masked or not (all, for a learned
+            sink).
         learned_norm: mean value norm of the learned sinks; NaN without sinks.
         canvas_norm: mean value norm of all canvas positions.
-        main: which key receives most; learned sinks are counted behind the canvas.
+        main: index of the main sink; learned sinks are numbered after the canvas.
         learned: whether the model has learned sinks.
     """
 
@@ -66,7 +73,7 @@ class SinkStatistics:
         return float((self.main[0] != self.main[-1]).double().mean())
 
     def metrics(self, before: "SinkStatistics | None" = None) -> dict[str, float]:
-        """Names and values for a log; with the probe `before`, the share of maps whose main sink is another now."""
+        """Names and values for a log; with the probe `before`, also the share of maps whose main sink changed."""
         found = {
             "sink/main_share": float(self.main_share.mean()),
             "sink/moved": self.moved(),
@@ -88,7 +95,7 @@ class SinkStatistics:
 
 
 def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> ProbeBatch:
-    """Canvases of fixed sequences at `LEVELS`; an AR baseline sees the text itself, once."""
+    """Canvases of fixed sequences at `LEVELS`; for an AR baseline the text itself, once."""
     rows = Rows.of(examples, source.length, source.padding)
     mask = getattr(objective, "mask_token_id", None)
     if mask is None:
@@ -105,12 +112,12 @@ def sink_statistics(
 ) -> SinkStatistics:
     """Run the probe, one canvas at a time, without forming a pattern.
 
-    Received attention counts the canvas's queries; the value norm is 2601.19657's, Eq. 15, per key/value head.
+    Shares are over canvas queries. The value norm is that of 2601.19657, Eq. 15, per key/value head.
 
     Args:
         model: any model with hook points.
         batch: from `probe_batch`.
-        forward: runs the network on ids, for weights that are split among processes; None for the decoder.
+        forward: runs the network on ids, for weights that are sharded among processes; None for the decoder.
     """
     if forward is None:
         decoder = model.get_decoder()
@@ -125,9 +132,10 @@ def sink_statistics(
     finally:
         model.train(was_training)
     parts = {
-        name: torch.stack([torch.stack([one[name] for one in rows]) for rows in found]) for name in (*MEANS, "main")
+        name: torch.stack([torch.stack([one[name] for one in rows]) for rows in found])
+        for name in (*MEAN_STATISTICS, "main")
     }
-    means = {name: parts[name].double().nanmean((0, 1, 3)) for name in MEANS}
+    means = {name: parts[name].double().nanmean((0, 1, 3)) for name in MEAN_STATISTICS}
     return SinkStatistics(**means, main=parts["main"], learned=SinkLayout.of(model).count > 0)
 
 
@@ -135,8 +143,8 @@ def _canvas(
     model: Any, batch: ProbeBatch, level: int, row: int, forward: Callable[[Tensor], object]
 ) -> dict[str, Tensor]:
     """Statistics [layer, head] of one canvas, without its padding."""
-    shown = batch.visible[row]
-    ids, masked = batch.canvases[level, row, shown].to(input_device(model)), batch.masked[level, row, shown]
+    content = batch.visible[row]
+    ids, masked = batch.canvases[level, row, content].to(input_device(model)), batch.masked[level, row, content]
     layout = SinkLayout.of(model)
     length = len(ids) + layout.count
     with record_forward(model, [ReceivedAttention(min_viewers=1), ValueNorm()]) as recorded:
@@ -148,16 +156,16 @@ def _canvas(
     main = share.argmax(-1)
     learned = torch.arange(length) >= len(ids)
     state = torch.cat([masked.cpu(), torch.zeros(layout.count, dtype=torch.bool)])
-    alike = ((state == state[main][..., None]) | (main[..., None] >= len(ids))) & ~learned
-    alike &= torch.arange(length) != main[..., None]
-    others = (norm * alike).sum(-1) / alike.sum(-1).clamp(min=1)
+    comparable = ((state == state[main][..., None]) | (main[..., None] >= len(ids))) & ~learned
+    comparable &= torch.arange(length) != main[..., None]
+    others = (norm * comparable).sum(-1) / comparable.sum(-1).clamp(min=1)
     missing = torch.full(main.shape, torch.nan)
     return {
         "main": main,
         "main_share": share.amax(-1),
         "learned_share": share[..., learned].sum(-1) if layout.count else missing,
         "sink_norm": norm.gather(-1, main[..., None]).squeeze(-1),
-        "other_norm": torch.where(alike.any(-1), others, torch.nan),
+        "other_norm": torch.where(comparable.any(-1), others, torch.nan),
         "learned_norm": norm[..., learned].mean(-1) if layout.count else missing,
         "canvas_norm": norm[..., ~learned].mean(-1),
     }

@@ -23,7 +23,7 @@ class Example:
         tokens: its ids.
         prompt_length: the first positions, which the loss leaves out: a prompt in fine-tuning, 0 in pre-training.
         documents: which document each position belongs to, if documents share the sequence without seeing each
-            other; None if everything sees everything.
+            other; None if all positions see each other.
         unmasked: positions that are never masked whatever the settings, such as a beginning of text.
     """
 
@@ -41,17 +41,17 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Clean sequences side by side, padded on the right.
+    """A batch of clean sequences, padded on the right.
 
     Args:
         tokens: x_0.
         visible: content (True) or padding (False).
-        answer: positions whose loss counts and that the noise masks: all content in pre-training.
-        prompt: positions that the noise masks only in the `whole_share` of the rows.
+        answer: positions that the noise masks and whose loss counts; in pre-training all content.
+        prompt: positions that the noise masks only in a share `whole_share` of the rows.
         documents: as in `Example`, or None.
 
     Raises:
-        ValueError: shapes that differ, or a position that is answer or prompt and padding.
+        ValueError: shapes that differ, or a position in two of answer, prompt and padding.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -63,14 +63,14 @@ class Rows:
     def __post_init__(self) -> None:
         check_shapes(self)
         if bool(((self.answer | self.prompt) & ~self.visible).any()) or bool((self.answer & self.prompt).any()):
-            raise ValueError("a position is answer, prompt or padding; here it is two of them")
+            raise ValueError("a position is marked as two of answer, prompt and padding; mark it as one of them")
 
     @classmethod
     def of(cls, examples: Sequence[Example], length: int, padding: int) -> "Rows":
-        """Examples as rows of `length` positions; `padding` is any id, since nobody sees it.
+        """Examples as rows of `length` positions; the id `padding` is arbitrary, since no position sees it.
 
         Raises:
-            ValueError: an example that is longer.
+            ValueError: an example longer than a row.
         """
         longest = max(len(example.tokens) for example in examples)
         if longest > length:
@@ -101,10 +101,10 @@ class Rows:
         return flags
 
     def network_inputs(self) -> dict[str, Tensor]:
-        """The mask and the positions that the network is told, nothing where a plain pass is meant.
+        """Attention mask and position ids of the network; empty where neither padding nor documents need them.
 
-        Documents: a `[batch, 1, query, key]` mask of blocks, and positions that begin at 0 in each. A padded
-        position sees itself, so that no row of the mask is empty.
+        With isolated documents the mask is block-diagonal `[batch, 1, query, key]`, and positions start at 0 in
+        each document. A padded position sees itself, so that no row of the mask is empty.
         """
         if self.documents is not None:
             same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
@@ -118,15 +118,15 @@ class Rows:
 
 Packing = Literal["joined", "isolated"]
 Cursor = Mapping[str, int]
-"""How far a source has been read: what is stored with a checkpoint."""
+"""The position in a source, stored in a checkpoint."""
 
 Build = Callable[[], Example]
 ORDER = 3
-"""Stream of random numbers of the order of the rows; the objective has its own."""
+"""Random stream of the order of rows; the objective uses other streams."""
 
 
 class Source(Protocol):
-    """Training sequences without end, in an order that depends on the seed alone."""
+    """An endless sequence of training sequences, in an order that depends on the seed alone."""
 
     @property
     def length(self) -> int:
@@ -135,22 +135,22 @@ class Source(Protocol):
 
     @property
     def padding(self) -> int:
-        """An id for positions behind a sequence."""
+        """An id for the positions after a sequence."""
         ...
 
     def read(self, cursor: Cursor | None, seed: int) -> Iterator[tuple[Build, Cursor]]:
-        """The sequences behind `cursor` (None: all), each as a function that builds it, with the cursor behind it.
+        """The sequences after `cursor` (None: all), each as a function that builds it and the cursor after it.
 
-        Functions, because a process of several builds its own share only.
+        Functions, because each process builds only its share of the sequences.
         """
         ...
 
 
 def required_column(dataset: Any, name: str) -> None:
-    """Raise unless a dataset has the column.
+    """Raise where a dataset lacks a column.
 
     Raises:
-        ValueError: naming the columns that there are.
+        ValueError: naming the columns of the dataset.
     """
     columns = getattr(dataset, "column_names", None)
     if columns is None:
@@ -174,7 +174,7 @@ class RowSource:
         rows: indexable, of known length.
         build: from a row to its sequence.
         length: positions of a training row.
-        padding: an id for positions behind a sequence; nobody sees them.
+        padding: an id for the positions after a sequence, which no position sees.
 
     Raises:
         ValueError: the dataset is empty.
@@ -187,31 +187,31 @@ class RowSource:
 
     def __post_init__(self) -> None:
         if not len(self.rows):
-            raise ValueError("the training dataset is empty; nothing can be learned from it")
+            raise ValueError("the training dataset is empty; give at least one row")
 
     def read(self, cursor: Cursor | None, seed: int) -> Iterator[tuple[Build, Cursor]]:
         """As in `Source`; `cursor` counts sequences."""
         for sample in count((cursor or {}).get("sample", 0)):
-            epoch, place = divmod(sample, len(self.rows))
-            row = int(epoch_order(len(self.rows), seed, epoch)[place])
-            yield partial(self._built, row), {"sample": sample + 1}
+            epoch, index = divmod(sample, len(self.rows))
+            row = int(epoch_order(len(self.rows), seed, epoch)[index])
+            yield partial(self._example, row), {"sample": sample + 1}
 
-    def _built(self, row: int) -> Example:
+    def _example(self, row: int) -> Example:
         return self.build(self.rows[row])
 
 
 @dataclass(frozen=True)
 class PackedSource:
-    """Documents one behind the other, each with an end, cut into full sequences.
+    """A stream of documents, each with an end-of-text token, cut into full sequences.
 
-    Reading goes on at (document, token): what lies before is skipped, not encoded again.
+    Reading resumes at (document, token); earlier documents are skipped without encoding them.
 
     Args:
-        documents: from an epoch and a number of documents to skip, to texts or ids.
-        encode: from a document to ids, with its end (and beginning, if it has one).
+        documents: (epoch, number of documents to skip) -> texts or ids.
+        encode: document -> ids, with the end-of-text token (and a beginning-of-text token, where used).
         length: positions of a sequence.
-        packing: "joined", documents see each other as in SMDM and LLaDA; "isolated", they do not.
-        bos: id that never is masked where it begins a document or a sequence; None without.
+        packing: "joined", documents in a sequence see each other as in SMDM and LLaDA; "isolated", they do not.
+        bos: the beginning-of-text id, never masked at the start of a document or sequence; None for none.
         padding: any id.
     """
 
@@ -229,7 +229,7 @@ class PackedSource:
             )
 
     def read(self, cursor: Cursor | None, seed: int) -> Iterator[tuple[Build, Cursor]]:
-        """As in `Source`; the order of the documents is the stream's own.
+        """As in `Source`; documents keep the order of the stream.
 
         Raises:
             ValueError: an epoch without a document.
@@ -249,8 +249,8 @@ class PackedSource:
                 left = len(tokens) - self.length
                 sequence = torch.tensor(tokens[: self.length]), torch.tensor(owners[: self.length])
                 del tokens[: self.length], owners[: self.length]
-                place = {"epoch": number["epoch"], "document": number["document"], "token": len(ids) - left}
-                yield partial(self._example, *sequence), place
+                cursor_after = {"epoch": number["epoch"], "document": number["document"], "token": len(ids) - left}
+                yield partial(self._example, *sequence), cursor_after
 
     def _encoded(self, start: Mapping[str, int]) -> Iterator[tuple[dict[str, int], Sequence[int]]]:
         order = 0
@@ -263,7 +263,7 @@ class PackedSource:
                 empty = empty and not len(ids)
                 yield {"epoch": epoch, "document": document, "order": order}, ids
             if empty and first == 0:
-                raise ValueError("the training stream is empty; nothing can be learned from it")
+                raise ValueError("the training stream is empty; give at least one document")
 
     def _example(self, tokens: torch.Tensor, owners: torch.Tensor) -> Example:
         unmasked = None if self.bos is None else tokens == self.bos
@@ -275,5 +275,5 @@ class PackedSource:
 
 
 def take(source: Source, number: int, seed: int = 0) -> list[Example]:
-    """The first sequences of a source: a probe batch, or an evaluation set."""
+    """The first sequences of a source, for a probe batch or an evaluation set."""
     return [build() for build, _ in islice(source.read(None, seed), number)]

@@ -42,26 +42,26 @@ from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Source, take
-from dlm_lens.training.trainer_checkpoints import WholeCheckpoints, plain
+from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer, json_values
 
 logger = logging.getLogger(__name__)
 
 EVALUATION_SEED = 20_250_101
-"""Of evaluation masks: fixed, so that losses of different steps and runs share their masks."""
+"""Seed of the evaluation masks, the same at every step and in every run."""
 
 
-class MaskedDiffusionTrainer(WholeCheckpoints):
+class MaskedDiffusionTrainer(CheckpointingTrainer):
     """Train a masked DLM (or, with `NextToken`, an AR baseline).
 
-    Batches and noise are functions of the seed and the number of the sample, so that a run that was killed and
-    resumed, or divided among processes, is the unbroken run of one process. Checkpoints are whole or not there,
-    and `dlm_lens.load` opens them.
+    Batches and noise are functions of the seed and of the sample's number: a resumed run, or one divided among
+    processes, sees the same samples as an uninterrupted run of one process. Checkpoints are written atomically, and
+    `dlm_lens.load` opens them.
 
     Args:
         model: from `convert`, `dlm_lens.load`, or a config; its weights should be float32.
-        settings: everything else.
+        settings: of the run.
         train_dataset: of the datasets library, a list of mappings, or a `Source`.
-        eval_dataset: likewise, for the evaluation loss; None for none.
+        eval_dataset: likewise, for the evaluation loss; None for no evaluation.
         tokenizer: the model's by default.
         callbacks: of transformers.
 
@@ -123,17 +123,17 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
     # Data and loss
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
-        """This process's batches, from the step at which training goes on."""
+        """This process's batches, from the first step that is not done yet."""
         step, cursor = self._reading
         stream = BatchStream(self.source, self.objective, self.batching, self.settings.seed, step, cursor)
-        # Only one process can read the stream in order; it prepares batches while the model computes.
+        # The stream is read in order by one worker, which prepares batches while the model computes.
         workers = min(1, self.settings.workers)
         return DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=torch.cuda.is_available())
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """A step's micro-batches and, over all processes, what its loss is divided by."""
+        """The micro-batches of a step, and the denominator of its loss over all processes."""
         samples = [next(epoch_iterator) for _ in range(num_batches)]
         self.last_cursor = samples[-1].pop("cursor")
         total = torch.stack([batch.pop("count") for batch in samples]).sum().to(device)
@@ -148,30 +148,30 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The process's part of sum(weight CE) / (count of the whole step)."""
+        """This process's part of sum(weight CE) / (count over the whole step)."""
         loss = model(**inputs)["loss"] / num_items_in_batch
-        # Gradients are averaged over the processes, and this is a part of a sum.
+        # Gradients are averaged over the processes, but the loss is a sum over them.
         loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
-        """One micro-batch.
+        """Forward and backward pass of one micro-batch.
 
         Raises:
-            NonFiniteLossError: the loss is not a number.
+            NonFiniteLossError: the loss is not finite.
         """
         if getattr(self.model.config, "attention_dropout", 0.0):
-            # Dropout too is a function of the step.
+            # So that dropout is a function of the step.
             torch.manual_seed(hash((self.settings.seed, self.state.global_step, self.batching.rank)) % 2**63)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if not bool(loss.isfinite()):
-            raise NonFiniteLossError(self._stopped(f"the loss is {loss.item()}"))
+            raise NonFiniteLossError(self._stop_message(f"the loss is {loss.item()}"))
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
         if norm is not None and not math.isfinite(float(norm)):
-            raise NonFiniteLossError(self._stopped(f"the norm of the gradient is {float(norm)}"))
+            raise NonFiniteLossError(self._stop_message(f"the norm of the gradient is {float(norm)}"))
         return norm
 
     # Optimiser
@@ -180,7 +180,7 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
         """The optimiser of the settings.
 
         Raises:
-            ValueError: Muon on sharded weights, which are no matrices any more.
+            ValueError: Muon on sharded weights, which are not matrices.
         """
         if self.optimizer is None:
             if self.settings.optimisation.optimizer == "muon" and (
@@ -191,7 +191,7 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Warm-up and cosine; a function of the step."""
+        """Linear warm-up, then a cosine (see `learning_rate`)."""
         if self.lr_scheduler is None:
             settings = self.settings.optimisation
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -204,19 +204,19 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
     # Running
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train to the last step; True goes on from the newest checkpoint, or begins if there is none.
+        """Train to the last step; with True from the newest checkpoint, or from the start if there is none.
 
-        Ctrl-C and SIGTERM let the step end and save it first; a second Ctrl-C does not wait.
+        Ctrl-C and SIGTERM end the training after the current step, with a checkpoint; a second one stops at once.
 
         Raises:
             KeyboardInterrupt: Ctrl-C.
             TrainingStoppedError: SIGTERM.
-            ValueError: the checkpoint is damaged or belongs to a run with other settings, a new run would begin in
-                a directory that holds one, or another process trains there.
-            NonFiniteLossError: the loss is not a number any more.
+            ValueError: the checkpoint is damaged or belongs to a run with other settings, a new run would start in
+                a directory that holds checkpoints, or another process trains there.
+            NonFiniteLossError: the loss, the gradient or a weight is not finite.
             CheckpointError: a checkpoint could not be written.
         """
-        # One process holds the directory for all of a run.
+        # Process 0 holds the lock of the directory for the whole run.
         with held(self.settings.output) if self.args.process_index == 0 else nullcontext():
             if self.args.process_index == 0:
                 tidy(self.settings.output)
@@ -229,45 +229,45 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
             found = Path(resume_from_checkpoint) if resume_from_checkpoint else None
             held = last_checkpoint(self.settings.output)
             if found is None and held is not None:
-                raise ValueError(f"{held} is there already; resume it, or choose another output than its directory")
+                raise ValueError(f"{held} exists already; resume it, or choose another output than its directory")
         self._reading = (0, None) if found is None else self._resumed(found)
         if found is not None and step_of(found) >= self.args.max_steps:
-            logger.warning("%s is the last step of this run already", found)
+            logger.warning("%s is already the last step of this run", found)
             self.state.global_step = step_of(found)
             return TrainOutput(self.state.global_step, math.nan, {})
         if self.settings.compile:
             self.model.get_decoder().compile()
         with in_use(self.model), loss_forward(self.model), self.interruption.caught():
             output = super().train(resume_from_checkpoint=None if found is None else str(found), **kwargs)
-        self.interruption.tell(self.state.global_step, self.args.max_steps, self.last_checkpoint)
+        self.interruption.raise_if_stopped(self.state.global_step, self.args.max_steps, self.last_checkpoint)
         return output
 
     def _resumed(self, found: Path) -> tuple[int, Cursor]:
         record = read_run(found)
         if self.args.process_index == 0:
             check_files(found, record)
-        changed = differences(record["settings"], plain(self.settings.identity()))
+        changed = differences(record["settings"], json_values(self.settings.identity()))
         if changed:
             raise ValueError(
-                f"{found} belongs to a run with other settings: {'; '.join(changed)}. Go on with the old settings, "
-                "or choose another output"
+                f"{found} belongs to a run with other settings: {'; '.join(changed)}. Resume with the old "
+                "settings, or choose another output"
             )
         self.stopwatch.before = record["seconds"]
         return step_of(found), record["cursor"]
 
     @property
     def last_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint of the run."""
+        """The newest complete checkpoint of the run."""
         return last_checkpoint(self.settings.output)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The evaluation loss, with masks that are the same every time; logged as eval_loss.
+        """The evaluation loss under fixed masks, logged as eval_loss.
 
         Raises:
             ValueError: no evaluation data were given.
         """
         if self.examples is None:
-            raise ValueError("there is no evaluation loss without eval_dataset")
+            raise ValueError("the evaluation loss needs eval_dataset, which was not given")
         objective = replace(self.objective, random_length_share=0.0)
         if isinstance(objective, MaskedDiffusionLoss):
             objective = replace(objective, low_discrepancy=True, group=self.settings.eval_samples)
@@ -279,33 +279,33 @@ class MaskedDiffusionTrainer(WholeCheckpoints):
             samples=self.settings.eval_samples,
             batch_size=self.settings.micro_batch_size,
             seed=EVALUATION_SEED,
-            loss_of=self.through_wrapper(),
+            loss_of=self.wrapped_forward(),
         )
         metrics = {"eval_loss": loss}
         self.log(metrics)
         return metrics
 
-    def through_wrapper(self, *, probed: bool = False) -> Callable[..., Any] | None:
-        """How the network is run where FSDP or DeepSpeed gather its weights in their own forward; else None."""
+    def wrapped_forward(self, *, for_probe: bool = False) -> Callable[..., Any] | None:
+        """The forward of the wrapped network where FSDP or DeepSpeed gather its weights in it, else None."""
         if not (self._sharded and self.is_in_train):
             return None
         wrapped: Any = self.model_wrapped
-        if not probed:
-            return lambda **asked: wrapped(**asked)["loss"]
+        if not for_probe:
+            return lambda **inputs: wrapped(**inputs)["loss"]
         nothing = torch.zeros(1, dtype=torch.long, device=self.args.device)
         return lambda ids: wrapped(input_ids=ids, outputs=nothing, targets=nothing, weights=nothing.float())
 
     def probe(self) -> list[Any]:
-        """The fixed sequences at which sink statistics are measured."""
+        """The fixed sequences of the sink statistics."""
         return take(self.source, self.settings.probe_rows, self.settings.seed)
 
-    def probed(self) -> Any:
-        """The fixed canvases of `probe`."""
+    def probe_canvases(self) -> Any:
+        """The fixed canvases of the sink statistics."""
         return probe_batch(self.probe(), self.objective, self.source)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the throughput beside the loss."""
-        # Trainer counts epochs from the start of the process; what is shown is the share of the run.
+        """Log the values, with the throughput where they hold the loss."""
+        # Trainer counts epochs from the start of the process; here an epoch is the share of the run.
         self.state.epoch = self.state.global_step / max(1, self.state.max_steps)
         if "loss" in logs:
             logs = {**logs, **self.stopwatch.read(self.state.global_step)}
@@ -318,7 +318,7 @@ def _size(source: Source) -> int | None:
 
 
 def training_arguments(settings: TrainingSettings, steps: int) -> TrainingArguments:
-    """What transformers' Trainer needs to know of the settings."""
+    """The settings as transformers' TrainingArguments."""
     arguments = TrainingArguments(
         output_dir=settings.output,
         max_steps=steps,
@@ -350,7 +350,7 @@ def _checkpointing_name() -> str:
 
 
 def run_training(settings: TrainingSettings) -> Path | None:
-    """Train by settings, from the newest checkpoint if there is one, and return the last."""
+    """Train by settings, resuming from the newest checkpoint if there is one; return the last checkpoint."""
     logging.getLogger("dlm_lens").setLevel(logging.INFO)
     dataset = read_dataset(settings.data)
     evaluation = read_dataset(settings.data, settings.data.eval_split) if settings.data.eval_split else None

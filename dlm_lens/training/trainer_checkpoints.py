@@ -1,4 +1,4 @@
-"""The part of the trainer that writes and reads checkpoints: whole ones, and nothing pickled."""
+"""`CheckpointingTrainer`: a Trainer that writes complete checkpoints atomically and reads no pickles."""
 
 import os
 from pathlib import Path
@@ -17,8 +17,8 @@ from dlm_lens.training.checkpoints import (
     PARTIAL,
     CheckpointError,
     NonFiniteLossError,
-    aside,
     last_checkpoint,
+    partial_directory,
     publish,
     step_of,
     tidy,
@@ -28,8 +28,8 @@ from dlm_lens.training.settings import TrainingSettings
 from dlm_lens.training.sources import Cursor
 
 
-class WholeCheckpoints(Trainer):
-    """A `Trainer` whose checkpoints are whole or not there, and whose state is weights, moments and a record."""
+class CheckpointingTrainer(Trainer):
+    """A `Trainer` whose checkpoints are complete or absent, and hold weights, optimiser moments and run.json."""
 
     settings: TrainingSettings
     tokenizer: Any
@@ -39,9 +39,9 @@ class WholeCheckpoints(Trainer):
     lr_scheduler: Any
     _partial: Path | None = None
 
-    def _stopped(self, why: str) -> str:
+    def _stop_message(self, why: str) -> str:
         kept = last_checkpoint(self.settings.output)
-        left = f"the last good checkpoint is {kept}" if kept else "no checkpoint had been saved yet"
+        left = f"the last complete checkpoint is {kept}" if kept else "no checkpoint had been saved yet"
         return (
             f"step {self.state.global_step + 1}: {why}; training stopped, {left}. Lower the learning rate or the "
             "clipping, or look at the data of this step"
@@ -51,15 +51,15 @@ class WholeCheckpoints(Trainer):
         return str(self._partial) if self._partial is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write aside, flush, rename; whatever fails, the checkpoint before stays whole."""
+        """Write to a temporary directory, flush and rename: a failure leaves the earlier checkpoint intact."""
         output = Path(self.settings.output)
         parameters = {} if self._sharded else dict(self.model.named_parameters())
         bad = next((name for name, p in parameters.items() if not bool(p.detach().isfinite().all())), None)
         if bad is not None:
-            raise NonFiniteLossError(self._stopped(f"the weight {bad} is not finite"))
+            raise NonFiniteLossError(self._stop_message(f"the weight {bad} is not finite"))
         try:
             if self.args.should_save:
-                aside(output)
+                partial_directory(output)
             self.accelerator.wait_for_everyone()
             self._partial = output / PARTIAL
             super()._save_checkpoint(model, trial)
@@ -69,7 +69,7 @@ class WholeCheckpoints(Trainer):
         except (OSError, RuntimeError, SafetensorError) as error:
             tidy(output)
             kept = last_checkpoint(output)
-            left = f"the one before, {kept}, is whole" if kept else "there is none before it"
+            left = f"the checkpoint before it, {kept}, is complete" if kept else "there is none before it"
             raise CheckpointError(
                 f"step {self.state.global_step}: the checkpoint could not be written to {output} ({error}); "
                 f"{left}. Make room and resume"
@@ -83,13 +83,13 @@ class WholeCheckpoints(Trainer):
             "step": self.state.global_step,
             "total_steps": self.args.max_steps,
             "cursor": self.last_cursor,
-            "settings": plain(self.settings.identity()),
+            "settings": json_values(self.settings.identity()),
             "seconds": self.stopwatch.seconds(),
             "versions": {"torch": torch.__version__},
         }
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model as `dlm_lens.load` reads it, and its tokenizer; nothing pickled."""
+        """Save the model as `dlm_lens.load` reads it, and its tokenizer; nothing is pickled."""
         if not self.args.should_save:
             return
         target = output_dir or self.args.output_dir
@@ -128,27 +128,27 @@ class WholeCheckpoints(Trainer):
         if self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        # Through `load`, because a family may store its weights under other names than it holds them, and because
-        # transformers would read what the checkpoint's config.json names, pickles too.
+        # Through `load`, because a family may store its weights under other names than its parameters have, and
+        # because transformers would read any file that the checkpoint's config.json names, pickles too.
         own = self.model if model is None else model
         with without_progress_bars():
             stored = load(resume_from_checkpoint, dtype=own.dtype)
         own.load_state_dict(stored.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing to save: no number that training draws depends on a generator's state."""
+        """Save nothing: no random number of the training depends on a generator's state."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Nothing to load."""
+        """Load nothing."""
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing to load: bfloat16 and float32 scale no gradients, and a scaler.pt would be a pickle."""
+        """Load nothing: bfloat16 and float32 do not scale gradients, and a scaler.pt would be a pickle."""
 
 
-def plain(values: Any) -> Any:
-    """Values as JSON gives them back, so that stored and present settings compare."""
+def json_values(values: Any) -> Any:
+    """Values as they return from JSON, to compare stored and present settings."""
     if isinstance(values, dict):
-        return {str(name): plain(value) for name, value in values.items()}
+        return {str(name): json_values(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return [plain(value) for value in values]
+        return [json_values(value) for value in values]
     return values

@@ -145,7 +145,7 @@ def test_without_a_tokenizer_the_mask_is_a_row_behind() -> None:
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(ValueError, match="is of model_type 'llada'; an AR checkpoint of qwen2 or llama"):
         convert(tiny("llada"))
-    with pytest.raises(ValueError, match=r"the mask token 7 is in use: the tokenizer spells it 'w7'"):
+    with pytest.raises(ValueError, match=r"the mask token 7 is in use: it is the token 'w7'"):
         convert(source(), mask_token_id=7)
     with pytest.raises(ValueError, match=r"the mask token '<end>' is in use: it is token 63"):
         convert(source(), mask_token="<end>")

@@ -79,7 +79,7 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
         ("objective.floor=2", r"floor is 2\.0; a masking probability"),
         ("objective.kind=gan", r"objective\.kind is 'gan'; it must be one of 'masked_diffusion', 'next_token'"),
         ("seed", r"'seed' is not key=value"),
-        ("tokens=5", r"tokens and steps says how long"),
+        ("tokens=5", r"tokens and steps given as the length"),
         ("steps.more=5", r"goes below steps, which is a value"),
     ],
 )
@@ -214,9 +214,9 @@ def test_models_of_a_run() -> None:
     assert build_model(small(objective=NextToken())).config.model_type == "qwen2"
     again = build_model(small(model=ModelSettings(start="toy-sink")))
     assert again.config.num_sinks == 1
-    with pytest.raises(ValueError, match=r"toy is a DLM already; model\.sinks can only be chosen for"):
+    with pytest.raises(ValueError, match=r"toy is a DLM already, and model\.sinks apply only to"):
         build_model(small(model=ModelSettings(start="toy", sinks=1)))
-    with pytest.raises(ValueError, match=r"no size of SMDM's; there are smdm-472M, smdm-1028M"):
+    with pytest.raises(ValueError, match=r"not a size of SMDM; choose from smdm-472M, smdm-1028M"):
         build_model(small(model=ModelSettings(start="smdm-500M")))
     with pytest.raises(ValueError, match="no softmax 'off_by_one'"):
         build_model(small(model=ModelSettings(start="smdm-472M", softmax="off_by_one")))

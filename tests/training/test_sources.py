@@ -130,9 +130,9 @@ def test_files_are_read_as_datasets(tmp_path) -> None:
     assert [row["text"] for row in streamed] == ["w1 w2", "w3"]
     assert not hasattr(streamed, "__len__")
     assert len(read_dataset(DataSettings(path=str(file), streaming=False))) == 2
-    with pytest.raises(FileNotFoundError, match="is no file"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         read_dataset(DataSettings(path=str(tmp_path / "missing.jsonl")))
-    with pytest.raises(ValueError, match="no known ending"):
+    with pytest.raises(ValueError, match="an unknown ending"):
         read_dataset(DataSettings(path=str(tmp_path)))
 
 
@@ -141,7 +141,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
         raise ConnectionError("Couldn't reach 'some/text'\non the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"the dataset some/text cannot be had .* or give a local file"):
+    with pytest.raises(FileNotFoundError, match=r"the dataset some/text cannot be read .* or give a local file"):
         read_dataset(DataSettings(path="some/text"))
 
 

@@ -148,7 +148,7 @@ class Signal(TrainerCallback):
     ("number", "error", "sentence"),
     [
         (signal.SIGINT, KeyboardInterrupt, "^$"),
-        (signal.SIGTERM, TrainingStoppedError, "SIGTERM at step 4 of 8; .*checkpoint-4 is whole"),
+        (signal.SIGTERM, TrainingStoppedError, "SIGTERM at step 4 of 8; .*checkpoint-4, which is complete"),
     ],
 )
 def test_an_interrupted_run_saves_its_step_and_goes_on(
@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         return usual(*args, **kwargs)
 
     monkeypatch.setattr(f"{module}.{name}", full)
-    with pytest.raises(CheckpointError, match=r"step 8: .*No space left on device.*checkpoint-4, is whole"):
+    with pytest.raises(CheckpointError, match=r"step 8: .*No space left on device.*checkpoint-4, is complete"):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
     dlm_lens.load(tmp_path / "checkpoint-4")
@@ -299,7 +299,7 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
     )
     with pytest.raises(ValueError, match=r"objective\.floor was 0\.001 and is 0\.5; seed was 0 and is 3"):
         other.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         job(directory).train()
     # How a batch is divided does not change what is learned.
     again = job(directory, micro_batch_size=2)
@@ -312,9 +312,9 @@ def test_budgets() -> None:
     assert settings.total_steps() == 28610  # 30e9 / (512 * 2048)
     with pytest.raises(ValueError, match=r"budget of 1,000,000 tokens is smaller than one batch of 512"):
         replace(settings, tokens=1e6).total_steps()
-    with pytest.raises(ValueError, match="tokens and steps says how long"):
+    with pytest.raises(ValueError, match="tokens and steps given as the length"):
         TrainingSettings(tokens=1e6, steps=3)
-    with pytest.raises(ValueError, match="nothing says how long"):
+    with pytest.raises(ValueError, match="nothing given as the length"):
         TrainingSettings()
     assert TrainingSettings(epochs=10, batch_size=256).total_steps(769_240) == 30_048
     with pytest.raises(ValueError, match="epochs needs a dataset of known size"):
