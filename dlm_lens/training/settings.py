@@ -192,7 +192,8 @@ class TrainingSettings:
         given = [name for name in ("tokens", "steps", "epochs") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"{' and '.join(given) or 'nothing'} given as the length of the run; give one of tokens, steps, epochs"
+                f"{' and '.join(given) or 'nothing'} given as the length of the run; give one "
+                "of tokens, steps, epochs"
             )
         if getattr(self, given[0]) <= 0:
             raise ValueError(f"{given[0]} is {getattr(self, given[0])}; a run has at least one step")
