@@ -1,8 +1,8 @@
 """Sink statistics of a fixed probe batch during training: `probe_batch`, `sink_statistics`.
 
 Received attention and value norms are those of `dlm_lens.recording`. No rule of `dlm_lens.sinks` is applied:
-rules judge received attention relative to uniform, which differs between DLMs and AR baselines. The log holds shares
-of the attention instead, and the main sink is the key with the largest share.
+rules judge received attention relative to uniform, which differs between DLMs and AR baselines. The log holds
+shares of the attention instead, and the main sink is the key with the largest share.
 """
 
 from collections.abc import Callable, Sequence
