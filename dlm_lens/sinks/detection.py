@@ -1,4 +1,4 @@
-"""`find_sinks`: from attention, received or raw, to `Sinks`."""
+"""`find_sinks`: apply a detector to received attention, a pattern or a recording; its result `Sinks`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ class Sinks:
 
     Args:
         is_sink: True for the columns that are sinks; its axes are `dims`.
-        scores: what was judged, on `scale`; NaN where undefined.
-        threshold: what each score was compared with; NaN where the rule has none.
+        scores: the score of every key, on `scale`; NaN where undefined.
+        threshold: the threshold of every key; NaN where the rule has none.
         scale: unit of scores and threshold.
         level: whose pattern a score describes: "head", "layer" (mean over heads) or "model" (mean over all).
         detector: the rule.
@@ -35,10 +35,10 @@ class Sinks:
         tokens: ids of the keys, on the step, batch and key axes among `dims`; None if unknown.
         masked: which keys are still masked, on the same axes; None if unknown.
         layers: index of each layer in the model; empty without a layer axis.
-        queries: which queries count, in words.
+        queries: the class of counted queries, as text.
         sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
         tokenizer: decodes token ids; None if there is none.
-        padding: how many keys of each row of the batch stand before its first token; None for none.
+        padding: how many keys of each row are padding on its left; None for none.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -68,7 +68,7 @@ class Sinks:
         for name, expected in wanted.items():
             given = getattr(self, name)
             if given is not None and tuple(given.shape) != expected:
-                raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink asks for {list(expected)}")
+                raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink needs {list(expected)}")
         if "layer" in self.dims and len(self.layers) != shape[self.dims.index("layer")]:
             raise ValueError(f"{len(self.layers)} layer indices for is_sink of shape {list(shape)} {self.dims}")
 
@@ -79,32 +79,32 @@ class Sinks:
 
     @property
     def rule(self) -> str:
-        """Rule, scale, level and counted queries in words, for captions."""
+        """Rule, scale, level and counted queries as text, for captions."""
         return f"{self.detector}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
 
     def main(self) -> Int[Tensor, "*axes"]:
         """Key of the largest sink of every pattern; -1 where there is none. Of equals, the earlier one.
 
-        Of `LowKeyNorm`, whose sinks have low scores, the lowest. A key is a canvas position, or, behind the canvas,
-        a learned sink token.
+        For rules whose sinks have low scores (`LowKeyNorm`), the key with the lowest score. Keys are canvas
+        positions, then learned sink tokens.
         """
         scores = -self.scores if self.detector.low_is_sink else self.scores
         best = scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
         return best.masked_fill(~self.is_sink.any(-1), -1)
 
     def table(self, top: int | None = None, sort: Literal["score", "place"] = "score") -> pd.DataFrame:
-        """One line per sink and step: where, token, masked, score, threshold, scale, level.
+        """One line per sink and step.
 
         Columns: step, batch, layer, head, position, canvas_position, token, masked, score, threshold, scale, level.
-        Axes that were merged or never there have no column, nor have token and masked where they are unknown.
-        `token` is text as every table shows it (a space as ␣; `token_text`) if there is a tokenizer, else the id.
-        `step` counts from 0, `layer` as in the model, `position` from the prompt's first token, the padding on its
-        left left out; where any row has padding, `canvas_position` beside it is the index on the canvas, which
-        indexes tensors. Both are missing (NA) for a learned sink token, whose token is "sink(0)".
+        Axes that are not in `dims` have no column; token and masked have none if they are unknown. `token` is text
+        with a space as ␣ (`token_text`) if there is a tokenizer, else the id. `step` counts from 0, `layer` is the
+        index in the model, `position` counts from the prompt's first token, without padding; if a row has padding,
+        `canvas_position` is the index on the canvas, which indexes tensors. Both are missing (NA) for a learned
+        sink token, whose token is "sink(0)".
 
         Args:
-            top: the strongest so many sinks, each (batch, layer, head, position) once: at the step at which it is
-                strongest (the first of equals), with `steps`, at how many steps it is a sink.
+            top: list only this many sinks, each (batch, layer, head, position) once: at the step at which it is
+                strongest (the first of equals), with `steps`, the number of steps at which it is a sink.
             sort: "score", strongest first (of `LowKeyNorm` the lowest, else the highest), or "place", by step,
                 batch, layer, head, position.
 
@@ -136,7 +136,7 @@ class Sinks:
         return from_prompt(table.reset_index(drop=True), self.padding, self.is_sink.shape[-1] - self.sinks)
 
     def _once(self, ordered: pd.DataFrame) -> pd.DataFrame:
-        """Of the lines of one sink at several steps the first, with their number."""
+        """The first line of every sink, and at how many steps it is one."""
         place = [name for name in ("batch", "layer", "head", "position") if name in ordered]
         if "step" not in ordered:
             return ordered
@@ -145,7 +145,7 @@ class Sinks:
 
 
 class PatternSettings(TypedDict, total=False):
-    """Arguments of `received_from_pattern`, which `find_sinks` hands on."""
+    """Arguments of `received_from_pattern`, which `find_sinks` takes for patterns."""
 
     dims: Sequence[str] | None
     visible: Bool[Tensor, "*leading query key"] | None
@@ -175,7 +175,7 @@ def find_sinks(
     relative: bool | None = None,
     **pattern_settings: Unpack[PatternSettings],
 ) -> Sinks:
-    """Apply a detector to received attention: a sink is a key whose score passes the rule (2510.15731, Eq. 3).
+    """Apply a detector to received attention: sinks are the keys whose scores pass the rule (2510.15731, Eq. 3).
 
     Args:
         attention: a `Received`, a `Recording` (of all queries; `received_of` for others), or a pattern
@@ -184,10 +184,10 @@ def find_sinks(
             `AboveMedian` and `LowKeyNorm`.
         detector: `AboveMean(eps)`, `AboveStd(k)`, `AttentionShare(x)`, `MeanReceived(x)`, `SoftSigmoid()`,
             `TopK(k)`, your own `Detector`, or a text of the registry, such as "above-std:3".
-        level: judge every "head", the head-mean pattern of a "layer", or the mean pattern of the "model": the
-            mean of r_j over heads (and layers), divided by e_j. A `KeyStatistic` has its own level.
-        relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern
-            and for the scale that a `Received` has. `AttentionShare` always reads shares, `MeanReceived` means.
+        level: apply the rule to every "head", to the head-mean pattern of a "layer", or to the mean pattern of the
+            "model": the mean of r_j over heads (and layers), divided by e_j. A `KeyStatistic` keeps its level.
+        relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern,
+            and for the scale of a `Received`. `AttentionShare` always reads shares, `MeanReceived` means.
         **pattern_settings: for patterns, the arguments of `received_from_pattern`: visible, queries,
             attention_mask, causal, tokens, masked, tokenizer, layers, min_viewers, dims.
 
@@ -195,8 +195,9 @@ def find_sinks(
         Sinks whose axes are those of the input without query and without the merged ones.
 
     Raises:
-        TypeError: no detector, no attention, or settings of a pattern beside a `Received`.
-        ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have.
+        TypeError: no detector, no attention, or settings of a pattern with a `Received`.
+        ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have, or a text
+            that names no detector.
     """
     detector = as_detector(detector)
     if "min_viewers" in pattern_settings:
@@ -205,8 +206,8 @@ def find_sinks(
         attention = judged_of(attention, detector.quantity)
     if isinstance(attention, KeyStatistic):
         if pattern_settings or relative is not None or level not in ("head", attention.level):
-            raise TypeError(f"{attention!r} is of the {attention.level} level and takes no settings of patterns")
-        return _judge(attention, detector)
+            raise TypeError(f"{attention!r} has the level {attention.level} and takes no settings of patterns")
+        return _detected(attention, detector)
     if isinstance(attention, Received):
         if pattern_settings:
             raise TypeError(f"{', '.join(pattern_settings)}: for patterns only; this Received is already summed")
@@ -215,10 +216,10 @@ def find_sinks(
             received = received.on_scale(RELATIVE if relative else COLUMN_SUM)
     else:
         received = received_from_pattern(attention, relative=relative is not False, **pattern_settings)
-    return _judge(received.at_level(level), detector)
+    return _detected(received.at_level(level), detector)
 
 
-def _judge(given: Received | KeyStatistic, detector: Detector) -> Sinks:
+def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:
     scores, scale = given.read(detector.quantity)
     if isinstance(detector, MedianDetector) and isinstance(given, KeyStatistic):
         is_sink, threshold = detector.detect(scores, given.median), detector.thresholds(scores, given.median)
@@ -243,7 +244,7 @@ def _judge(given: Received | KeyStatistic, detector: Detector) -> Sinks:
 
 
 def _squeeze(tensor: Any, received: Received | KeyStatistic, axes: tuple[str, ...]) -> Any:
-    """Drop the axes that mean nothing."""
+    """Drop the axes that are not in `dims`."""
     if tensor is None:
         return None
     return tensor.squeeze([axis for axis, name in enumerate(axes) if name not in received.dims])

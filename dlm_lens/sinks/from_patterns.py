@@ -1,4 +1,4 @@
-"""Received attention from attention patterns that are already there."""
+"""`received_from_pattern`: received attention from given attention patterns."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ DEFAULT_DIMS = {
     5: ("step", "batch", "head"),
     6: LEADING,
 }
-"""What the axes in front of [query, key] are taken for, by the number of axes of the pattern."""
+"""Number of axes of a pattern -> the names of the axes before [query, key]."""
 
 ROW_TOLERANCE = 1e-2
-"""How far a row's sum may be from 1. Probabilities rounded to bfloat16 are off by up to 2^-8 of themselves; scores
-before the softmax, dropped-out patterns and patterns with columns cut off are further away."""
+"""The largest deviation of a row's sum from 1. Probabilities rounded to bfloat16 deviate by up to 2^-8 of their
+value; scores before the softmax, patterns after dropout and patterns without some columns deviate more."""
 
 
 def received_from_pattern(
@@ -42,19 +42,19 @@ def received_from_pattern(
 ) -> Received:
     """Received attention of the keys of a pattern: r_j = sum_i A_ij over the counted queries, by default over e_j.
 
-    The axes in front of [query, key] are [head], [batch, head], [step, batch, head] or
+    The axes before [query, key] are [head], [batch, head], [step, batch, head] or
     [step, batch, layer, head]; `dims` names any other part of step, batch, layer, head. `rows` below are the
     step and batch axes among them, of which leading ones may be left out.
 
     Args:
         pattern: attention probabilities; the rows of counted queries sum to 1.
-        dims: names of the axes in front of [query, key].
-        relative: divide by e_j = sum_i M_ij / sum_k M_ik, what even attention would give.
+        dims: names of the axes before [query, key].
+        relative: divide by e_j = sum_i M_ij / sum_k M_ik, the value under even attention.
         visible: M, which query sees which key: [query, key], [batch, head, query, key] or the pattern's axes
-            (any of size 1). None for what `attention_mask` and `causal` say.
-        queries: which queries count, on top of `attention_mask`; None for all.
-        attention_mask: 1 content, 0 padding, which neither counts nor is seen.
-        causal: a query sees only itself and what stands before it.
+            (any of size 1). None for the mask of `attention_mask` and `causal`.
+        queries: the queries that count, of those in `attention_mask`; None for all.
+        attention_mask: 1 content, 0 padding, which is neither a counted query nor a visible key.
+        causal: whether a query sees only itself and the keys before it.
         tokens: ids of the keys.
         masked: which keys are still [MASK].
         tokenizer: decodes `tokens`.
@@ -108,20 +108,20 @@ def _names(pattern: Any, dims: Sequence[str] | None) -> tuple[str, ...]:
         if pattern.ndim not in DEFAULT_DIMS:
             raise ValueError(
                 f"the pattern has shape {list(pattern.shape)}; it needs [head, query, key] and at most batch, step "
-                "and layer axes in front"
+                "and layer axes before them"
             )
         return DEFAULT_DIMS[pattern.ndim]
     names = tuple(dims)
     if names != tuple(n for n in LEADING if n in names) or len(names) != pattern.ndim - 2:
         raise ValueError(
-            f"dims is {names} for a pattern of shape {list(pattern.shape)}; it names the axes in front of "
+            f"dims is {names} for a pattern of shape {list(pattern.shape)}; it names the axes before "
             f"[query, key], a part of {LEADING} in this order"
         )
     return names
 
 
 def _rows(name: str, tensor: Tensor | None, names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor | None:
-    """Bring a tensor with some of the axes [step, batch, position] to all of them."""
+    """Expand a tensor with some of the axes [step, batch, position] to all of them."""
     if tensor is None:
         return None
     given = list(tensor.shape)
@@ -173,7 +173,7 @@ def _visibility(
             f"visible has shape {list(visible.shape)} where the pattern has {list(pattern.shape)} "
             "[step, batch, layer, head, query, key]; it must fit, with any leading axis of size 1"
         ) from None
-    # Keys and queries always in full, so that sums over them count.
+    # Keys and queries are expanded, since sums over them count.
     visible = visible.expand(*visible.shape[:-2], queries, keys)
     return visible if content is None else visible & content.bool()[:, :, None, None, None, :]
 
@@ -199,7 +199,7 @@ def _counted(
 def _check_rows(pattern: Tensor, visible: Tensor, counted: Tensor) -> None:
     counts = counted[:, :, None, None]
     sums = pattern.sum(-1, dtype=torch.float32)
-    # Written so that NaN is wrong too.
+    # In this form NaN is wrong too.
     wrong = ~((sums - 1).abs() <= ROW_TOLERANCE) & counts
     if bool(wrong.any()):
         where = wrong.nonzero()[0].tolist()
@@ -213,8 +213,8 @@ def _check_rows(pattern: Tensor, visible: Tensor, counted: Tensor) -> None:
     hidden = (pattern * ~visible).sum(-1, dtype=torch.float32).masked_fill(~counts, 0.0)
     if bool((hidden > ROW_TOLERANCE).any()):
         raise ValueError(
-            f"a counted query puts {float(hidden.max()):.3g} of its attention on keys that it should not see; "
-            "attention_mask, causal or visible do not fit the forward pass that this pattern is from"
+            f"a counted query puts {float(hidden.max()):.3g} of its attention on keys that it cannot see; "
+            "attention_mask, causal or visible do not describe the forward pass of this pattern"
         )
 
 
@@ -224,7 +224,7 @@ def _warn_if_causal(pattern: Tensor) -> None:
     diagonal = pattern.diagonal(dim1=-2, dim2=-1)
     if not bool(pattern.triu(1).any()) and bool((diagonal > 0).all()) and bool(pattern.tril(-1).any()):
         warnings.warn(
-            "no query attends to a later key: if the model is causal, pass causal=True, or its first keys look "
-            "like sinks by the mask alone",
+            "no query attends to a later key: if the model is causal, pass causal=True, else its first keys are "
+            "sinks because of the mask alone",
             stacklevel=4,
         )

@@ -14,17 +14,17 @@ from dlm_lens.sinks.received import AXES, Level, Scale
 
 @dataclass(frozen=True, eq=False)
 class KeyStatistic:
-    """A number per position that is no attention, at every step, for detectors that read hidden states.
+    """A statistic of hidden states per position and step, for detectors that read hidden states.
 
-    All five axes are always there; `dims` names those that mean something, the others have size 1.
+    All five axes are always there; those that are not in `dims` have size 1.
 
     Args:
-        values: the statistic; NaN where a position is undefined (padding, not yet written in an AR baseline).
-        quantity: what it is: "max activation" (no head axis) or "key norm" (every query head has its key's).
-        median: median over positions and features of |h|, which "max activation" is compared with; None for the
-            median of `values` over the positions.
+        values: the statistic; NaN where a position is undefined (padding, not decoded yet in an AR baseline).
+        quantity: "max activation" (no head axis) or "key norm" (for every query head, of the key that it uses).
+        median: median over positions and features of |h|, the reference of "max activation"; None for the median of
+            `values` over the positions.
         tokens, masked, valid, layers, tokenizer, sinks: as in `Received`.
-        dims: names of the axes that mean something.
+        dims: the axes that exist.
 
     Raises:
         ValueError: an unknown quantity, or shapes that contradict each other.
@@ -57,11 +57,11 @@ class KeyStatistic:
 
     @property
     def level(self) -> Level:
-        """Whose statistic it is: a head's, or a layer's where there is no head axis."""
+        """The level of the statistic: "head", or "layer" if there is no head axis."""
         return "head" if "head" in self.dims else "layer"
 
     def read(self, quantity: Quantity) -> tuple[Float[Tensor, "step batch layer head key"], Scale]:
-        """What a detector of this quantity judges, and its unit.
+        """The values that a detector of this quantity reads, and their scale.
 
         Raises:
             ValueError: it is of another quantity.

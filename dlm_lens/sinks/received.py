@@ -1,4 +1,4 @@
-"""`Received`: how much attention every key receives, over steps, with everything needed to change its scale."""
+"""`Received`: the attention that every key receives at every step, with what is needed to change its scale."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -37,31 +37,30 @@ MERGED: dict[Level, tuple[str, ...]] = {"head": (), "layer": ("head",), "model":
 class Received:
     """Received attention r_j = sum_i A_ij of every key, at every step, in every layer and head.
 
-    The A-bar of 2510.15731, section 4.1, is r_j divided by the number of queries; why the scale is a choice:
-    docs/sinks.md. All five axes are always there; `dims` names those that mean something, the others have
-    size 1.
+    The A-bar of 2510.15731, section 4.1, is r_j divided by the number of queries; docs/sinks.md explains the
+    scales. All five axes are always there; those that are not in `dims` have size 1.
 
     Args:
-        values: the scores on `scale`; NaN where a key is undefined (padding, not yet written in an AR baseline,
+        values: the scores on `scale`; NaN where a key is undefined (padding, not decoded yet in an AR baseline,
             or seen by fewer than `min_viewers` counted queries).
-        expected: e_j = sum_i M_ij / sum_k M_ik, what even attention would give; values times e_j are column sums
+        expected: e_j = sum_i M_ij / sum_k M_ik, the value under even attention; values times e_j are column sums
             if `scale` is "relative to uniform".
-        counted: how many queries count, which is all attention that there is to receive.
-        tokens: ids of the keys that each step saw; None if unknown.
-        masked: which keys are masked (in an AR baseline: not yet written) at each step; None if unknown.
+        counted: how many queries count, which is the sum of all column sums.
+        tokens: ids of the keys at each step; None if unknown.
+        masked: which keys are masked (in an AR baseline: not decoded yet) at each step; None if unknown.
         valid: content (True) or padding (False); None if there is no padding.
         final_tokens: ids of the keys after the last step; None if unknown.
         scale: "relative to uniform" or "column sum".
-        level: what the scores describe, see `at_level`.
-        layers: index of each layer in the model; empty if the layer axis means nothing.
-        queries: which queries count, in words.
+        level: whose pattern the scores describe, see `at_level`.
+        layers: index of each layer in the model; empty without a layer axis.
+        queries: the class of counted queries, as text.
         min_viewers: fewest counted queries that must see a key for it to have a score.
-        dims: names of the axes that mean something, a part of ("step", "batch", "layer", "head", "key").
+        dims: the axes that exist, a part of ("step", "batch", "layer", "head", "key").
         sinks: how many of the keys, the last ones, are the model's learned sink tokens: they have no canvas
             position, and in `tokens` sink i has the id -1 - i.
         tokenizer: decodes token ids; None if there is none.
-        viewers: n_j, how many counted queries see each key; None if unknown, which is no loss where every counted
-            query sees every key.
+        viewers: n_j, how many counted queries see each key; None if unknown. Only needed for the mean attention,
+            and only if not every counted query sees every key.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -118,12 +117,12 @@ class Received:
 
     @property
     def shares(self) -> Float[Tensor, "step batch layer head key"]:
-        """r_j / sum_k r_k, the part of all counted attention that goes to key j; the rows sum to 1."""
+        """r_j / sum_k r_k, the share of all counted attention that goes to key j; the rows sum to 1."""
         return self.column_sums / self.counted[..., None, None, None].clamp(min=1)
 
     @property
     def mean_attention(self) -> Float[Tensor, "step batch layer head key"]:
-        """r_j / n_j, what key j gets of a query that sees it, on average (2410.10781, section 3.1).
+        """r_j / n_j, the mean attention to key j of the queries that see it (2410.10781, section 3.1).
 
         Raises:
             ValueError: the queries see different keys, and `viewers` are unknown.
@@ -133,7 +132,7 @@ class Received:
     def _viewers(self) -> Float[Tensor, "step batch #layer #head key"]:
         if self.viewers is not None:
             return self.viewers
-        # Keys that all see have one e_j; under a causal mask every key has another.
+        # Keys that every query sees have one common e_j; under a causal mask e_j differs from key to key.
         scored = ~self.values.isnan().all((2, 3), keepdim=True)
         most = self.expected.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
         if bool(((self.expected < most * (1 - 1e-4)) & scored).any()):
@@ -141,10 +140,10 @@ class Received:
         return self.counted[..., None, None, None].expand(self.expected.shape).to(self.expected.dtype)
 
     def read(self, quantity: Quantity) -> tuple[Float[Tensor, "step batch layer head key"], Scale]:
-        """What a detector of this quantity judges, and its unit; values in half precision are widened to float32.
+        """The scores that a detector of this quantity reads, and their scale; half precision is widened to float32.
 
         Raises:
-            ValueError: a quantity of hidden states, which attention does not tell.
+            ValueError: a quantity of hidden states, which is not in received attention.
         """
         if quantity == "received":
             return _wide(self.values), self.scale
@@ -208,7 +207,7 @@ class Received:
         patterns that are averaged.
 
         Raises:
-            ValueError: an unknown level, an axis that is not there, or a finer level than this one's.
+            ValueError: an unknown level, an axis that does not exist, or a finer level than this one's.
         """
         if level not in get_args(Level):
             raise ValueError(f"level is {level!r}; it must be one of {', '.join(get_args(Level))}")
@@ -239,5 +238,5 @@ class Received:
 
 
 def _wide(values: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """Values of at least float32: a threshold rounded to half precision would decide otherwise."""
+    """Values of at least float32: a threshold rounded to half precision could change a decision."""
     return values.float() if values.dtype.itemsize < 4 else values

@@ -176,7 +176,7 @@ def test_place_enrichment_equals_a_loop(sinks):
             return [
                 "masked",
                 *(["in the block"] if start <= key < stop else []),
-                *(["behind the block"] if key >= stop else []),
+                *(["after the block"] if key >= stop else []),
             ]
         return ["prompt"] if not masked[0, row, key] else ["written"]
 

@@ -293,7 +293,7 @@ def test_a_statistic_and_a_rule_of_another_quantity_are_refused():
         find_sinks(statistic, AboveMean(3.0))
     with pytest.raises(ValueError, match="KeyStatistic"):
         find_sinks(softmax_pattern(2, 9, 9), LowKeyNorm())
-    with pytest.raises(TypeError, match="head level"):
+    with pytest.raises(TypeError, match="has the level head"):
         find_sinks(statistic, LowKeyNorm(), level="model")
 
 

@@ -1,4 +1,4 @@
-"""`sink_consistency`: does a head do the same in every sequence?"""
+"""`sink_consistency`: whether the sinks of a head are the same in every sequence."""
 
 import numpy as np
 import pandas as pd
@@ -9,13 +9,13 @@ from dlm_lens.sinks.sink_trajectories import Trajectories
 
 
 def sink_consistency(paths: Trajectories) -> pd.DataFrame:
-    """How alike the sinks of one (layer, head) are across sequences (2510.15731: "consistency across sequences").
+    """Agreement of the sinks of one (layer, head) across sequences (2510.15731: "consistency across sequences").
 
     All columns are probabilities over random pairs of different sequences. `same_kind`: both patterns are of one
     kind (static, moving, unsettled, none). `same_position`: at a random step at which both have a sink, their
-    largest sinks stand on the same canvas position (prompts are padded on the left, so that answers start at the
-    same position). `same_token`: on the same token id then; `chance_token` is the same for two random keys of
-    these sequences and steps, where tokens are known. `pairs` is how many pairs of sequences, `n` how many (pair,
+    largest sinks are at the same canvas position (prompts are padded on the left, so that answers start at the
+    same position). `same_token`: they are on the same token id; `chance_token` is the same for two random keys of
+    these sequences and steps, if tokens are known. `pairs` is how many pairs of sequences, `n` how many (pair,
     step) had a sink in both.
 
     Raises:
@@ -68,7 +68,7 @@ def _chance(paths: Trajectories, tokens: NDArray[np.int64]) -> NDArray[np.float6
         counts = np.zeros((batch, len(ids)))
         np.add.at(counts, (row, inverse.reshape(tokens[step].shape)), scored[step].astype(float))
         share = counts / np.maximum(counts.sum(-1, keepdims=True), 1)
-        # sum over pairs of sequences of the inner product of their shares
+        # Sum over pairs of sequences of the inner product of their shares
         both = (share.sum(0) ** 2).sum() - (share**2).sum()
         chance[step] = both / (batch * (batch - 1))
     return chance

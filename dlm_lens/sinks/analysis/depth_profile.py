@@ -1,4 +1,4 @@
-"""`sink_profile`: how strong the main sink is in every head, and how many sinks every layer has (Figure 5)."""
+"""`sink_profile`: score of the main sink in every head, and number of sinks in every layer (Figure 5)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,11 +20,11 @@ class SinkProfile:
     """Sinks over depth, averaged over steps and sequences.
 
     Args:
-        score: score of the main sink per layer and head, NaN where it never has one.
+        score: score of the main sink per layer and head, NaN where there is no score.
         sinks: how many sinks one head's pattern has.
         positions: how many positions of a layer are a sink in at least one of its heads.
         sinks_of_mean: how many sinks the head-mean pattern of a layer has.
-        main: whose main sink `score` follows: each "head"'s own, or the one of the "model" mean.
+        main: the main sink of `score`: that of each "head", or that of the "model" mean in all heads.
         scale: unit of `score`.
         detector: the rule.
         layers: index of each layer in the model.
@@ -68,15 +68,15 @@ class SinkProfile:
 def sink_profile(received: Received, detector: Detector | None = None, *, main: Main = "head") -> SinkProfile:
     """Score of the main sink in every head, averaged over steps, and the sinks per layer (2510.15731, Figure 5).
 
-    The paper shows "the model's main sink token across heads and layers, averaged through time" without saying
-    whether each head has its own. Here with main="head" score[l, h] is the mean over steps of max_j score_j, a
-    sink by the rule or not; with main="model" one key is followed in all heads, at each step the one that receives
-    most in the mean pattern over layers and heads.
+    The paper shows "the model's main sink token across heads and layers, averaged through time" and does not state
+    whether each head has its own. With main="head" score[l, h] is the mean over steps of max_j score_j, whether or
+    not this key is a sink by the rule; with main="model" one key is followed in all heads, at each step the one
+    that receives most in the mean pattern over layers and heads.
 
     Args:
         received: at the "head" level; it is read layer by layer.
         detector: the rule that counts sinks; `AboveMean(3.0)` by default.
-        main: whose main sink.
+        main: "head" or "model".
 
     Raises:
         ValueError: no layer and head axes, or an unknown main.

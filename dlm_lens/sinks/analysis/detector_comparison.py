@@ -1,4 +1,4 @@
-"""Detectors side by side: agreement, the share of keys that each keeps, sweeps over eps, and the sink rate."""
+"""Comparisons of detectors: agreement, the share of keys that each keeps, sweeps over eps, and the sink rate."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -24,7 +24,7 @@ def sink_rate(sinks: Sinks, position: int | None = None) -> Float[Tensor, "*rows
 
     2410.10781, Eq. 2 with `MeanReceived(0.3)` and a position (the first token there): sink rate_k =
     1 / L sum_l 1 / H sum_h 1(alpha_k > 0.3). Since the sinks of a DLM have no fixed place, by default any key
-    counts. Patterns in which nothing has a score (or not the position) are left out; NaN if that leaves none.
+    counts. Patterns in which no key (or not the position) has a score are left out; NaN if none is left.
 
     Args:
         sinks: of any detector; the axes layer and head, where they are, are averaged over.
@@ -45,19 +45,20 @@ def sink_rate(sinks: Sinks, position: int | None = None) -> Float[Tensor, "*rows
 
 
 def compare_detectors(
-    attention: Received | Tensor | None, detectors: Sequence[Detector | Sinks], *, level: Level = "head"
+    attention: Received | Tensor | None, detectors: Sequence[Detector | str | Sinks], *, level: Level = "head"
 ) -> pd.DataFrame:
-    """How far detectors agree: for every pair the Jaccard index of their sinks and the share of keys each keeps.
+    """Agreement of detectors: for every pair the Jaccard index of their sinks, and the share of keys of each.
 
-    J = |A and B| / |A or B| over all keys that both judge, all patterns together; NaN where neither finds a sink.
+    J = |A and B| / |A or B| over all keys with a score of both, all patterns together; NaN where neither finds a
+    sink.
     Columns: `first`, `second`; `jaccard` with its 95% interval `low`, `high` (bootstrap by sequence; NaN for one
     sequence); `kept_first`, `kept_second`, the share of keys that are sinks; `same_main`, the share of the patterns
     with a sink by both in which the largest is the same; `n` keys and `sequences`.
 
     Args:
         attention: what `find_sinks` takes; None if all `detectors` are `Sinks`.
-        detectors: rules, or what a rule found on something else (hidden states) for the same run.
-        level: whose patterns the rules judge.
+        detectors: rules (or their texts), or `Sinks` of the same run that a rule found elsewhere (hidden states).
+        level: the level of the patterns.
 
     Raises:
         TypeError: a rule, but no attention.
@@ -67,11 +68,11 @@ def compare_detectors(
     for rule in detectors:
         if not isinstance(rule, Sinks):
             if attention is None:
-                raise TypeError(f"{rule!r} needs attention to judge; give a Received, or Sinks instead of the rule")
+                raise TypeError(f"{rule!r} needs attention; give a Received, or Sinks instead of the rule")
             rule = find_sinks(attention, rule, level=level)
         found.append((repr(rule.detector), rule.is_sink, ~rule.scores.isnan(), rule.main(), rule.dims))
     if len(found) < 2:
-        raise ValueError(f"{len(found)} detectors; it takes two to compare")
+        raise ValueError(f"{len(found)} detectors; give at least two")
     for name, is_sink, _, _, dims in found[1:]:
         if dims != found[0][4] or is_sink.shape != found[0][1].shape:
             raise ValueError(
@@ -117,8 +118,8 @@ def eps_sweep(
 ) -> pd.DataFrame:
     """Share of keys that are sinks, and that are left out, as eps of Eq. 3 grows (2510.15731, Figure 10).
 
-    The figure is for sequences of S = 64; the same eps means something else at another length (docs/sinks.md), so
-    that sequences of different lengths are never mixed: one line per S and eps.
+    The figure is for sequences of S = 64; the same eps is another share of attention at another length
+    (docs/sinks.md), so that sequences of different lengths are never mixed: one line per S and eps.
 
     Columns: `S`, how many keys of a sequence ever have a score; `eps`; `kept` with its 95% interval `low`, `high`
     (bootstrap by sequence; NaN for one) and `removed` = 1 - kept; `with_sink`, the share of patterns with at least
@@ -127,7 +128,7 @@ def eps_sweep(
     Args:
         received: of one run, or of several.
         eps_values: thresholds.
-        level: whose patterns are judged.
+        level: the level of the patterns.
         literal: Eq. 3 on A-bar from 0 to 1, as `AboveMean(eps, literal=True)`.
 
     Raises:
@@ -168,7 +169,7 @@ def eps_sweep(
 
 
 def _count_row(row: Received, rules: Sequence[AboveMean]) -> dict[str, Any]:
-    """Keys, patterns, and what every rule keeps of them in one sequence, a few heads at a time."""
+    """Numbers of keys and patterns of one sequence, and how many every rule keeps, a few heads at a time."""
     steps, _, layers, heads, keys = row.values.shape
     at_once = max(1, ENTRIES_AT_ONCE // max(1, steps * keys))
     kept, with_sink = np.zeros(len(rules)), np.zeros(len(rules))
@@ -177,7 +178,7 @@ def _count_row(row: Received, rules: Sequence[AboveMean]) -> dict[str, Any]:
         for head in range(0, heads, at_once):
             part = row.part(layers=slice(layer, layer + 1), heads=slice(head, head + at_once))
             scores = part.read(rules[0].quantity)[0].float()
-            # Above the mean of the others by how much: every rule compares this with its own eps.
+            # The excess over the mean of the others; every rule compares it with its own eps.
             excess = scores - AboveMean(0.0).thresholds(scores)
             highest = excess.nan_to_num(nan=-torch.inf).amax(-1)
             kept += [int(torch.count_nonzero(excess > rule.eps)) for rule in rules]

@@ -1,4 +1,4 @@
-"""What sinks stand on: classes of tokens and of places, against a random key of the same step."""
+"""Enrichment of sinks in classes of tokens and of positions, relative to a random key of the same step."""
 
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
 TOKEN_CLASSES = (
     "mask", "end of text", "special", "learned sink", "whitespace", "punctuation", "digits", "words", "other",
 )  # fmt: skip
-PLACES = ("prompt", "written", "masked", "in the block", "behind the block", "learned sink")
+POSITION_CLASSES = ("prompt", "written", "masked", "in the block", "after the block", "learned sink")
 
 
 @dataclass(frozen=True)
-class _Labels:
-    """The class of every key at every step; one key may be in several classes (places)."""
+class _KeyClasses:
+    """The class of every key at every step; one key may be in several classes of positions."""
 
     names: tuple[str, ...]
     member: NDArray[np.bool_]
@@ -32,9 +32,9 @@ class _Labels:
 def class_of(text: str) -> str:
     """The class of a token's text: "whitespace", "punctuation" (symbols too), "digits", "words" or "other".
 
-    By the Unicode categories of its characters, blanks around them left out (LLaDA's and Qwen's tokens carry a
-    leading one): all punctuation (P) or symbols (S); all numbers (N); at least one letter (L); none of these, or
-    bytes that are no character.
+    By the Unicode categories of its characters, without surrounding blanks (tokens of LLaDA and Qwen have a leading
+    one): all punctuation (P) or symbols (S); all numbers (N); at least one letter (L); none of these, or
+    bytes that are not a character.
     """
     if FRAGMENT.fullmatch(text):
         return "other"
@@ -56,13 +56,13 @@ def token_enrichment(
     classes: Mapping[int, str] | Callable[[int], str] | None = None,
     eos_token_ids: Sequence[int] = (),
 ) -> pd.DataFrame:
-    """Which tokens are sinks: the share of each class among sinks, over its share among all keys.
+    """Enrichment of token classes among sinks: the share of each class among sinks, over its share among all keys.
 
-    2510.15731 (section 4.2) sees LLaDA's sinks on punctuation, whitespace and end-of-text tokens; "One Token Is
-    Enough" (section 1) on masks. Every step of a sink counts, on the token that it stood on then. The base is what
-    a random key of the same step and sequence would be, so that early steps full of masks do not favour them:
-    base_c = sum over sinks of the share of class c among the keys with a score at that step, over the number of
-    sinks. enrichment = share / base: 1 for no preference.
+    2510.15731 (section 4.2) finds LLaDA's sinks on punctuation, whitespace and end-of-text tokens; "One Token Is
+    Enough" (section 1) on masks. Every step of a sink counts, with the token of that step. The base is the class
+    of a random key of the same step and sequence, so that masks are not enriched because early steps are full of
+    them: base_c = sum over sinks of the share of class c among the keys with a score at that step, over the number
+    of sinks. enrichment = share / base: 1 for no preference.
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
     95% interval `low`, `high` (bootstrap over sequences; NaN for one); `sequences`. The classes exclude each other,
@@ -71,16 +71,16 @@ def token_enrichment(
     Args:
         paths: from `trajectories`, with tokens.
         by: "all", "layer", "head" or "pattern" (a (layer, head) of one sequence, without intervals).
-        classes: your own class of every token id, instead of these; masked positions are "mask" in any case.
-        eos_token_ids: ids that end a text, beside the tokenizer's (`run.eos_token_ids`).
+        classes: class of every token id, instead of these; masked positions are "mask" in any case.
+        eos_token_ids: ids that end a text, besides the tokenizer's (`run.eos_token_ids`).
 
     Raises:
         ValueError: no tokens, or neither a tokenizer nor classes.
     """
     if paths.tokens is None:
-        raise ValueError("these trajectories know no tokens; follow a Received that has them (received_over_steps)")
+        raise ValueError("these trajectories have no tokens; follow a Received that has them (received_over_steps)")
     if classes is None and paths.tokenizer is None:
-        raise ValueError("no tokenizer tells the tokens' text; give classes=, a class for every token id")
+        raise ValueError("there is no tokenizer to decode the tokens; give classes=, a class for every token id")
     tokens = paths.tokens.numpy()
     ids, inverse = np.unique(tokens, return_inverse=True)
     texts = TokenTexts(paths.tokenizer)
@@ -90,7 +90,7 @@ def token_enrichment(
     if paths.masked is not None:
         labels = np.where(paths.masked.numpy(), names.index("mask"), labels)
     member = np.stack([labels == number for number in range(len(names))])
-    return _enrichment(paths, _Labels(names, member), by)
+    return _enrichment(paths, _KeyClasses(names, member), by)
 
 
 def _class_of_id(
@@ -117,11 +117,11 @@ def _class_of_id(
 def position_enrichment(
     paths: Trajectories, by: By = "all", *, spans: Sequence[tuple[int, int]] | None = None
 ) -> pd.DataFrame:
-    """Where sinks are, past or future: in the prompt, on written answer positions, or on masked ones.
+    """Enrichment of position classes among sinks: prompt, decoded answer positions ("written"), masked ones.
 
-    "Masked" is what is not yet written at the step, the future of 2510.15731, section 5.3. With `spans`, the masked
-    positions of the block being decoded ("in the block") and those beyond it ("behind the block") are counted apart
-    as well. Columns as in `token_enrichment`, the base again a random key of the same step.
+    "masked" positions are not decoded yet at the step, the future of 2510.15731, section 5.3. With `spans`, the
+    masked positions of the block being decoded ("in the block") and of later blocks ("after the block") are counted
+    separately as well. Columns as in `token_enrichment`, the base again a random key of the same step.
 
     Args:
         paths: from `trajectories`, with masks.
@@ -129,10 +129,10 @@ def position_enrichment(
         spans: the block at each step as (start, stop), `run.spans`.
 
     Raises:
-        ValueError: nothing is known of masks, or not one span per step.
+        ValueError: no masks, or not one span per step.
     """
     if paths.masked is None:
-        raise ValueError("these trajectories know no masks; follow a Received that has them (received_over_steps)")
+        raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
     masked = paths.masked.numpy()
     position = np.arange(masked.shape[-1])
     learned = np.broadcast_to(position >= paths.canvas, masked.shape)
@@ -143,13 +143,13 @@ def position_enrichment(
             raise ValueError(f"{len(spans)} spans for {len(masked)} steps; give one per step, run.spans")
         start, stop = np.asarray(spans).T[:, :, None, None]
         member["in the block"] = masked & (position >= start) & (position < stop)
-        member["behind the block"] = masked & (position >= stop)
+        member["after the block"] = masked & (position >= stop)
     if paths.sinks:
         member["learned sink"] = learned
-    return _enrichment(paths, _Labels(tuple(member), np.stack(list(member.values()))), by)
+    return _enrichment(paths, _KeyClasses(tuple(member), np.stack(list(member.values()))), by)
 
 
-def _enrichment(paths: Trajectories, labels: _Labels, by: By) -> pd.DataFrame:
+def _enrichment(paths: Trajectories, labels: _KeyClasses, by: By) -> pd.DataFrame:
     if by not in GROUPS:
         raise ValueError(f"by={by!r}; it must be one of {', '.join(GROUPS)}")
     seen, base = _observed(paths, labels), _expected(paths, labels)
@@ -167,9 +167,9 @@ def _enrichment(paths: Trajectories, labels: _Labels, by: By) -> pd.DataFrame:
     )
     lines = [
         {**row, **where, **line}
-        for row, numbers, bases, totals in sequences
-        for where, index in _group_indices(paths, groups, numbers.shape[1:-1])
-        for line in _lines(labels.names, numbers[index], bases[index], totals[index])
+        for row, counts, bases, totals in sequences
+        for where, index in _group_indices(paths, groups, counts.shape[1:-1])
+        for line in _lines(labels.names, counts[index], bases[index], totals[index])
     ]
     return pd.DataFrame(lines)
 
@@ -177,7 +177,7 @@ def _enrichment(paths: Trajectories, labels: _Labels, by: By) -> pd.DataFrame:
 def _group_indices(
     paths: Trajectories, groups: list[str], shape: tuple[int, ...]
 ) -> list[tuple[dict[str, int], Any]]:
-    """What each group is, and where it is behind the axis of sequences."""
+    """The (layer, head) of each group, and its index after the axis of sequences."""
     found = []
     for index in np.ndindex(*shape):
         where = dict(zip(groups, index, strict=True))
@@ -207,7 +207,7 @@ def _lines(names: tuple[str, ...], seen: Floats, base: Floats, total: Floats) ->
 
 
 def sink_steps(paths: Trajectories) -> tuple[Ints, Ints, Ints]:
-    """Step, pattern and position of every sink at every step that it is on."""
+    """Step, pattern and position of every sink at every step of its lifetime."""
     lifetimes = paths.lifetimes
     owner = np.repeat(np.arange(len(lifetimes)), lifetimes.steps)
     start = np.cumsum(lifetimes.steps) - lifetimes.steps
@@ -220,7 +220,7 @@ def seen_total(paths: Trajectories) -> Floats:
     return paths.counts.sum(0).numpy().astype(float)
 
 
-def _observed(paths: Trajectories, labels: _Labels) -> Floats:
+def _observed(paths: Trajectories, labels: _KeyClasses) -> Floats:
     """Sink-steps per [batch, layer, head, class]."""
     step, pattern, position = sink_steps(paths)
     shape = paths.static_share.shape
@@ -235,8 +235,8 @@ def _observed(paths: Trajectories, labels: _Labels) -> Floats:
     )
 
 
-def _expected(paths: Trajectories, labels: _Labels) -> Floats:
-    """The same if every sink stood on a random key that has a score at its step."""
+def _expected(paths: Trajectories, labels: _KeyClasses) -> Floats:
+    """The same for a random key with a score, in place of every sink."""
     scored = paths.scored.numpy()
     count = np.maximum(scored.sum(-1), 1)
     share = (labels.member & scored).sum(-1) / count

@@ -1,4 +1,4 @@
-"""`frontier_alignment`: how close the largest sink stays to where unmasking happens, and to block borders."""
+"""`frontier_alignment`: distance of the largest sink to the unmasking frontier and to block borders."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,16 +21,16 @@ def frontier_alignment(
 
     2510.15731, section 4.2: Dream's sinks start at the rightmost masked token and follow the frontier to the left;
     LLaDA's move right with the blocks. References at step t, from the masks of that step: the "leftmost mask" and
-    the "rightmost mask"; the "frontier", the nearest position next to which masked and written content meet;
-    "written now", the nearest position written at the step; with `spans`, "block start", "block end" and the
-    nearest "block border" of both.
+    the "rightmost mask"; the "frontier", the nearest position at a border of masked and decoded
+    content; "written now", the nearest position decoded at the step; with `spans`, "block start", "block end" and
+    the nearest "block border" of both.
 
     Columns: layer, head (by `by`); `reference`; `distance` in positions, mean over steps and patterns; `chance`,
     the same for a random key with a score at the step; `ratio` = distance / chance (1: unrelated, below 1: closer)
     with its 95% interval `low`, `high` (bootstrap over sequences; NaN for one); `within_1`, part of the steps at
     most one position away, and `chance_within_1`; `correlation` of sink position and reference over steps (Pearson,
     mean over the patterns where both vary; references that are one position only), and `n` steps of patterns. The
-    steps after a row's last written position, as behind MMaDA's `eot_token`, do not count.
+    steps after the last one that decodes a position of the row (MMaDA's `eot_token` ends rows early) do not count.
 
     Args:
         paths: from `trajectories`, with masks.
@@ -38,10 +38,10 @@ def frontier_alignment(
         spans: the block at each step as (start, stop), `run.spans`.
 
     Raises:
-        ValueError: nothing is known of masks, not one span per step, or an unknown grouping.
+        ValueError: no masks, not one span per step, or an unknown grouping.
     """
     if paths.masked is None:
-        raise ValueError("these trajectories know no masks; follow a Received that has them (received_over_steps)")
+        raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
     if by not in GROUPS or by == "pattern":
         raise ValueError(f"by={by!r}; it must be 'all', 'layer' or 'head'")
     masked = paths.masked.numpy()[..., : paths.canvas]
@@ -50,10 +50,10 @@ def frontier_alignment(
     if spans is not None and len(spans) != len(masked):
         raise ValueError(f"{len(spans)} spans for {len(masked)} steps; give one (start, stop) per step, run.spans")
     groups = [name for name in GROUPS[by] if name in paths.dims]
-    # A row that ended early (`eot_token`) keeps masks that nothing decides any more: its run is over.
-    going = np.flip(np.logical_or.accumulate(np.flip(decided.any(-1), 0), 0), 0)[..., None]
+    # A row that ended early (`eot_token`) keeps masks that are never decoded.
+    running = np.flip(np.logical_or.accumulate(np.flip(decided.any(-1), 0), 0), 0)[..., None]
     references = _references(masked, scored, decided, spans)
-    tables = [_against(paths, scored, name, where & going, groups) for name, where in references.items()]
+    tables = [_against(paths, scored, name, where & running, groups) for name, where in references.items()]
     return pd.concat(tables, ignore_index=True)
 
 
@@ -63,13 +63,13 @@ def _references(
     decided: NDArray[np.bool_],
     spans: Sequence[tuple[int, int]] | None,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Which positions are the reference, [step, batch, key]."""
+    """Name -> the positions of the reference, [step, batch, key]."""
     position = np.arange(masked.shape[-1])
     some = masked.any(-1, keepdims=True)
     left = (position == masked.argmax(-1)[..., None]) & some
     right = (position == masked.shape[-1] - 1 - masked[..., ::-1].argmax(-1)[..., None]) & some
     meets = np.zeros_like(masked)
-    # Padding and what has no score is not written content.
+    # Padding and keys without a score are not decoded content.
     content = scored | masked
     meet = (masked[..., 1:] != masked[..., :-1]) & content[..., 1:] & content[..., :-1]
     meets[..., 1:] |= meet
@@ -84,7 +84,7 @@ def _references(
 
 
 def _decided(paths: Trajectories, masked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Positions written at each step; at the last one all masks, but those that stay in the finished text."""
+    """Positions decoded at each step; at the last step all masks except those that remain in the final text."""
     written = np.zeros_like(masked)
     written[:-1] = masked[:-1] & ~masked[1:]
     written[-1] = masked[-1]
@@ -143,16 +143,16 @@ def _nearest(reference: NDArray[np.bool_]) -> Floats:
     """Distance of every position to the nearest reference position, inf where there is none."""
     length = reference.shape[-1]
     far = np.where(reference, 0.0, np.inf)
-    ahead, behind = far.copy(), far.copy()
+    right, left = far.copy(), far.copy()
     for place in range(1, length):
-        behind[..., place] = np.minimum(far[..., place], behind[..., place - 1] + 1)
+        left[..., place] = np.minimum(far[..., place], left[..., place - 1] + 1)
         back = length - 1 - place
-        ahead[..., back] = np.minimum(far[..., back], ahead[..., back + 1] + 1)
-    return np.minimum(ahead, behind)
+        right[..., back] = np.minimum(far[..., back], right[..., back + 1] + 1)
+    return np.minimum(right, left)
 
 
 def _correlation(main: NDArray[np.int64], reference: NDArray[np.bool_], known: NDArray[np.bool_]) -> Floats:
-    """Pearson's, over the steps of each pattern; NaN where either stays where it is."""
+    """Pearson correlation over the steps of each pattern; NaN where either side is constant."""
     place = np.broadcast_to(reference.argmax(-1)[..., None, None], main.shape)
     count = np.maximum(known.sum(0), 1)
     sink, other = (np.where(known, v - np.where(known, v, 0).sum(0) / count, 0) for v in (main, place))

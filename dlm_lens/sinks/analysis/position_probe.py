@@ -1,4 +1,4 @@
-"""`position_or_token`: does a sink stay where it is, or go with its token?"""
+"""`position_or_token`: whether a sink stays at its position or moves with its token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ OUTCOMES = ("token", "position", "both", "neither")
 
 @dataclass(frozen=True, eq=False)
 class PositionOrToken:
-    """What became of main sinks when their tokens were moved, from `position_or_token`.
+    """The main sinks before and after their tokens were moved, from `position_or_token`.
 
     Args:
         trials: one line per (step, batch, layer, head, change): `position` p of the main sink, `token`; `to`, the
@@ -37,7 +37,7 @@ class PositionOrToken:
             "both", "neither". p and q count from the prompt's first token; `canvas_position` and `canvas_to` are
             those on the canvas.
         detector: the rule.
-        level: whose patterns.
+        level: the level of the patterns.
     """
 
     trials: pd.DataFrame
@@ -54,8 +54,8 @@ class PositionOrToken:
     def summary(self, by: Sequence[str] = ()) -> pd.DataFrame:
         """Share of each outcome per change, with 95% intervals (bootstrap over sequences; NaN for one).
 
-        Of the control, which leaves the sink's token alone, "position" and "both" say how often a sink outlives
-        any swap, and "token" and "both" how often a bystander becomes a sink by it: compare with these.
+        In the control, which does not touch the sink's token, "position" and "both" are how often a sink survives a
+        swap of other tokens, "token" and "both" how often an uninvolved position becomes a sink: the baselines.
 
         Args:
             by: further columns to group by, such as ("layer", "head") or ("token",).
@@ -95,24 +95,25 @@ def position_or_token(
     seed: int = 0,
     min_viewers: int = 8,
 ) -> PositionOrToken:
-    """Move the token under each main sink and see whether the sink follows (2510.15731, section 5.1).
+    """Move the token of each main sink and test whether the sink moves with it (2510.15731, section 5.1).
 
-    The paper asks whether sinks are driven by the position or by the token. On the canvas of a step, for every
+    The question of the paper is whether the position or the token drives sinks. On the canvas of a step, for every
     position p that is some pattern's main sink, a position q is drawn whose token is another and which is no sink
-    in any of these patterns. "swap" exchanges the tokens of p and q; "shift" takes p's token out and puts it in at
-    q, so that those between move up by one; "control" exchanges q's token with that of a second such position and
-    leaves p alone. One forward pass each; a sink is what the detector finds, before and after.
+    in any of these patterns. "swap" exchanges the tokens of p and q; "shift" removes p's token and inserts it at
+    q, so that the tokens between move by one; "control" exchanges q's token with that of a second such position and
+    does not touch p. One forward pass each; the detector finds the sinks before and after.
 
-    A swap between a masked and a written position moves the mask. The changed canvas may be one that the model
-    never saw in training, so that "neither" is no evidence for either answer.
+    A swap between a masked and a decoded position moves the mask. The changed canvas may be unlike those in the
+    training data, so that "neither" is no evidence for either answer.
 
     Args:
         model: the model of the run.
         run: from `denoise`.
         detector: the rule; `AboveMean(3.0)` by default.
-        steps: whose canvases, negative from the end; by default the first, the last and two between.
-        level: whose main sinks.
-        seed: of the drawn positions.
+        steps: steps whose canvases are changed, negative from the end; by default the first, the last and two
+            between.
+        level: the level of the main sinks.
+        seed: of the random positions.
         min_viewers: as in `received_over_steps`.
 
     Raises:
@@ -132,7 +133,7 @@ def position_or_token(
     generator = np.random.default_rng(seed)
     lines: list[dict[str, Any]] = []
     for row in range(len(run.tokens)):
-        base = _judge(model, _canvases_of(run, row, chosen), rule, level, min_viewers)
+        base = _sinks_of(model, _canvases_of(run, row, chosen), rule, level, min_viewers)
         plan = [change for number in range(len(chosen)) for change in _plan(base, number, generator)]
         if plan:
             lines += _trials(model, run, row, chosen, base, plan, rule, level, min_viewers)
@@ -147,7 +148,7 @@ def position_or_token(
 
 @dataclass(frozen=True)
 class _Change:
-    """One changed canvas: which of the chosen steps, what is done, the order of the old tokens, p and q."""
+    """One changed canvas: index of the step, name of the change, the new order of the tokens, p and q."""
 
     number: int
     name: str
@@ -159,7 +160,7 @@ class _Change:
 def _canvases_of(
     run: DenoisingRun, row: int, steps: Sequence[int], orders: Sequence[Tensor] | None = None
 ) -> DenoisingRun:
-    """A run of one sequence whose steps see these canvases, each with its positions in a new order."""
+    """A run of one sequence with these steps' canvases, each with its positions in a new order."""
     index = torch.tensor([*steps, steps[-1]])
     canvases, masked = run.canvases[index, row], run.masked[index, row]
     if orders is not None:
@@ -180,7 +181,7 @@ def _canvases_of(
     )
 
 
-def _judge(model: Any, run: DenoisingRun, rule: Detector, level: Level, min_viewers: int) -> Sinks:
+def _sinks_of(model: Any, run: DenoisingRun, rule: Detector, level: Level, min_viewers: int) -> Sinks:
     return find_sinks(received_over_steps(model, run, min_viewers=min_viewers), rule, level=level)
 
 
@@ -230,7 +231,7 @@ def _trials(
     min_viewers: int,
 ) -> list[dict[str, Any]]:
     changed = _canvases_of(run, row, [steps[change.number] for change in plan], [change.order for change in plan])
-    after = _judge(model, changed, rule, level, min_viewers)
+    after = _sinks_of(model, changed, rule, level, min_viewers)
     text = TokenTexts(tokenizer_of(run, model))
     names = [name for name in base.dims if name in ("layer", "head")]
     lines = []

@@ -1,4 +1,4 @@
-"""`compare_query_classes`: do masked and written positions attend to different sinks (Figure 6a)?"""
+"""`compare_query_classes`: whether masked and decoded queries attend to different sinks (Figure 6a)."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from dlm_lens.sinks.statistics import ratio_by_prompt
 def compare_query_classes(
     masked: Received, unmasked: Received, detector: Detector | None = None, *, level: Level = "head"
 ) -> pd.DataFrame:
-    """Sinks of masked against sinks of written queries, per (layer, head): 2510.15731, Figure 6a.
+    """Sinks of masked queries compared with those of decoded queries, per (layer, head): 2510.15731, Figure 6a.
 
     In the deepest layers of LLaDA "masked and unmasked tokens maintain separate attention sinks". Each class is
-    divided by its own even attention, and judged alone. Compared are the steps at which both classes have enough
-    queries for a score.
+    divided by its own even attention, and has its own sinks. The comparison is over the steps at which both classes
+    have enough queries for a score.
 
     Columns: layer, head; `differ`, part of the steps with a sink of both classes whose largest sinks differ, with
     its 95% interval `low`, `high` (bootstrap over sequences; NaN for one); `disjoint`, part of them in which no
@@ -32,7 +32,7 @@ def compare_query_classes(
         masked: `received_over_steps(model, run, queries="masked")`.
         unmasked: the same with queries="unmasked".
         detector: the rule; `AboveMean(3.0)` by default.
-        level: whose patterns.
+        level: the level of the patterns.
 
     Raises:
         ValueError: other shapes, or not these two classes.
@@ -72,7 +72,7 @@ def compare_query_classes(
 
 
 def _counts(first: Sinks, second: Sinks) -> dict[str, np.ndarray]:
-    """Steps, and keys, of every kind, per [batch, (layer,) (head)]."""
+    """Counts of steps and keys by outcome, per [batch, (layer,) (head)]."""
     a, b = first.is_sink, second.is_sink
     comparable = ~first.scores.isnan().all(-1) & ~second.scores.isnan().all(-1)
     has_a, has_b = a.any(-1) & comparable, b.any(-1) & comparable
