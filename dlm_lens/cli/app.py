@@ -65,7 +65,7 @@ for _name, _command in COMMANDS.items():
 
 
 def _options(arguments: Sequence[str], commands: typer.Typer = app) -> dict[str, str]:
-    """The options of the command that was given, by the names of their parameters."""
+    """Names of parameters -> options, for the command among the arguments."""
     group: Any = typer.main.get_command(commands)
     name = next((one for one in arguments if one in group.commands), None)
     if name is None:

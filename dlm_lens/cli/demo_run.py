@@ -1,4 +1,4 @@
-"""The main job in one go: denoise a prompt, find the sinks, write two figures and the numbers."""
+"""What `dlm-lens demo` does: denoise a prompt, find the sinks, write figures and numbers."""
 
 import json
 import time
@@ -25,13 +25,13 @@ from dlm_lens.viz import emerging_lines, incoming_attention, sink_positions
 from dlm_lens.viz.selection import most_moving, strongest
 
 PROMPT = "leo has 26 stones . leo breaks 6 . leo loses 9 . he picks 12 stones . how many stones now ? :"
-"""A word problem of the embedded models' language (`python -m experiments.toy.examples` says how it was chosen)."""
+"""A word problem of the embedded models' language; `python -m experiments.toy.examples` explains the choice."""
 
 EXAMPLE = {"gen_length": 21, "block_length": 7}
-"""As many tokens as its answer has, a line of the calculation per block: no step writes an end of text."""
+"""The length of its answer, with one line of the calculation per block, so that no step decodes end-of-text."""
 
 LONGEST = 64
-"""Tokens of an answer where nobody says how many: real models' own numbers go up to 512 steps, hours on a CPU."""
+"""The largest default length of an answer; models' own defaults go up to 512 steps, hours on a CPU."""
 
 SHOWN_STEPS = 24
 SHOWN_SINKS = 10
@@ -39,7 +39,15 @@ SHOWN_SINKS = 10
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo computed and where it wrote it; `heads` are the (layer, head) of the figures."""
+    """The results of the demo.
+
+    Args:
+        run: the run.
+        received: received attention at every step.
+        sinks: the sinks by `AboveMean(3.0)`.
+        heads: "strongest" and "moving" -> (layer, head) of the figures.
+        files: the files that it wrote.
+    """
 
     run: DenoisingRun
     received: Received
@@ -64,16 +72,16 @@ def run_demo(
     A progress bar of the run is written to stderr.
 
     Args:
-        prompt: what to continue; None for `PROMPT`.
+        prompt: the text to continue; None for `PROMPT`.
         model: a name that `dlm_lens.load` takes.
         out: directory for the figures and the numbers.
         steps: denoising steps; None for one per token.
         gen_length: tokens of the answer; None for those of `PROMPT`'s answer in an embedded model, otherwise the
             model's own number, at most `LONGEST`.
-        console: where the text goes.
+        console: the console to print to; None for the terminal.
 
     Raises:
-        ValueError: a prompt or a model that cannot work, before anything is written.
+        ValueError: an empty prompt or an unknown model; nothing has been written then.
         FileExistsError: `out` is a file.
     """
     console = console or Console()
@@ -83,13 +91,15 @@ def run_demo(
     if not embedded:
         console.print(Text(f"Loading {printable(model)} ..."), soft_wrap=True)
     loaded = load(model)
-    settings, said = demo_settings(loaded, example=embedded and prompt is None, steps=steps, gen_length=gen_length)
+    settings, sentence = demo_settings(
+        loaded, example=embedded and prompt is None, steps=steps, gen_length=gen_length
+    )
     prompt = PROMPT if prompt is None else prompt
     console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - started:.1f} s", soft_wrap=True)
     _warn_of_unknown_words(console, loaded, prompt)
-    if said:
-        console.print(said, soft_wrap=True)
-    # One pass per step: the statistics are recorded while the text is written.
+    if sentence:
+        console.print(sentence, soft_wrap=True)
+    # Statistics are recorded during the run, which saves a second pass per step.
     recording = record(loaded, prompt, progress=True, **settings)
     run, received = recording.run, received_of(recording)
     _print_text(console, run)
@@ -116,13 +126,13 @@ def _most_moving(sinks: Sinks, received: Received) -> tuple[int | None, int | No
 def demo_settings(
     model: Any, *, example: bool, steps: int | None, gen_length: int | None
 ) -> tuple[dict[str, Any], str]:
-    """The settings of `denoise` that differ from the model's own, and a sentence that says so, or nothing.
+    """The settings of `denoise` that differ from the model's own, and a sentence about them or an empty text.
 
     Args:
         model: from `dlm_lens.load`.
-        example: whether it is an embedded model that continues `PROMPT`.
-        steps: as given.
-        gen_length: as given.
+        example: whether an embedded model continues `PROMPT`.
+        steps: denoising steps; None if not given.
+        gen_length: tokens of the answer; None if not given.
     """
     own: dict[str, Any] = model.sampler_defaults
     settings: dict[str, Any] = {}
@@ -140,8 +150,8 @@ def demo_settings(
     if example or not settings or (gen_length is not None and steps is not None):
         return settings, ""
     shown = f"{length} tokens" + (f" in {settings['steps']} steps" if "steps" in settings else "")
-    theirs = f"{own.get('gen_length')} tokens" + (f" in {own['steps']} steps" if "steps" in own else "")
-    return settings, f"Writing {shown}; the model's own settings: {theirs} (--gen-length, --steps)."
+    defaults = f"{own.get('gen_length')} tokens" + (f" in {own['steps']} steps" if "steps" in own else "")
+    return settings, f"Writing {shown}; the model's own settings: {defaults} (--gen-length, --steps)."
 
 
 def _described(model: PreTrainedModel, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Errors as one sentence, in the words of the command line."""
+"""Errors as one sentence, with options of the command line instead of arguments of Python."""
 
 import errno
 import re

@@ -1,4 +1,4 @@
-"""`dlm-lens eval`: lm-evaluation-harness on the command line, under interventions."""
+"""`dlm-lens eval`: tasks of lm-evaluation-harness, with interventions."""
 
 import json
 from dataclasses import asdict
@@ -160,7 +160,7 @@ def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> 
 
 
 def _with(settings: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """A preset's settings with some replaced."""
+    """The settings of a preset, some of them replaced."""
     return {**(vars(settings) if settings is not None else {}), **given}
 
 
@@ -181,7 +181,7 @@ def _print_presets(as_json: bool) -> None:
 
 
 def describe(preset: "Preset") -> str:
-    """A preset in a few lines."""
+    """A preset in a few lines of text."""
     settings = {**_differs(preset.likelihood), **_differs(preset.generation)}
     lines = [
         preset.name,

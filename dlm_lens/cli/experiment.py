@@ -74,7 +74,7 @@ def experiment_command(
 
 
 def _list_experiments(as_json: bool) -> None:
-    """Name, source and question of every experiment."""
+    """Print name, source and title of every experiment."""
     from rich.console import Console
     from rich.table import Table
 

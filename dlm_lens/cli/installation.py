@@ -1,4 +1,4 @@
-"""What `dlm-lens doctor` looks at: packages, devices, the embedded model through every host."""
+"""The checks of `dlm-lens doctor`: packages, GPUs, and the embedded model in each host."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -17,7 +17,13 @@ PROMPT, STEPS = "tom has 5 apples . tom buys 4 more . how many apples ? :", 4
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `good` None where it is neither good nor bad."""
+    """The result of one check.
+
+    Args:
+        subject: what was checked.
+        found: the result in words.
+        good: whether it is as it should be; None for information.
+    """
 
     subject: str
     found: str
@@ -25,7 +31,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Look at everything in turn; nothing is downloaded, nothing written."""
+    """Run the checks one by one; nothing is downloaded or written."""
     for requirement in map(Requirement, requires("dlm-lens") or ()):
         if requirement.marker is None:
             yield _package(requirement)
@@ -51,7 +57,7 @@ def _package(requirement: Requirement) -> Finding:
 def _checked(name: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(name, check())
-    except Exception as error:  # whatever is wrong is what the doctor is asked for
+    except Exception as error:  # any failure is a result of the check
         return Finding(name, f"{type(error).__name__}: {error}", False)
 
 
@@ -71,7 +77,7 @@ def _computes(device: torch.device) -> str:
     plain, model = dlm_lens.load("toy"), dlm_lens.load("toy", device_map=str(device))
     ids = torch.tensor([model.tokenizer(PROMPT)["input_ids"]])
     gap = float((model(input_ids=ids.to(device)).logits.cpu() - plain(input_ids=ids).logits).abs().max())
-    # TF32 products, where a user turned them on, have 10 bits.
+    # TF32 products, which a user can turn on, have 10 bits.
     if not gap < 0.1:
         raise RuntimeError(f"{name}: the logits of toy differ from the CPU's by {gap:.2g}")
     run = dlm_lens.denoise(model, PROMPT, steps=STEPS, gen_length=STEPS, block_length=STEPS)
@@ -79,7 +85,11 @@ def _computes(device: torch.device) -> str:
 
 
 def _kernels(device: torch.device) -> str:
-    """What the attention kernels make of half-precision heads of width 128, as most models have them."""
+    """Compare the attention kernels with the CPU on half-precision heads of width 128, as in most models.
+
+    Raises:
+        RuntimeError: the statistics differ.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, 64, 128, generator=generator).half() for _ in range(2))
     expected = received_sums(q, k, scale=0.1)
@@ -89,12 +99,12 @@ def _kernels(device: torch.device) -> str:
     if not turned_on():
         return f"attention kernels off ({SWITCH}=off)"
     kernels = usable(q.to(device), k.to(device))
-    return "attention kernels run" if kernels else "attention kernels do not run, tiles take their place"
+    return "attention kernels run" if kernels else "attention kernels do not run, tiles in PyTorch are used"
 
 
 def _traces() -> str:
     importlib.import_module("dlm_lens.tracing").DiffusionLM("toy")
-    return "patterns are there, sum to 1 and can be edited"
+    return "patterns can be read and edited, and sum to 1"
 
 
 def _bridges() -> str:

@@ -1,4 +1,4 @@
-"""One layer and head of a `Received`, one row of the batch: what a two-dimensional picture shows."""
+"""One layer, head and row of received attention: the part that a two-dimensional picture shows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,14 @@ from dlm_lens.sinks import Level, Received, Trajectories, received_of
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a `Received` that a picture shows; `received` has one row, one layer and one head."""
+    """The part of a `Received` that a picture shows.
+
+    Args:
+        received: with one row, one layer and one head.
+        layer: index of the layer; None for the mean over layers.
+        head: index of the head; None for the mean over heads.
+        row: index of the sequence.
+    """
 
     received: Received
     layer: int | None
@@ -23,17 +30,17 @@ class Selection:
 
     @property
     def level(self) -> Level:
-        """Whose pattern it is."""
+        """The level of the pattern: head, layer or model."""
         return self.received.level
 
     @property
     def scores(self) -> Float[Tensor, "step key"]:
-        """The scores."""
+        """The scores; NaN where undefined."""
         return self.received.values[:, 0, 0, 0]
 
     @property
     def masked(self) -> Bool[Tensor, "step key"] | None:
-        """What is masked at each step."""
+        """Which keys are masked at each step; None if unknown."""
         return None if self.received.masked is None else self.received.masked[:, 0]
 
     @property
@@ -44,24 +51,24 @@ class Selection:
 
     @property
     def steps(self) -> int:
-        """How many steps the row ran: up to the last at which any key has a score; all if none has."""
+        """The number of steps that the row ran: up to the last one with a score, or all if no key has any."""
         defined = (~self.scores.isnan()).any(-1).nonzero()
         return int(defined[-1]) + 1 if len(defined) else len(self.scores)
 
     @property
     def final(self) -> list[int] | None:
-        """Ids after the last step (or what the last step saw), if known."""
+        """Token ids after the last step, or if those are unknown of the last step's canvas; None if unknown."""
         if self.received.final_tokens is not None:
             return [int(i) for i in self.received.final_tokens[0]]
         return None if self.received.tokens is None else [int(i) for i in self.received.tokens[-1, 0]]
 
 
 def choose(received: Any, layer: int | None, head: int | None, row: int) -> Selection:
-    """Pick a head of a layer, the head mean of a layer (head None), or the model mean (both None).
+    """Select a head of a layer, the head mean of a layer (head None), or the model mean (both None).
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
-        ValueError: a head without its layer, or a layer, head or row that is not there.
+        ValueError: a head without its layer, or an unknown layer, head or row.
     """
     received = as_received(received)
     level = level_of(layer, head)
@@ -73,10 +80,10 @@ def choose(received: Any, layer: int | None, head: int | None, row: int) -> Sele
 
 
 def as_received(given: Any) -> Received:
-    """A `Received` as it is; of a `Recording` its received attention of all queries.
+    """A `Received` as it is, or the received attention of all queries of a `Recording`.
 
     Raises:
-        TypeError: neither.
+        TypeError: neither of them.
         ValueError: a recording without received attention.
     """
     if isinstance(given, Recording):
@@ -89,34 +96,34 @@ def as_received(given: Any) -> Received:
 
 
 def level_of(layer: int | None, head: int | None) -> Level:
-    """The level that a choice of layer and head means.
+    """The level of a layer and a head, of which None is a mean.
 
     Raises:
         ValueError: a head without its layer.
     """
     if layer is None and head is not None:
-        raise ValueError(f"head {head} of which layer? give layer=, or neither for the model mean")
+        raise ValueError(f"head {head} has no layer; give layer= too, or neither for the model mean")
     return "model" if layer is None else "layer" if head is None else "head"
 
 
-def index_of(name: str, wanted: int, there: Sequence[int]) -> int:
-    """Where `wanted` is among the indices that are there.
+def index_of(name: str, index: int, indices: Sequence[int]) -> int:
+    """The place of a layer, head or row on its axis.
 
     Raises:
-        ValueError: nowhere.
+        ValueError: it is not among the indices of the axis.
     """
-    if wanted not in there:
-        raise ValueError(f"{name} {wanted} is not among the {name}s {', '.join(map(str, there)) or '(none)'}")
-    return list(there).index(wanted)
+    if index not in indices:
+        raise ValueError(f"{name} {index} is not among the {name}s {', '.join(map(str, indices)) or '(none)'}")
+    return list(indices).index(index)
 
 
-def _slice(name: str, wanted: int, there: Sequence[int]) -> slice:
-    index = index_of(name, wanted, there)
-    return slice(index, index + 1)
+def _slice(name: str, index: int, indices: Sequence[int]) -> slice:
+    place = index_of(name, index, indices)
+    return slice(place, place + 1)
 
 
 def strongest(received: Received) -> tuple[int, int]:
-    """Layer and head whose highest score, averaged over steps and sequences, is highest."""
+    """Layer and head with the highest mean (over steps and sequences) of the largest score."""
     peak = received.values.nan_to_num(nan=-torch.inf).amax(-1)
     mean = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
     layer, head = divmod(int(mean.argmax()), mean.shape[1])
@@ -124,17 +131,17 @@ def strongest(received: Received) -> tuple[int, int]:
 
 
 def most_moving(paths: Trajectories, row: int | None = None) -> tuple[int | None, int | None]:
-    """Layer and head whose sinks move most often; of equals, the one that has sinks for longest.
+    """Layer and head whose sinks move most often; of equals, the one with sinks at the most steps.
 
     Args:
         paths: from `trajectories`.
-        row: in which sequence; None for all.
+        row: index of the sequence in which moves count; None for all.
 
     Returns:
-        None for what the level of the paths averages over.
+        Layer and head; None where the level of the paths is a mean.
 
     Raises:
-        ValueError: a row that is not there, or no head has a sink in it.
+        ValueError: an unknown row, or no head with a sink in it.
     """
     table = paths.summary(by="head" if row is None else "pattern")
     if row is not None:
@@ -144,7 +151,7 @@ def most_moving(paths: Trajectories, row: int | None = None) -> tuple[int | None
     if table.empty:
         where = "" if row is None else f" in row {row}"
         raise ValueError(
-            f"no head has a sink{where} by {paths.rule}; lower the threshold, or name a layer and head to look at"
+            f"no head has a sink{where} by {paths.rule}; lower the threshold, or give a layer and a head"
         )
     best = table.iloc[0]
     return tuple(int(best[name]) if name in table else None for name in ("layer", "head"))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Where the largest sink of one pattern is at every step, whatever it is read from."""
+"""The largest key of one pattern at every step, from received attention, `Sinks` or `Trajectories`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +17,22 @@ Source = Received | Recording | Sinks | Trajectories
 
 @dataclass(frozen=True)
 class Track:
-    """What the picture shows of one pattern: per step the largest key (-1: none defined) and if it passes.
+    """The largest key of one pattern at every step, and whether it is a sink.
 
-    Keys count from the row's first token, before which `padding` canvas positions stand. `defined` says which steps
-    have a score at all: a row that has ended has none.
+    Keys count from the row's first token.
+
+    Args:
+        largest: the key with the highest score at each step; -1 where no key has one.
+        passes: whether that key is a sink.
+        masked: which keys are masked; None if unknown.
+        content: the keys that are not padding.
+        tokens: the final token ids; None if unknown.
+        tokenizer: decodes token ids.
+        rule: rule, scale and queries in words.
+        level: head, layer or model.
+        sinks: how many of the keys, the last ones, are learned sink tokens.
+        defined: which steps have scores; a row that has ended has none.
+        padding: number of padding positions before the row's first token.
     """
 
     largest: list[int]
@@ -36,7 +48,7 @@ class Track:
     padding: int = 0
 
     def from_first_token(self, padding: int) -> "Track":
-        """The same with keys that count from the row's first token."""
+        """The same track with keys that count from the row's first token instead of the canvas's."""
         return replace(
             self,
             largest=[key - padding if key >= 0 else key for key in self.largest],
@@ -47,7 +59,7 @@ class Track:
         )
 
     def blocks(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int] | None]:
-        """The row's own part of the block of every step, as (start, stop); None where the row has ended."""
+        """The part of each step's block in this row, as (start, stop); None where the row has ended."""
         canvas = self.content[: len(self.content) - self.sinks]
         low, high = (min(canvas), max(canvas) + 1) if canvas else (0, 0)
         own = [(max(start - self.padding, low), min(stop - self.padding, high)) for start, stop in spans]
@@ -58,8 +70,8 @@ def track_of(given: Source, detector: Detector | None, layer: int | None, head: 
     """The track of one layer, head and row.
 
     Raises:
-        TypeError: something without steps, or a detector beside what was already judged.
-        ValueError: a layer, head or row that is not there, or another level.
+        TypeError: an input without steps, or a detector with `Sinks` or `Trajectories`.
+        ValueError: an unknown layer, head or row, or another level.
     """
     if isinstance(given, Sinks | Trajectories):
         if detector is not None:
@@ -67,7 +79,9 @@ def track_of(given: Source, detector: Detector | None, layer: int | None, head: 
                 f"these {type(given).__name__} were found by {given.detector}; a detector goes with a Received"
             )
         return (
-            _of_sinks(given, layer, head, row) if isinstance(given, Sinks) else _followed(given, layer, head, row)
+            _of_sinks(given, layer, head, row)
+            if isinstance(given, Sinks)
+            else _of_trajectories(given, layer, head, row)
         )
     shown = choose(given, layer, head, row)
     padding = 0 if shown.received.padding is None else int(shown.received.padding[0])
@@ -76,11 +90,11 @@ def track_of(given: Source, detector: Detector | None, layer: int | None, head: 
     return _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
 
 
-def followed(given: Source, detector: Detector | None) -> Trajectories:
-    """The paths of the sinks, by the rule of `track_of`.
+def trajectories_of(given: Source, detector: Detector | None) -> Trajectories:
+    """The trajectories of the sinks, by the same rule as `track_of`.
 
     Raises:
-        TypeError: something without steps, or a detector beside what was already judged.
+        TypeError: an input without steps, or a detector with `Trajectories`.
     """
     if isinstance(given, Trajectories):
         return given
@@ -90,23 +104,23 @@ def followed(given: Source, detector: Detector | None) -> Trajectories:
 
 
 def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Track:
-    """One layer, head and row of Sinks."""
+    """The track of one layer, head and row of `Sinks`."""
     if "step" not in sinks.dims:
         raise TypeError(f"{sinks!r} has no steps to follow; give a Received or Sinks with a step axis")
     _check_level("Sinks", sinks.level, layer, head)
     sizes = dict(zip(sinks.dims, sinks.is_sink.shape, strict=True))
-    wanted: dict[str, tuple[int | None, Sequence[int]]] = {
+    axes: dict[str, tuple[int | None, Sequence[int]]] = {
         "batch": (row, range(sizes.get("batch", 1))),
         "layer": (layer, sinks.layers),
         "head": (head, range(sizes.get("head", 1))),
     }
-    place = {n: index_of(n, i, there) for n, (i, there) in wanted.items() if n in sizes and i is not None}
-    there = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
+    place = {n: index_of(n, i, all_of) for n, (i, all_of) in axes.items() if n in sizes and i is not None}
+    content = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
     if sinks.masked is not None:
-        there = there | _at(sinks.masked, _rows(sinks), place).any(0)
+        content = content | _at(sinks.masked, _rows(sinks), place).any(0)
     tokens = None if sinks.tokens is None else _at(sinks.tokens, _rows(sinks), place)[-1].tolist()
     padding = 0 if sinks.padding is None else int(sinks.padding[row])
-    return _track(sinks, place, there.nonzero().flatten().tolist(), tokens).from_first_token(padding)
+    return _track(sinks, place, content.nonzero().flatten().tolist(), tokens).from_first_token(padding)
 
 
 def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list[int] | None) -> Track:
@@ -128,17 +142,17 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
     )
 
 
-def _followed(paths: Trajectories, layer: int | None, head: int | None, row: int) -> Track:
-    """One layer, head and row of Trajectories, whose largest key is known where it is a sink."""
+def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, row: int) -> Track:
+    """The track of one layer, head and row of `Trajectories`, which hold the largest key where it is a sink."""
     _check_level("Trajectories", paths.level, layer, head)
     layers = 0 if layer is None else index_of("layer", layer, paths.layers)
     heads = 0 if head is None else index_of("head", head, range(paths.main.shape[3]))
     row = index_of("row", row, range(paths.main.shape[1]))
     largest = paths.main[:, row, layers, heads].tolist()
-    there = paths.scored[:, row].any(0)
+    content = paths.scored[:, row].any(0)
     masked = None if paths.masked is None else paths.masked[:, row]
     if masked is not None:
-        there = there | masked.any(0)
+        content = content | masked.any(0)
     final = paths.final_tokens
     if final is None and paths.tokens is not None:
         final = paths.tokens[-1]
@@ -146,7 +160,7 @@ def _followed(paths: Trajectories, layer: int | None, head: int | None, row: int
         largest=largest,
         passes=[position >= 0 for position in largest],
         masked=masked,
-        content=there.nonzero().flatten().tolist(),
+        content=content.nonzero().flatten().tolist(),
         tokens=None if final is None else final[row].tolist(),
         tokenizer=paths.tokenizer,
         rule=f"{paths.detector}; scale: {paths.scale}; queries: {paths.queries}",
@@ -159,8 +173,8 @@ def _followed(paths: Trajectories, layer: int | None, head: int | None, row: int
 def _check_level(what: str, level: Level, layer: int | None, head: int | None) -> None:
     if level_of(layer, head) != level:
         raise ValueError(
-            f"these {what} are of level {level!r}, but layer={layer}, head={head} asks for "
-            f"{level_of(layer, head)!r}; find_sinks again with level="
+            f"these {what} are of level {level!r}, but layer={layer}, head={head} are of "
+            f"{level_of(layer, head)!r}; call find_sinks with level="
         )
 
 
@@ -169,5 +183,5 @@ def _rows(sinks: Sinks) -> tuple[str, ...]:
 
 
 def _at(tensor: Tensor, dims: Sequence[str], place: dict[str, int]) -> Tensor:
-    """[step, key] of a tensor with more axes."""
+    """One place of a tensor with more axes than [step, key]."""
     return tensor[tuple(slice(None) if name in ("step", "key") else place.get(name, 0) for name in dims)]

@@ -106,7 +106,7 @@ def test_undefined_cells_are_blank_and_explained(received):
 @pytest.mark.parametrize(
     ("scale", "layer", "head", "sentences"),
     [
-        ("relative to uniform", 7, 2, ["relative to uniform (1 = even)", "level: head (layer 7, head 2)"]),
+        ("relative to uniform", 7, 2, ["relative to uniform (1 = uniform)", "level: head (layer 7, head 2)"]),
         ("column sum", 4, None, ["column sum (in queries)", "level: layer (head mean of layer 4)"]),
         ("relative to uniform", None, None, ["level: model (mean over layers and heads)"]),
     ],
@@ -271,12 +271,12 @@ def test_captions_break_between_parts():
         (lambda r: incoming_attention(r, layer=5, head=0), ValueError, "layer 5 is not among the layers 4, 7"),
         (lambda r: incoming_attention(r, layer=4, head=3), ValueError, "head 3 is not among the heads 0, 1, 2"),
         (lambda r: incoming_attention(r, layer=4, head=0, row=2), ValueError, "row 2 is not among the rows 0, 1"),
-        (lambda r: incoming_attention(r, layer=None, head=0), ValueError, "head 0 of which layer"),
+        (lambda r: incoming_attention(r, layer=None, head=0), ValueError, "head 0 has no layer"),
         (lambda r: incoming_attention(r, layer=4, head=0, steps=[6]), ValueError, "steps go from 0 to 5"),
         (lambda r: incoming_attention(r, layer=4, head=0, steps=[]), ValueError, "steps is empty"),
         (lambda r: incoming_attention(r.values, layer=4, head=0), TypeError, "first argument is a Tensor"),
         (lambda r: sink_positions(find_sinks(r, TopK(1)), TopK(1), layer=4, head=0), TypeError, "a detector goes"),
-        (lambda r: sink_positions(find_sinks(r, TopK(1)), layer=4, head=None), ValueError, "asks for 'layer'"),
+        (lambda r: sink_positions(find_sinks(r, TopK(1)), layer=4, head=None), ValueError, "are of 'layer'"),
         (lambda r: sink_positions(find_sinks(r, TopK(1)), layer=5, head=0), ValueError, "layer 5 is not among"),
     ],
 )

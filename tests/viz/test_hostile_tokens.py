@@ -129,7 +129,7 @@ def test_pages_take_nothing_for_markup(hostile, tmp_path):
         assert "<img src=x" not in view._repr_html_()
     page = dl.viz.report(rec, tmp_path / "report.html").read_text()
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
-    words = data["recordings"][0]["words"]
+    words = data["recordings"][0]["texts"]
     assert all(inert(word, lines=False) for word in words)
     assert inert(data["recordings"][0]["text"].replace("\t", ""))
     # A word in a page is the word in a table, but for its length.

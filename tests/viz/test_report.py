@@ -20,7 +20,7 @@ from dlm_lens.viz.reporting import report
 from dlm_lens.viz.reporting.data import Subject, content_of
 from dlm_lens.viz.reporting.packing import narrow, packed
 from dlm_lens.viz.reporting.page import embedded
-from dlm_lens.viz.reporting.score_precision import LADDER, MARGIN, Rung, Scores
+from dlm_lens.viz.reporting.score_precision import PRECISIONS, MARGIN, Precision, Scores
 
 PROMPTS = ["Tom has 5 apples and buys 3 more.", "Mia has 2 eggs."]
 NUMPY = {"f8": "<f8", "f4": "<f4", "f2": "<f2", "u4": "<u4", "u2": "<u2", "u1": "u1"}
@@ -100,9 +100,9 @@ def test_padding_is_left_out_and_learned_sinks_stand_behind_the_canvas(recording
     ids = np.array(found["ids"])[unpacked(found["tokens"])]
     assert ids[:, :-1].tolist() == run.canvases[:, 1, first:].tolist()
     assert set(ids[:, -1]) == {-1}
-    assert found["words"][found["ids"].index(-1)] == "sink(0)"
+    assert found["texts"][found["ids"].index(-1)] == "sink(0)"
     token = int(run.tokens[1, -1])
-    assert found["words"][found["ids"].index(token)] == recording.words[token]
+    assert found["texts"][found["ids"].index(token)] == recording.words[token]
 
 
 def test_facts(recording):
@@ -144,10 +144,10 @@ def noise(patterns=6, steps=4, keys=40, seed=0):
     return values
 
 
-@pytest.mark.parametrize("rung", [Rung(3), Rung(2, 2.0), Rung(1), Rung(5, 0.5)])
-def test_from_the_limit_on_every_sink_is_kept(rung):
+@pytest.mark.parametrize("precision", [Precision(3), Precision(2, 2.0), Precision(1), Precision(5, 0.5)])
+def test_from_the_limit_on_every_sink_is_kept(precision):
     scores = Scores(noise())
-    kept = scores.kept(rung)
+    kept = scores.kept(precision)
     limits = scores.limits(kept)
 
     def outside(rule):
@@ -162,14 +162,14 @@ def test_from_the_limit_on_every_sink_is_kept(rung):
     assert outside(dl.AboveMean(limits["above-mean"] - slack)) > 0
     assert outside(dl.AboveStd(limits["above-std"] - slack)) > 0
     assert outside(dl.TopK(int(limits["top-k"]) + 1)) > 0
-    if rung.eps < 10:
-        assert limits["above-mean"] <= rung.eps
+    if precision.eps < 10:
+        assert limits["above-mean"] <= precision.eps
 
 
 def test_kept_scores_are_the_strongest_and_exact():
     values = noise()
     scores = Scores(values)
-    kept = scores.kept(Rung(3, 2.0))
+    kept = scores.kept(Precision(3, 2.0))
     assert kept[3].tolist() == [0, 0, 0, 0]
     assert int(kept[2, 1]) >= 3
     parts = {name: unpacked(part) for name, part in scores.strongest(kept).items()}
@@ -211,9 +211,9 @@ def test_bins_bracket_every_score(colours):
 
 def test_scores_stored_in_half_precision_take_half_the_room():
     values = noise().half().float()
-    part = Scores(values).strongest(Scores(values).kept(Rung(0)))["score"]
+    part = Scores(values).strongest(Scores(values).kept(Precision(0)))["score"]
     assert part["dtype"] == "f2"
-    assert Scores(noise()).strongest(Scores(values).kept(Rung(0)))["score"]["dtype"] == "f4"
+    assert Scores(noise()).strongest(Scores(values).kept(Precision(0)))["score"]["dtype"] == "f4"
     expected = values[~values.isnan()].sort().values
     np.testing.assert_array_equal(np.sort(unpacked(part).astype(np.float32)), expected.numpy())
 
@@ -239,7 +239,7 @@ def test_the_budget_is_kept_by_giving_up_weak_keys(recording, share):
 def test_a_budget_out_of_reach_is_said(recording, caplog):
     found = content(recording, budget=1000)
     assert "instead of" in caplog.text
-    assert found["exact"]["fewest"] == LADDER[-1].strongest
+    assert found["exact"]["fewest"] == PRECISIONS[-1].strongest
 
 
 def test_json_cannot_leave_its_element():

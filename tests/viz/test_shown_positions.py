@@ -100,7 +100,7 @@ def test_figures_do_not_depend_on_what_stands_beside(pair):
 def test_reports_and_views_do_not_depend_on_what_stands_beside(pair):
     model, beside, alone, _ = pair
     ours, theirs = content_of(Subject.of(beside, 1)), content_of(Subject.of(alone, 0))
-    for name in ("positions", "prompt", "text", "words"):
+    for name in ("positions", "prompt", "text", "texts"):
         assert ours[name] == theirs[name]
     assert ours["positions"][0] == 0
     assert (ours["padding"], theirs["padding"]) == (PADDING, 0)

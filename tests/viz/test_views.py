@@ -118,7 +118,7 @@ def test_text_emerges(run):
         assert [token.strip() == "▢" for token in piece.props["tokens"]] == masked.tolist()
         before = masked
     assert sum(sum(piece.props["values"]) for piece in view.pieces) == 8
-    with pytest.raises(ValueError, match="step 4 is not there"):
+    with pytest.raises(ValueError, match="step 4 does not exist"):
         dl.viz.emerging_text(run, steps=[4])
 
 

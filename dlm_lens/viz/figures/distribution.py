@@ -1,4 +1,4 @@
-"""`score_distribution`: Figures 3 and 9 of 2510.15731, a few keys receive very much and most almost nothing."""
+"""`score_distribution`: how many keys have which score (2510.15731, Figures 3 and 9)."""
 
 from dataclasses import dataclass
 
@@ -34,22 +34,21 @@ def score_distribution(
 ) -> Figure:
     """Share of keys whose score is at least x, on logarithmic axes, for early to late steps.
 
-    After Figures 3 and 9 of 2510.15731, as the tail of the distribution, in which 1 of 1,000 keys can be read.
-    Without a layer every head counts on its own; with a layer its heads, with a head that head alone. Bands are
-    95% intervals (bootstrap over sequences; none for one sequence). The grey line is the median threshold of the
-    rule.
+    After Figures 3 and 9 of 2510.15731, drawn as the tail of the distribution, which shows a share of one key in
+    1,000. The scores are those of single heads: of all layers, of one layer, or of one head. Bands are 95%
+    intervals (bootstrap over sequences; none for one sequence). The grey line is the median threshold of the rule.
 
     Args:
         received: from `received_over_steps`, or a recording with ReceivedAttention.
         layer: index of the layer in the model; None for all layers.
         head: index of the head; None for all heads.
-        parts: in how many equal parts of the run the steps are taken together, at most 4.
+        parts: how many equal parts of the run to draw separately, at most 4.
         detector: the rule of the threshold; `AboveMean(3.0)`, Eq. 3, by default.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
-        ValueError: a layer or head that is not there, an unknown number of parts, a rule of another quantity.
+        ValueError: an unknown layer or head, a number of parts out of range, or a rule that reads hidden states.
     """
     received, rule = as_received(received), AboveMean(3.0) if detector is None else detector
     level_of(layer, head)
@@ -97,7 +96,7 @@ def _draw(options: PlotOptions) -> Figure:
 
 
 def _part(received: Received, layer: int | None, head: int | None) -> Received:
-    """One layer, one head, or all."""
+    """Received attention of one layer, one head, or all."""
     if layer is not None:
         place = index_of("layer", layer, received.layers)
         received = received.part(layers=slice(place, place + 1))
@@ -108,7 +107,7 @@ def _part(received: Received, layer: int | None, head: int | None) -> Received:
 
 
 def _name_axes(axes: Axes, scale: str) -> None:
-    """Both logarithmic, with plain numbers."""
+    """Make both axes logarithmic, with plain numbers as labels."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -125,7 +124,7 @@ def _name_axes(axes: Axes, scale: str) -> None:
 
 @dataclass(frozen=True)
 class _Counts:
-    """How many keys have a score of at least x: above and defined are [sequence, part, x]."""
+    """Numbers of keys with a score of at least x, and of keys with any score: [sequence, part, x]."""
 
     x: NDArray[np.float64]
     above: NDArray[np.float64]
@@ -136,10 +135,10 @@ class _Counts:
 
 def _count(received: Received, rule: Detector, groups: list[NDArray[np.int64]]) -> _Counts:
     scores, scale = received.read(rule.quantity)
-    known = scores[~scores.isnan()]
-    if not len(known):
+    defined_scores = scores[~scores.isnan()]
+    if not len(defined_scores):
         raise ValueError("no key has a score; nothing to draw")
-    top, lowest = float(known.max()), float(known[known > 0].min())
+    top, lowest = float(defined_scores.max()), float(defined_scores[defined_scores > 0].min())
     x = np.geomspace(max(lowest, top * 1e-4), top, POINTS)
     above = np.zeros((scores.shape[1], len(groups), POINTS))
     defined = np.zeros_like(above)

@@ -1,4 +1,4 @@
-"""`sink_emergence`: how attention sinks come into being while a model trains."""
+"""`sink_emergence`: sink statistics of a model during training."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ MEASURED = "sink/main_share"
 
 
 def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: str = "") -> Figure:
-    """Sink statistics of a training run over its steps, at the run's fixed probe batch.
+    """Sink statistics over the steps of a training run, measured on its fixed probe batch.
 
-    Four panels: part of the canvas's attention that the sink of each layer receives (the learned sink tokens
-    together, or the key that receives most where there are none); value norm of the main sink over that of the
-    others in the same state (masked or not), and of the learned sinks over the canvas; share of (row, layer, head)
-    maps whose main sink differs between the most and the least masked canvas, and between one probe and the next;
-    the loss.
+    Four panels. Share of the canvas's attention that the sink of each layer receives: the learned sink tokens
+    together, or without them the key with the most attention. Ratio of the value norm of the main sink to that of
+    other tokens in the same state (masked or not), and of the learned sinks to the canvas. Share of (row, layer,
+    head) patterns whose main sink differs between the most and the least masked canvas, and between one probe and
+    the next. The loss.
 
     Args:
-        history: `trainer.state.log_history`, or a checkpoint's directory.
-        title: what stands in front of the caption.
+        history: `trainer.state.log_history`, or the directory of a checkpoint.
+        title: the beginning of the caption.
 
     Raises:
         FileNotFoundError: a directory without a training state.
@@ -47,9 +47,9 @@ def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: 
     figure = NotebookFigure(figsize=(9, 6), layout="constrained")
     axes = dict(zip((SHARE, NORM, MOVES, LOSS), figure.subplots(2, 2).flat, strict=True))
     _layers(figure, axes[SHARE], probes)
-    axes[SHARE].set_title("Attention received by the learned sinks" if learned else "By the key that receives most")
-    axes[SHARE].set_ylabel("part of all attention")
-    _line(axes[NORM], probes, "sink/value_norm_ratio", "main sink / others alike")
+    axes[SHARE].set_title(f"Attention received by the {'learned sinks' if learned else 'largest key'}")
+    axes[SHARE].set_ylabel("share of all attention")
+    _line(axes[NORM], probes, "sink/value_norm_ratio", "main sink / others in the same state")
     _line(axes[NORM], probes, "sink/learned_norm_ratio", "learned sinks / canvas")
     axes[NORM].axhline(1.0, color="0.6", linewidth=0.8, linestyle="--")
     axes[NORM].set_title("Value norm")
@@ -83,19 +83,19 @@ def _entries(history: Sequence[Mapping[str, Any]] | str | Path) -> Sequence[Mapp
         return history
     file = Path(history) / "trainer_state.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there; give a checkpoint's directory of a training run")
-    held: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["log_history"]
-    return held
+        raise FileNotFoundError(f"{file} does not exist; give the directory of a checkpoint of a training run")
+    log: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["log_history"]
+    return log
 
 
 def _line(axis: Axes, entries: Sequence[Mapping[str, Any]], name: str, label: str, **style: Any) -> None:
-    held = [(entry["step"], entry[name]) for entry in entries if name in entry]
-    if held:
-        axis.plot(*np.array(held, dtype=float).T, label=label, **style)
+    points = [(entry["step"], entry[name]) for entry in entries if name in entry]
+    if points:
+        axis.plot(*np.array(points, dtype=float).T, label=label, **style)
 
 
 def _layers(figure: Figure, axis: Axes, probes: Sequence[Mapping[str, Any]]) -> None:
-    """A line per layer, dark to bright from the first to the last."""
+    """A line per layer, from dark (the first layer) to bright (the last)."""
     names = sorted(name for name in probes[0] if name.startswith(LAYER))
     steps: npt.NDArray[np.float64] = np.array([probe["step"] for probe in probes], dtype=float)
     scale = Normalize(0, max(1, len(names) - 1))

@@ -1,4 +1,4 @@
-"""`sinks_over_eps`: Figure 10 of 2510.15731, how many keys are sinks as the threshold grows."""
+"""`sinks_over_eps`: how many keys are sinks as the threshold grows (2510.15731, Figure 10)."""
 
 from collections.abc import Sequence
 
@@ -32,19 +32,20 @@ def sinks_over_eps(
 ) -> Figure:
     """Share of keys that are sinks by Eq. 3, and of patterns that have one, as eps grows.
 
-    After Figure 10 of 2510.15731. One line for every sequence length S, since the same eps means something else at
-    another length. Bands are 95% intervals (bootstrap over sequences; none for one sequence).
+    After Figure 10 of 2510.15731. One line for every sequence length S, since scores relative to uniform range from
+    0 to S: the same eps is another share of attention at another length. Bands are 95% intervals (bootstrap over
+    sequences; none for one sequence).
 
     Args:
-        sweep: the table of `eps_sweep`, or what it takes.
+        sweep: the table of `eps_sweep`, a `Received` or a recording.
         eps_values: thresholds for a `Received` or a recording; 0.25 to 16 in quarters by default.
-        level: whose patterns are judged; for a table, its own.
-        marked: the eps to draw a line at, 3 in the paper; None for none.
-        title: what stands in front of the caption, such as the model's name.
+        level: which patterns are judged; ignored for a table, which has its own.
+        marked: the eps at which to draw a line, 3 in the paper; None for no line.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
-        TypeError: something else, or eps_values beside a table.
-        ValueError: a table of something else.
+        TypeError: another type, or a table and eps_values.
+        ValueError: a table without the columns of `eps_sweep`.
     """
     if isinstance(sweep, pd.DataFrame):
         if eps_values is not None:

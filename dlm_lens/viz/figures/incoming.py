@@ -1,4 +1,4 @@
-"""`incoming_attention`: Figure 1 of 2510.15731, what every token receives, step by step."""
+"""`incoming_attention`: the attention that every token receives, step by step (2510.15731, Figure 1)."""
 
 from collections.abc import Sequence
 
@@ -43,20 +43,20 @@ def incoming_attention(
 ) -> Figure:
     """Heat map of the attention that every position receives (across) at every step (down).
 
-    After Figure 1 of 2510.15731. The tokens on the axis are the final text; a dot marks a cell whose position
-    is still masked at that step, a grey cell has no defined score. Padding is left out.
+    After Figure 1 of 2510.15731. The tokens on the axis are those of the final text. A dot marks a position that is
+    still masked at that step; a grey cell has no defined score. Padding is not drawn.
 
     Args:
         received: from `received_over_steps`, or a recording with ReceivedAttention.
         layer: index of the layer in the model; None for the mean over layers and heads.
         head: index of the head; None for the mean over heads.
-        row: which sequence of the batch.
+        row: index of the sequence in the batch.
         steps: the steps to show, in this order; None for all that the row ran.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
-        ValueError: a layer, head, row or step that is not there.
+        ValueError: a layer, head, row or step that the recording does not have.
     """
     received = as_received(received)
     shown = choose(received, layer, head, row)
@@ -107,11 +107,11 @@ def _draw(options: PlotOptions) -> Figure:
 
 def _steps(shown: Selection, steps: Sequence[int] | None) -> list[int]:
     count = len(shown.scores)
-    # Behind the end of a row there is nothing to show.
+    # A row that has ended has no scores at later steps.
     chosen = list(range(shown.steps)) if steps is None else [int(step) for step in steps]
     for step in chosen:
         if not 0 <= step < count:
-            raise ValueError(f"step {step} is not there; steps go from 0 to {count - 1}")
+            raise ValueError(f"step {step} does not exist; steps go from 0 to {count - 1}")
     if not chosen:
         raise ValueError("steps is empty; give at least one, or None for all")
     return chosen
@@ -119,13 +119,13 @@ def _steps(shown: Selection, steps: Sequence[int] | None) -> list[int]:
 
 def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
     step, position = masked.nonzero()
-    # White with a dark rim: visible on both ends of the colour map.
+    # White with a dark rim, which is visible on every colour of the map.
     size = 5.0 if max(masked.shape) <= 128 else 0.6
     axes.scatter(position + 0.5, step + 0.5, s=size, c="white", edgecolors="black", linewidths=0.25, gid="masked")
 
 
 def _name_axes(axes: Axes, shown: Selection, positions: list[int], chosen: list[int]) -> None:
-    """Tokens below, positions from the prompt's first token above, steps on the left."""
+    """Label the axes: tokens below, positions (from the prompt's first token) above, steps on the left."""
     every = -(-len(positions) // 110)
     named = range(0, len(positions), every)
     if shown.final is None:
@@ -139,9 +139,9 @@ def _name_axes(axes: Axes, shown: Selection, positions: list[int], chosen: list[
     if sinks:
         axes.axvline(len(positions) - sinks, color="white", linewidth=2.5, gid="sinks")
     first = positions[0] if positions else 0
-    shown_at = [position - first for position in positions[: len(positions) - sinks]]
-    numbered = [i for i, position in enumerate(shown_at) if position % (8 * every) == 0]
-    above.set_xticks([i + 0.5 for i in numbered], [str(shown_at[i]) for i in numbered], fontsize=7)
+    labels = [position - first for position in positions[: len(positions) - sinks]]
+    numbered = [i for i, position in enumerate(labels) if position % (8 * every) == 0]
+    above.set_xticks([i + 0.5 for i in numbered], [str(labels[i]) for i in numbered], fontsize=7)
     above.set_xlabel("position", fontsize=8)
     skip = -(-len(chosen) // 16)
     axes.set_yticks([i + 0.5 for i in range(0, len(chosen), skip)], [str(s) for s in chosen[::skip]], fontsize=7)
@@ -149,7 +149,7 @@ def _name_axes(axes: Axes, shown: Selection, positions: list[int], chosen: list[
 
 
 def _explain(figure: Figure, viewers: int, *, masked: bool, undefined: bool) -> None:
-    """Legend of the marks that occur."""
+    """Draw a legend of the marks that occur."""
     handles: list[Artist] = []
     if masked:
         dot = Line2D([], [], linestyle="", marker="o", markersize=4, mfc="white", mec="black", mew=0.4)
@@ -157,7 +157,7 @@ def _explain(figure: Figure, viewers: int, *, masked: bool, undefined: bool) -> 
         handles.append(dot)
     if undefined:
         handles.append(
-            Patch(facecolor=UNDEFINED, label=f"undefined (seen by fewer than {viewers} counted queries)")
+            Patch(facecolor=UNDEFINED, label=f"undefined (visible to fewer than {viewers} counted queries)")
         )
     if handles:
         figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=7, frameon=False)

@@ -1,4 +1,4 @@
-"""Text in figures: tokens as labels that cannot break a picture, captions that name scale, level and rule."""
+"""Text in figures: tokens as labels without markup, and captions that name scale, level and rule."""
 
 import textwrap
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from dlm_lens.sampling.token_text import MORE, TokenTexts, shown
 from dlm_lens.sinks import Level, Scale
 
 PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
-"""For every text that may hold a token: nothing in it is markup ($ would start a formula, \\ a TeX command)."""
+"""Keyword arguments of every text that may hold a token, so that $ and \\ in it are no markup."""
 
 WRITTEN_LATER = "masked (not yet written)"
 
 SCALE_LABELS: dict[Scale, str] = {
-    "relative to uniform": "received attention\nrelative to uniform (1 = even)",
+    "relative to uniform": "received attention\nrelative to uniform (1 = uniform)",
     "column sum": "received attention\ncolumn sum (in queries)",
     "share of attention": "share of attention\n(of all counted queries', 0 to 1)",
 }
@@ -51,13 +51,13 @@ def _drawable(character: str) -> bool:
 
 
 def counted_keys(keys: int, sinks: int) -> str:
-    """How many positions, and learned sink tokens among the keys, for captions."""
+    """The numbers of positions and of learned sink tokens among the keys, for captions."""
     learned = f" and {sinks} learned sink token{'s' * (sinks > 1)}" if sinks else ""
     return f"{keys - sinks} positions{learned}"
 
 
 def level_label(level: Level, layer: int | None, head: int | None) -> str:
-    """The level and what it was taken of, for captions."""
+    """The level with its layer and head, for captions."""
     return {
         "head": f"level: head (layer {layer}, head {head})",
         "layer": f"level: layer (head mean of layer {layer})",
@@ -66,7 +66,7 @@ def level_label(level: Level, layer: int | None, head: int | None) -> str:
 
 
 def note(axes: Axes, text: str, height: float = 0.5) -> None:
-    """Say in an axes, at a part of its height, that there is nothing, or next to nothing, to see in it."""
+    """Write a note into axes that show nothing, at a share of their height."""
     box = {"facecolor": "white", "edgecolor": "0.8", "alpha": 0.85, "pad": 3.0}
     axes.text(
         0.5, height, text, transform=axes.transAxes, ha="center", va="center", fontsize=7.5, color="0.35",
@@ -75,7 +75,7 @@ def note(axes: Axes, text: str, height: float = 0.5) -> None:
 
 
 def caption(parts: Sequence[str], width: float) -> str:
-    """The parts of a caption on as many lines as fit `width` inches in 8 point; no part is broken if it fits."""
+    """A caption of 8 points in lines of `width` inches, which breaks between its parts where they fit."""
     room = max(40, int(width * 14))
     lines: list[str] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""`lens_table`: what a lens reads in every layer, over steps at one position or over positions at one step."""
+"""`lens_table`: the likeliest token of a lens in every layer, over the steps or over the positions."""
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -23,22 +23,22 @@ def lens_table(
 ) -> Figure:
     """Likeliest token by layer (up) and step or position (across), coloured by its probability.
 
-    A red frame marks a cell whose likeliest token is the one finally written; only columns that the model was
-    predicted to fill (blue strip: masked at the step) can have one, since the loss never trained what the others
-    say. Below, the token that the step saw. At most 20 columns, spread evenly, are drawn; the caption says of how
-    many.
+    A red frame marks a cell whose likeliest token is the one finally decoded. Only columns where the model predicts
+    a masked token (blue strip) can have one, since the loss does not train the logits at visible positions. The
+    labels below are the tokens of the step's canvas. At most 20 columns, evenly spread, are drawn; the caption
+    gives the number of all.
 
     Args:
         lens: from `logit_lens`.
-        position: one canvas position, over the steps; learned sink tokens stand behind the canvas. The figure
-            counts it from the prompt's first token.
-        step: or one step, over the positions.
-        row: which sequence of the batch.
-        title: what stands in front of the caption, such as the model's name.
+        position: a canvas position, to draw it over the steps; learned sink tokens follow the canvas. The figure
+            counts positions from the prompt's first token.
+        step: a step, to draw it over the positions, instead of `position`.
+        row: index of the sequence in the batch.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: not a `LogitLens`.
-        ValueError: both or neither of position and step, or nothing read there.
+        ValueError: both or neither of position and step, or an entry that the lens has not read.
     """
     if not isinstance(lens, LogitLens):
         raise TypeError(f"the first argument is a {type(lens).__name__}; give the LogitLens of logit_lens")
@@ -71,8 +71,8 @@ def lens_table(
     bar.ax.tick_params(labelsize=7)
     bar.set_label("probability of the\nlikeliest token", fontsize=8)
     frame = Line2D([], [], linestyle="", marker="s", markersize=7, mfc="none", mec=RIGHT, mew=1.4)
-    frame.set_label("the token finally written")
-    predicted = Patch(facecolor=MASKED, label="masked where it predicts (predicted)")
+    frame.set_label("the token finally decoded")
+    predicted = Patch(facecolor=MASKED, label="masked position, which the model predicts")
     figure.legend(handles=[frame, predicted], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     many = "s" * (count > 1)
     where = f"step {step}, {count} position{many}" if position is None else f"{shown}, {count} step{many}"
@@ -83,7 +83,7 @@ def lens_table(
         *([title] if title else []),
         lens.lens.capitalize() if lens.lens == "logit lens" else lens.lens,
         "scale: probability",
-        "level: residual stream behind each layer",
+        "level: residual stream after each layer",
         *hooks,
         f"{where}, n = 1 sequence (row {row})",
     ]
@@ -114,7 +114,7 @@ def _shown(lens: LogitLens, position: int, padding: int) -> str:
 
 
 def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
-    """The tokens in their cells, red frames, and a strip above the columns that were predicted."""
+    """Write the tokens into their cells; draw red frames, and a strip above the columns of masked positions."""
     viridis = colormaps["viridis"]
     layers = len(lens.layers)
     for column, entry in enumerate(entries.tolist()):
@@ -161,4 +161,4 @@ def _name_axes(axes: Axes, lens: LogitLens, entries: Tensor, across: Tensor, pos
     if len(labels) > 12 or max(map(len, seen)) > 6:
         for label in axes.get_xticklabels():
             label.set_rotation(90)
-    axes.set_xlabel(f"{'position' if positions else 'step'}, and the token that it saw", fontsize=8)
+    axes.set_xlabel(f"{'position' if positions else 'step'}, and its token on the canvas", fontsize=8)

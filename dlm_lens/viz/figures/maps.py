@@ -1,4 +1,4 @@
-"""`attention_maps`: the pattern itself at two steps, with the sinks marked (2510.15731, Figures 4, 6 and 8)."""
+"""`attention_maps`: patterns at a few steps with the sinks marked (2510.15731, Figures 4, 6 and 8)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,10 +41,10 @@ def attention_maps(
 ) -> Figure:
     """Attention A_ij of query i (down) on key j (across) at a few steps side by side, with the sinks marked.
 
-    After Figures 4, 6 and 8 of 2510.15731 and Figure 1 of "One Token Is Enough". A filled triangle stands over the
-    largest sink, hollow ones over the other sinks by the rule; blue strips along the edges are masked positions.
-    Colours follow the root of A_ij, so that weak attention shows beside a sink; the maps share one scale. Learned
-    sink tokens stand behind the canvas, behind a white line. The steps are run again on what they saw.
+    After Figures 4, 6 and 8 of 2510.15731 and Figure 1 of 2601.19657. A filled triangle marks the largest sink,
+    hollow ones the other sinks by the rule; blue strips along the edges mark masked positions. Colours follow the
+    square root of A_ij, so that weak attention is visible next to a sink, and all maps share one scale. After a
+    white line follow the learned sink tokens. The model runs again on the canvas of each step.
 
     Args:
         model: the model of the run, as `dlm_lens.load` returned it.
@@ -52,16 +52,16 @@ def attention_maps(
         steps: one to four steps.
         layer: index of the layer.
         head: index of the head; None for the mean over heads.
-        row: which sequence of the batch.
+        row: index of the sequence in the batch.
         detector: the rule of the marked sinks, on this map's scores; `AboveMean(3.0)`, Eq. 3, by default.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: no or too many steps; a step, layer, head or row that is not there.
+        ValueError: no step or too many; a step, layer, head or row that the run does not have.
     """
     if not 1 <= len(steps) <= MOST_MAPS:
-        raise ValueError(f"{len(steps)} steps; give one to {MOST_MAPS} to stand side by side")
+        raise ValueError(f"{len(steps)} steps; give one to {MOST_MAPS}")
     rule = AboveMean(3.0) if detector is None else detector
     shots = [snapshot(model, run, step=int(step), layer=layer, row=row) for step in steps]
     heads = shots[0].pattern.shape[0]
@@ -83,7 +83,7 @@ def attention_maps(
         axes.set_title(_panel_title(shot, sinks), fontsize=8, pad=3, **PLAIN)
     bar = figure.colorbar(mesh, ax=list(panels), pad=0.01, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("attention $A_{ij}$ (rows sum to 1; root scale)", fontsize=8)
+    bar.set_label("attention $A_{ij}$ (rows sum to 1; square root scale)", fontsize=8)
     masked = any(bool(shot.masked.any()) for shot in shots)
     _explain(figure, masked=masked, sinks=any(found), causal=shots[0].causal)
     counts = dict.fromkeys(counted_keys(len(shot.tokens), shot.sinks) for shot in shots)
@@ -120,19 +120,19 @@ def _draw(options: PlotOptions) -> Figure:
 
 
 def _of_head(shot: Snapshot, head: int | None, heads: int) -> torch.Tensor:
-    """The canvas's queries of a head, or of the mean over heads."""
+    """The rows of the canvas's queries in the pattern of a head, or in the mean over heads."""
     rows = shot.pattern[:, : len(shot.positions)]
     return rows.mean(0) if head is None else rows[index_of("head", head, range(heads))]
 
 
 def _visible(shot: Snapshot, values: torch.Tensor) -> np.ma.MaskedArray:
-    """The map without what a causal model's queries do not see."""
+    """The map, in which entries that a causal model's queries cannot see are left out."""
     hidden = torch.ones_like(values).triu(1).bool().numpy() if shot.causal else False
     return np.ma.masked_array(values.numpy(), mask=hidden)
 
 
 def _frame(axes: Axes, shot: Snapshot) -> None:
-    """Room for the strips and marks around the map, queries from above."""
+    """Set limits with room for strips and marks; the first query is at the top."""
     keys, queries = len(shot.tokens), len(shot.positions)
     axes.set_xlim(-0.03 * keys, keys)
     axes.set_ylim(queries, -0.075 * queries)
@@ -142,7 +142,7 @@ def _frame(axes: Axes, shot: Snapshot) -> None:
 
 
 def _mark_masked(axes: Axes, shot: Snapshot) -> None:
-    """Strips above the keys and beside the queries that are masked."""
+    """Draw strips above masked keys and left of masked queries."""
     masked = shot.masked.float()
     colours = ListedColormap(["white", MASKED])
     keys, queries = len(shot.tokens), len(shot.positions)
@@ -169,7 +169,7 @@ def _mark_sinks(axes: Axes, shot: Snapshot, sinks: list[int]) -> None:
 
 
 def _name_tokens(axes: Axes, shot: Snapshot, sinks: list[int]) -> None:
-    """Every token on both axes, or of a long canvas every few; below, the main sink is named in any case."""
+    """Label both axes with tokens, or with every n-th of a long canvas; the main sink always has its label."""
     names = token_labels(shot.tokens, shot.tokenizer, length=8)
     every = -(-len(names) // MOST_LABELS)
     below = [key for key in range(len(names)) if key % every == 0 or key >= len(shot.positions)]

@@ -17,14 +17,14 @@ MOST_POINTS = 4000
 
 
 def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
-    """Norms of the values of sinks beside those of matched other tokens, with their means.
+    """Value norms of sinks and of matched other tokens, with their means.
 
-    After the scatter plots of Figure 1 of 2601.19657: left every drawn pair, spread sideways at random; right how
-    many have which norm. The bar is the mean, with its 95% interval (bootstrap over prompts) as a box.
+    After the scatter plots of Figure 1 of 2601.19657. Left: every sampled pair, with random horizontal offsets.
+    Right: histograms of the norms. The bar is the mean, the box its 95% interval (bootstrap over prompts).
 
     Args:
         norms: from `value_norms`.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: not a `ValueNorms`.
@@ -54,7 +54,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
         *([title] if title else []),
         f"Value norms, {norms.formula}",
         f"sinks: {norms.rule}",
-        "others: same prompt, step, layer and head" + (", masked alike" if norms.match == "masked" else ""),
+        "others: same prompt, step, layer and head" + (", same state" * (norms.match == "masked")),
         f"ratio {norms.ratio.value:.2f}" + _interval(norms.ratio.low, norms.ratio.high),
         f"n = {len(norms.sink)} pairs of {norms.found} sinks, {prompts} prompt{'s' * (prompts > 1)}",
     ]
@@ -69,7 +69,7 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
 
     Args:
         norms: from `value_norms`.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: not a `ValueNorms`.
@@ -135,7 +135,7 @@ def _norms_of(options: PlotOptions) -> ValueNorms:
 
 
 def _draw_points(points: Axes, norms: ValueNorms) -> None:
-    """Every pair, spread sideways, and the means with their intervals."""
+    """Draw every pair with a random horizontal offset, and the means with their intervals."""
     spread = np.random.default_rng(norms.seed)
     groups = (
         ("sinks", norms.sink, norms.mean_sink, SINKS, "o"),

@@ -1,4 +1,4 @@
-"""`NotebookFigure`: a matplotlib figure that a notebook shows without a magic."""
+"""`NotebookFigure`: a matplotlib figure that a notebook shows without `%matplotlib inline`."""
 
 from io import BytesIO
 
@@ -8,10 +8,10 @@ DPI = 110
 
 
 class NotebookFigure(Figure):
-    """A figure without pyplot, shown where it is the value of a cell.
+    """A figure made without pyplot, which a notebook shows as the value of a cell.
 
-    IPython asks a value for its PNG; matplotlib's own figures have one only after `%matplotlib inline`, which then
-    draws this one too, in its way and once.
+    IPython calls `_repr_png_`. Figures of matplotlib have a PNG formatter only after `%matplotlib inline`; with it,
+    IPython uses that formatter for this class too, and shows the figure once.
     """
 
     def _repr_png_(self) -> bytes:

@@ -19,7 +19,7 @@ from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, most_moving
-from dlm_lens.viz.sink_tracks import Source, Track, followed, track_of
+from dlm_lens.viz.sink_tracks import Source, Track, track_of, trajectories_of
 
 MOST_MODELS = 6
 
@@ -36,33 +36,32 @@ def sink_positions(
     blocks: Sequence[tuple[int, int]] | None = None,
     title: str = "",
 ) -> Figure:
-    """Position of the key that receives most, at every step: filled where it is a sink, hollow where it is not.
+    """Position of the key with the highest score at every step: filled where it is a sink, hollow where it is not.
 
-    After Figure 7 of 2510.15731. Shaded cells are masked at that step. The tokens of the positions that hold
-    the largest sink at some step stand on the right, as they are in the end. Positions count from the prompt's
-    first token.
+    After Figure 7 of 2510.15731. Shaded cells are masked at that step. The labels on the right are the final tokens
+    of the positions that hold the largest sink at some step. Positions count from the prompt's first token.
 
     Args:
-        sinks: from `received_over_steps`, a recording with ReceivedAttention, what `find_sinks` found with a step
-            axis, or `trajectories`, which know the largest key only where it is a sink.
+        sinks: from `received_over_steps`, a recording with ReceivedAttention, `Sinks` with a step axis, or
+            `Trajectories`, which hold the largest key only where it is a sink.
         detector: the rule for a `Received` or a recording; `AboveMean(3.0)`, Eq. 3, by default.
-        layer: index of the layer in the model; None for the mean over layers and heads. Left out, as the head: the
-            layer and head whose sinks move most often, which the caption says.
+        layer: index of the layer in the model; None for the mean over layers and heads. Without layer and head, the
+            head whose sinks move most often; the caption names it.
         head: index of the head; None for the mean over heads.
-        row: which sequence of the batch.
+        row: index of the sequence in the batch.
         blocks: the block being decoded at each step as (start, stop), `DenoisingRun.spans`, to draw the borders.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
-        TypeError: something else, or a detector beside `Sinks` or `Trajectories`.
-        ValueError: a layer, head or row that is not there, one of layer and head without the other, another level,
-            not one block per step, or no head with a sink to choose.
+        TypeError: another type, or a detector with `Sinks` or `Trajectories`.
+        ValueError: an unknown layer, head or row, a layer without a head or the reverse, another level, another
+            number of blocks than steps, or no head with a sink.
     """
     chosen = layer == head == "moving"
     if layer == "moving" or head == "moving":
         if not chosen:
             raise ValueError(f"layer={layer!r}, head={head!r}: give both, or neither for the head that moves most")
-        layer, head = most_moving(followed(sinks, detector), row)
+        layer, head = most_moving(trajectories_of(sinks, detector), row)
     track = track_of(sinks, detector, layer, head, row)
     steps, positions = len(track.largest), len(track.content)
     if blocks is not None and len(blocks) != steps:
@@ -73,7 +72,7 @@ def sink_positions(
     explain_track(figure, masked=track.masked is not None, blocks=bool(blocks))
     sentences = [
         *([title] if title else []),
-        "Position that receives most",
+        "Position with the highest score",
         f"rule: {track.rule}",
         level_label(track.level, layer, head) + ", whose sinks move most" * chosen,
         f"{counted_keys(positions, track.sinks)}, {sum(track.defined)} steps, n = 1 sequence (row {row})",
@@ -95,21 +94,21 @@ def sink_positions_by_model(
     """`sink_positions` of up to six models side by side, each with its own layer and head.
 
     Args:
-        models: name of each model -> what `sink_positions` takes.
-        detector: the rule where none was applied yet; `AboveMean(3.0)`, Eq. 3, by default.
+        models: name of each model -> first argument of `sink_positions`.
+        detector: the rule for `Received` and recordings; `AboveMean(3.0)`, Eq. 3, by default.
         heads: name -> (layer, head), with None as in `sink_positions`.
         rows: name -> sequence of the batch; 0 by default.
         blocks: name -> the block at each step, `DenoisingRun.spans`.
-        title: what stands in front of the caption.
+        title: the beginning of the caption.
 
     Raises:
-        ValueError: no or too many models, a model without its head, or what `sink_positions` raises.
+        ValueError: no model or too many, a model without an entry in `heads`, or as in `sink_positions`.
     """
     if not 1 <= len(models) <= MOST_MODELS:
-        raise ValueError(f"{len(models)} models; give one to {MOST_MODELS} to stand side by side")
+        raise ValueError(f"{len(models)} models; give one to {MOST_MODELS}")
     missing = [name for name in models if name not in heads]
     if missing:
-        raise ValueError(f"heads names no (layer, head) for {', '.join(missing)}")
+        raise ValueError(f"heads has no (layer, head) for {', '.join(missing)}")
     rows, blocks = rows or {}, blocks or {}
     across = min(3, len(models)) if len(models) != 4 else 2
     down = -(-len(models) // across)
@@ -136,7 +135,7 @@ def sink_positions_by_model(
     explain_track(figure, masked=any(t.masked is not None for t in tracks.values()), blocks=bool(blocks))
     sentences = [
         *([title] if title else []),
-        "Position that receives most",
+        "Position with the highest score",
         *dict.fromkeys(f"rule: {track.rule}" for track in tracks.values()),
         "n = 1 sequence per model",
     ]
@@ -175,7 +174,7 @@ def _draw(options: PlotOptions) -> Figure:
 
 
 def draw_track(axes: Axes, track: Track, height: float, blocks: Sequence[tuple[int, int]] = ()) -> None:
-    """One model's largest key over steps, in axes of about `height` inches."""
+    """Draw the largest key of one pattern over the steps, in axes of about `height` inches."""
     _shade_masked(axes, track)
     _draw_blocks(axes, track.blocks(blocks) if blocks else ())
     _draw_marks(axes, track)
@@ -230,7 +229,7 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
     axes.set_xlim(-0.5, len(track.largest) - 0.5)
     low, high = (min(track.content), max(track.content)) if track.content else (0, 0)
     if track.sinks:
-        # Behind the canvas, a row of its own for every learned sink token.
+        # After the canvas follows one line per learned sink token.
         axes.axhline(high + 0.5 - track.sinks, color="black", linewidth=1.2, gid="sinks")
     axes.set_ylim(low - 0.8, high + 0.8)
     for axis in (axes.xaxis, axes.yaxis):
@@ -244,7 +243,7 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
 
 
 def explain_track(figure: Figure, *, masked: bool, blocks: bool) -> None:
-    """Legend of the marks that can occur."""
+    """Draw a legend of the marks that can occur."""
     handles: list[Artist] = [
         Line2D([], [], linestyle="", marker="o", markersize=4, color=SINK, label="largest, a sink by the rule"),
         Line2D(
@@ -259,7 +258,7 @@ def explain_track(figure: Figure, *, masked: bool, blocks: bool) -> None:
 
 
 def _name_tokens(axes: Axes, track: Track, spacing: float) -> None:
-    """Tokens on the right, at their positions; those too close for lines of their own share one."""
+    """Label positions with tokens on the right; labels that would overlap share a line."""
     assert track.tokens is not None
     lines: dict[int, list[int]] = {}
     first = -1

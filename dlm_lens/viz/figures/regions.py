@@ -1,4 +1,4 @@
-"""`region_mass`: where attention goes over the steps, by region of keys (2510.15731, sections 5.1 and 5.3)."""
+"""`region_mass`: attention on regions of keys over the steps (2510.15731, sections 5.1 and 5.3)."""
 
 from typing import Any
 
@@ -26,10 +26,10 @@ QUERY_STYLES: dict[str, tuple[str, str]] = {
     "prompt": ("#7f7f7f", ":"),
     "block": ("#e08214", (0, (5, 1, 1, 1, 1, 1))),  # type: ignore[dict-item]
 }
-"""Colour and dashes of a class of queries; the dashes tell them apart without colour."""
+"""Colour and dashes of a class of queries, which differ in black and white too."""
 
-NEXT_TO_NOTHING = 0.001
-"""A region on which nobody puts so much of its attention is said to be nearly empty."""
+NEARLY_EMPTY = 0.001
+"""A panel whose largest share of attention is below this has a note with the share."""
 
 
 def region_mass(
@@ -42,23 +42,23 @@ def region_mass(
 ) -> Figure:
     """Share of its attention that a query of each class puts on each region of keys, over the steps.
 
-    One panel per region of keys: prompt, masked, unmasked and block are sets of positions that may overlap; sink is
-    what `RegionMass(sinks=...)` says; self, past and future are relative to the query. Lines are means over layers,
-    heads and sequences, bands 95% intervals (bootstrap over sequences; none for one). The thin grey line is what
-    even attention would put there, where that is known without the pattern: below it a region is avoided, above it
-    preferred. Where sequences end at different steps (dotted lines), or run out of queries of a class, the lines
-    are interrupted: the mean is over other sequences from there on. A panel without attention says so.
+    One panel per region of keys. Prompt, masked, unmasked and block are sets of positions that may overlap; sink is
+    the set that `RegionMass(sinks=...)` defines; self, past and future are relative to the query. Lines are means
+    over layers, heads and sequences, bands 95% intervals (bootstrap over sequences; none for one). The thin grey
+    line is the share under uniform attention, for regions where it does not depend on the pattern. A line breaks
+    where a sequence ends (dotted lines) or has no queries of the class left, since the mean is over other sequences
+    from there on. A panel without attention has a note.
 
     Args:
         recording: with `RegionMass`.
         queries: which classes of queries to draw.
         layer: index of the layer; None for the mean over layers.
         head: index of the head; None for the mean over heads.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: not a `Recording`.
-        ValueError: no RegionMass in it; a class, layer or head that is not there.
+        ValueError: a recording without RegionMass; an unknown class, layer or head.
     """
     if not isinstance(recording, Recording):
         raise TypeError(f"the first argument is a {type(recording).__name__}; give a Recording (dlm_lens.record)")
@@ -75,14 +75,14 @@ def region_mass(
     for number, (axes, region) in enumerate(zip(panels, KEY_REGIONS, strict=True)):
         if region in even:
             axes.plot(
-                recording.steps, even[region], color="0.55", linewidth=0.9, label="even attention", gid="even"
+                recording.steps, even[region], color="0.55", linewidth=0.9, label="uniform attention", gid="even"
             )
         for name in queries:
             _line(axes, recording.steps, mass[..., QUERY_CLASSES.index(name), number], name)
         axes.set_title(f"on {region}", fontsize=8)
-        # From nothing to a little above the highest line, and never down to rounding errors.
+        # The top is a little above the highest line, and never as low as rounding errors.
         axes.set_ylim(0, max(1.06 * axes.dataLim.y1, 0.001))
-        _say_if_empty(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region)
+        _note_if_empty(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region)
         for step in ends:
             axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label="a sequence ends", gid="ends")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -127,7 +127,7 @@ def _draw(options: PlotOptions) -> Figure:
 def _chosen(
     recording: Recording, layer: int | None, head: int | None
 ) -> Float[Tensor, "step batch query_region key_region"]:
-    """The mass of one layer and head, or means over them."""
+    """The mass of one layer and head, or the mean over layers and heads."""
     level_of(layer, head)
     mass: Tensor = recording.region_mass.double()
     if layer is not None:
@@ -140,12 +140,12 @@ def _chosen(
 
 
 def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"], name: str) -> None:
-    """Mean over the sequences in which the class has queries, with its interval."""
+    """Draw the mean over the sequences in which the class has queries, with its interval."""
     values = mass.T.numpy()
     there = np.isfinite(values)
     mean, low, high = ratio_by_prompt(np.where(there, values, 0.0), there.astype(float))
     colour, dashes = QUERY_STYLES[name]
-    # Where a sequence ends, or the class has no queries left in it, the mean is over others: no line leads across.
+    # The mean is over other sequences after one ends or has no queries of the class left: the line breaks there.
     breaks = np.flatnonzero((there[:, 1:] != there[:, :-1]).any(0)) + 1
     x, mean, low, high = (np.insert(np.asarray(v, dtype=float), breaks, np.nan) for v in (steps, mean, low, high))
     known = np.pad(np.isfinite(mean), 1)
@@ -155,30 +155,30 @@ def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"],
     axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _say_if_empty(axes: Axes, mass: Float[Tensor, "step batch query_region"], region: str) -> None:
-    """A word where there is no such region, or next to nothing on it."""
+def _note_if_empty(axes: Axes, mass: Float[Tensor, "step batch query_region"], region: str) -> None:
+    """Write a note into a panel without queries, or with hardly any attention."""
     known = mass[mass.isfinite()]
     if not len(known):
         note(axes, "no queries")
     elif float(known.max()) < 1e-6:
         note(axes, f"nothing on {region}")
-    elif float(known.max()) < NEXT_TO_NOTHING:
+    elif float(known.max()) < NEARLY_EMPTY:
         note(axes, f"at most {float(known.max()):.1g} of the attention")
 
 
 def _ends(recording: Recording) -> list[float]:
-    """Between which steps a sequence ends before the last step, in the coordinates of the steps."""
+    """Where sequences end before the last step: halfway between two steps, in the coordinates of the axis."""
     counts = sorted(set(recording.run.row_steps.tolist()) - {len(recording.steps), 0})
     return [(recording.steps[count - 1] + recording.steps[count]) / 2 for count in counts]
 
 
 def _learned_alone(recording: Recording) -> bool:
-    """Whether the region of sinks is the learned sink tokens, and no detector's."""
+    """Whether the sink region is the learned sink tokens alone, without a detector."""
     return "sinks=None" in recording.specs["region_mass"].reducer
 
 
 def _even(recording: Recording) -> dict[str, NDArray[np.float64]]:
-    """What even attention would put on each region, mean over sequences; empty for a causal model."""
+    """The share of each region under uniform attention, mean over sequences; empty for a causal model."""
     if recording.causal:
         return {}
     facts = recording.facts_of(recording.layers[0])

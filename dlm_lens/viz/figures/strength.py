@@ -1,4 +1,4 @@
-"""`sink_strength`: Figure 5 of 2510.15731, the main sink's score in every layer and head."""
+"""`sink_strength`: the main sink's score in every layer and head (2510.15731, Figure 5)."""
 
 import numpy as np
 from matplotlib import colormaps
@@ -20,19 +20,19 @@ UNDEFINED = "#d9d9d9"
 def sink_strength(
     sinks: SinkProfile | Received | Recording, detector: Detector | None = None, *, title: str = ""
 ) -> Figure:
-    """Score of the main sink per layer (down) and head (across), averaged over steps, beside sinks per layer.
+    """Score of the main sink per layer (down) and head (across), mean over steps, and sinks per layer.
 
-    After Figure 5 of 2510.15731. The map of a small model has its numbers written in. The lines beside the map are
-    means over steps and sequences: sinks in one head's pattern, and positions that are a sink in any head.
+    After Figure 5 of 2510.15731. The cells of a small model hold their numbers. The lines on the right are means
+    over steps and sequences: sinks in the pattern of one head, and positions that are a sink in any head.
 
     Args:
-        sinks: from `sink_profile`, or what it takes.
+        sinks: from `sink_profile`, or a `Received` or recording.
         detector: the rule for a `Received` or a recording; `AboveMean(3.0)` by default.
-        title: what stands in front of the caption, such as the model's name.
+        title: the beginning of the caption, such as the model's name.
 
     Raises:
-        TypeError: something else, or a detector beside a profile.
-        ValueError: no layer and head axes.
+        TypeError: another type, or a detector with a profile.
+        ValueError: scores without layer and head axes.
     """
     if isinstance(sinks, SinkProfile):
         if detector is not None:
@@ -85,7 +85,7 @@ def _draw(options: PlotOptions) -> Figure:
 
 
 def _write_numbers(axes: Axes, scores: np.ndarray) -> None:
-    """The scores in their cells, of small models."""
+    """Write the scores into their cells, for small models."""
     if scores.size > 64:
         return
     top = np.nanmax(scores) if np.isfinite(scores).any() else 1.0

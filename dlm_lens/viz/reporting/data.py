@@ -1,4 +1,4 @@
-"""What a report holds: one row of a recording, as much of it exactly as fits."""
+"""The data of a report: one row of a recording, with as many exact scores as fit."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
 from dlm_lens.viz.reporting.packing import narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
-from dlm_lens.viz.reporting.score_precision import LADDER, Rung, Scores
+from dlm_lens.viz.reporting.score_precision import PRECISIONS, Precision, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +25,19 @@ Source = Recording | tuple[Received, DenoisingRun]
 """A recording, or received attention and its run."""
 
 BUDGET = 4_900_000
-"""Characters of one recording's data, so that a report stays under 5 MB."""
+"""Characters of the data of one recording, so that a report stays below 5 MB."""
 
 START = AboveMean(3.0)
-"""The rule with which a page begins."""
+"""The rule with which a page starts, unless another one is given."""
 
 MOST_PROMPTS = 16
-"""Rows that one file holds; they share the budget."""
+"""The largest number of rows in one file, which share the budget."""
 
 LONGEST_LABEL = 90
 """Characters of a prompt in the menu."""
 
 MOST = 2**28
-"""Scores of one row that a browser can be asked to hold."""
+"""The largest number of scores of one row that a browser can hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +48,13 @@ class Subject:
         source: what the sinks of stored rules are found in: the recording, or received attention, all rows.
         received: received attention of this row alone.
         run: the run, all rows.
-        row: which of its rows.
-        rows: how many it has.
+        row: index of the row.
+        rows: number of rows of the recording.
         model: name of the model; empty if unknown.
         steps: index of each step in the run.
         heads: index of each head.
-        text_of: the text of a token id, as it is shown.
-        versions: of the packages that computed the scores.
+        text_of: token id -> its text, with control characters escaped.
+        versions: versions of the packages that computed the scores.
     """
 
     source: Recording | Received
@@ -70,11 +70,11 @@ class Subject:
 
     @classmethod
     def of(cls, source: Any, row: int) -> "Subject":
-        """Read what `report` is given.
+        """The subject of a source of `report`.
 
         Raises:
             TypeError: neither a `Recording` nor a `Received` with its `DenoisingRun`.
-            ValueError: a row that is not there, scores of another run, or too many of them.
+            ValueError: an unknown row, scores of another run, or too many of them.
         """
         if isinstance(source, Recording):
             received, run = received_of(source), source.run
@@ -88,7 +88,7 @@ class Subject:
             )
         _check(received, run, row)
         texts = TokenTexts(received.tokenizer)
-        # Behind its end a row has no scores.
+        # A row that has ended has no scores at later steps.
         ran = int(run.row_steps[row])
         received, run = received.first_steps(ran), run.first_steps(ran)
         return cls(
@@ -97,7 +97,7 @@ class Subject:
             run=run,
             row=row,
             rows=len(run.tokens),
-            # A file that is handed on tells nothing of the folders of whoever made it.
+            # A report that is shared does not contain paths of its author's machine.
             model=Path(model).name if Path(model).is_absolute() else model,
             steps=tuple(steps[:ran]),
             heads=tuple(range(received.values.shape[3])) if heads is None else tuple(heads),
@@ -156,7 +156,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "learned": received.sinks,
         "scale": received.scale,
         "queries": received.queries,
-        "viewers": received.min_viewers,
+        "min_viewers": received.min_viewers,
         "progress": [round(p, 6) for p in progress.tolist()],
         "blocks": list(run.blocks),
         "settings": {name: _shown(value, subject.row) for name, value in run.settings.items()},
@@ -167,7 +167,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
 
 
 def _prompt_text(subject: Subject) -> str:
-    """The beginning of the prompt, for a menu."""
+    """The beginning of the prompt, for the menu of prompts."""
     run, row = subject.run, subject.row
     ids = run.tokens[row, : run.prompt_length][run.attention_mask[row, : run.prompt_length]].tolist()
     text = " ".join(subject.text_of(token) for token in ids)
@@ -175,12 +175,12 @@ def _prompt_text(subject: Subject) -> str:
 
 
 def _shown(value: Any, row: int) -> str:
-    """A setting in words; of a list with one entry per row, this row's."""
+    """The value of a setting as text."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
-    """The tokens and masks of every canvas, and of the final one, without padding."""
+    """The tokens and masks of the canvas of every step and after the last one, without padding."""
     run, row, sinks = subject.run, subject.row, subject.received.sinks
     learned = -1 - torch.arange(sinks)
     canvases = torch.cat([run.canvases[:, row], learned.expand(run.steps + 1, -1)], -1)[:, shown]
@@ -193,7 +193,7 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
         "positions": [key - padding if key < positions else -1 - (key - positions) for key in shown.tolist()],
         "padding": padding,
         "prompt": run.prompt_length - padding,
-        "words": [subject.text_of(int(i)) for i in ids],
+        "texts": [subject.text_of(int(i)) for i in ids],
         "ids": ids.tolist(),
         "tokens": packed(narrow(index.numpy(), len(ids))),
         "masked": packed(masked.numpy().astype("u1")),
@@ -202,13 +202,13 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
 
 
 def _patterns(received: Received, shown: Tensor) -> tuple[list[dict[str, Any]], Float[Tensor, "pattern step key"]]:
-    """The scores at every level that there is, one pattern after the other: all heads, all layers, the model."""
+    """The scores at every level that they have, pattern by pattern: all heads, all layers, the model."""
     levels, values, first = [], [], 0
     possible: list[Level] = ["head", "layer", "model"]
-    needed = {"head": (), "layer": ("head",), "model": ("layer", "head")}
+    merged = {"head": (), "layer": ("head",), "model": ("layer", "head")}
     for level in possible[possible.index(received.level) :]:
-        done = needed[received.level]
-        if any(axis not in received.dims for axis in needed[level] if axis not in done):
+        done = merged[received.level]
+        if any(axis not in received.dims for axis in merged[level] if axis not in done):
             continue
         found = received.at_level(level).values[:, 0][..., shown]
         _, layers, heads, _ = found.shape
@@ -222,16 +222,16 @@ def _fitting(scores: Scores, budget: int) -> dict[str, Any]:
     """The most exact version of the scores that fits the budget."""
     statistics = scores.statistics()
     bins: dict[int, Any] = {}
-    for rung in LADDER:
-        last = rung is LADDER[-1]
-        kept = scores.kept(rung)
+    for precision in PRECISIONS:
+        last = precision is PRECISIONS[-1]
+        kept = scores.kept(precision)
         size = sum(len(part["data"]) for part in statistics.values())
-        # No need to try what cannot fit: deflate saves little of a score.
+        # Scores hardly compress, so that their number tells what cannot fit.
         if not last and size + int(kept.sum()) * (2.0 if scores.halves else 3.8) > budget:
             continue
-        if rung.colours not in bins:
-            bins[rung.colours] = scores.bins(rung.colours)
-        size += len(bins[rung.colours]["data"])
+        if precision.colours not in bins:
+            bins[precision.colours] = scores.bins(precision.colours)
+        size += len(bins[precision.colours]["data"])
         if not last and size > budget:
             continue
         strongest = scores.strongest(kept)
@@ -245,15 +245,15 @@ def _fitting(scores: Scores, budget: int) -> dict[str, Any]:
             budget / 1e6,
         )
     return {
-        **_exactness(scores, rung, kept),
-        "edges": scores.edges(rung.colours),
+        **_exactness(scores, precision, kept),
+        "edges": scores.edges(precision.colours),
         "statistics": statistics,
         "strongest": strongest,
-        "bins": bins[rung.colours],
+        "bins": bins[precision.colours],
     }
 
 
-def _exactness(scores: Scores, rung: Rung, kept: Tensor) -> dict[str, Any]:
+def _exactness(scores: Scores, precision: Precision, kept: Tensor) -> dict[str, Any]:
     return {
         "highest": scores.highest,
         "undefined_keys": bool((scores.defined < scores.values.shape[-1]).any()),

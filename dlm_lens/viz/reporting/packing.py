@@ -1,4 +1,4 @@
-"""Numbers as text in a page: arrays by planes of bytes, deflated, in base64."""
+"""Arrays as text in a page: their bytes in planes, deflated, in base64."""
 
 import base64
 import zlib
@@ -8,21 +8,21 @@ import numpy as np
 import numpy.typing as npt
 
 DTYPES = {"<f8": "f8", "<f4": "f4", "<f2": "f2", "<u4": "u4", "<u2": "u2", "|u1": "u1"}
-"""numpy's names of the types that the page reads, and the page's."""
+"""Data types that the page reads: numpy's name -> the page's."""
 
 
 LEVEL = 6
-"""Of deflate: 9 takes minutes on scores without a pattern, and saves 1%."""
+"""Compression level of deflate; 9 takes minutes on random scores and saves 1%."""
 
 
 def packed(array: npt.NDArray[Any]) -> dict[str, Any]:
-    """An array as the page reads it: its type and shape, and its bytes.
+    """An array as the page reads it: its type, its shape and its bytes.
 
-    All first bytes of the numbers come first, then all second ones: signs and exponents resemble each other, which
-    deflate saves.
+    The first bytes of all numbers come first, then all second bytes, and so on, since signs and exponents of scores
+    are similar and compress well side by side.
 
     Raises:
-        ValueError: a type that the page does not read.
+        ValueError: a data type that the page does not read.
     """
     array = np.ascontiguousarray(array)
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -34,5 +34,5 @@ def packed(array: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def narrow(array: npt.NDArray[Any], largest: int) -> npt.NDArray[Any]:
-    """Whole numbers up to `largest` in the smallest type that holds them."""
+    """Whole numbers from 0 to `largest` in the smallest unsigned type that holds them."""
     return array.astype(np.uint8 if largest < 2**8 else np.uint16 if largest < 2**16 else np.uint32)

@@ -1,4 +1,4 @@
-"""`report`: the page around the data."""
+"""`report`: the HTML page with the data of a recording."""
 
 import base64
 import hashlib
@@ -21,8 +21,8 @@ from dlm_lens.viz.reporting.rules import rule_of
 
 logger = logging.getLogger(__name__)
 
-SCRIPTS = ("unpack", "rules", "colour", "words", "cells", "grid", "head", "tables", "facts", "pane", "app")
-"""The scripts in the order in which they become one module."""
+SCRIPTS = ("unpack", "rules", "colour", "text", "cells", "grid", "head", "tables", "facts", "pane", "app")
+"""The scripts, in the order in which they are joined into one module."""
 
 
 def report(
@@ -35,35 +35,36 @@ def report(
     title: str = "",
     labels: tuple[str, str] | None = None,
 ) -> Path:
-    """Write one HTML file in which the sinks of a run can be followed step by step, in any browser, offline.
+    """Write one HTML file that shows the sinks of a run step by step, in any browser, without a network.
 
-    The file holds the canvases and, of every (step, layer, head) and of their means, the highest scores exactly; of
-    the others the bin of a colour, if all exact ones do not fit in 5 MB (64 steps of 32 layers of 32 heads of 128
-    keys do, in that way). The page says what is exact, and finds the sinks that `find_sinks` finds.
+    The file holds the canvases, and all scores exactly where they fit into 5 MB. Otherwise it holds the highest
+    scores of every (step, layer, head) and of the means exactly, and of the other scores the bin of their colour:
+    64 steps of 32 layers of 32 heads of 128 keys fit this way. The page states what is exact, and finds the sinks
+    that `find_sinks` finds.
 
     Args:
         source: a `Recording` with received attention of all queries, or a `Received` and its `DenoisingRun` as a
             tuple.
-        path: the file to write; one of that name is replaced.
-        compare: another one to show beside it, step by step.
+        path: the file to write; an existing one is replaced.
+        compare: another source, to show next to the first one.
         detector: the rule with which the page starts, or its text, such as "attention-share:0.1";
             `AboveMean(3.0)` by default. The page computes the sinks by `AboveMean(eps)`, `AboveStd(k)`,
             `SoftSigmoid(alpha)` and `TopK(k)` for any setting. By other rules it holds the sinks that `find_sinks`
             finds with the given or the default setting, where the recording has the statistic that the rule reads.
-        row: which sequence of the batch; None for all, with a menu in the page, at most the first 16. They share
-            the room of one, so that the file does not grow: of each fewer scores may be exact.
+        row: index of the sequence; None for all, at most the first 16, with a menu in the page. They share the 5 MB
+            of one, so that fewer scores of each may be exact.
         title: heading of the page.
-        labels: names of the two that are compared; those of the models by default.
+        labels: names of the two sources; those of the models by default.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: something else than a recording.
+        TypeError: a source of another type.
         ValueError: a row that the run does not have, a statistic for `detector` that was not recorded, or too many
             scores.
         IsADirectoryError: `path` is a directory.
-        FileNotFoundError: its directory is not there.
+        FileNotFoundError: its directory does not exist.
     """
     check_file(Path(path))
     rule = START if detector is None else as_detector(detector)
@@ -71,20 +72,20 @@ def report(
     rows = range(shown_rows(sources)) if row is None else [row]
     prompts = [[Subject.of(given, one) for given in sources] for one in rows]
     subjects = prompts[0]
-    named = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
+    names = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
     data: dict[str, Any] = {
-        "title": title or " and ".join(dict.fromkeys(named if compare is not None else [subjects[0].model])),
+        "title": title or " and ".join(dict.fromkeys(names if compare is not None else [subjects[0].model])),
         "rule": rule_of(rule),
     }
     room = BUDGET // len(prompts)
     contents = [[content_of(subject, room, rule=rule) for subject in pair] for pair in prompts]
-    first = [{"label": label, **content} for label, content in zip(named, contents[0], strict=False)]
+    first = [{"label": label, **content} for label, content in zip(names, contents[0], strict=False)]
     data |= {"recordings": first, "others": contents[1:]}
-    return write_file(path, page_of(data))  # all or nothing: who opens it meanwhile sees the old one
+    return write_file(path, page_of(data))
 
 
 def shown_rows(sources: Sequence[Any]) -> int:
-    """How many prompts the menu of a page has: those that all sources have, at most `MOST_PROMPTS`."""
+    """The number of prompts in the menu of the page: the rows that all sources have, at most `MOST_PROMPTS`."""
     runs = [source.run if isinstance(source, Recording) else source[-1] for source in sources if _is_source(source)]
     count = min((len(run.tokens) for run in runs), default=1)
     if count > MOST_PROMPTS:
@@ -93,7 +94,7 @@ def shown_rows(sources: Sequence[Any]) -> int:
 
 
 def _is_source(source: Any) -> bool:
-    """Whether it has a run; what else is wrong with it, `Subject.of` says."""
+    """Whether it has a run; `Subject.of` raises for other faults."""
     return isinstance(source, Recording) or (
         isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], DenoisingRun)
     )
@@ -120,7 +121,7 @@ def page_of(data: dict[str, Any]) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that no HTML parser takes for anything else, whatever the tokens in it say."""
+    """JSON for a script element: in ASCII, with <, > and & escaped, whatever the tokens contain."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

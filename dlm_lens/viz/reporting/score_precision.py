@@ -1,4 +1,4 @@
-"""Which scores of a recording are in the page exactly, and from which threshold on that finds every sink."""
+"""Which scores of a recording the page holds exactly, and from which threshold on these include every sink."""
 
 import math
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from torch import Tensor
 from dlm_lens.viz.reporting.packing import narrow, packed
 
 MARGIN = 1e-3
-"""Limits are rounded up by so much of a score: far more than float32 rounding, less than a slider's step."""
+"""Amount by which limits are rounded up: far above float32 rounding, below a step of the slider."""
 
 ROUNDING = 2**-22
-"""More than what float32 rounding changes a score or a threshold by, as a part of it."""
+"""A relative bound of the float32 rounding of a score or a threshold."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rung:
-    """How much of the scores is kept: a step of the ladder from everything to the strongest key alone.
+class Precision:
+    """Which scores are exact, and how fine the colour bins of the others are.
 
     Args:
-        strongest: so many keys of every pattern, exactly; 0 for all.
-        eps: and every key that is a sink by `AboveMean(eps)`.
-        colours: colour bins per factor of 2 above even attention; 0 for bins of the factors of 2 alone, without
-            one below even attention.
+        strongest: number of strongest keys of every pattern that are exact; 0 for all keys.
+        eps: every key that is a sink by `AboveMean(eps)` is exact too.
+        colours: colour bins per factor of 2 above uniform attention; 0 for one per factor of 2 and none below
+            uniform attention.
     """
 
     strongest: int
@@ -35,33 +35,33 @@ class Rung:
     colours: int = 2
 
 
-LADDER = (
-    Rung(0),
-    Rung(24, 0.5),
-    Rung(16, 0.5),
-    Rung(12, 1.0),
-    Rung(8, 1.0),
-    Rung(8, 1.5),
-    Rung(8, 2.0),
-    Rung(8, 2.0, 1),
-    Rung(6, 2.0, 1),
-    Rung(4, 3.0, 1),
-    Rung(4, 3.0, 0),
-    Rung(3, 3.0, 0),
-    Rung(2, colours=0),
-    Rung(1, colours=0),
+PRECISIONS = (
+    Precision(0),
+    Precision(24, 0.5),
+    Precision(16, 0.5),
+    Precision(12, 1.0),
+    Precision(8, 1.0),
+    Precision(8, 1.5),
+    Precision(8, 2.0),
+    Precision(8, 2.0, 1),
+    Precision(6, 2.0, 1),
+    Precision(4, 3.0, 1),
+    Precision(4, 3.0, 0),
+    Precision(3, 3.0, 0),
+    Precision(2, colours=0),
+    Precision(1, colours=0),
 )
 
 
 class Scores:
-    """The scores [pattern, step, key] of one row, and what a page needs of them; NaN where undefined."""
+    """The scores [pattern, step, key] of one row, NaN where undefined, and the arrays that a page needs."""
 
     def __init__(self, values: Float[Tensor, "pattern step key"]) -> None:
         self.values = values.float().contiguous()
 
     @cached_property
     def defined(self) -> Float[Tensor, "pattern step"]:
-        """How many keys have a score."""
+        """Number of keys with a score."""
         return (~self.values.isnan()).sum(-1)
 
     @cached_property
@@ -71,7 +71,7 @@ class Scores:
 
     @cached_property
     def ranked(self) -> Float[Tensor, "pattern step key"]:
-        """The scores in that order."""
+        """The scores in the order of `order`."""
         return self.values.gather(-1, self.order)
 
     @cached_property
@@ -88,7 +88,7 @@ class Scores:
 
     @cached_property
     def above_others(self) -> Float[Tensor, "pattern step key"]:
-        """Score minus the mean of the others, in that order: a sink of `AboveMean(eps)` has more than eps."""
+        """Score minus mean of the others, in the order of `order`; above eps for sinks of `AboveMean(eps)`."""
         wide = self.ranked.double()
         return wide - (self.total[..., None] - wide) / (self.defined[..., None] - 1)
 
@@ -97,23 +97,23 @@ class Scores:
         """The highest score; 1 if there is none."""
         return max(1.0, float(self.ranked[..., 0].nan_to_num(nan=0.0).max()))
 
-    def kept(self, rung: Rung) -> Float[Tensor, "pattern step"]:
-        """How many keys of every pattern a rung keeps."""
-        if rung.strongest == 0:
+    def kept(self, precision: Precision) -> Float[Tensor, "pattern step"]:
+        """Number of keys of every pattern and step that are exact."""
+        if precision.strongest == 0:
             return self.defined
-        # A little more than the rule asks for, so that the limit, rounded up, is not above the rung's eps.
-        passing = (self.above_others > rung.eps - 2 * MARGIN).sum(-1)
-        return passing.clamp(min=rung.strongest).minimum(self.defined)
+        # A little more than the sinks of the rule, so that the limit, rounded up, does not exceed eps.
+        passing = (self.above_others > precision.eps - 2 * MARGIN).sum(-1)
+        return passing.clamp(min=precision.strongest).minimum(self.defined)
 
     def limits(self, kept: Float[Tensor, "pattern step"]) -> dict[str, float | None]:
-        """From which setting on all sinks are among the kept keys, per rule; None where every setting will do."""
+        """Per rule, the setting from which on all sinks are among the exact keys; None for any setting."""
         left = kept < self.defined
         if not bool(left.any()):
             return {"above-mean": None, "above-std": None, "top-k": None}
         first = kept.clamp(max=self.values.shape[-1] - 1)[..., None]
         next_one = self.ranked.gather(-1, first)[..., 0].double()
         mean, lead = self.total / self.defined, self.above_others.gather(-1, first)[..., 0]
-        # Where scores do not differ, nothing is a sink; a negligible spread must not blow the limit up.
+        # Where scores do not differ, nothing is a sink; the limit must not grow by a division by a negligible std.
         spread = (next_one * (1 + ROUNDING) - mean) / self.std.clamp(min=1e-12)
         spread = spread.masked_fill(self.std <= 1e-6 * mean.abs(), -torch.inf)
         return {
@@ -124,11 +124,11 @@ class Scores:
 
     @cached_property
     def halves(self) -> bool:
-        """Whether all scores are float16 numbers, as in a recording that is stored in half precision."""
+        """Whether float16 holds all scores exactly, as for a recording stored in half precision."""
         return bool(((self.values.half().float() == self.values) | self.values.isnan()).all())
 
     def strongest(self, kept: Float[Tensor, "pattern step"]) -> dict[str, Any]:
-        """The kept keys and their scores, one pattern after the other and in each one step after the other."""
+        """The exact keys and their scores, pattern by pattern and in each step by step."""
         chosen: Bool[Tensor, "pattern step key"] = torch.arange(self.values.shape[-1]) < kept[..., None]
         keys = self.order[chosen].numpy()
         scores = self.ranked[chosen].numpy()
@@ -139,7 +139,7 @@ class Scores:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What the thresholds are made of."""
+        """Number, sum and standard deviation of the scores per pattern and step, which thresholds need."""
         keys = self.values.shape[-1]
         return {
             "defined": packed(narrow(self.defined.numpy(), keys)),
@@ -155,9 +155,9 @@ class Scores:
         return ([0.25, 0.5] if colours > 1 else [0.5] if colours else []) + above
 
     def bins(self, colours: int) -> dict[str, Any]:
-        """The bin of every score [pattern, key, step]: 0 undefined, i + 1 above i borders.
+        """The bin of every score, [pattern, key, step]: 0 where undefined, else 1 + the number of borders below it.
 
-        Steps come last: a key's score changes little from step to step, which deflates well.
+        Steps are the last axis, since scores of a key change little from step to step, which compresses well.
         """
         edges = torch.tensor(self.edges(colours))
         codes = torch.bucketize(self.values, edges, right=True).add_(1).masked_fill_(self.values.isnan(), 0)

@@ -1,1 +1,1 @@
-"""Views of one step in a browser or a terminal."""
+"""Views of a run in a browser (circuitsvis) or a terminal."""

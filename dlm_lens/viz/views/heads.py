@@ -1,4 +1,4 @@
-"""circuitsvis views of one step: every head of a layer, one head with its values, weighted by value norms."""
+"""circuitsvis views of the patterns of one step: all heads of a layer, one head, one head times value norms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from dlm_lens.viz.selection import index_of
 from dlm_lens.viz.views.view import Piece, View, web_labels
 
 ENTRIES = 2**18
-"""Most entries of all patterns of one view; a browser draws a rectangle for each."""
+"""The largest number of pattern entries of one view; a browser draws a rectangle for each."""
 
 COLOUR = "#08519c"
 
@@ -29,28 +29,29 @@ def attention_heads(
     row: int = 0,
     positions: Sequence[int] | None = None,
 ) -> View:
-    """Patterns of all heads of a layer at one step, small to choose from and large to read.
+    """Patterns of all heads of a layer at one step: small ones to select a head, and the selected one large.
 
-    The full square, since a DLM attends in both directions; the query is the destination, the key the source.
+    The full square is shown, since a DLM attends in both directions. The query is circuitsvis's destination, the
+    key its source.
 
     Args:
         run: from `denoise`.
         model: the model of the run, as `dlm_lens.load` returned it.
-        step: the step, run again on what it saw.
+        step: index of the step; the model runs again on its canvas.
         layer: index of the layer.
-        row: which sequence of the batch.
-        positions: canvas positions to show; None for all, or as many around the block being decoded as a browser
-            draws in time (the view says so).
+        row: index of the sequence in the batch.
+        positions: canvas positions to show; None for all, or of a long canvas for those around the block being
+            decoded, with a sentence in the view.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a step, layer, row or position that is not there.
+        ValueError: a step, layer, row or position that the run does not have.
     """
     shot = snapshot(model, run, step=step, layer=layer, row=row)
-    kept, said = _cropped(shot, run, positions, len(shot.pattern))
+    kept, cropped = _cropped(shot, run, positions, len(shot.pattern))
     names = [f"head {head}" for head in range(len(shot.pattern))]
     props = _props(shot, shot.pattern, kept) | {"attentionHeadNames": names}
-    about = (_where(shot, "level: head"), _scale("attention A_ij, rows sum to 1", props), *said)
+    about = (_where(shot, "level: head"), _scale("attention A_ij, rows sum to 1", props), *cropped)
     return View(f"Attention heads of layer {shot.layer} at step {step}", about, (Piece("AttentionHeads", props),))
 
 
@@ -64,7 +65,7 @@ def attention_pattern(
     row: int = 0,
     positions: Sequence[int] | None = None,
 ) -> View:
-    """Pattern of one head at one step; hovering shows positions, tokens and A_ij.
+    """Pattern of one head at one step; the tooltip of an entry shows positions, tokens and A_ij.
 
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
@@ -82,9 +83,10 @@ def value_weighted_pattern(
     row: int = 0,
     positions: Sequence[int] | None = None,
 ) -> View:
-    """A_ij ||v_j|| of one head at one step: what reaches query i of key j, which for a sink is little.
+    """A_ij ||v_j|| of one head at one step: the size of what query i reads from key j, small for a sink.
 
-    After the value-weighted patterns of 2004.10102 (there with the output projection), in the units of the values.
+    After the value-weighted patterns of 2004.10102 (which includes the output projection); in the units of the
+    values.
 
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
@@ -135,17 +137,17 @@ def _one_head(
     name: str,
     unit: str,
 ) -> View:
-    """The view of what one head's queries have for its keys."""
+    """The view of one head's values per query and key."""
     place = index_of("head", head, range(len(values)))
-    kept, said = _cropped(shot, run, positions, 1)
+    kept, cropped = _cropped(shot, run, positions, 1)
     props = _props(shot, values[place], kept) | {"showAxisLabels": True}
-    about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *said)
+    about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *cropped)
     title = f"{name} of layer {shot.layer}, head {head} at step {shot.step}"
     return View(title, about, (Piece("AttentionPattern", props),))
 
 
 def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tensor) -> dict[str, Any]:
-    """Tokens and values in the shape of circuitsvis; never its triangle, which hides half of a DLM's attention."""
+    """The props of circuitsvis, without its triangular mask, which would hide half of a DLM's attention."""
     shown = values[..., kept, :][..., kept]
     labels = web_labels([shot.tokens[i] for i in kept.tolist()], shot.tokenizer)
     top = max(float(shown.max()), 1e-9)
@@ -160,7 +162,7 @@ def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tenso
 
 
 def _rounded(values: Tensor) -> Any:
-    """Nested lists with four decimals (of a share; of anything else, four digits of the largest)."""
+    """Nested lists with four decimals; of values above 1, with four digits of the largest."""
     scale = max(1.0, float(values.abs().max()))
     decimals = 4 if scale <= 1 else max(0, 4 - len(str(int(scale))))
     return (
@@ -171,7 +173,7 @@ def _rounded(values: Tensor) -> Any:
 def _cropped(
     shot: Snapshot, run: DenoisingRun, positions: Sequence[int] | None, patterns: int
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Which keys to show, and a sentence if not all."""
+    """The keys to show, and a sentence if they are not all."""
     count, sinks = len(shot.positions), torch.arange(len(shot.positions), len(shot.tokens))
     if positions is not None:
         wanted = [int(position) for position in positions]
@@ -195,7 +197,7 @@ def _cropped(
     canvas = f" ({first} to {last} on the canvas)" if shot.padding else ""
     sentence = (
         f"Shown are {len(shown)} of {count} positions, {first - shot.padding} to {last - shot.padding}{canvas}; "
-        "rows sum to less than 1 by what is left out. Give canvas positions= for others."
+        "rows sum to less than 1 by the keys that are left out. Give canvas positions= to show others."
     )
     return torch.cat([kept, sinks]), (sentence,)
 
@@ -205,7 +207,7 @@ def _scale(unit: str, props: dict[str, Any]) -> str:
 
 
 def _where(shot: Snapshot, level: str) -> str:
-    learned = f", and {shot.sinks} learned sink token{'s' * (shot.sinks > 1)} behind them" if shot.sinks else ""
+    learned = f", and {shot.sinks} learned sink token{'s' * (shot.sinks > 1)} after them" if shot.sinks else ""
     masked = int(shot.masked.sum())
     return (
         f"{level}; layer {shot.layer}; step {shot.step}; sequence {shot.row}; {len(shot.positions)} positions, "

@@ -1,4 +1,4 @@
-"""Text emerging step by step, for a terminal."""
+"""`emerging_lines`: the answer after each step, for a terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,18 +11,18 @@ MASK, END = "▢", "∎"
 
 
 def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
-    """One line per step with the answer as the step leaves it: new tokens highlighted, masks as ▢.
+    """One line per step with the answer after it: new tokens highlighted, masks as ▢.
 
-    Tokens are shown as everywhere (`token_text.shown`), so that nothing in a text can command the terminal;
-    end-of-text is a dim ∎, and a tail of equal tokens is shown once with its count.
+    Control characters in tokens are escaped (`token_text.shown`), so that no text can control the terminal.
+    End-of-text is a dim ∎, and a tail of equal tokens is shown once with its count.
 
     Args:
         run: from `denoise`.
-        row: which sequence of the batch.
+        row: index of the sequence in the batch.
         steps: the steps to show; None for all that the row ran.
 
     Raises:
-        ValueError: a row or a step that is not there.
+        ValueError: a row or a step that the run does not have.
     """
     if not 0 <= row < len(run.tokens):
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
@@ -49,7 +49,7 @@ def _line(run: DenoisingRun, row: int, step: int) -> Text:
 
 
 def _collapsed(cells: list[tuple[str, str]]) -> Iterator[Text]:
-    """The cells, with a run of four or more equal labels at the end written once."""
+    """The cells, where four or more equal labels at the end become one with their number."""
     tail = 0
     while tail < len(cells) and cells[-1 - tail][0] == cells[-1][0]:
         tail += 1

@@ -1,4 +1,4 @@
-"""circuitsvis views of the text: tokens coloured by what they receive, and text emerging over steps."""
+"""circuitsvis views of the text: tokens coloured by received attention, and the text after each of a few steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,10 @@ from dlm_lens.viz.views.terminal_text import MASK
 from dlm_lens.viz.views.view import Piece, View, web_labels
 
 TOKENS = 4096
-"""Most tokens of one view."""
+"""The largest number of tokens of one view."""
 
 LINES = 8
-"""Steps of a view by default."""
+"""Default number of steps of a view."""
 
 RECEIVED, WRITTEN = "#b2182b", "#1b7837"
 
@@ -34,26 +34,26 @@ def received_tokens(
     row: int = 0,
     steps: Sequence[int] | None = None,
 ) -> View:
-    """The canvas at a few steps, every token coloured by the attention that it receives; hovering shows the score.
+    """The canvas at a few steps, every token coloured by the attention that it receives; its tooltip is the score.
 
     Args:
         received: from `received_over_steps`, or a recording with ReceivedAttention.
         layer: index of the layer in the model; None for the mean over layers and heads.
         head: index of the head; None for the mean over heads.
-        row: which sequence of the batch.
-        steps: the steps; None for 8 spread over the run.
+        row: index of the sequence in the batch.
+        steps: indices of the steps; None for 8 that are evenly spread.
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
-        ValueError: a layer, head, row or step that is not there, or no tokens.
+        ValueError: an unknown layer, head, row or step, or a `Received` without tokens.
     """
     received = as_received(received)
     shown = choose(received, layer, head, row)
     if shown.received.tokens is None:
-        raise ValueError("this Received knows no tokens; received_over_steps and recordings do")
+        raise ValueError("this Received has no tokens; those of received_over_steps and of recordings have")
     count = len(shown.scores)
     chosen = _steps(steps, count, shown.steps)
-    content, said = _kept(shown.content, len(chosen))
+    content, cropped = _last_positions(shown.content, len(chosen))
     top = float(shown.scores[chosen][:, content].nan_to_num(nan=0.0).max())
     pieces = []
     for step in chosen:
@@ -70,29 +70,29 @@ def received_tokens(
         f"scale: {received.scale}; {level_label(shown.level, layer, head)}; queries: {received.queries}; "
         f"{counted_keys(len(content), received.sinks)}, n = 1 sequence (row {row}). {MASK} is masked; white is 0, "
         f"the darkest {top:.3g}.",
-        *said,
+        *cropped,
     )
     return View("Received attention of every token", about, tuple(pieces))
 
 
 def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
-    """The canvas as a few steps leave it: masks as ▢, what was written since the line before in colour.
+    """The canvas after a few steps: masks as ▢, tokens that were decoded since the previous line in green.
 
     Args:
         run: from `denoise`.
-        row: which sequence of the batch.
-        steps: the steps; None for 8 spread over the run.
+        row: index of the sequence in the batch.
+        steps: indices of the steps; None for 8 that are evenly spread.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a row or step that is not there.
+        ValueError: a row or step that the run does not have.
     """
     if not isinstance(run, DenoisingRun):
         raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
     if not 0 <= row < len(run.tokens):
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
     chosen = _steps(steps, run.steps, int(run.row_steps[row]))
-    content, said = _kept(run.attention_mask[row].nonzero().flatten(), len(chosen))
+    content, cropped = _last_positions(run.attention_mask[row].nonzero().flatten(), len(chosen))
     pieces, before = [], run.masked[0, row, content]
     for step in chosen:
         masked = run.masked[step + 1, row, content]
@@ -102,8 +102,8 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         pieces.append(Piece("ColoredTokens", _coloured(labels, fresh, 1.0, WRITTEN), f"after step {step}"))
         before = masked
     about = (
-        f"{run.steps} steps, sequence {row}. {MASK} is masked; green was written since the line before.",
-        *said,
+        f"{run.steps} steps, sequence {row}. {MASK} is masked; green was decoded since the previous line.",
+        *cropped,
     )
     return View("Text emerging over steps", about, tuple(pieces))
 
@@ -132,21 +132,21 @@ def _draw_text(options: PlotOptions) -> View:
 
 
 def _steps(steps: Sequence[int] | None, count: int, ran: int) -> list[int]:
-    """The given steps of `count`, or some spread over those that the row ran."""
+    """The given steps, checked, or some that are evenly spread over those that the row ran."""
     if steps is None:
         lines = min(LINES, ran)
         return sorted({round(i * (ran - 1) / max(1, lines - 1)) for i in range(lines)})
     chosen = [int(step) for step in steps]
     for step in chosen:
         if not 0 <= step < count:
-            raise ValueError(f"step {step} is not there; steps go from 0 to {count - 1}")
+            raise ValueError(f"step {step} does not exist; steps go from 0 to {count - 1}")
     if not chosen:
         raise ValueError("steps is empty; give at least one, or None for some")
     return chosen
 
 
-def _kept(content: Tensor, lines: int) -> tuple[Tensor, tuple[str, ...]]:
-    """The last positions that fit, and a sentence if not all do."""
+def _last_positions(content: Tensor, lines: int) -> tuple[Tensor, tuple[str, ...]]:
+    """The last positions that fit into a view, and a sentence if not all do."""
     room = max(8, TOKENS // lines)
     if len(content) <= room:
         return content, ()
@@ -154,7 +154,7 @@ def _kept(content: Tensor, lines: int) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def _coloured(labels: list[str], values: Float[Tensor, "token"], top: float, colour: str) -> dict[str, Any]:
-    # A token's own space is shown as a character: without one between them tokens would run into each other.
+    # Spaces of tokens are shown as characters, so that this one separates tokens.
     labels = [f"{label} " for label in labels]
     numbers = [round(value, 4) for value in values.double().nan_to_num(nan=0.0).tolist()]
     return {

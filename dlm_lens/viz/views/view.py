@@ -1,4 +1,4 @@
-"""`View`: circuitsvis pieces on a page of their own, without a network, in which tokens stay text."""
+"""`View`: components of circuitsvis as an HTML page that needs no network and treats tokens as text."""
 
 import html
 import json
@@ -18,10 +18,10 @@ from dlm_lens.sampling.token_text import TokenTexts, shown
 Component = Literal["AttentionHeads", "AttentionPattern", "ColoredTokens"]
 
 AS_HTML: tuple[Component, ...] = ("ColoredTokens",)
-"""Components of circuitsvis that take a token's text for HTML: given as it is, `<img onerror=...>` would run."""
+"""Components of circuitsvis that insert a token's text as HTML, so that `<img onerror=...>` in it would run."""
 
 POLICY = "default-src 'none'; script-src 'sha256-{}'; style-src 'unsafe-inline'; img-src data:"
-"""What a saved page may load: nothing from elsewhere."""
+"""Content security policy of a saved page: nothing is loaded from elsewhere."""
 
 STYLE = (
     "body{font-family:system-ui,sans-serif;max-width:1100px;margin:1.5em auto;padding:0 1em;line-height:1.4}"
@@ -35,8 +35,8 @@ class Piece:
 
     Args:
         component: its name.
-        props: JSON values; `tokens` are texts from anywhere.
-        heading: what stands above it.
+        props: JSON values; `tokens` are untrusted texts.
+        heading: the text above it.
     """
 
     component: Component
@@ -49,9 +49,9 @@ class View:
     """Pieces of circuitsvis that a notebook shows and `save` writes as one HTML file.
 
     Args:
-        title: what it shows.
-        sentences: where it comes from: scale, level, what was left out.
-        pieces: what there is to see.
+        title: heading of the page.
+        sentences: scale, level, and what was left out.
+        pieces: the components.
     """
 
     title: str
@@ -62,12 +62,12 @@ class View:
         return f"View({self.title}; {len(self.pieces)} pieces; save(path) writes it)"
 
     def _repr_html_(self) -> str:
-        """For a notebook, with the script that the installed circuitsvis bundles (1.3 MB a view)."""
+        """HTML for a notebook, with the script of the installed circuitsvis (1.3 MB per view)."""
         body, script = self._parts()
         return f'{body}<script type="module">{script}</script>'
 
     def _parts(self) -> tuple[str, str]:
-        """Markup, and the module that fills it; a module, so that the names of several views do not meet."""
+        """The markup, and the script that fills it: a module, so that views on one page share no names."""
         names = [f"dlm-lens-{uuid4().hex}" for _ in self.pieces]
         about = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences)
         places = "".join(
@@ -85,11 +85,11 @@ class View:
         """Write one HTML file that needs no network, and return its path.
 
         Raises:
-            FileNotFoundError: the directory is not there.
+            FileNotFoundError: the directory does not exist.
         """
         path = Path(path)
         body, script = self._parts()
-        # The script is allowed by its hash: were markup to get in, no script of its own would run.
+        # The policy allows this script alone, by its hash, so that no markup from a token could run one.
         digest = b64encode(sha256(script.encode()).digest()).decode()
         page = (
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
@@ -101,7 +101,7 @@ class View:
 
 
 def _props(piece: Piece) -> str:
-    """The props as JSON that is safe in a script: no <, >, & and, as json writes ASCII, no line separators."""
+    """The props as JSON for a script element: in ASCII, with <, > and & escaped."""
     props = dict(piece.props)
     if piece.component in AS_HTML:
         props["tokens"] = [html.escape(token) for token in props["tokens"]]
@@ -111,28 +111,28 @@ def _props(piece: Piece) -> str:
 
 @cache
 def _bundle() -> str:
-    """The browser bundle of the installed circuitsvis, which must not end the script that it stands in.
+    """The browser bundle of the installed circuitsvis, escaped so that it cannot end its script element.
 
     Raises:
-        ImportError: circuitsvis is not installed, or has no bundle where this version of dlm_lens looks.
+        ImportError: circuitsvis is not installed, or its bundle has another path.
     """
     try:
         file = files("circuitsvis") / "dist" / "cdn" / "iife.js"
         text = file.read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ImportError(
-            f"circuitsvis's bundle dist/cdn/iife.js is not there ({error}); pip install circuitsvis"
+            f"circuitsvis's bundle dist/cdn/iife.js was not found ({error}); pip install circuitsvis"
         ) from error
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def web_labels(ids: list[int], tokenizer: Any) -> list[str]:
-    """Token ids as the text that a browser shows (`token_text.shown`); ids without a tokenizer, sink(i)."""
+    """Token ids as texts for a browser (`token_text.shown`): ids without a tokenizer, sink(i) for learned sinks."""
     texts = TokenTexts(tokenizer)
     labels = {token: texts.label(token) for token in set(ids)}
     return [labels[token] for token in ids]
 
 
 def web_label(text: str) -> str:
-    """One token's text as a browser shows it."""
+    """The text of one token for a browser."""
     return shown(text)

@@ -1,4 +1,4 @@
-// The page: its state, its controls, and what is linked.
+// The page: its state, its controls, and how two recordings are linked.
 
 const PAUSE = 450;
 
@@ -6,7 +6,7 @@ const control = (id) => document.getElementById(id);
 const state = { step: 0, layer: 0, head: 0, level: "head", rule: null, link: "progress", timer: null };
 let panes = [];
 
-// The step of a recording that goes with a step of the first one: of the same number, or the nearest in progress.
+// The step of another recording that is linked to a step of the first one: the same index, or the nearest progress.
 function linkedStep(first, other, step, link) {
   if (link === "step") return Math.min(step, other.steps - 1);
   const wanted = first.about.progress[step];
@@ -25,16 +25,16 @@ function paint() {
   }
   panes.forEach((pane, i) => pane.paint(state, panes[1 - i]));
   control("step").value = state.step;
-  control("step").setAttribute("aria-valuetext", whereWords());
-  control("where").textContent = whereWords();
-  control("limit").textContent = limitWords(panes.map((pane) => pane.recorded), state.rule, state.level);
+  control("step").setAttribute("aria-valuetext", whereText());
+  control("where").textContent = whereText();
+  control("limit").textContent = limitText(panes.map((pane) => pane.recorded), state.rule, state.level);
 }
 
-function whereWords() {
+function whereText() {
   const { about, steps } = panes[0].recorded;
   const block = about.blocks[state.step];
   return `step ${about.steps[state.step]} of ${about.steps[0]} to ${about.steps[steps - 1]}` +
-    `${Math.max(...about.blocks) > 0 ? `, block ${block}` : ""}, ${Math.round(100 * about.progress[state.step])}% written`;
+    `${Math.max(...about.blocks) > 0 ? `, block ${block}` : ""}, ${Math.round(100 * about.progress[state.step])}% decoded`;
 }
 
 function goStep(step) {
@@ -49,7 +49,7 @@ const actions = {
     Object.assign(state, { layer, head });
     paint();
   },
-  // A step of the second recording becomes the step of the first that shows it best.
+  // For a step of the second recording, the step of the first one that is linked to it.
   goTo: (pane, step) => {
     const first = panes[0].recorded;
     goStep(pane === panes[0] ? step : linkedStep(pane.recorded, first, step, state.link));
@@ -156,7 +156,7 @@ function listen() {
   }).observe(control("panes"));
 }
 
-// The pattern to start with: the one whose highest score of all steps is the highest.
+// The pattern with which the page starts: the one with the highest score at any step.
 function strongestPattern(recorded) {
   const { name, layers, heads } = recorded.about.levels[0];
   let best = [-1, 0, 0];
@@ -171,7 +171,7 @@ function strongestPattern(recorded) {
   return best.slice(1);
 }
 
-// A prompt of the recording, or of both: its panes in place of those of the one before.
+// Show a prompt of the recording, or of both, in place of the current one.
 async function show(data, index) {
   const recordings = await Promise.all(data.prompts[index].map((given) => Recorded.from(given)));
   highest = Math.max(4, ...recordings.map((recorded) => recorded.about.highest));
@@ -182,7 +182,7 @@ async function show(data, index) {
     (recordings[0].about.rows > data.prompts.length ? ` (the recording has ${recordings[0].about.rows})` : "");
   control("step").max = recordings[0].steps - 1;
   state.step = Math.min(state.step, recordings[0].steps - 1);
-  // For the console, and for tests: what the page knows.
+  // For the console and for tests.
   window.dlmLens = { state, panes, sinksAt };
   return recordings;
 }

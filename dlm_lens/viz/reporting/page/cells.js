@@ -1,4 +1,4 @@
-// The canvas as cells: a token each, on the colour of what it receives.
+// The canvas as cells: a token each, coloured by its received attention.
 
 function buildCells(pane) {
   const { recorded, cells } = pane;
@@ -22,7 +22,7 @@ function paintCells(pane, state, other) {
     const bin = recorded.bin(pane.pattern, step, key);
     const score = exact.get(key);
     const masked = recorded.isMasked(step, key);
-    const text = visible(recorded.word(step, key));
+    const text = visible(recorded.text(step, key));
     const { ground, ink } = bin ? colours(score ?? middle(bin)) : { ground: "transparent", ink: "inherit" };
     cell.style.backgroundColor = ground;
     cell.style.color = ink;
@@ -31,10 +31,10 @@ function paintCells(pane, state, other) {
     cell.classList.toggle("sink", sinks.has(key));
     cell.classList.toggle("written", recorded.isWritten(step, key));
     cell.classList.toggle("differs", Boolean(other) && differs(pane, other, key));
-    cell.firstChild.textContent = masked ? "\u00a0\u00a0" : cut(recorded.word(step, key));
+    cell.firstChild.textContent = masked ? "\u00a0\u00a0" : cut(recorded.text(step, key));
     cell.dataset.key = key;
     const count = pane.heads.get(key) ?? 0;
-    const what = masked ? maskWords(pane, key) : text;
+    const what = masked ? maskText(pane, key) : text;
     cell.title = [
       `${recorded.about.positions[key] < 0 ? "learned" : "position"} ${recorded.place(key)}: ${what}`,
       `score ${score !== undefined ? score.toFixed(3) : bin ? `from ${number(bin[0])} to ${number(bin[1])}` : "undefined"}`,
@@ -45,22 +45,22 @@ function paintCells(pane, state, other) {
   });
 }
 
-function maskWords(pane, key) {
+function maskText(pane, key) {
   const { recorded, step } = pane;
   for (let later = step; later < recorded.steps; later += 1) {
     if (!recorded.isMasked(later + 1, key)) {
       const when = recorded.about.steps[later];
-      return `${recorded.about.causal ? "not yet there" : "masked"}, written at step ${when}: "${visible(recorded.word(later + 1, key))}"`;
+      return `${recorded.about.causal ? "not decoded yet" : "masked"}, decoded at step ${when}: "${visible(recorded.text(later + 1, key))}"`;
     }
   }
   return "masked to the end";
 }
 
-// Whether two panes show another token at the same position, where both show one.
+// Whether two panes show different tokens at the same position.
 function differs(pane, other, key) {
   const [a, b] = [pane, other];
   if (a.recorded.about.positions.length !== b.recorded.about.positions.length) return false;
   if (a.recorded.about.positions[key] !== b.recorded.about.positions[key]) return false;
   if (a.recorded.isMasked(a.step, key) || b.recorded.isMasked(b.step, key)) return false;
-  return a.recorded.word(a.step, key) !== b.recorded.word(b.step, key);
+  return a.recorded.text(a.step, key) !== b.recorded.text(b.step, key);
 }

@@ -1,7 +1,7 @@
-// Colour of a score: logarithmic from half of even attention to the highest score of the page.
+// Colours of scores, on a logarithmic scale from half of uniform attention to the highest score of the page.
 
 const RAMPS = {
-  // Dark means much on light ground, bright means much on dark ground.
+  // High scores are dark on a light background and bright on a dark one.
   light: ["#ffffff", "#fff3d6", "#fed98e", "#fe9929", "#d95f0e", "#993404", "#5c1a02"],
   dark: ["#16181d", "#2d1b4e", "#5b2a86", "#9c3a7c", "#d9575b", "#f59a4d", "#fbe38e"],
 };
@@ -26,7 +26,7 @@ function share(score) {
   return Math.log2(Math.max(score, LOWEST) / LOWEST) / Math.log2(highest / LOWEST);
 }
 
-// Ground and ink of a score.
+// Background and text colour of a score.
 function colours(score) {
   const rgb = mix(RAMPS[theme], share(score));
   const [r, g, b] = rgb.map((c) => (c / 255) ** 2.2);
@@ -34,7 +34,7 @@ function colours(score) {
   return { ground: `rgb(${rgb.join(" ")})`, ink: light > 0.19 ? "#000000" : "#ffffff" };
 }
 
-// What a bin is painted as: its middle on the logarithmic scale.
+// The score by which a bin is coloured: its middle on the logarithmic scale.
 function middle([low, high]) {
   return low > 0 ? Math.sqrt(low * high) : high / 2;
 }
@@ -43,7 +43,7 @@ function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// A canvas element in device pixels, drawn in CSS pixels.
+// Size a canvas element in device pixels, to be drawn on in CSS pixels.
 function sized(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   canvas.style.width = `${width}px`;
@@ -61,8 +61,8 @@ function paintLegend(root, { scale, causal, undefined_keys: undefinedKeys }) {
   const bar = make("span", "bar");
   bar.style.background = `linear-gradient(to right, ${RAMPS[theme].join(", ")})`;
   root.append(make("span", "", `${LOWEST} or less`), bar, make("span", "", number(highest)));
-  root.append(make("span", "grow", `received attention, ${scale}${scale === "relative to uniform" ? " (1 = even)" : ""}`));
-  root.append(make("span", "key sinkkey", "sink"), make("span", "key maskkey", causal ? "not yet there" : "masked"));
-  root.append(make("span", "key writtenkey", "written at this step"));
+  root.append(make("span", "grow", `received attention, ${scale}${scale === "relative to uniform" ? " (1 = uniform)" : ""}`));
+  root.append(make("span", "key sinkkey", "sink"), make("span", "key maskkey", causal ? "not decoded yet" : "masked"));
+  root.append(make("span", "key writtenkey", "decoded at this step"));
   if (undefinedKeys) root.append(make("span", "key undefinedkey", "no score"));
 }

@@ -1,6 +1,6 @@
-// What was recorded, on which scale, and how much of it this file holds exactly.
+// Facts about the recording: its size, its scale, and which scores this file holds exactly.
 
-function aboutWords({ about, keys, steps }) {
+function aboutText({ about, keys, steps }) {
   const level = about.levels[0];
   return [
     about.model ? `model ${about.model}` : "",
@@ -14,7 +14,7 @@ function aboutWords({ about, keys, steps }) {
   ].filter(Boolean).join(" \u00b7 ");
 }
 
-function exactWords({ about }) {
+function exactText({ about }) {
   const { exact } = about;
   if (exact.all) return "All scores are in this file exactly (as recorded).";
   const limits = exact.limits;
@@ -27,8 +27,8 @@ function exactWords({ about }) {
 function paintFacts(pane) {
   const { about } = pane.recorded;
   const lines = [
-    ["scores", exactWords(pane.recorded)],
-    ["undefined", `keys seen by fewer than ${about.viewers} counted queries have no score`],
+    ["scores", exactText(pane.recorded)],
+    ["undefined", `keys visible to fewer than ${about.min_viewers} counted queries have no score`],
     ...Object.entries(about.settings).map(([name, value]) => [name, value]),
     ["computed with", Object.entries(about.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
   ];
@@ -41,19 +41,19 @@ function paintFacts(pane) {
     return line;
   }));
   const final = pane.root.querySelector(".final");
-  // Without a tokenizer there is no text, only tokens.
+  // Without a tokenizer there are token ids instead of text.
   final.querySelector("summary").textContent = about.text === null ? "Final tokens" : "Final text";
   final.querySelector(".text").textContent = about.text ?? finalTokens(pane.recorded);
 }
 
 function finalTokens(recorded) {
   const keys = recorded.about.positions.map((_, key) => key).filter((key) => recorded.about.positions[key] >= 0);
-  return keys.map((key) => visible(recorded.word(recorded.steps, key))).join(" ");
+  return keys.map((key) => visible(recorded.text(recorded.steps, key))).join(" ");
 }
 
 // The sentence below the controls: the rule, and what of its sinks the file holds.
-function limitWords(recordings, rule, level) {
-  if (rule.value === null) return storedWords(recordings.map((recorded) => recorded.stored.get(rule.name)), level);
+function limitText(recordings, rule, level) {
+  if (rule.value === null) return storedText(recordings.map((recorded) => recorded.stored.get(rule.name)), level);
   const short = recordings.filter((recorded) => !findsAll(recorded, rule));
   if (!short.length) return `${RULES[rule.name].formula(rule.value)}. The page finds what find_sinks finds.`;
   const limits = short.map((recorded) => limitOf(recorded, rule));
@@ -63,7 +63,7 @@ function limitWords(recordings, rule, level) {
     "at this setting only the strongest keys are listed, and counts are lower bounds. Main sinks are exact.";
 }
 
-function storedWords([{ name, formula, scale, levels }], level) {
+function storedText([{ name, formula, scale, levels }], level) {
   const sentences = [
     `${name}${formula ? `: ${formula}` : ""}.`,
     "The sinks are those that find_sinks found when this file was written; the page cannot change the setting of this rule.",

@@ -1,4 +1,4 @@
-// Layers by heads: the main sink of every one at this step.
+// The grid of layers and heads: the main sink of each at this step.
 
 const GRID_LEFT = 30;
 const GRID_TOP = 18;
@@ -41,8 +41,8 @@ function paintGrid(pane, state) {
   pen.lineWidth = 2;
   pen.strokeStyle = css("--mark");
   pen.strokeRect(x, y, shape.width, shape.height);
-  pane.root.querySelector(".chosen").replaceChildren(...chosenWords(pane, state));
-  pane.root.querySelector(".movers").textContent = moverWords(pane);
+  pane.root.querySelector(".chosen").replaceChildren(...chosenText(pane, state));
+  pane.root.querySelector(".movers").textContent = moverText(pane);
   grid.setAttribute("aria-label", pane.root.querySelector(".chosen").textContent);
 }
 
@@ -66,7 +66,7 @@ function paintMover(pen, x, y, { width, height }) {
   pen.stroke();
 }
 
-function moverWords(pane) {
+function moverText(pane) {
   const { about } = pane.recorded;
   if (!about.kinds) return "";
   const { first, layers, heads } = pane.size;
@@ -96,7 +96,7 @@ function paintGridAxes(pen, pane, { layers, heads, width, height }) {
   }
 }
 
-function patternWords(pane) {
+function patternText(pane) {
   const { about } = pane.recorded;
   const [layer, head] = pane.chosen;
   if (pane.level === "model") return "mean of all heads";
@@ -104,17 +104,17 @@ function patternWords(pane) {
   return pane.level === "layer" ? `${where}, mean of its heads` : `${where}, head ${about.heads[head]}`;
 }
 
-function chosenWords(pane, state) {
+function chosenText(pane, state) {
   const { recorded, step } = pane;
   const [main] = sinksOf(recorded, pane.pattern, step, state.rule);
-  const where = `${patternWords(pane)}: `;
+  const where = `${patternText(pane)}: `;
   const moving = isMoving(recorded, pane.pattern) ? "; its sink moves over the run" : "";
   if (!main) return [`${where}no sink${moving}`];
   const masked = recorded.isMasked(step, main.key);
-  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, ...(masked ? ["masked"] : ['"', token(recorded.word(step, main.key), 24), '"']), `), score ${main.score.toFixed(3)}${moving}`];
+  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, ...(masked ? ["masked"] : ['"', token(recorded.text(step, main.key), 24), '"']), `), score ${main.score.toFixed(3)}${moving}`];
 }
 
-// What a key or a click in the grid chooses: [layer, head], or null.
+// The [layer, head] to which a key of the keyboard moves in the grid; null for other keys.
 function gridMove(pane, key) {
   const { layers, heads } = pane.size;
   const [layer, head] = pane.chosen;

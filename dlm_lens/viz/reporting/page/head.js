@@ -1,4 +1,4 @@
-// One pattern: its path over the steps, and the keys that receive most of it.
+// One pattern: its sinks over the steps, and the keys with the highest scores.
 
 const PATH_LEFT = 46;
 const PATH_BOTTOM = 30;
@@ -52,8 +52,8 @@ function paintPath(pane, state) {
     if (sinks.length) places.set(sinks[0].key, (places.get(sinks[0].key) ?? 0) + 1);
   }
   paintPathAxes(pen, pane, shape, spot);
-  pane.summary.replaceChildren(...pathWords(pane, places));
-  pane.path.setAttribute("aria-label", `${patternWords(pane)}. ${pane.summary.textContent}`);
+  pane.summary.replaceChildren(...pathText(pane, places));
+  pane.path.setAttribute("aria-label", `${patternText(pane)}. ${pane.summary.textContent}`);
 }
 
 function mark(pen, [x, y], radius, filled) {
@@ -86,16 +86,16 @@ function paintPathAxes(pen, pane, shape, spot) {
   pen.fillText("step", PATH_LEFT + shape.width / 2, shape.height + 28);
 }
 
-function pathWords(pane, places) {
+function pathText(pane, places) {
   const { recorded } = pane;
   const found = [...places].sort((a, b) => b[1] - a[1]);
   if (!found.length) return [`No sink at any of ${recorded.steps} steps.`];
   const steps = found.reduce((sum, [, count]) => sum + count, 0);
   const words = [`A sink at ${steps} of ${recorded.steps} steps; the main one at `];
   found.slice(0, 4).forEach(([key, count], i) => {
-    words.push(`${i ? ", " : ""}${recorded.place(key)} ("`, token(recorded.word(recorded.steps, key), 12), `") ${count}\u00d7`);
+    words.push(`${i ? ", " : ""}${recorded.place(key)} ("`, token(recorded.text(recorded.steps, key), 12), `") ${count}\u00d7`);
   });
-  words.push(found.length > 4 ? `, and ${found.length - 4} other places.` : ".");
+  words.push(found.length > 4 ? `, and ${found.length - 4} other positions.` : ".");
   return words;
 }
 
@@ -120,12 +120,12 @@ function paintStrongest(pane, state) {
 }
 
 function tokenAt(pane, key) {
-  return token(pane.recorded.word(pane.step, key), 24);
+  return token(pane.recorded.text(pane.step, key), 24);
 }
 
 function stateOf(pane, key) {
   const { recorded, step } = pane;
   if (recorded.about.positions[key] < 0) return "learned";
-  if (recorded.isMasked(step, key)) return recorded.about.causal ? "not yet there" : "masked";
+  if (recorded.isMasked(step, key)) return recorded.about.causal ? "not decoded yet" : "masked";
   return recorded.about.positions[key] < recorded.about.prompt ? "prompt" : "written";
 }

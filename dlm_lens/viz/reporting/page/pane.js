@@ -1,4 +1,4 @@
-// A recording on the page; a comparison has two.
+// The part of the page that shows one recording; a comparison has two.
 
 class Pane {
   constructor(recorded, label, actions) {
@@ -17,7 +17,7 @@ class Pane {
     this.step = 0;
     find(".label").textContent = label;
     find("h2").hidden = actions.alone;
-    find(".about").textContent = aboutWords(recorded);
+    find(".about").textContent = aboutText(recorded);
     buildCells(this);
     paintFacts(this);
     this.listen();
@@ -55,7 +55,7 @@ class Pane {
     this.actions.choose(layer, head);
   }
 
-  // What the state means for this recording.
+  // Take over the state of the page, at a step of this recording.
   take(state, step) {
     this.step = step;
     this.level = state.level;
@@ -67,11 +67,11 @@ class Pane {
 
   paint(state, other) {
     const { about } = this.recorded;
-    const written = `${Math.round(100 * about.progress[this.step])}% written`;
+    const written = `${Math.round(100 * about.progress[this.step])}% decoded`;
     this.root.querySelector(".when").textContent = `at step ${about.steps[this.step]}, ${written}`;
-    this.root.querySelector(".colours").textContent = `Colour: what each token receives in ${patternWords(this)}.`;
-    for (const which of this.root.querySelectorAll(".which")) which.textContent = `of ${patternWords(this)}`;
-    this.root.querySelector(".unwritten").textContent = about.causal ? "not yet there" : "masked";
+    this.root.querySelector(".colours").textContent = `Colour: attention that each token receives in ${patternText(this)}.`;
+    for (const which of this.root.querySelectorAll(".which")) which.textContent = `of ${patternText(this)}`;
+    this.root.querySelector(".unwritten").textContent = about.causal ? "not decoded yet" : "masked";
     paintLegend(this.root.querySelector(".legend"), about);
     paintCells(this, state, other);
     paintGrid(this, state);

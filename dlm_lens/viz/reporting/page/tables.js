@@ -1,4 +1,4 @@
-// The sinks of a step, over all patterns of the level.
+// The sinks of a step in all patterns of the level.
 
 const LINES = 24;
 
@@ -59,7 +59,7 @@ function linesByHead(pane, state, table) {
   });
 }
 
-// A button that goes to the pattern of a sink.
+// A button that selects the pattern of a sink.
 function go(pane, { layer, head }) {
   const { layers, heads } = pane.recorded.about;
   const [l, h] = [layers[layer] ?? layer, heads[head]];

@@ -82,7 +82,7 @@ class Recorded {
     given.about = data;
     given.steps = data.steps.length;
     given.keys = data.positions.length;
-    given.words = data.words;
+    given.texts = data.texts;
     given.offsets = offsetsOf(given.count);
     const rules = await Promise.all(data.stored.map((rule) => StoredRule.from(rule, given.steps)));
     given.stored = new Map(rules.map((rule) => [rule.name, rule]));
@@ -93,7 +93,7 @@ class Recorded {
     return this.about.levels.find((level) => level.name === name);
   }
 
-  // Index of a pattern; layer and head are places on the axes, of which a level keeps one, both or none.
+  // Index of a pattern, from the places of layer and head on their axes, as far as the level has these axes.
   pattern(name, layer, head) {
     const { first, layers, heads } = this.level(name);
     return first + Math.min(layer, layers - 1) * heads + Math.min(head, heads - 1);
@@ -114,15 +114,15 @@ class Recorded {
     return this.count[place] === this.defined[place];
   }
 
-  // The two borders between which a score lies; null where it is undefined.
+  // The borders of the bin of a score: [low, high]; null where the score is undefined.
   bin(pattern, step, key) {
     const code = this.bins[(pattern * this.keys + key) * this.steps + step];
     const { edges, highest } = this.about;
     return code ? [code > 1 ? edges[code - 2] : 0, code <= edges.length ? edges[code - 1] : highest] : null;
   }
 
-  word(step, key) {
-    return this.words[this.tokens[step * this.keys + key]];
+  text(step, key) {
+    return this.texts[this.tokens[step * this.keys + key]];
   }
 
   id(step, key) {
@@ -137,7 +137,7 @@ class Recorded {
     return this.written[step * this.keys + key] === 1;
   }
 
-  // Position of a key from the prompt's first token, as a label; learned sink tokens have none.
+  // A label of a key: its position from the prompt's first token, or sink(i) for a learned sink token.
   place(key) {
     const position = this.about.positions[key];
     return position < 0 ? `sink(${-1 - position})` : String(position);

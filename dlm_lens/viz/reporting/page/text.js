@@ -1,9 +1,9 @@
-// Text of the page. Tokens are somebody else's: they only ever become text, in a direction of their own.
+// Text of the page. Tokens are untrusted: they are inserted as text only, each in a direction of its own.
 
 const CELL = 14;
 
-// The words are visible already (token_text.shown); should anything else come by, what is not seen, or commands the
-// direction of what follows, is written as its code.
+// Invisible characters, and those that change the direction of text, which are written as their codes. Texts in the file
+// have none (token_text.shown); this is a second line of defence.
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
 
 function visible(text) {
@@ -34,7 +34,7 @@ function number(value) {
   return Math.abs(value) >= 1000 ? value.toPrecision(6) : value.toFixed(3).replace(/\.?0+$/, "");
 }
 
-// A cell with a score: rounded to read, exact in its data.
+// A cell with a score: rounded in its text, exact in its data attribute.
 function scored(value) {
   const cell = make("td", "number", Number.isNaN(value) ? "\u2013" : value.toFixed(3));
   if (!Number.isNaN(value)) cell.dataset.exact = String(value);
