@@ -99,7 +99,7 @@ def test_undefined_cells_are_blank_and_explained(received):
     assert np.argwhere(np.ma.getmaskarray(mesh(figure))).tolist() == [[2, 4]]
     assert [t.get_text() for t in figure.legends[0].get_texts()] == [
         "masked (not yet written)",
-        "undefined (seen by fewer than 5 counted queries)",
+        "undefined (visible to fewer than 5 counted queries)",
     ]
 
 

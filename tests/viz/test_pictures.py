@@ -282,7 +282,7 @@ def test_the_lens_table_names_the_likeliest_tokens(model, recording):
     assert [t.get_text() for t in figure.axes[0].texts] == wanted
     frames = [p for p in figure.axes[0].patches if p.get_gid() == "right"]
     assert len(frames) == int((lens.predicted[chosen, None] & (lens.rank[chosen] == 0)).sum())
-    strips = [p.get_x() for p in figure.axes[0].patches if p.get_gid() == "asked"]
+    strips = [p.get_x() for p in figure.axes[0].patches if p.get_gid() == "predicted"]
     assert strips == lens.predicted[chosen].nonzero().flatten().tolist()
     at_step = dl.viz.lens_table(lens, step=2, row=0)
     assert len(at_step.axes[0].texts) == 2 * len(lens.layers)

@@ -20,7 +20,7 @@ from dlm_lens.viz.reporting import report
 from dlm_lens.viz.reporting.data import Subject, content_of
 from dlm_lens.viz.reporting.packing import narrow, packed
 from dlm_lens.viz.reporting.page import embedded
-from dlm_lens.viz.reporting.score_precision import PRECISIONS, MARGIN, Precision, Scores
+from dlm_lens.viz.reporting.score_precision import MARGIN, PRECISIONS, Precision, Scores
 
 PROMPTS = ["Tom has 5 apples and buys 3 more.", "Mia has 2 eggs."]
 NUMPY = {"f8": "<f8", "f4": "<f4", "f2": "<f2", "u4": "<u4", "u2": "<u2", "u1": "u1"}
@@ -108,7 +108,7 @@ def test_padding_is_left_out_and_learned_sinks_stand_behind_the_canvas(recording
 def test_facts(recording):
     found = content(recording, row=1)
     assert (found["row"], found["rows"], found["layers"], found["heads"]) == (1, 2, [0, 1, 2, 3], [0, 1, 2, 3])
-    assert (found["scale"], found["queries"], found["viewers"]) == ("relative to uniform", "all", 8)
+    assert (found["scale"], found["queries"], found["min_viewers"]) == ("relative to uniform", "all", 8)
     assert found["settings"]["gen_length"] == "12"
     assert found["model"] == "toy-sink"  # not the folder it lies in
     assert found["text"] == recording.run.texts[1]

@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import (
+    MASKED_LABEL,
     PLAIN,
     SCALE_LABELS,
-    WRITTEN_LATER,
     caption,
     counted_keys,
     level_label,
@@ -153,7 +153,7 @@ def _explain(figure: Figure, viewers: int, *, masked: bool, undefined: bool) -> 
     handles: list[Artist] = []
     if masked:
         dot = Line2D([], [], linestyle="", marker="o", markersize=4, mfc="white", mec="black", mew=0.4)
-        dot.set_label(WRITTEN_LATER)
+        dot.set_label(MASKED_LABEL)
         handles.append(dot)
     if undefined:
         handles.append(

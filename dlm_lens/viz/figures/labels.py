@@ -15,7 +15,7 @@ from dlm_lens.sinks import Level, Scale
 PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
 """Keyword arguments of every text that may hold a token, so that $ and \\ in it are no markup."""
 
-WRITTEN_LATER = "masked (not yet written)"
+MASKED_LABEL = "masked (not decoded yet)"
 
 SCALE_LABELS: dict[Scale, str] = {
     "relative to uniform": "received attention\nrelative to uniform (1 = uniform)",

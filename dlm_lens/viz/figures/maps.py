@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
-from dlm_lens.viz.figures.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, token_labels
+from dlm_lens.viz.figures.labels import MASKED_LABEL, PLAIN, caption, counted_keys, level_label, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED, SINK
 from dlm_lens.viz.plot_options import PlotOptions
@@ -202,7 +202,7 @@ def _explain(figure: Figure, *, masked: bool, sinks: bool, causal: bool) -> None
         mark: dict[str, Any] = {"linestyle": "", "marker": "v", "markersize": 5, "color": SINK}
         handles += [Line2D([], [], label="largest sink", **mark), Line2D([], [], mfc="white", label="sink", **mark)]
     if masked:
-        handles.append(Patch(facecolor=MASKED, label=WRITTEN_LATER))
+        handles.append(Patch(facecolor=MASKED, label=MASKED_LABEL))
     if causal:
         handles.append(Patch(facecolor=INVISIBLE, label="not visible to the query"))
     if handles:

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
-from dlm_lens.viz.figures.labels import PLAIN, WRITTEN_LATER, caption, counted_keys, level_label, note, token_labels
+from dlm_lens.viz.figures.labels import MASKED_LABEL, PLAIN, caption, counted_keys, level_label, note, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -251,7 +251,7 @@ def explain_track(figure: Figure, *, masked: bool, blocks: bool) -> None:
         ),
     ]
     if masked:
-        handles.append(Patch(facecolor=MASKED, label=WRITTEN_LATER))
+        handles.append(Patch(facecolor=MASKED, label=MASKED_LABEL))
     if blocks:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=7, frameon=False)
