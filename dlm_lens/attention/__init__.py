@@ -1,4 +1,4 @@
-"""Attention that can be watched: hook points, the attention functions, column statistics, protocols."""
+"""Hook points in attention, the attention functions, visibility, column statistics, and the base class of hooks."""
 
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (

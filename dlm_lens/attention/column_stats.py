@@ -1,4 +1,4 @@
-"""Column statistics of attention patterns: how much a key receives, and how much it could expect.
+"""Column statistics of attention patterns: received attention of a key, and its uniform expectation.
 
 The scale is the design's choice for Eq. 3 of 2510.15731: received attention relative to uniform attention.
 """
@@ -33,7 +33,7 @@ def column_sums(
 def expected_received(
     visible: Bool[Tensor, "*batch heads query key"], queries: Bool[Tensor, "*batch query"] | None = None
 ) -> Float[Tensor, "*batch heads key"]:
-    """What key j would receive if attention were spread evenly: e_j = sum_i M_ij / sum_k M_ik.
+    """Received attention of key j under uniform attention: e_j = sum_i M_ij / sum_k M_ik.
 
     1 for every visible key of a bidirectional pass; H_S - H_j (harmonic numbers) for key j of a causal one.
     """
@@ -63,7 +63,7 @@ def received_attention(
 ) -> Float[Tensor, "*batch head key"]:
     """Received attention of every key, relative to uniform attention: score_j = r_j / e_j.
 
-    1 means "as much as under even attention". `relative=False` gives the raw column sum r_j, the paper's
+    1 means as much as under uniform attention. `relative=False` gives the raw column sum r_j, the paper's
     A-bar_j times the number of queries (2510.15731, section 4.1). NaN where a key is undefined: seen by fewer
     than `min_viewers` counted queries (padding among them).
 

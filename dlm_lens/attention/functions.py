@@ -1,7 +1,7 @@
 """The attention functions: `attend`, for transformers' attention interface, and the explicit one with hook points.
 
-It is handed queries, keys and values after projections, norms, rotation and cache. While nothing reads scores or a
-pattern, the function that the model's config names (sdpa: no pattern is formed) does the work.
+`attend` receives queries, keys and values after projections, norms, rotation and cache. While nothing reads scores
+or a pattern, it calls the function that the model's config names (sdpa, which forms no pattern).
 """
 
 from collections.abc import Iterator
@@ -64,23 +64,23 @@ def hooked_attention(
     if position_bias is not None:
         scores = scores + position_bias
     scores, visible = _masked(scores, attention_mask, causal=causal_without_mask(module, is_causal))
-    known = AttentionPass(visible, spare_logits)
-    with _known_at(module, known):
-        scores = known.scores = module.get_submodule("hook_scores")(scores)
-        pattern = module.get_submodule("hook_pattern")(known.softmax(scores).to(query.dtype))
+    current = AttentionPass(visible, spare_logits)
+    with _pass_at(module, current):
+        scores = current.scores = module.get_submodule("hook_scores")(scores)
+        pattern = module.get_submodule("hook_pattern")(current.softmax(scores).to(query.dtype))
     mixed = nn.functional.dropout(pattern, p=dropout, training=module.training)
     z = rearrange(mixed, "b (g n) q k -> b g n q k", n=groups) @ value.unsqueeze(2)
     return rearrange(z, "b g n q d -> b q (g n) d"), pattern
 
 
 @contextmanager
-def _known_at(module: nn.Module, known: AttentionPass) -> Iterator[None]:
-    """Leave what is known of the pass at the points of scores and pattern, for hooks that ask."""
+def _pass_at(module: nn.Module, current: AttentionPass) -> Iterator[None]:
+    """Set `attention_pass` of the points of scores and pattern while they run, for hooks that read it."""
     points: list[Any] = [module.get_submodule(f"hook_{name}") for name in ("scores", "pattern")]
     # A hook may run another pass through the same module (`source="clean"` in a trace).
     outer = [getattr(point, "attention_pass", None) for point in points]
     for point in points:
-        point.attention_pass = known
+        point.attention_pass = current
     try:
         yield
     finally:
@@ -91,17 +91,17 @@ def _known_at(module: nn.Module, known: AttentionPass) -> Iterator[None]:
 def _masked(
     scores: Float[Tensor, "batch head query key"], mask: Any, *, causal: bool
 ) -> tuple[Float[Tensor, "batch head query key"], Bool[Tensor, "..."] | None]:
-    """Apply the mask; the second value says which keys each query sees, None for all."""
+    """Apply the mask; the second value is which keys each query sees, None for all."""
     queries, keys = scores.shape[-2:]
     if mask is None:
-        # transformers leaves the mask out where a flag says it all: nothing is hidden, or a causal prefix is.
+        # transformers leaves the mask out where a flag suffices: nothing is hidden, or attention is causal.
         if not causal or queries == 1:
             return scores, None
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=scores.device).tril()
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2] not in (1, queries):
         kind = f"a {tuple(mask.shape)} tensor" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise ValueError(
-            f"the attention mask is {kind}; watching scores or patterns needs a [batch, 1, query, key] mask: "
+            f"the attention mask is {kind}; reading scores or patterns needs a [batch, 1, query, key] mask: "
             "load the model with attn_implementation='sdpa' or 'hooked'"
         )
     mask = mask[..., :keys]
@@ -112,12 +112,12 @@ def _masked(
 
 
 def causal_without_mask(module: Any, is_causal: bool | None) -> bool:
-    """Whether attention is causal where transformers hands it no mask, as its `sdpa` function decides."""
+    """Whether attention is causal where transformers passes no mask, as its `sdpa` function decides."""
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 AttentionInterface.register(HOOKED, hooked_attention)
-# Without an entry for masks too, transformers hands a custom function no padding mask and says nothing.
+# Without an entry for masks too, transformers passes a custom function no padding mask, without a message.
 AttentionMaskInterface.register(HOOKED, sdpa_mask)
 
 
@@ -132,7 +132,7 @@ def attend(
     gate: Float[Tensor, "batch query width"] | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch head query key"] | None]:
-    """Attention of a module with hook points: what it mixes from the values, and the pattern where it was formed.
+    """Attention of a module with hook points: z, and the pattern where it was formed.
 
     Queries and keys that arrive in a wider dtype than the values (LLaDA rotates in float32) are rounded to it.
     Learned sink tokens of the config (`num_sinks`) see only themselves and are seen by all. `gate` is the gate
@@ -166,7 +166,7 @@ def attend(
         query,
         key,
         value,
-        _boolean_if_whole(attention_mask),
+        _boolean_if_integer(attention_mask),
         scaling,
         dropout,
         spare_logits(module) if spare is None else spare,
@@ -182,7 +182,7 @@ AttentionInterface.register(DISPATCH, attend)
 
 
 class _Mixed(NamedTuple):
-    """What attention mixed, the pattern where it was formed, and what readers are handed if there are any."""
+    """z, the pattern where it was formed, and the inputs for readers if there are any."""
 
     z: Float[Tensor, "batch position head d_head"]
     pattern: Float[Tensor, "batch head query key"] | None = None
@@ -204,6 +204,7 @@ class _Call:
     options: dict[str, Any]
 
     def run(self) -> _Mixed:
+        """Compute z, with a pattern where a hook or an option needs one."""
         layout = SinkLayout.of(self.module)
         if layout.count:
             return self._run_around_sinks(layout)
@@ -245,7 +246,7 @@ class _Call:
         )
 
     def _mix(self, q: Tensor, mask: Any, own_start: int | None = None) -> _Mixed:
-        """Mixing without a pattern: the config's attention function, or the fused kernel under what hooks hide."""
+        """Mix without a pattern: the config's attention function, or the fused kernel with columns hidden by hooks."""
         self._skip_trace_readers()
         calls = column_calls(self.module.hook_scores, self.module.hook_pattern)
         inputs = None
@@ -261,7 +262,7 @@ class _Call:
     def _inputs_with(
         self, pattern: Tensor, q: Tensor, mask: Any, own_start: int | None = None
     ) -> AttentionInputs | None:
-        """What readers are handed beside a materialised pattern; None if there are none."""
+        """The inputs for readers, with a materialised pattern; None if there are no readers."""
         if not self.module.hook_z.readers:
             return None
         return replace(self._inputs(q, mask, own_start), pattern=pattern)
@@ -341,7 +342,7 @@ def _read(module: Any, inputs: AttentionInputs, z: Float[Tensor, "batch position
 
 
 def listened_to(point: nn.Module) -> bool:
-    """Whether a hook that needs the value is registered on `point`, or a watcher is about to read it.
+    """Whether a hook that needs the value is registered on `point`, or a trace is about to read it.
 
     A `ColumnCall` does not need it: attention runs it in stream.
     """
@@ -353,7 +354,7 @@ def listened_to(point: nn.Module) -> bool:
 
 
 def _through(point: Any, heads: Float[Tensor, "batch head position d_head"]) -> Tensor:
-    """A tensor past its hook point, which has the heads after the positions."""
+    """Pass a tensor through its hook point, at which the heads come after the positions."""
     passed: Tensor = point(heads.transpose(1, 2))
     return passed.transpose(1, 2)
 
@@ -366,7 +367,7 @@ def _zero_sink_values(module: Any, value: Tensor) -> Tensor:
     return value.masked_fill(at_sink[:, None], 0.0)
 
 
-def _boolean_if_whole(mask: Any) -> Any:
-    """A mask [batch, heads, query, key] of whole numbers, 0 and 1, as boolean; added to scores it hid nothing."""
+def _boolean_if_integer(mask: Any) -> Any:
+    """A mask [batch, heads, query, key] of integers 0 and 1 as boolean; added to scores it would hide nothing."""
     whole = isinstance(mask, Tensor) and mask.ndim == 4 and not mask.is_floating_point()
     return mask.bool() if whole else mask

@@ -1,4 +1,4 @@
-"""`AttentionInputs`: what one attention module computes with, in one forward pass."""
+"""`AttentionInputs`: the inputs of one attention module in one forward pass."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from dlm_lens.attention.column_masking import ColumnMask
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """What one attention module computes with, handed to readers.
+    """The inputs of one attention module in one forward pass, as readers at `hook_z` receive them.
 
     Args:
         layer: index of the layer.
@@ -20,13 +20,12 @@ class AttentionInputs:
         v: values.
         scale: scores are q k^T scale.
         visible: which query sees which key, hidden columns left out; None for all. The query axis may have size 1.
-        causal: a query sees nothing behind its own position, on top of `visible`.
-        dropped: columns that are hidden behind the softmax.
-        own_start: the key at which the first query stands; None if the queries are the last positions.
-        pattern: the pattern as used, where somebody had it materialised (and may have edited it).
-        z: what the pattern mixed from the values, as hooks at `hook_z` left it, where it is known.
-        window: the smallest sliding window that the layer may have, which `visible` has worked in; None if it has
-            none.
+        causal: a query sees no key after its own position, in addition to `visible`.
+        dropped: columns that are hidden after the softmax.
+        own_start: position of the first query among the keys; None if the queries are the last positions.
+        pattern: the pattern that mixed the values, edits included, where it was materialised.
+        z: the output of attention before its projection, with the edits of hooks at `hook_z`, where it is known.
+        window: the smallest sliding window that the layer may have, which `visible` includes; None if it has none.
     """
 
     layer: int
@@ -50,7 +49,7 @@ class AttentionInputs:
         return torch.arange(start, start + queries, device=self.q.device)
 
     def seen(self, rows: slice | Tensor = slice(None)) -> Bool[Tensor, "#batch #head query key"] | None:
-        """Who sees whom among the queries `rows`, causality included; None where everyone sees everything."""
+        """Which keys the queries `rows` see, causality included; None where every query sees every key."""
         visible = self.visible
         if visible is not None and visible.shape[-2] > 1:
             visible = visible[:, :, rows]

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, whatever its family calls it: attention, MLP, output projection."""
+"""The parts of a decoder layer by their names in any family: attention, MLP, output projection."""
 
 from typing import Any
 

@@ -129,7 +129,7 @@ WIDEST = 256
 """The widest heads that the kernels hold."""
 
 Kind = tuple[torch.device, torch.dtype, int]
-"""Device, dtype and width of heads: what decides whether a kernel can be launched."""
+"""Device, dtype and width of heads, which decide whether a kernel can be launched."""
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ _failed: set[Kind] = set()
 
 
 def run_kernels(kernels: Callable[[], Result], tiles: Callable[[], Result], *tensors: Tensor) -> Result:
-    """What `kernels` returns, or `tiles` where they are not for these tensors, are off, or cannot be launched.
+    """The result of `kernels`, or of `tiles` where the kernels do not fit the tensors, are off, or fail to launch.
 
     Raises:
         ValueError: the environment variable is neither "on" nor "off".
@@ -177,7 +177,7 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def turned_on() -> bool:
-    """What the environment variable says.
+    """The environment variable `DLM_LENS_KERNELS` as a truth value.
 
     Raises:
         ValueError: neither "on" nor "off".

@@ -173,6 +173,7 @@ def _collect(outputs: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
 
 def _compare_sum(attention: Any, outputs: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any], Any], None]:
     def compare(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
+        """Set `adds_up` of the attention module in this forward pass of its layer."""
         before = inputs[0] if inputs else options["hidden_states"]
         after = output if isinstance(output, Tensor) else output[0]
         # With layers over several devices a module's input may be on another device than its output.

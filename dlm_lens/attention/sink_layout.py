@@ -1,4 +1,4 @@
-"""Learned sink tokens: where they stand around the canvas, and who sees what."""
+"""Learned sink tokens: their positions around the canvas, and which keys they see."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,7 +24,7 @@ def sink(index: int) -> SinkToken:
     """Address learned sink token `index` (from 0) wherever a position is accepted.
 
     Raises:
-        ValueError: no whole number, or a negative one.
+        ValueError: not an integer, or a negative one.
     """
     if not isinstance(index, int) or index < 0:
         raise ValueError(f"sink({index!r}): sinks are counted from 0; give a whole number")
@@ -33,9 +33,9 @@ def sink(index: int) -> SinkToken:
 
 @dataclass(frozen=True)
 class SinkLayout:
-    """`count` sink tokens in front of or behind a canvas of S positions; the network sees S + count.
+    """`count` sink tokens before or after a canvas of S positions; the network sees S + count.
 
-    Canvas positions are never shifted for the user: `canvas` and `sinks` say where they lie inside the network.
+    Users count positions of the canvas alone; `canvas` and `sinks` are their positions inside the network.
 
     Raises:
         ValueError: a negative count or an unknown placement.
@@ -57,18 +57,18 @@ class SinkLayout:
         return cls(getattr(config, "num_sinks", 0), getattr(config, "sink_placement", "front"))
 
     def canvas(self, length: int) -> slice:
-        """Where the canvas lies among `length` positions of the network."""
+        """The canvas among `length` positions of the network."""
         return slice(self.count, length) if self.placement == "front" else slice(0, length - self.count)
 
     def sinks(self, length: int) -> slice:
-        """Where the sinks lie among `length` positions of the network."""
+        """The sinks among `length` positions of the network."""
         return slice(0, self.count) if self.placement == "front" else slice(length - self.count, length)
 
     def locate(self, position: int | SinkToken, length: int) -> int:
-        """Where a canvas position (negative: from the canvas's end) or a sink lies among `length` positions.
+        """Index of a canvas position (negative: from the canvas's end) or of a sink among `length` positions.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: the canvas has no such position, or the model no such sink.
         """
         part = self.sinks(length) if isinstance(position, SinkToken) else self.canvas(length)
         index, size = position.index if isinstance(position, SinkToken) else position, part.stop - part.start
@@ -89,7 +89,7 @@ class SinkLayout:
         return torch.cat([tensor.narrow(axis, part.start, part.stop - part.start) for part in parts], axis)
 
     def surround(self, canvas: Tensor, sinks: Tensor) -> Tensor:
-        """[batch, S, ...] and [batch, count, ...] as the network sees them, side by side."""
+        """[batch, S, ...] of the canvas and [batch, count, ...] of the sinks, concatenated as in the network."""
         return torch.cat([sinks, canvas] if self.placement == "front" else [canvas, sinks], 1)
 
     def is_sink(self, length: int, device: torch.device) -> Bool[Tensor, "position"]:
@@ -99,9 +99,9 @@ class SinkLayout:
         return flags
 
     def widen(self, mask: Tensor) -> Tensor:
-        """A mask of the canvas, `[batch, S]` or `[batch, heads, S, S]`, with the sinks visible to everyone.
+        """A mask of the canvas, `[batch, S]` or `[batch, heads, S, S]`, with the sinks visible to every query.
 
-        1, True or (additive) 0.0 stand for visible; who sees what in a sink's own row is `restrict`'s matter.
+        1, True or (additive) 0.0 mean visible; the rows of the sinks themselves are restricted by `restrict`.
         """
         visible = 0.0 if mask.is_floating_point() and mask.ndim == 4 else 1
         sides = (self.count, 0) if self.placement == "front" else (0, self.count)
@@ -111,9 +111,9 @@ class SinkLayout:
         return torch.nn.functional.pad(mask, padding, value=visible)
 
     def position_ids(self, canvas: Int[Tensor, "batch canvas"]) -> Int[Tensor, "batch position"]:
-        """Rotary positions: sinks in front take 0, ..., count - 1 and shift the canvas; at the end they go on.
+        """Rotary positions: sinks before the canvas take 0, ..., count - 1 and shift it; those after it continue.
 
-        "Go on" from the row's own last position, so that a padded row is what it is alone.
+        They continue from the row's own last position, so that a padded row gets what it gets alone.
         """
         index = torch.arange(self.count, device=canvas.device).expand(canvas.shape[0], -1)
         if self.placement == "front":
@@ -123,7 +123,7 @@ class SinkLayout:
     def restrict(
         self, mask: Tensor | None, length: int, device: torch.device
     ) -> Bool[Tensor, "#batch #head query position"] | Float[Tensor, "#batch #head query position"]:
-        """Who sees whom: a sink only itself (Eq. 6 of "One Token Is Enough"), everyone else what `mask` allows.
+        """Visibility with sinks: each sees only itself (Eq. 6 of "One Token Is Enough"), others what `mask` allows.
 
         `mask` is boolean or additive over all `length` positions of the network, or None where all is visible.
         """

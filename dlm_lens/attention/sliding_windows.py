@@ -1,4 +1,4 @@
-"""How far the queries of each layer see: whether to later keys, and sliding windows."""
+"""Causality and sliding windows of each layer: which keys its queries see."""
 
 import sys
 from typing import Any
@@ -18,7 +18,7 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
 
     As transformers' models decide from the config: layers of the type "sliding_attention" have the window
     `sliding_window`; in a config without `layer_types` every layer has it. Where the code of an architecture builds
-    no masks with windows, such a field means nothing. Positions count padding.
+    no masks with windows, the field is ignored. Positions count padding.
 
     Raises:
         ValueError: layers of another type than these, windows in a model that is not causal or has learned sink
@@ -34,8 +34,8 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(
-            f"{name} has {', '.join(unknown)} layers; statistics of attention know full_attention and "
-            "sliding_attention"
+            f"{name} has {', '.join(unknown)} layers; statistics of attention support full_attention "
+            "and sliding_attention"
         )
     if "sliding_attention" not in kinds:
         return (None,) * len(attentions)
@@ -48,7 +48,7 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
     if not causal or SinkLayout.of(model).count:
         raise ValueError(
             f"{name} has sliding_attention layers and {'learned sink tokens' if causal else 'is not causal'}; "
-            "statistics of attention know sliding windows of causal models without learned sink tokens"
+            "statistics of attention support sliding windows of causal models without learned sink tokens"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -65,6 +65,6 @@ def smallest_window(config: Any) -> int | None:
 
 
 def _slides(attentions: list[Any]) -> bool:
-    """Whether the files of these modules' classes know masks with sliding windows."""
+    """Whether the files of these modules' classes build masks with sliding windows."""
     files = {sys.modules.get(parent.__module__) for each in attentions for parent in type(each).__mro__}
     return any(hasattr(file, "create_sliding_window_causal_mask") for file in files)

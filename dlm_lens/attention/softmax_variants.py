@@ -1,4 +1,4 @@
-"""Softmax with room for nothing: a spare entry in every row, so that attention need not go anywhere.
+"""Softmax variants with a spare entry in every row, so that attention can go to no key.
 
 A_ij = exp(s_ij) / (exp(b_h) + sum_k exp(s_ik)): rows sum to less than 1. Off-by-one has b = 0 ("Attention is off by
 one", Miller 2023), sink logits learn b per head (gpt-oss, 2508.10925); 2510.15731, section 8, points to both.
@@ -14,15 +14,15 @@ Softmax = Literal["standard", "off_by_one", "sink_logits"]
 
 
 def check_softmax(name: str, sinks: int) -> None:
-    """Raise unless it is a softmax that the model can have.
+    """Raise unless this is a softmax that the model can have.
 
     Raises:
-        ValueError: an unknown one, or a spare entry beside learned sink tokens.
+        ValueError: an unknown softmax, or a spare entry together with learned sink tokens.
     """
     if name not in get_args(Softmax):
         raise ValueError(f"softmax is {name!r}; it must be one of {', '.join(map(repr, get_args(Softmax)))}")
     if name != "standard" and sinks:
-        raise ValueError(f"softmax {name!r} and {sinks} sink tokens are two answers to one question; choose one")
+        raise ValueError(f"softmax {name!r} and {sinks} sink tokens cannot be combined; choose one")
 
 
 def spare_logits(attention: Any) -> Float[Tensor, "head"] | None:

@@ -1,7 +1,7 @@
-"""Attention without a pattern: column hooks run on statistics taken in stream, then the fused kernel does the rest.
+"""Attention without a pattern: column hooks run on statistics of streamed tiles, then the fused kernel mixes.
 
-A column hook waits at `hook_scores` or `hook_pattern` as a `ColumnCall`. While nobody else listens there, attention
-asks it which columns to hide, with what each key receives summed tile by tile.
+A column hook is registered at `hook_scores` or `hook_pattern` as a `ColumnCall`. While no other hook is there,
+attention calls its `hidden` for the columns to hide, with the received attention of each key summed tile by tile.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ TILE = 128
 
 
 def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> AttentionInputs:
-    """Ask the hooks in turn which columns to hide, each on what the ones before it left.
+    """Run column hooks in turn; each sees what the ones before it left visible.
 
-    What is hidden before the softmax leaves `visible`, what is hidden behind it is `dropped`. At most one hook may
-    drop, and it comes last (as `hook_pattern` comes behind `hook_scores`).
+    Columns hidden before the softmax are removed from `visible`, those hidden after it are `dropped`. At most one
+    hook may drop, and it comes last (as `hook_pattern` comes after `hook_scores`).
     """
     seen = None if inputs.visible is None else inputs.visible.any((1, 2))
     least = _Least()
@@ -48,14 +48,14 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
         count_hidden(call.hook.key, hidden, inputs.q.shape[0], inputs.q.shape[1], context, columns.found)
         if hidden.stage == "after" and not hidden.renormalise:
             return replace(inputs, dropped=hidden)
-        # Behind the softmax with rows that sum to 1 again is the same as before it.
+        # Hidden after the softmax with rows renormalised to 1 is the same as hidden before it.
         inputs = replace(inputs, visible=_left_visible(inputs, hidden))
     return inputs
 
 
 @dataclass
 class _Least:
-    """How many keys every query is known to see; to ask the device would wait for a GPU in every layer.
+    """How many keys every query sees at least, without reading it from a GPU, which would wait in every layer.
 
     Args:
         hidden: columns that the hooks so far may have hidden; None if that is not known.
@@ -86,7 +86,7 @@ class _Least:
 
 
 def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> ColumnStats:
-    """What each key receives from the counted queries, summed in tiles of queries."""
+    """Received attention of each key from the counted queries, summed in tiles of queries."""
     sums = received_by_class(inputs, queries[:, None].float()).squeeze(1)
     visible = inputs.seen()
     if visible is None:
@@ -103,8 +103,8 @@ def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]
 def received_by_class(
     inputs: AttentionInputs, weights: Float[Tensor, "batch klass query"]
 ) -> Float[Tensor, "batch klass head key"]:
-    """What each key receives from every class of queries: sum_i w_ci A_ij, without a pattern of [query, key]."""
-    # What is dropped behind the softmax, and a pattern that somebody edited, are not in the queries and keys.
+    """Received attention of each key from every class of queries, sum_i w_ci A_ij, without a pattern."""
+    # Columns dropped after the softmax and edits of a pattern do not follow from the queries and keys.
     if inputs.pattern is None and inputs.dropped is None:
         last = inputs.own_start is None or inputs.own_start == inputs.k.shape[2] - inputs.q.shape[2]
         causal = inputs.causal and last
@@ -119,7 +119,7 @@ def received_by_class(
 
 
 def stream_mix(inputs: AttentionInputs) -> Float[Tensor, "batch query head d_head"]:
-    """Mixing of the values by the fused kernel, under what is visible and what is dropped."""
+    """z of the fused kernel, with `visible` and `dropped` applied."""
     values = inputs.v
     if inputs.dropped is not None:
         # A_ij stays and v_j is zero: the entry is gone, its row keeps its normaliser.
@@ -149,7 +149,7 @@ def _fused(inputs: AttentionInputs, values: Tensor) -> Float[Tensor, "batch head
 
 
 def _left_visible(inputs: AttentionInputs, hidden: ColumnMask) -> Bool[Tensor, "batch head #query key"]:
-    """What stays visible. While no row ends empty the query axis keeps size 1: S times less memory."""
+    """Visibility without the hidden columns; its query axis keeps size 1 while no row ends empty."""
     seen = inputs.seen()
     if not hidden.keep_self and hidden.spare is None and (seen is None or seen.shape[-2] == 1):
         left = ~hidden.columns[:, :, None, :]

@@ -110,7 +110,7 @@ class _Head:
         return int(torch.searchsorted(self.keys, position, right=True))
 
     def _hide_later_(self, scores: Float[Tensor, "tile column"], last: Int[Tensor, "tile"]) -> None:
-        # Every row of the tile sees the columns up to the first row's last one: only the rest needs a mask.
+        # Every row of the tile sees the columns up to the first row's last one; only the others need a mask.
         free, seen = self._columns_until(int(last[0])), scores.shape[1]
         where = torch.arange(free, seen) if self.keys is None else self.keys[free:seen]
         # Compared as float32 (exact up to 16 million positions): integers would take six times as long.
@@ -265,8 +265,8 @@ def pattern_tiles(
 ) -> Iterator[tuple[slice, Float[Tensor, "batch head tile key"]]]:
     """Yield the pattern `tile` queries at a time, in float32; a query without a visible key has zeros.
 
-    By default as many queries as fit `TILE_ENTRIES`, so that memory does not grow with the length. What is
-    dropped behind the softmax is zero too. Each tile is a new tensor, which a reducer may keep or edit.
+    A tile has as many queries as fit `TILE_ENTRIES`, so that memory does not grow with the length. What is
+    dropped after the softmax is zero too. Each tile is a new tensor, which a reducer may keep or edit.
     """
     batch, heads, queries, _ = inputs.q.shape
     tile = tile or max(1, min(queries, TILE_ENTRIES // (batch * heads * inputs.k.shape[2])))

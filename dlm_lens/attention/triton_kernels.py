@@ -3,7 +3,7 @@
 Two passes over q k^T. The first takes the log-sum-exp of every query, the second sums 2^(score - lse) per key and
 class of queries. Each program owns a block of keys (or of queries) and walks along the other axis, so that nothing
 is summed by atomics: the same inputs give the same bits. Products take the inputs' dtype (float32 without TF32)
-and are accumulated in float32, as everything behind them.
+and are accumulated in float32, as is everything computed from them.
 """
 
 import math
@@ -120,7 +120,7 @@ def _received_kernel(
 def blocks(width: int, dtype: torch.dtype, mask: int) -> dict[str, int]:
     """Block sizes for a head width: `own` rows a program keeps, `other` rows at a time that it walks along.
 
-    Chosen from what ptxas says for compute capability 8.0 and 9.0: at most 112 KiB of shared memory and no
+    Chosen from the output of ptxas for compute capability 8.0 and 9.0: at most 112 KiB of shared memory and no
     spilled registers (float32 products without TF32 run outside the tensor cores and need small blocks).
     """
     padded = max(16, triton.next_power_of_2(width))

@@ -1,4 +1,4 @@
-"""Which query sees which key: in any canvas, and in the forward pass at hand (`AttentionPass`)."""
+"""Which query sees which key: in a canvas (`visible_keys`), and in the present forward pass (`AttentionPass`)."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,10 +11,10 @@ def visible_keys(
     causal: bool = False,
     window: int | None = None,
 ) -> Bool[Tensor, "*batch 1 query key"]:
-    """Visibility M of a forward pass: M_ij says that query i sees key j.
+    """Visibility M of a forward pass: M_ij is True where query i sees key j.
 
-    `attention_mask` is 1 for content and 0 for padding; padding is visible to nobody. With `causal` a query
-    sees itself and what stands before it, with a sliding `window` w the keys i - w + 1, ..., i alone, where
+    `attention_mask` is 1 for content and 0 for padding; padding is visible to no query. With `causal` a query
+    sees itself and earlier keys, with a sliding `window` w the keys i - w + 1, ..., i alone, where
     positions count padding, as in transformers. The head axis has size 1, to broadcast against patterns.
 
     Raises:
@@ -32,10 +32,10 @@ def visible_keys(
 
 
 class AttentionPass:
-    """One pass through an attention module whose scores and pattern exist: who sees whom, and the spare entry.
+    """One pass through an attention module whose scores and pattern exist: visibility and spare softmax entry.
 
-    Attention leaves it at its points (`attention_pass`) while they run. A pattern alone does not tell a hidden key
-    from one whose attention is 0 by rounding, so hooks note here what they hide after the softmax.
+    Attention sets it on its points (`attention_pass`) while they run. In a pattern alone a hidden key looks like one
+    whose attention is 0 by rounding, so hooks record here what they hide after the softmax.
 
     Args:
         mask: which query sees which key before any hook; None if every query sees every key.
@@ -66,23 +66,23 @@ class AttentionPass:
         return pattern.masked_fill(~_of_rows(self.mask, rows).any(-1, keepdim=True), 0.0)
 
     def visible(self, rows: Int[Tensor, "row"] | None = None) -> Bool[Tensor, "row head query key"]:
-        """Who sees whom after the softmax: what the scores left, without what hooks have hidden since.
+        """Visibility after the softmax: that of the scores, without the entries that hooks have hidden since.
 
         Args:
             rows: these rows of the batch; None for all.
         """
-        return _of_rows(self._known(), rows)
+        return _of_rows(self._present(), rows)
 
     def hide(self, entries: Bool[Tensor, "row head query key"], rows: Int[Tensor, "row"] | None = None) -> None:
-        """Note what a hook hid after the softmax, in all rows of the batch or in some."""
+        """Record entries that a hook hid after the softmax, in all rows of the batch or in some."""
         left = self.visible(rows) & ~entries
-        self._visible = left if rows is None else self._known().index_copy(0, rows, left)
+        self._visible = left if rows is None else self._present().index_copy(0, rows, left)
 
     def seen_by_any(self, rows: Int[Tensor, "row"] | None = None) -> Bool[Tensor, "#row key"] | None:
         """Keys that a query sees before any hook, which padding is not; None if all are seen."""
         return None if self.mask is None else _of_rows(self.mask, rows).any((1, 2))
 
-    def _known(self) -> Bool[Tensor, "batch head query key"]:
+    def _present(self) -> Bool[Tensor, "batch head query key"]:
         if self._visible is None:
             assert self.scores is not None
             self._visible = visible_in(self.scores)
@@ -90,7 +90,7 @@ class AttentionPass:
 
 
 def visible_in(scores: Float[Tensor, "batch head query key"]) -> Bool[Tensor, "batch head query key"]:
-    """Who sees whom in masked scores: hidden entries hold the dtype's minimum, or less."""
+    """Visibility in masked scores: hidden entries hold the dtype's minimum, or less."""
     return scores > torch.finfo(scores.dtype).min / 2
 
 

@@ -323,7 +323,7 @@ def test_a_snapshot_of_a_windowed_layer_has_the_scores_of_the_run() -> None:
 
 def test_windows_that_statistics_do_not_know_are_refused() -> None:
     model = add_hook_points(build("llama4_text"))
-    with pytest.raises(ValueError, match="has chunked_attention layers; statistics of attention know"):
+    with pytest.raises(ValueError, match="has chunked_attention layers; statistics of attention support"):
         Recorder(model, [ReceivedAttention()])
     with pytest.raises(ValueError, match="has sliding_attention layers and is not causal"):
         Recorder(add_hook_points(build("modernbert")), [ReceivedAttention()])
