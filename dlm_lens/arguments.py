@@ -1,4 +1,4 @@
-"""`checked_arguments`: hold the arguments of a public function to their kinds, before it does anything."""
+"""`checked_arguments`: check the arguments of a public function before it runs, and `chosen_indices`."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -13,19 +13,19 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 LARGEST_COUNT = 2**20
-"""Of steps and tokens: far beyond what any model does, far below what exhausts the memory before it fails."""
+"""Most steps and tokens: more than any model uses, few enough not to exhaust the memory before an error."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What an argument must be, in words that follow "it must be", and the test."""
+    """A requirement on an argument: its text after "it must be", and its test."""
 
     must_be: str
     holds: Callable[[Any], bool]
     most: int | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Raise unless the value is as it must be.
+        """Raise unless the value satisfies the rule.
 
         Raises:
             ValueError: naming the argument, its value and what it must be.
@@ -134,7 +134,7 @@ def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix:
 
 
 def is_seed(value: Any) -> bool:
-    """Whether a generator of torch takes this as its seed."""
+    """Whether a generator of torch accepts this as its seed."""
     return is_whole(value) and -(2**63) <= value < 2**64
 
 
@@ -162,11 +162,11 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("on_logits", "on_canvas"), function()),
     "layers": INDICES,
 }  # fmt: skip
-"""Argument -> what it must be, in every function that does not say otherwise; a name means one thing everywhere."""
+"""Argument -> its requirement in every function without a rule of its own; a name means one thing everywhere."""
 
 
 def check_values(values: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> None:
-    """Raise unless the values that a rule knows by name hold to it; None stands for nothing given.
+    """Raise unless every value whose name has a rule satisfies it; None means not given.
 
     Raises:
         ValueError: naming the argument, its value and what it must be.
@@ -179,7 +179,7 @@ def check_values(values: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -
 def checked_arguments(
     **own: Rule | None,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """A decorator: the arguments of a function, and further settings that it takes, hold to `RULES`.
+    """A decorator that checks the arguments of a function, and its further settings, against `RULES`.
 
     None is accepted where it is an argument's default; single numbers of numpy's arrive as Python's.
 

@@ -1,8 +1,8 @@
-"""Where a model's weights are: on one device, over several, or offloaded to the CPU or the disk.
+"""Devices of a model's modules, and its weights on several devices or offloaded to the CPU or the disk.
 
 accelerate (`device_map=`) moves a module's inputs to the device where the module computes, and leaves the outputs
-there. An offloaded weight is a tensor on "meta", whose numbers come when the module runs. Two questions follow, and
-are answered here: where does a module compute, and what are the numbers of a weight.
+there. An offloaded weight is a tensor on "meta", whose numbers are loaded when the module runs. `execution_device`
+is the device on which a module computes, `resident` a weight with its numbers.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 
 def input_device(model: Any) -> torch.device:
-    """Where the model's token ids belong, and so a run's canvas: where its embedding computes."""
+    """The device of the model's token ids, and so of a run's canvas: that of its embedding."""
     return execution_device(model.get_input_embeddings())
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module computes; for an offloaded one that is not where its weights lie.
+    """The device on which a module computes; the weights of an offloaded module are elsewhere.
 
     Raises:
         ValueError: its weights are on "meta", and nothing would load them.
@@ -54,20 +54,20 @@ def resident(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def dequantised(weight: Tensor) -> Tensor:
-    """The numbers that a quantised weight of torchao or quanto stands for; any other weight itself.
+    """A quantised weight of torchao or quanto in floating point; any other weight unchanged.
 
-    Their tensors claim to be floating, but know only some of a tensor's operations.
+    Their tensors have a floating dtype, but support only some of a tensor's operations.
     """
     return weight.dequantize() if type(weight.data).dequantize is not Tensor.dequantize else weight
 
 
 def is_quantised(weight: Tensor) -> bool:
-    """Whether a weight's entries cannot be read as floating-point numbers as they lie."""
+    """Whether a weight's entries are not stored as floating-point numbers."""
     return dequantised(weight) is not weight or not weight.is_floating_point()
 
 
 def named_weights(model: nn.Module, *, by_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter with its numbers, as `named_parameters`; an offloaded one is read from where it lies.
+    """Every parameter with its numbers, as `named_parameters`; an offloaded one is read from the CPU or the disk.
 
     One that has no numbers anywhere stays on "meta". `by_name` sorts them; one at a time is in memory either way.
     """

@@ -1,4 +1,4 @@
-"""`check_shapes`: hold a result to the shapes that its annotations promise."""
+"""`check_shapes`: check the tensors of a result against their annotations."""
 
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -15,7 +15,7 @@ def check_shapes(result: Any, **sizes: int) -> None:
 
     Args:
         result: the dataclass, with annotations such as `Float[Tensor, "step batch key"]`.
-        **sizes: axes whose size is known beforehand, such as layer=len(self.layers).
+        **sizes: axes of known size, such as layer=len(self.layers).
 
     Raises:
         ValueError: a field of another shape or kind, named with its axes and the sizes that they must have.

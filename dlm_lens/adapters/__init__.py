@@ -1,4 +1,4 @@
-"""Model families: checkpoints of every masked DLM and AR baseline as native transformers models.
+"""Model families: checkpoints of masked DLMs and AR baselines as native transformers models.
 
 Names load on first use: importing this package loads no torch.
 """

@@ -1,4 +1,4 @@
-"""The fields of a checkpoint's config.json: which are heeded, and what each may be, before anything is built."""
+"""The fields of a checkpoint's config.json: which are used, and their kinds and ranges, checked before building."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -28,7 +28,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_act": ("activation_type",),
     "tie_word_embeddings": ("weight_tying",),
 }
-"""Names of Llama's config -> those that the authors of LLaDA and SMDM give to the same."""
+"""Names in Llama's config -> the names of the same fields in the configs of LLaDA and SMDM."""
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size",
           "vocab_size", "max_position_embeddings", "head_dim", "mlp_ratio", "padding_multiple")  # fmt: skip
@@ -48,7 +48,7 @@ _ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""Kinds of rotary positions -> the settings that each cannot do without."""
+"""Kinds of rotary positions -> the settings that each requires."""
 
 _ROPE_NUMBERS = frozenset({
     "factor", "rope_theta", "short_factor", "long_factor", "original_max_position_embeddings", "low_freq_factor",
@@ -67,14 +67,14 @@ ACTED_ON = FOREIGN | {
     "variant", "trust_remote_code", "use_safetensors", "weights_only", "key_mapping", "adapter_kwargs",
     "adapter_name", "generation_config", "name_or_path", "tokenizer_class", "tokenizer_file",
 }  # fmt: skip
-"""The same, with those that a caller of transformers may give and a file may not."""
+"""The same, with fields that a caller of transformers may give and a file may not."""
 
-FORMALITIES = frozenset({
+UNUSED = frozenset({
     "num_labels", "id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states",
     "return_dict", "use_return_dict", "torchscript", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder",
     "add_cross_attention", "pruned_heads", "tie_encoder_decoder",
 })  # fmt: skip
-"""Fields of classifiers and of the form of a model's output, which `load` settles itself: not heeded either."""
+"""Fields of classifiers and of the format of a model's output, which `load` sets itself: not used either."""
 
 _OWN_UNDERSCORED = frozenset({"_norm_class", "_mlp_class"})
 _RENAMED = frozenset({"rope_scaling", "torch_dtype", "model_type"})
@@ -83,7 +83,7 @@ REFUSALS = (
     StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError,
     AssertionError,
 )  # fmt: skip
-"""What the classes of transformers and torch raise for values that they do not expect."""
+"""Exceptions of transformers' and torch's classes for values that they do not accept."""
 
 
 def without_foreign_fields(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,13 +91,13 @@ def without_foreign_fields(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in FOREIGN}
 
 
-def heeded_fields(values: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
+def network_fields(values: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
     """The config values that describe the network; the others would replace what transformers keeps there."""
     own = {field.name for field in fields(config_class)} | _RENAMED | _OWN_UNDERSCORED
     return {
         name: value
         for name, value in values.items()
-        if name not in ACTED_ON | FORMALITIES
+        if name not in ACTED_ON | UNUSED
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
     }
 
@@ -107,7 +107,7 @@ def check_fields(values: Mapping[str, Any], what: str) -> None:
 
     Args:
         values: as config.json holds them.
-        what: the file, as the sentence calls it.
+        what: the file's name in a message.
 
     Raises:
         ValueError: with the field, its value and what it must be.
@@ -127,7 +127,7 @@ def check_fields(values: Mapping[str, Any], what: str) -> None:
 
 
 def _requirement(name: str, value: Any) -> str | None:
-    """What a field must be, where its value is something else."""
+    """What a field must be, where its value does not fit; None where it does."""
     if name in _SIZES:
         most = {"num_hidden_layers": MOST_LAYERS, "head_dim": WIDEST_HEAD}.get(name, LARGEST_SIZE)
         return None if _whole(value) and 1 <= value <= most else f"a whole number from 1 to {most}"
@@ -159,7 +159,7 @@ def _requirement(name: str, value: Any) -> str | None:
 
 
 def _rope_requirement(value: Any) -> str | None:
-    """What settings of rotary positions must be, where they are something else."""
+    """What settings of rotary positions must be, where they do not fit; None where they do."""
     if not isinstance(value, dict):
         return "an object with settings"
     kind = value.get("rope_type", value.get("type", "default"))
@@ -185,11 +185,11 @@ def built_config(config_class: type[Any], values: Mapping[str, Any], what: str) 
     """The config object of checked values.
 
     Raises:
-        ValueError: fields of the wrong kind, that contradict each other, or that the class refuses.
+        ValueError: fields of the wrong kind, that contradict each other, or that the config class refuses.
     """
     check_fields(values, what)
     _check_division(values, what)
-    kept = heeded_fields(values, config_class)
+    kept = network_fields(values, config_class)
     if kept.get("dtype") == "auto" or kept.get("torch_dtype") == "auto":
         kept = {name: value for name, value in kept.items() if name not in ("dtype", "torch_dtype")}
     try:
@@ -239,7 +239,7 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
 
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(
-            f"{what} is of a {config.model_type}, which has no attention: there is nothing to put hook points into"
+            f"{what} is of a {config.model_type}, which has no attention: there is nothing to add hook points to"
         )
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     _check_width(width, f"{said('hidden_size')} and {said('num_attention_heads')}", what)
@@ -259,7 +259,7 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
         raise ValueError(f"{what} says {said('num_hidden_layers')} and lists layer_types of {len(types)} layers")
     if values.get("is_causal") and "is_causal" in {field.name for field in fields(config)}:
         raise ValueError(
-            f"{what} says is_causal = True; {type(config).__name__} is of models that see the whole canvas"
+            f"{what} says is_causal = True; {type(config).__name__} is for models that see the whole canvas"
         )
     rows = getattr(config, "embedding_rows", config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "eot_token_id"):
@@ -270,12 +270,12 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
                     f"{what} says {name} = {one}, which has no row in an embedding of {rows} "
                     f"({written_name('vocab_size', values)}): take the file that came with the weights"
                 )
-    if config.pad_token_id == -1:  # as the first Llamas said that there is none
+    if config.pad_token_id == -1:  # the first Llamas' value for no padding token
         config.pad_token_id = None
 
 
 def written_name(name: str, values: Mapping[str, Any]) -> str:
-    """The name under which a config.json gives a field of Llama's config."""
+    """The name of a field of Llama's config in a config.json."""
     return next((one for one in ALIASES.get(name, ()) if values.get(one) is not None), name)
 
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, in a directory or behind a hub name, and why one cannot be had."""
+"""Files of a checkpoint, in a directory or on the hub, and the reason where one is unavailable."""
 
 import difflib
 import json
@@ -23,10 +23,10 @@ from dlm_lens.printable import one_line, printable_name
 
 
 def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
-    """Path of a single file behind a hub name.
+    """Path of a single file of a hub repository.
 
     Raises:
-        FileNotFoundError: it cannot be had, with the reason.
+        FileNotFoundError: it is unavailable, with the reason.
     """
     try:
         return str(cached_file(repository, name, **options))
@@ -57,7 +57,7 @@ def optional_file(source: str, name: str, options: dict[str, Any]) -> str | None
 
 
 def local_file(source: str, name: str, options: dict[str, Any]) -> Path | None:
-    """As `optional_file`, without asking the hub: only what is on this disk."""
+    """As `optional_file`, without a request to the hub: only files on this disk."""
     if Path(source).is_dir():
         return file_within(Path(source), name)
     check_name(source, name)
@@ -108,7 +108,7 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
     """The contents of config.json.
 
     Raises:
-        FileNotFoundError: it cannot be had, with the reason.
+        FileNotFoundError: it is unavailable, with the reason.
         ValueError: it is no JSON file.
     """
     what = f"the config.json of {source}"
@@ -133,33 +133,36 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _why(error: BaseException, repository: str, name: str, options: dict[str, Any]) -> str:
-    """The rest of a sentence: what went wrong, and the remedy."""
+    """The end of a message: the cause and the remedy."""
     causes: list[BaseException | None] = [error, error.__cause__, error.__context__]
     revision = options.get("revision")
-    asked = f"{repository!r}" + (f" at revision {revision!r}" if revision else "")
+    requested = f"{repository!r}" + (f" at revision {revision!r}" if revision else "")
     reasons: tuple[tuple[Any, str], ...] = (
-        (GatedRepoError, f"{asked} is gated: accept its terms on its page, then run `hf auth login`"),
+        (GatedRepoError, f"{requested} is gated: accept its terms on its page, then run `hf auth login`"),
         (
             RevisionNotFoundError,
-            f"{asked} does not exist: give a branch, tag or commit of it, or leave revision out",
+            f"{requested} does not exist: give a branch, tag or commit of it, or leave revision out",
         ),
-        (RepositoryNotFoundError, f"{asked} does not exist or is private: check the name, or run `hf auth login`"),
+        (
+            RepositoryNotFoundError,
+            f"{requested} does not exist or is private: check the name, or run `hf auth login`",
+        ),
         (HFValidationError, f"{repository!r} is not of the form 'organisation/name': check the spelling"),
-        ((LocalEntryNotFoundError, OfflineModeIsEnabled), _unreachable(asked, repository, name)),
+        ((LocalEntryNotFoundError, OfflineModeIsEnabled), _unreachable(requested, repository, name)),
     )
     for kinds, reason in reasons:
         if any(isinstance(cause, kinds) for cause in causes):
             return reason
-    return f"{asked} could not be read: {one_line(error)}"
+    return f"{requested} could not be read: {one_line(error)}"
 
 
-def _unreachable(asked: str, repository: str, name: str) -> str:
+def _unreachable(requested: str, repository: str, name: str) -> str:
     cache = Path(constants.HF_HUB_CACHE)
     snapshots = cache / f"models--{repository.replace('/', '--')}" / "snapshots"
     commits = sorted(path.name for path in snapshots.glob("*") if (path / name).exists())
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
     held = f"pass revision= one of the cached commits ({', '.join(commits[:3])}), or " if commits else ""
     return (
-        f"{asked} has no {name} in the cache {cache} while {reason}: {held}load it once with a connection, or give "
-        "a checkpoint's directory"
+        f"{requested} has no {name} in the cache {cache} while {reason}: {held}load it once with a connection, or "
+        "give a checkpoint's directory"
     )

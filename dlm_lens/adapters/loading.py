@@ -65,21 +65,22 @@ def load(
 
     Args:
         path_or_hub_name: an embedded model ("toy", "toy-ar", ...; a directory of that name is "./toy"), a
-            directory, a hub name; weights without a config:
-            a safetensors file, here or behind a hub name ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
+            directory, or a hub name; for weights without a config a safetensors file, local or on
+            the hub ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
         dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own.
         device_map: as in transformers: "cuda", "auto", a mapping from modules to devices.
-        attn_implementation: "sdpa" (patterns are computed only while somebody watches them), "hooked" (always),
-            or any other of transformers'.
+        attn_implementation: "sdpa" (patterns are computed only while a hook, a reader or a trace needs them),
+            "hooked" (always), or any other of transformers'.
         revision: branch, tag or commit on the hub.
         quantization_config: of transformers, for 8 or 4 bits (BitsAndBytesConfig, TorchAoConfig, ...).
         size: of weights that came without a config ("1028M", an SMDM's); otherwise a JSON file beside them
             describes it, of the weights' name or called config.json.
-        mask_token_id: id of [MASK], where config.json is silent or wrong.
+        mask_token_id: id of [MASK], where config.json has none or a wrong one.
         eos_token_id: likewise for the end of the text.
         eot_token_id: likewise for the end of a turn.
         check: run a few tokens and check that hook points change nothing and show what attention does
-            (`dlm_lens.attention.check_hook_points`), and that the logits are what sampling takes them for.
+            (`dlm_lens.attention.check_hook_points`), and that the logits are the
+            output embedding of the decoder's states.
 
     Raises:
         FileNotFoundError: nothing loadable under that name, or the hub cannot be reached.
@@ -125,7 +126,7 @@ def load(
 
 
 def check_model(model: Any) -> None:
-    """Raise unless a few tokens show that hook points, head and causality are what the library takes them for.
+    """Raise unless hook points, output embedding and causality work as the library assumes, on a few tokens.
 
     Costs two forward passes for a model of our families, three for one of transformers.
 
@@ -203,8 +204,9 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if config.mask_token_id in ends:
         raise ValueError(
-            f"mask_token_id and eos_token_id are both {config.mask_token_id}, so that a masked position could not "
-            "be told from the end of the text; pass the right mask_token_id= or eos_token_id= to dlm_lens.load"
+            f"mask_token_id and eos_token_id are both {config.mask_token_id}, so that a masked position "
+            "could not be distinguished from the end of the text; pass the right mask_token_id= or eos_token_id= "
+            "to dlm_lens.load"
         )
     if known is not None and known != config.mask_token_id:
         logger.warning(
@@ -225,7 +227,7 @@ def _resolve(name: str | Path, options: dict[str, Any]) -> str:
 
 
 def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The config's values, and where the weights are: those of a transformers checkpoint, or weights alone."""
+    """The config's values and the path of the weights, of a transformers checkpoint or of weights alone."""
     path = Path(source)
     alone = path.is_file() or (path.is_dir() and not (path / "config.json").is_file())
     values = {} if alone else config_values(source, options)
@@ -252,7 +254,7 @@ def _check_weights(
     width: float | None,
     options: Any,
 ) -> None:
-    """Weights are there, are no pickles, and fit into memory."""
+    """Raise unless the weights exist, are not pickled, and fit into memory."""
     if not Path(source).is_file() and not any(optional_file(source, name, options) for name in (INDEX, WEIGHTS)):
         where = "holds" if Path(source).is_dir() else "has, in the cache or on the hub as far as it can be reached,"
         raise ValueError(
@@ -262,7 +264,7 @@ def _check_weights(
     _refuse_other_weights(source, options)
     stored = getattr(config, "dtype", None)
     stored = stored if isinstance(stored, torch.dtype) else None
-    # Quantised files are kept as they are; what they say of a dtype is that of their activations.
+    # Quantised files are kept as they are; the dtype in their config is that of their activations.
     kept = None if own else dtype or stored
     check_memory(source, kept, device_map, options=options, stored=None if own else stored, element_size=width)
 
@@ -349,9 +351,10 @@ def _may_offload(device_map: Any) -> bool:
 
 @cache
 def _offload_root() -> str:
-    """Where offloaded weights lie that the files hold in another form than the model (SMDM splits them).
+    """The folder of offloaded weights whose form in the files differs from the model's (SMDM splits them).
 
-    A folder of this process, removed when it ends: a twin of a model may still read it when the model is gone.
+    A folder of this process, removed when it ends: a model that shares weights may read it
+    after the first is deleted.
     """
     root = tempfile.mkdtemp(prefix="dlm-lens-offloaded-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)

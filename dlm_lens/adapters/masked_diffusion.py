@@ -1,4 +1,4 @@
-"""What every masked DLM adds to its host's layers: no causality, hook points, honest refusals."""
+"""`MaskedDiffusionMixin`: a causal LM of transformers as a masked DLM, and the default settings of samplers."""
 
 from typing import Any, ClassVar, NoReturn, Unpack, cast
 
@@ -46,11 +46,11 @@ class Float32RotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class MaskedDiffusionMixin(nn.Module):
-    """Mixin in front of a transformers causal LM: the same layers, seeing the whole canvas.
+    """Mixin before a causal LM of transformers: the same layers, which see the whole canvas.
 
     The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on
-    each layer covers calls of a bare layer. A family whose decoder does something of its own names its
-    class.
+    each layer covers calls of a single layer. A family with a decoder of its own names its class in
+    `decoder_class`.
     """
 
     decoder_class: ClassVar[type[Any] | None] = None
@@ -60,10 +60,10 @@ class MaskedDiffusionMixin(nn.Module):
         super().__init__(config, *args, **kwargs)
         model = cast(Any, self)
         if self.decoder_class is not None:
-            if checkpointing:  # the host's decoder has taken the field off the config, and leaves
+            if checkpointing:  # the replaced decoder has removed the field from the config
                 config.gradient_checkpointing = checkpointing
             model.model = self.decoder_class(config)
-            model.tie_weights()  # the head was tied to the embedding that left
+            model.tie_weights()  # the head was tied to the embedding of the replaced decoder
         for layer in model.model.layers:
             layer.self_attn.is_causal = False
         if getattr(config, "float32_rotation", False):
@@ -88,7 +88,7 @@ class MaskedDiffusionMixin(nn.Module):
 
         The logits are as the head gives them. The loss compares label i with the output that predicts position i:
         the output at i, or at i - 1 in a model with `logit_shift` (Dream), as `denoise` reads them. With learned
-        sinks or labels the head runs on all positions; the sinks leave behind it.
+        sinks or labels the head runs on all positions, and the sinks' logits are removed after it.
         """
         host, layout = cast(Any, self), SinkLayout.of(self)
         whole = labels is not None or layout.count > 0
@@ -121,19 +121,19 @@ class MaskedDiffusionMixin(nn.Module):
             logits = logits[:, logits_to_keep]
         elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
-        # A new one, since the order of what is set decides what `return_dict=False` returns.
+        # A new object: the order in which fields are set decides the tuple of `return_dict=False`.
         return CausalLMOutputWithPast(**{**output, "loss": loss, "logits": logits})
 
     def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.
 
         Raises:
-            OSError: which transformers takes for "there is none".
+            OSError: transformers treats it as a missing file.
         """
         raise OSError("dlm_lens never executes code that came with a checkpoint")
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: left-to-right generation is not how a masked diffusion model writes."""
+        """Refuse: a masked diffusion model does not generate left to right."""
         raise NotImplementedError(
             f"{type(self).__name__} is a masked diffusion model and does not generate left to right; "
             "use dlm_lens.denoise(model, prompt)"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's weights fit into memory, told from the headers of its files before anything is read."""
+"""Whether a checkpoint's weights fit into memory, from the headers of its files."""
 
 import math
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def weight_bytes(
     stored: torch.dtype | None = None,
     element_size: float | None = None,
 ) -> int | None:
-    """Bytes that the weights take once loaded as `dtype`; None where no file tells. Arguments: `check_memory`.
+    """Bytes that the weights take once loaded as `dtype`; None where no file says. Arguments: `check_memory`.
 
     Raises:
         FileNotFoundError: the index names a file that is missing.
@@ -96,7 +96,7 @@ def weight_bytes(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that a device can still give; None for a kind that cannot be asked."""
+    """Memory that a device can still give; None for a kind of device that does not report it."""
     if device.type == "cpu":
         return int(psutil.virtual_memory().available)
     if device.type == "cuda":

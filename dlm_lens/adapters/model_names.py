@@ -1,4 +1,4 @@
-"""Names of models: the embedded ones, and what can be said of a path before torch is imported."""
+"""Names of models: the embedded ones, and checks of names and paths that need no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ def embedded_models() -> tuple[str, ...]:
 
 
 def check_model_name(name: Any) -> str | Path:
-    """An embedded model's name, a path at which a checkpoint may be, or a name that only the hub can judge.
+    """Return the name of an embedded model, a path that can hold a checkpoint, or a possible hub name.
 
     Raises:
-        FileNotFoundError: a path at which there is nothing, or a directory without a config and without weights.
-        ValueError: nothing that names a model.
+        FileNotFoundError: a path that does not exist, or a directory without a config and without weights.
+        ValueError: neither text nor a path.
     """
     if not isinstance(name, str | Path) or not str(name):
         raise ValueError(

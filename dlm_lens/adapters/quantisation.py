@@ -1,4 +1,4 @@
-"""Quantised weights: what of transformers' quantisation can be loaded, and what would silently break."""
+"""Quantised weights: which of transformers' quantisation methods can be loaded, and refusals of the others."""
 
 import copy
 from typing import Any
@@ -13,14 +13,14 @@ from dlm_lens.attention import hooked_attentions
 from dlm_lens.printable import one_line, shown
 
 
-def check_quantisation(source: str, family: Family, own: Any, asked: Any, device_map: Any) -> float | None:
-    """Refuse, before anything is read, what cannot be loaded quantised.
+def check_quantisation(source: str, family: Family, own: Any, requested: Any, device_map: Any) -> float | None:
+    """Refuse quantisation that cannot be loaded, before any weight is read.
 
     Args:
-        source: for the sentences.
+        source: the checkpoint's name in messages.
         family: of the checkpoint.
         own: quantization_config of config.json, None where its weights are plain.
-        asked: quantization_config as given to `load`.
+        requested: quantization_config as given to `load`.
         device_map: as given to `load`.
 
     Returns:
@@ -30,7 +30,7 @@ def check_quantisation(source: str, family: Family, own: Any, asked: Any, device
         ImportError: the method's package is not installed.
         ValueError: an unknown method, a machine that it does not run on, or a family whose weights are split.
     """
-    if own is None and asked is None:
+    if own is None and requested is None:
         return None
     if family.conversions:
         raise ValueError(
@@ -40,7 +40,7 @@ def check_quantisation(source: str, family: Family, own: Any, asked: Any, device
         )
     try:
         config = copy.deepcopy(
-            asked if own is None else AutoHfQuantizer.merge_quantization_configs(dict(own), asked)
+            requested if own is None else AutoHfQuantizer.merge_quantization_configs(dict(own), requested)
         )
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=own is not None)
         quantizer.validate_environment(device_map=device_map, weights_only=True)
@@ -52,7 +52,7 @@ def check_quantisation(source: str, family: Family, own: Any, asked: Any, device
 
 
 def check_quantised(model: PreTrainedModel, source: str) -> None:
-    """Refuse a quantised model in which not everything that dlm_lens reads is still there, in floating point.
+    """Refuse a quantised model whose embedding, head or attention dlm_lens can no longer read.
 
     Raises:
         ValueError: the embedding or the head is quantised, or an attention module was replaced.

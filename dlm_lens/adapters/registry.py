@@ -1,4 +1,4 @@
-"""The families that dlm_lens knows. A family is one file of `families/` that defines `FAMILY`."""
+"""Model families: `Family`, and the registry of the files in `families/`, each of which defines `FAMILY`."""
 
 import importlib
 import pkgutil
@@ -34,7 +34,7 @@ class BareWeights:
         model_type: of the model that they make.
         recognise: whether a checkpoint with these tensors is the family's.
         sizes: config values of released models, under the names that users pass as `size`.
-        complete: config values with what only the tensors tell; raises ValueError where they contradict.
+        complete: adds the config values that only the tensors show; raises ValueError where they contradict.
     """
 
     model_type: str
@@ -45,21 +45,21 @@ class BareWeights:
 
 @dataclass(frozen=True)
 class Family:
-    """What the library needs to know of a model family.
+    """A model family: its classes, samplers, special ids and weight names.
 
     Args:
-        name: how users call it.
+        name: in `dlm_lens.families()`, `tiny` and the command line.
         layouts: `model_type` of config.json -> (config class, model class).
         samplers: sampling algorithms of `dlm_lens.sampling` that its checkpoints use -> the settings of `denoise`
             where neither the checkpoint nor the caller says otherwise. The first is the family's; a checkpoint's
             config.json may name another in its field `sampler`.
         hub_names: released checkpoints that load.
-        special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs that do
-            not name them.
+        special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
+            them.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
         renames_of_options: likewise, of parameters that not every checkpoint has.
-        conversions: what becomes of renamed tensors that the host holds split or joined.
-        bare: for checkpoints that are weights alone.
+        conversions: of tensors that the host holds split or joined.
+        bare: for checkpoints without transformers' config.json.
     """
 
     name: str
@@ -73,16 +73,14 @@ class Family:
     bare: BareWeights | None = None
 
     def sampler_of(self, config: Any) -> str:
-        """The algorithm that a checkpoint's config asks for, or the family's.
+        """The sampler that a checkpoint's config names, or the family's first.
 
         Raises:
-            ValueError: one that the family does not have.
+            ValueError: the family does not have the sampler.
         """
         name = getattr(config, "sampler", None) or next(iter(self.samplers))
         if name not in self.samplers:
-            raise ValueError(
-                f"config.json asks for the sampler {name!r}; {self.name} has {', '.join(self.samplers)}"
-            )
+            raise ValueError(f"config.json names the sampler {name!r}; {self.name} has {', '.join(self.samplers)}")
         return str(name)
 
     @property
@@ -91,9 +89,9 @@ class Family:
         return "causal" in self.samplers
 
     def register(self) -> None:
-        """Make the family's own model types known to transformers' Auto classes and its weight loader.
+        """Register the family's own model types with transformers' Auto classes and its weight loader.
 
-        A registered class wins over the `auto_map` of a checkpoint, so that its Python is never executed.
+        A registered class takes precedence over a checkpoint's `auto_map`, so that its Python is never executed.
         Types that transformers ships itself (llama, qwen2) are left as they are.
         """
         for model_type, (config_class, model_class) in self.layouts.items():
@@ -127,8 +125,6 @@ def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | Non
         return None
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
-    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return None  # encoders (BERT, RoBERTa, ...), whose class for causal LM sees the whole text nevertheless
     config_class = CONFIG_MAPPING[model_type]
     try:
         return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
@@ -153,7 +149,7 @@ def family_of(model_type: str) -> Family:
     """The family of a checkpoint's `model_type`; the causal one for every causal LM that transformers ships.
 
     Raises:
-        ValueError: no family claims it.
+        ValueError: no family has this type.
     """
     for family in families():
         if model_type in family.layouts:

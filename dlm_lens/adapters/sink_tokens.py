@@ -20,7 +20,7 @@ from dlm_lens.attention.softmax_variants import Softmax, check_softmax
 
 @dataclass(kw_only=True)
 class SinkFields:
-    """Mixin in front of a config of transformers.
+    """Mixin before a config of transformers.
 
     Args:
         num_sinks: learned sink tokens around the canvas (the paper: 0, 1, 2, 4).
@@ -31,7 +31,7 @@ class SinkFields:
             learned exp(b) per head.
         logit_shift: position i is predicted by the output at i - 1, for models that began autoregressive.
         sampler: "llada" or "dream"; None for LLaDA's.
-        sampler_defaults: settings of `denoise` that travel with the checkpoint.
+        sampler_defaults: settings of `denoise` that are stored in the checkpoint.
 
     Raises:
         ValueError: a negative number of sinks, an unknown placement, or another softmax beside sinks.
@@ -73,7 +73,7 @@ class SinkEmbedding(nn.Embedding):
 
 
 class _GatedAttention(nn.Module):
-    """Mixin in front of a host's attention: the gate before its sigmoid travels to the attention function."""
+    """Mixin before a host's attention: passes the gate before its sigmoid to the attention function."""
 
     def forward(self, hidden_states: Float[Tensor, "batch position d_model"], *inputs: Any, **options: Any) -> Any:
         """As the host's."""
@@ -96,9 +96,9 @@ GATED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 class SinkDecoder(nn.Module):
-    """Mixin in front of a decoder: takes a canvas, and its states have S + num_sinks positions.
+    """Mixin before a decoder: takes a canvas, and its states have S + num_sinks positions.
 
-    `inputs_embeds`, where given, hold the sinks already, as the embedding returns them.
+    `inputs_embeds`, where given, already hold the sinks, as the embedding returns them.
     """
 
     def __init__(self, config: Any) -> None:
@@ -121,7 +121,7 @@ class SinkDecoder(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """What `post_init` draws, and `from_pretrained` where a checkpoint lacks it: ours, then the host's."""
+        """Initialise our parameters, then the host's, for `post_init` and checkpoints that lack them."""
         if isinstance(module, SinkEmbedding):
             initialization.normal_(module.sinks, std=cast(Any, self).config.initializer_range)
         if (learned := module._parameters.get("sink_logits")) is not None:
@@ -172,4 +172,4 @@ class SinkDecoder(nn.Module):
 
 
 class SinkMaskedDiffusion(MaskedDiffusionMixin):
-    """Mixin in front of a causal LM: inside are S + num_sinks positions, the logits are the canvas's."""
+    """Mixin before a causal LM: inside are S + num_sinks positions, the logits are the canvas's."""

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, read from its data files alone: no code, and no file that its settings name."""
+"""A checkpoint's tokenizer, read from its data files alone: no code, and no other file named in its settings."""
 
 import json
 import logging
@@ -29,9 +29,9 @@ MOST_CHARACTERS = 100_000
 """Of a chat template or another setting that is text."""
 
 WHOLE_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names in tokenizer_config.json that say: tokenizer.json is the whole tokenizer."""
+"""Classes in tokenizer_config.json for which tokenizer.json is the whole tokenizer."""
 
-_HEEDED = frozenset({
+_USED = frozenset({
     "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens",
     "bos_token", "chat_template", "clean_up_tokenization_spaces", "cls_token", "eos_token", "errors",
     "extra_special_tokens", "legacy", "mask_token", "model_input_names", "model_max_length", "pad_token",
@@ -66,22 +66,21 @@ def load_tokenizer(source: str, options: dict[str, Any], config: Any = None) -> 
         return None
     settings = _settings(source, held[SETTINGS])
     general = _is_general(settings, held[WHOLE], source)
-    with tempfile.TemporaryDirectory(prefix="dlm_lens_tokenizer_") as place:
+    with tempfile.TemporaryDirectory(prefix="dlm_lens_tokenizer_") as directory:
         for name in DATA:
             if (path := held[name]) is not None:
                 _check_size(source, path)
-                shutil.copyfile(path, Path(place) / name)
+                shutil.copyfile(path, Path(directory) / name)
         if held[SETTINGS] is not None:
-            (Path(place) / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+            (Path(directory) / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
         try:
             if general:
                 # For some model types (qwen2) AutoTokenizer takes its own class whatever the checkpoint names.
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(place)
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
             else:
-                known = (
-                    PreTrainedConfig() if config is None else config
-                )  # there is no config.json beside the copies
-                tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, config=known)
+                # There is no config.json beside the copies.
+                given = PreTrainedConfig() if config is None else config
+                tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, config=given)
             len(tokenizer)
         except Exception as error:  # the tokenizers library raises plain Exception
             if held[WHOLE] is None:
@@ -96,7 +95,7 @@ def load_tokenizer(source: str, options: dict[str, Any], config: Any = None) -> 
 
 
 def _settings(source: str, path: str | None) -> dict[str, Any]:
-    """The heeded settings of tokenizer_config.json.
+    """The settings of tokenizer_config.json that are used.
 
     Raises:
         ValueError: it is damaged, or a setting is of the wrong kind.
@@ -104,7 +103,7 @@ def _settings(source: str, path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     what = f"the {SETTINGS} of {source}"
-    settings = {name: value for name, value in read_object(path, what).items() if _heeded(name, value)}
+    settings = {name: value for name, value in read_object(path, what).items() if _is_used(name, value)}
     for name, value in settings.items():
         requirement = _requirement(name, value)
         if requirement is not None:
@@ -114,13 +113,13 @@ def _settings(source: str, path: str | None) -> dict[str, Any]:
     return settings
 
 
-def _heeded(name: str, value: Any) -> bool:
+def _is_used(name: str, value: Any) -> bool:
     # Further tokens of a model (image_token, ...) are text or a mapping that says how a token is split.
-    return value is not None and (name in _HEEDED or (name.endswith("_token") and isinstance(value, str | dict)))
+    return value is not None and (name in _USED or (name.endswith("_token") and isinstance(value, str | dict)))
 
 
 def _requirement(name: str, value: Any) -> str | None:
-    """What a setting must be, where it is something else."""
+    """What a setting must be, where it does not fit; None where it does."""
     if name == "tokenizer_class":
         return None if isinstance(value, str) and value.isidentifier() else "the name of a class"
     if name == "chat_template":

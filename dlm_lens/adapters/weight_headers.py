@@ -23,7 +23,7 @@ LONGEST_HEADER = 100_000_000
 """Bytes, the safetensors library's own bound."""
 
 MOST_TENSORS = 1_000_000
-MOST_AXES = 16
+MOST_AXIS_FIELDS = 16
 
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
@@ -35,7 +35,7 @@ BITS = {
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a header says of one tensor.
+    """The header of one tensor.
 
     Args:
         dtype: by safetensors' name.
@@ -74,9 +74,9 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     header.pop("__metadata__", None)
     if len(header) > MOST_TENSORS:
         raise _unreadable(file, f"{len(header)} tensors, {MOST_TENSORS} is the most")
-    places = {name: _place(file, name, entry) for name, entry in header.items()}
+    entries = {name: _entry(file, name, entry) for name, entry in header.items()}
     end = 0
-    for name, (_, begin, stop) in sorted(places.items(), key=lambda item: item[1][1:]):
+    for name, (_, begin, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
         if begin != end:
             what = "overlaps another tensor" if begin < end else "leaves a gap before it"
             raise _unreadable(file, f"{printable_name(name)} {what}")
@@ -86,11 +86,11 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
         raise ValueError(f"{file} is cut short, {size} of {needed} bytes; fetch it again")
     if size > needed:
         raise _unreadable(file, f"{size - needed} bytes follow its last tensor")
-    return {name: entry for name, (entry, _, _) in places.items()}
+    return {name: entry for name, (entry, _, _) in entries.items()}
 
 
-def _place(file: Path, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
-    """The entry of one tensor, and where its numbers begin and end."""
+def _entry(file: Path, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
+    """The header of one tensor, and the offsets at which its numbers begin and end."""
     what = printable_name(name)
     if not isinstance(entry, Mapping):
         raise _unreadable(file, f"{what} is described by {shown(entry)}")
@@ -99,7 +99,7 @@ def _place(file: Path, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise _unreadable(file, f"{what} has the dtype {shown(dtype)}, none of safetensors'")
-    if not _whole(shape) or len(shape) > MOST_AXES:
+    if not _whole(shape) or len(shape) > MOST_AXIS_FIELDS:
         raise _unreadable(file, f"{what} has the shape {shown(shape)}")
     if not _whole(offsets) or len(offsets) != 2:
         raise _unreadable(file, f"{what} has the offsets {shown(offsets)}")
@@ -140,10 +140,10 @@ MISFITS = {
     "unexpected_keys": "config.json describes a smaller or another model: take the one that came with the weights",
     "mismatched_keys": "config.json describes another size: take the one that came with the weights",
 }
-"""What a loading report complains of -> the remedy."""
+"""Problems in a loading report -> the remedy."""
 
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
-AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+AXIS_FIELDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "embed_tokens.weight": (("vocab_size", "num_sinks"), ("hidden_size",)),
     "wte.weight": (("vocab_size", "num_sinks"), ("hidden_size",)),
     "embed_tokens.sinks": (("num_sinks",), ("hidden_size",)),
@@ -160,7 +160,7 @@ AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "mlp.down_proj.weight": (("hidden_size",), ("intermediate_size",)),
     "norm.weight": (("hidden_size",),),
 }
-"""Ends of parameter names -> the fields of Llama's config that each axis is made of."""
+"""Ends of parameter names -> the fields of Llama's config that each axis is the product of."""
 
 _ROTARY = "RotaryEmbedding"
 _FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -213,11 +213,11 @@ def check_shapes(
     *,
     packed: bool = False,
 ) -> None:
-    """Refuse weights that are not those of the config's network; no number is read and nothing of their size built.
+    """Refuse weights that do not fit the network of the config, without reading or allocating any weight.
 
     Args:
-        source: of the weights, for the sentences.
-        what: of the config, for the sentences.
+        source: name of the weights in messages.
+        what: name of the config in messages.
         headers: of the weights' files.
         family: of the model.
         model_class: of the model.
@@ -278,7 +278,7 @@ def check_shapes(
 
 
 def _with_layers(config: Any, count: int) -> Any:
-    """The same network with so many layers."""
+    """A config of the same network with `count` layers."""
     small = copy.deepcopy(config)
     small.num_hidden_layers = count
     if "layer_types" in vars(small) and small.layer_types is not None:  # a property of it follows by itself
@@ -308,7 +308,7 @@ def _expected(model_class: Any, config: Any, what: str, family: Family) -> _Expe
 
 
 def _check_rotary(rotary: Any) -> None:
-    """Refuse rotary positions that are not numbers."""
+    """Refuse rotary frequencies that are not finite and positive."""
     tables = [value for name, value in rotary.named_buffers() if name.endswith("inv_freq")]
     # One for each kind of layer in models with several (Gemma 3).
     scales = [float(value) for name, value in vars(rotary).items() if name.endswith("attention_scaling")]
@@ -363,8 +363,8 @@ def _fused(
 
 def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: _Expected) -> list[str]:
     """Parameters that no file holds, themselves or under the name that they are tied to."""
-    twins = dict(expected.tied) | {source: target for target, source in expected.tied.items()}
-    return [name for name in sorted(whole) if name not in stored and twins.get(name) not in stored]
+    tied = dict(expected.tied) | {source: target for target, source in expected.tied.items()}
+    return [name for name in sorted(whole) if name not in stored and tied.get(name) not in stored]
 
 
 def _surplus(name: str, whole: Mapping[str, Any], expected: _Expected) -> bool:
@@ -385,7 +385,7 @@ def _differences(
     for alone in (True, False):
         for name in names:
             shape, found = whole[name], headers[stored[name]].shape
-            axes = next((axes for end, axes in AXES.items() if name.endswith(end)), None)
+            axes = next((axes for end, axes in AXIS_FIELDS.items() if name.endswith(end)), None)
             if axes is None or len(shape) != len(found):
                 continue
             for axis, parts in enumerate(axes):

@@ -1,9 +1,9 @@
-"""Checkpoints that are weights alone: found, recognised by their tensors, and given a config."""
+"""Checkpoints without transformers' config.json: recognised by their tensors, and given a config."""
 
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.adapters.config_fields import built_config, heeded_fields
+from dlm_lens.adapters.config_fields import built_config, network_fields
 from dlm_lens.adapters.hub import file_within
 from dlm_lens.adapters.registry import BareWeights, Shapes, families, family_of
 from dlm_lens.adapters.weight_headers import read_header
@@ -41,7 +41,7 @@ def bare_config(weights: Path, size: str | None) -> dict[str, Any]:
     The JSON file is the one of the same name, or config.json; it holds the fields of the authors' own config.
 
     Raises:
-        ValueError: no family knows the tensors, or nothing (or something else) says how large the model is.
+        ValueError: no family knows the tensors, or neither `size` nor a JSON file gives the model's dimensions.
     """
     shapes = _shapes(weights)
     formats = [family.bare for family in families() if family.bare is not None]
@@ -54,7 +54,7 @@ def bare_config(weights: Path, size: str | None) -> dict[str, Any]:
             f"are not those of a family that is read without one ({names})"
         )
     config_class, _ = family_of(known.model_type).layouts[known.model_type]
-    values = heeded_fields(_values(known, weights, size), config_class)
+    values = network_fields(_values(known, weights, size), config_class)
     built_config(config_class, values, f"the description of {weights}")
     return {**known.complete(values, shapes), "model_type": known.model_type}
 
@@ -68,8 +68,8 @@ def _values(known: BareWeights, weights: Path, size: str | None) -> dict[str, An
         if described.is_file():
             return read_object(described, str(described))
     raise ValueError(
-        f"{weights} does not say how large its model is; pass size= ({', '.join(known.sizes)}) to dlm_lens.load, "
-        f"or write the fields of its config to {weights.with_suffix('.json').name} beside it"
+        f"{weights} does not give the dimensions of its model; pass size= ({', '.join(known.sizes)}) to "
+        f"dlm_lens.load, or write the fields of its config to {weights.with_suffix('.json').name} beside it"
     )
 
 

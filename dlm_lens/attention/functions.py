@@ -246,7 +246,7 @@ class _Call:
         )
 
     def _mix(self, q: Tensor, mask: Any, own_start: int | None = None) -> _Mixed:
-        """Mix without a pattern: the config's attention function, or the fused kernel with columns hidden by hooks."""
+        """Mix without a pattern: by the config's attention function, or by the fused kernel with columns hidden."""
         self._skip_trace_readers()
         calls = column_calls(self.module.hook_scores, self.module.hook_pattern)
         inputs = None

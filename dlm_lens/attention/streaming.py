@@ -119,7 +119,7 @@ def received_by_class(
 
 
 def stream_mix(inputs: AttentionInputs) -> Float[Tensor, "batch query head d_head"]:
-    """z of the fused kernel, with `visible` and `dropped` applied."""
+    """Mix the values with the fused kernel, with `visible` and `dropped` applied."""
     values = inputs.v
     if inputs.dropped is not None:
         # A_ij stays and v_j is zero: the entry is gone, its row keeps its normaliser.

@@ -34,8 +34,8 @@ def visible_keys(
 class AttentionPass:
     """One pass through an attention module whose scores and pattern exist: visibility and spare softmax entry.
 
-    Attention sets it on its points (`attention_pass`) while they run. In a pattern alone a hidden key looks like one
-    whose attention is 0 by rounding, so hooks record here what they hide after the softmax.
+    Attention sets it on its points (`attention_pass`) while they run. In a pattern alone a hidden key looks like
+    one whose attention is 0 by rounding, so hooks record here what they hide after the softmax.
 
     Args:
         mask: which query sees which key before any hook; None if every query sees every key.

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, flushed to the disk, then renamed."""
+"""Atomic writes: a file is written under a temporary name, flushed to the disk, then renamed."""
 
 import errno
 import os
@@ -13,28 +13,28 @@ from typing import IO, BinaryIO
 from dlm_lens.files.locks import lock
 
 TEMPORARY = re.compile(r"\.dlm-lens-[0-9a-f]{16}\.part")
-"""Names of files that are being written; one that no process holds was left by a killed one."""
+"""Names of files that are being written; one that no process has locked was left by a killed process."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class DiskFullError(OSError):
-    """A file could not be written for want of space; what was there before is unharmed."""
+    """A file could not be written because the disk is full; the previous file is unchanged."""
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of `path` when the block ends; on an error nothing changes.
 
-    The file has the mode that the process's umask asks for. Its temporary name is unpredictable and never a link's.
+    The file has the mode of the process's umask. Its temporary name is unpredictable and never a link's.
 
     Raises:
         DiskFullError: there is no space for it.
         OSError: it cannot be written there.
     """
     path = Path(path)
-    with full_disk_told(path):
+    with disk_errors(path):
         temporary, file = _temporary(path.parent)
         try:
             with file:
@@ -50,7 +50,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: str | Path, content: bytes | str) -> Path:
-    """Write a file, and remove what killed processes left beside it.
+    """Write a file, and remove temporary files of killed processes from its directory.
 
     Raises:
         DiskFullError: there is no space for it.
@@ -70,9 +70,9 @@ def append(file: IO[bytes], content: bytes, path: Path) -> None:
         DiskFullError: there is no space for it.
     """
     size = os.fstat(file.fileno()).st_size
-    with full_disk_told(path):
+    with disk_errors(path):
         try:
-            # One write, so that a line is there whole or torn at the end, never mixed with another process's.
+            # One write, so that a line is complete or cut at its end, never mixed with another process's.
             if file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, "the disk took a part of a line")
             os.fsync(file.fileno())
@@ -113,20 +113,20 @@ def sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def full_disk_told(path: Path) -> Iterator[None]:
-    """Say in a sentence that the disk is full."""
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise `DiskFullError` with a message in place of the system's error for a full disk."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL or isinstance(error, DiskFullError):
             raise
-        told = DiskFullError(f"{path} could not be written ({os.strerror(error.errno)}); make room and do it again")
-        told.errno = error.errno
-        raise told from error
+        full = DiskFullError(f"{path} could not be written ({os.strerror(error.errno)}); make room and do it again")
+        full.errno = error.errno
+        raise full from error
 
 
 def _temporary(directory: Path) -> tuple[Path, BinaryIO]:
-    """A new file of this process, locked so that nobody takes it for one that was left."""
+    """A new temporary file of this process, locked so that no other process removes it as stale."""
     while True:
         path = directory / f".dlm-lens-{secrets.token_hex(8)}.part"
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o666)

@@ -1,9 +1,9 @@
-"""Files and directories that one process at a time may write; a killed process leaves no lock."""
+"""Locks on files and directories that one process at a time may write; they end with the process."""
 
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,7 +13,7 @@ class DirectoryHeldError(ValueError):
 
 
 def lock(file: IO[Any] | int, *, wait: bool, shared: bool = False) -> bool:
-    """Lock an open file until it is closed; returns whether it is locked, False where its disk knows no locks.
+    """Lock an open file until it is closed; returns whether it is locked, False where its file system has no locks.
 
     Raises:
         BlockingIOError: another process holds it, and `wait` is False.
@@ -34,17 +34,17 @@ def lock(file: IO[Any] | int, *, wait: bool, shared: bool = False) -> bool:
 
 @contextmanager
 def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
-    """Hold a directory, which is made, against other processes and threads.
+    """Lock a directory against other processes and threads; it is created where it does not exist.
 
-    The lock is on the directory itself, so that no file of it is left; it ends with the process.
+    The lock is on the directory itself, so that no lock file remains; it ends with the process.
 
     Args:
-        directory: to hold.
-        shared: beside others who share it (processes that each write a part of it).
-        wait: until it is free.
+        directory: to lock.
+        shared: with other shared locks (of processes that each write a part of it).
+        wait: for other locks to end.
 
     Raises:
-        DirectoryHeldError: it is held already.
+        DirectoryHeldError: it is locked already.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
 
 @contextmanager
 def alone(directory: str | Path) -> Iterator[None]:
-    """Wait until no other process is in such a block for this directory, which is made; others may `held` it."""
+    """A block that one process at a time enters for this directory, beside locks of `held`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -85,8 +85,7 @@ def _release(handle: int) -> None:
 
     try:
         # A forked child may hold the same handle.
-        fcntl.flock(handle, fcntl.LOCK_UN)
-    except OSError:
-        pass
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)

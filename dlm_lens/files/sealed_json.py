@@ -1,4 +1,4 @@
-"""JSON with a checksum of its own, read through a schema: what is damaged is told in one sentence."""
+"""JSON documents with a checksum of their own, read through a schema; damage is reported in one sentence."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ Schema = TypeVar("Schema", bound=Document)
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as JSON gives them back, and their checksum.
+    """The values after a round trip through JSON, with their checksum.
 
     Raises:
         ValueError: a number that is not finite, which is no JSON.
@@ -39,7 +39,7 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checksum_of(plain: Mapping[str, Any]) -> str:
-    """SHA-256 of the values in one spelling, 16 digits of it."""
+    """The first 16 digits of the SHA-256 of the values as canonical JSON."""
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -60,30 +60,30 @@ def parsed(text: str | bytes, where: object, remedy: str) -> dict[str, Any]:
 
 
 def unsealed(values: Mapping[str, Any], where: object, remedy: str, *, required: bool = True) -> dict[str, Any]:
-    """The values without their checksum, which must be theirs.
+    """The values without their checksum, after comparing it.
 
     Raises:
-        DamagedFileError: it is not, or is missing where it is required.
+        DamagedFileError: it differs, or is missing where it is required.
     """
     plain = dict(values)
-    told = plain.pop(CHECKSUM, None)
-    if told is None and not required:
+    stored = plain.pop(CHECKSUM, None)
+    if stored is None and not required:
         return plain
     try:
-        right = told == checksum_of(plain)
+        right = stored == checksum_of(plain)
     except (RecursionError, ValueError):
         right = False
     if not right:
-        what = "has no checksum" if told is None else "its checksum is another"
+        what = "has no checksum" if stored is None else "its checksum is another"
         raise DamagedFileError(f"{where} is damaged ({what}); {remedy}")
     return plain
 
 
 def fitted(schema: type[Schema], values: Mapping[str, Any], where: object, remedy: str) -> Schema:
-    """The values as a schema says.
+    """The values as an instance of their schema.
 
     Raises:
-        DamagedFileError: naming the first field that is not.
+        DamagedFileError: they do not fit; it names the first field.
     """
     try:
         return schema.model_validate(dict(values))
@@ -96,7 +96,7 @@ def fitted(schema: type[Schema], values: Mapping[str, Any], where: object, remed
 
 
 def file_bytes(path: Path, remedy: str) -> bytes:
-    """What a file holds.
+    """The content of a file.
 
     Raises:
         DamagedFileError: it is missing, a directory, or cannot be read.
@@ -112,5 +112,5 @@ def file_bytes(path: Path, remedy: str) -> bytes:
 
 
 def lines_of(data: bytes) -> Iterator[bytes]:
-    """The whole lines of a file of JSON lines; a last one that a crash tore apart is not among them."""
+    """The complete lines of a JSON-lines file; a last line without its newline, cut off by a crash, is left out."""
     return iter(data.split(b"\n")[:-1])

@@ -1,4 +1,4 @@
-"""Safetensors files: written whole, with their digest, and read with it."""
+"""Safetensors files: written atomically, with a SHA-256 digest that is compared when they are read."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from dlm_lens.files.sealed_json import CHECKSUM, DamagedFileError, file_bytes
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a file is known by.
+    """Size and digest of a written file.
 
     Args:
         size: in bytes.
@@ -36,12 +36,12 @@ def write_tensors(
     Raises:
         DiskFullError: there is no space for it.
     """
-    # Of tensors that share memory safetensors would refuse one.
+    # safetensors refuses tensors that share memory.
     plain = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
     }
-    told = None if metadata is None else {**metadata, CHECKSUM: _checksum(plain, metadata)}
-    content = save(plain, told)
+    stored = None if metadata is None else {**metadata, CHECKSUM: _checksum(plain, metadata)}
+    content = save(plain, stored)
     with replacing(path) as file:
         file.write(content)
     return WrittenFile(len(content), hashlib.sha256(content).hexdigest())

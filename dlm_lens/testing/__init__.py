@@ -1,4 +1,4 @@
-"""Tiny random models for tests, of this library and of those who build on it."""
+"""Tiny random models for tests, of this library and of code that uses it."""
 
 import lazy_loader
 

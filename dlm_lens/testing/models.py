@@ -19,8 +19,8 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     """A random model of `family` in float32 and eval mode, with a tokenizer of the words w0, w1, ....
 
     2 layers, width 32, 4 query heads on 2 key/value heads, a vocabulary of 64 whose last three ids are padding,
-    end of text and mask (SMDM: the mask is id 64, behind its vocabulary). Weights are large enough for attention to
-    be far from even.
+    end of text and mask (SMDM: the mask is id 64, after its vocabulary). Weights are large enough for attention to
+    be far from uniform.
 
     Args:
         family: a name of `dlm_lens.families()`.
@@ -65,7 +65,7 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
 
 def _tokenizer(size: int, mask: int | None) -> PreTrainedTokenizerFast:
     words = [f"w{i}" for i in range(size - 3)] + ["<pad>", "<eos>", "[MASK]"]
-    if mask == size:  # a mask behind the vocabulary
+    if mask == size:  # a mask after the vocabulary
         words = [*words[:-1], f"w{size - 1}", "[MASK]"]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

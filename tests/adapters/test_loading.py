@@ -281,5 +281,5 @@ def test_families_tell_what_they_load() -> None:
 
 
 def test_an_unknown_sampler_in_a_config_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"asks for the sampler .os\.system.; sink_qwen has llada, dream"):
+    with pytest.raises(ValueError, match=r"names the sampler .os\.system.; sink_qwen has llada, dream"):
         tiny("sink_qwen", sampler="os.system")

@@ -111,7 +111,7 @@ def test_image_codes_become_tokens_and_back() -> None:
     assert tokens.tolist() == [[122, 127, 185], [133, 131, 184]]
     assert LAYOUT.codes(tokens).equal(codes)
     assert LAYOUT.codes(LAYOUT.tokens([3, 4])).tolist() == [3, 4]
-    with pytest.raises(ValueError, match=r"image code 64 lies outside 0 to 63 \(a codebook of 64 behind 122 text"):
+    with pytest.raises(ValueError, match=r"image code 64 lies outside 0 to 63 \(a codebook of 64 after 122 text"):
         LAYOUT.tokens([1, 64])
     with pytest.raises(ValueError, match="image token 121 lies outside 122 to 185"):
         LAYOUT.codes([121])

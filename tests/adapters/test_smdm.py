@@ -275,7 +275,7 @@ def test_released_sizes_have_the_parameters_that_they_are_named_after(size: str)
 
 def test_weights_that_say_too_little_or_otherwise_are_refused(tmp_path: Path) -> None:
     file = bare(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"does not say how large its model is; pass size= \(472M, 1028M\)"):
+    with pytest.raises(ValueError, match=r"does not give the dimensions of its model; pass size= \(472M, 1028M\)"):
         dlm_lens.load(file)
     with pytest.raises(ValueError, match=r"size '7B' is none of smdm's: 472M, 1028M"):
         dlm_lens.load(file, size="7B")
@@ -337,7 +337,7 @@ def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_the_mask_is_the_row_behind_the_vocabulary() -> None:
     with pytest.raises(
-        ValueError, match=r"mask_token_id is 5; an SMDM's mask is the row behind its vocabulary, 192"
+        ValueError, match=r"mask_token_id is 5; an SMDM's mask is the row after its vocabulary, 192"
     ):
         dlm_lens.load(PLAIN, mask_token_id=5)
     assert dlm_lens.load(PLAIN, mask_token_id=192).config.mask_token_id == 192

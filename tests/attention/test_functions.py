@@ -143,7 +143,7 @@ def test_gradients_flow_through_both_functions_alike() -> None:
 def test_a_foreign_mask_is_refused_with_the_remedy() -> None:
     attention = tiny("llada").model.layers[0].self_attn
     q = torch.zeros(1, 4, 5, 8)
-    with pytest.raises(ValueError, match=r"a dict; watching .*attn_implementation='sdpa'"):
+    with pytest.raises(ValueError, match=r"a dict; reading .*attn_implementation='sdpa'"):
         hooked_attention(attention, q, q, q, {})
     with pytest.raises(ValueError, match=r"a \(1, 7\) tensor"):
         hooked_attention(attention, q, q, q, torch.ones(1, 7))

@@ -366,7 +366,7 @@ def test_the_layout_is_the_model_s_own_by_default() -> None:
         ({"prompt": [1, 2, 3]}, r"prompt 0 does not end with \[soi\] image \[eoi\] \(51, image tokens, 52\)"),
         ({"prompt": "w1 w2"}, r"prompt 0 does not end with \[soi\]"),
         ({"prompt": [[53, 55, 56, 51, 70, 71, 52]]}, "holds the model's mask token 63: nothing to draw"),
-        ({"prompt": [[56, 51, 63, 52]], "cfg_scale": 1.0}, r"1 positions in front of \[soi\] \(51\) have no room"),
+        ({"prompt": [[56, 51, 63, 52]], "cfg_scale": 1.0}, r"1 positions before \[soi\] \(51\) have no room"),
         (
             {"unconditional": [[53, 55, 56, 51, 63, 52]], "cfg_scale": 1.0},
             r"the unconditional prompts have shape \[1, 6\], the prompts \[1, 11\]",

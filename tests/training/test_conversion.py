@@ -151,7 +151,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
         convert(source(), mask_token="<end>")
     with pytest.raises(ValueError, match="mask_token_id 66 lies outside an embedding of 64 rows"):
         convert(source(words=None), mask_token_id=66)
-    with pytest.raises(ValueError, match="two answers to one question"):
+    with pytest.raises(ValueError, match="cannot be combined; choose one"):
         convert(source(), sinks=1, softmax="off_by_one")
     with pytest.raises(ValueError, match="softmax is 'softmax1'"):
         convert(source(), sinks=0, softmax="softmax1")  # type: ignore[arg-type]

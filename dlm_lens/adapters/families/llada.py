@@ -52,10 +52,10 @@ class LLaDAConfig(LlamaConfig):
     model_type = "llada"
     is_causal: bool = False
     float32_rotation: ClassVar[bool] = True
-    original_architecture: ClassVar[str] = "DlmLensLlama"  # TransformerLens's word for its adapter
+    original_architecture: ClassVar[str] = "DlmLensLlama"  # the name of its TransformerLens adapter
     mask_token_id: int | None = None
     eot_token_id: int | None = None
-    rms_norm_eps: float = 1e-5  # the original's, where config.json is silent; Llama's is 1e-6
+    rms_norm_eps: float = 1e-5  # the original's, where config.json has none; Llama's is 1e-6
     intermediate_size: int = 0  # 0: mlp_ratio * d_model
 
     def __post_init__(self, **kwargs: Any) -> None:

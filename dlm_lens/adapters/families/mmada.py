@@ -1,4 +1,4 @@
-"""MMaDA: LLaDA's network with image tokens behind the text's, and the layouts of prompts that hold an image."""
+"""MMaDA: LLaDA's network with image tokens after the text tokens, and the layouts of prompts with an image."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class MMaDAModelLM(LLaDAModelLM):
 class ImageLayout:
     """How MMaDA writes an image among text tokens.
 
-    To answer questions about it: [mmu] [soi] image [eoi] text, the answer behind it. To draw it:
+    To answer questions about it: [mmu] [soi] image [eoi] text, followed by the answer. To draw it:
     [iPAD]* [t2i] [bos] text [eos] [soi] image [eoi]. Image code c is token c + text_tokens, the length of the text
     tokenizer, and not c + llm_vocab_size (Gen-Verse/MMaDA, generate.py).
 
@@ -68,7 +68,7 @@ class ImageLayout:
         """
         if getattr(model, "tokenizer", None) is None:
             raise ValueError(
-                "image tokens start behind the text tokenizer's, and this model has none; "
+                "image tokens start after those of the text tokenizer, and this model has none; "
                 "give ImageLayout(text_tokens=...), or set model.tokenizer"
             )
         found = {
@@ -120,9 +120,9 @@ class ImageLayout:
         Image codes that are given may be written over the masks, `prompt[:, slice(*layout.image(prompt))]`.
 
         Args:
-            text: ids of one text, or of one per row, of any lengths; a [bos] in front is not doubled.
+            text: ids of one text, or of one per row, of any lengths; a [bos] at its start is not doubled.
             image_tokens: codes of the image; 1024 for 512 pixels.
-            length: positions in front of [soi]; those of the longest text by default. The padding is hidden, so
+            length: positions before [soi]; those of the longest text by default. The padding is hidden, so
                 that this changes nothing but the canvas.
 
         Raises:
@@ -154,7 +154,7 @@ class ImageLayout:
         empty = [self.t2i, self.bos, self.eos]
         if start - 1 < len(empty):
             raise ValueError(
-                f"{start - 1} positions in front of [soi] ({self.soi}) have no room for an empty text [t2i] [bos] "
+                f"{start - 1} positions before [soi] ({self.soi}) have no room for an empty text [t2i] [bos] "
                 "[eos]; build the prompt with ImageLayout.generation"
             )
         other = prompt.clone()
@@ -163,7 +163,7 @@ class ImageLayout:
         return other
 
     def image(self, prompt: Int[Tensor, "batch position"]) -> tuple[int, int]:
-        """Where the image of `generation` prompts lies, as (start, stop) positions, between [soi] and a last [eoi].
+        """The (start, stop) positions of the image in `generation` prompts, between [soi] and a last [eoi].
 
         Raises:
             ValueError: a row has no image there, or another place for it than the first.
@@ -192,7 +192,7 @@ class ImageLayout:
         if len(outside):
             raise ValueError(
                 f"{what} {int(outside[0])} lies outside {first} to {first + self.codebook_size - 1} "
-                f"(a codebook of {self.codebook_size} behind {self.text_tokens} text tokens)"
+                f"(a codebook of {self.codebook_size} after {self.text_tokens} text tokens)"
             )
         return ids.long()
 

@@ -1,4 +1,4 @@
-"""Tensors that SMDM's checkpoints hold as one and the host's layers as several, in both directions."""
+"""SMDM: Llama layers without causality, under lit_gpt's config and checkpoint names, with sink tokens and gates."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
@@ -133,14 +133,14 @@ class SMDMConfig(LlamaConfig):
     """Config of SMDM: accepts the fields of lit_gpt's Config and writes them back beside Llama's names.
 
     The logits have `vocab_size` columns (lit_gpt's padded_vocab_size); the embedding has one row more, for the
-    mask, which can therefore never be predicted. In the published sink format the sinks are the rows behind it.
+    mask, which can therefore never be predicted. In the published sink format the sinks are the rows after it.
 
     Args:
         num_sinks: learned sink tokens around the canvas (published: 0 or 1).
         sink_placement: "front", as published, or "end".
         zero_sink_value: force the sinks' values to zero in every layer.
         gated_attention: z times sigmoid(W_g x), elementwise, before the output projection.
-        sampler_defaults: settings of `denoise` that travel with the checkpoint.
+        sampler_defaults: settings of `denoise` that are stored in the checkpoint.
 
     Raises:
         ValueError: an option of lit_gpt's Config that SMDM does not have, another mask token, or an impossible
@@ -152,7 +152,7 @@ class SMDMConfig(LlamaConfig):
     is_causal: bool = False
     mask_token_id: int | None = None
     eot_token_id: int | None = None
-    rms_norm_eps: float = 1e-5  # lit_gpt's, where the file is silent; Llama's is 1e-6
+    rms_norm_eps: float = 1e-5  # lit_gpt's, where the file has none; Llama's is 1e-6
     num_sinks: int = 0
     sink_placement: str = "front"  # strict's own error for a Literal is no sentence
     zero_sink_value: bool = False
@@ -179,7 +179,7 @@ class SMDMConfig(LlamaConfig):
             kwargs.pop(name, None)
         if self.mask_token_id not in (None, self.vocab_size):
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}; an SMDM's mask is the row behind its vocabulary, "
+                f"mask_token_id is {self.mask_token_id}; an SMDM's mask is the row after its vocabulary, "
                 f"{self.vocab_size}: leave mask_token_id out"
             )
         self.mask_token_id = self.vocab_size
@@ -193,7 +193,7 @@ class SMDMConfig(LlamaConfig):
         return self.vocab_size + 1
 
     def validate_token_ids(self) -> None:
-        """Nothing to say: transformers would warn that the mask lies behind the vocabulary, where it belongs."""
+        """No check: transformers would warn that the mask id equals `vocab_size`, as it does in every SMDM."""
 
     def to_dict(self) -> dict[str, Any]:
         """Llama's names and lit_gpt's own, so that the authors' tools read what `save_pretrained` writes."""
