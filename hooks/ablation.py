@@ -1,4 +1,4 @@
-"""Ablate an activation: zero, its mean, or a value of one's own."""
+"""`ablate`: replace an activation by zero, by its mean, or by a given tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Ablate(Hook):
     """Replace an activation; build it with `ablate`.
 
     Raises:
-        ValueError: a site, positions, a value or dimensions that cannot be.
+        ValueError: an invalid site, position, value or dimension.
     """
 
     site: ActivationSite
@@ -54,10 +54,10 @@ class Ablate(Hook):
         return printed_call("ablate", self.site, self.positions, *more)
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """Return the activation with the value at the positions (and in the dimensions).
+        """Return the activation with the value at the positions (and in the dimensions `dims`).
 
         Raises:
-            ValueError: a position, a dimension or a layer that is not there; a class or a mean outside a run.
+            ValueError: a position, dimension or layer that does not exist; a class or a mean outside a run.
         """
         chosen = spread(where(self.positions, tensor, hook, self), tensor)
         if self.dims is not None:
@@ -99,19 +99,19 @@ def ablate(
 ) -> Ablate:
     """Replace an activation at some positions: with zero, its mean, or a tensor.
 
-    With `MeanActivations` every row and position gets the mean of its layer, of its class (masked, visible, sink
-    token) and of the run's progress. Mean ablation keeps what all positions share, which zero would remove too.
+    With `MeanActivations` every row and position gets the mean of its layer, its class (masked, visible, sink
+    token) and the run's progress. Mean ablation keeps what all positions share; zero ablation removes that too.
 
     Args:
-        site: "q", "k", "v", "z" (of every head), "attn_out", "mlp_out" or "resid" (what a block leaves).
-        positions: canvas positions, `sink(i)`, "masked", "visible", "prompt" or "answer"; None for all, learned
-            sink tokens among them. Padding stays as it is.
+        site: "q", "k", "v", "z" (of every head), "attn_out", "mlp_out" or "resid" (after a block).
+        positions: canvas positions, `sink(i)`, "masked", "visible", "prompt" or "answer"; None for all,
+            including learned sink tokens. Padding is not changed.
         value: "zero"; a `MeanActivations` (`mean_activations`) or the path of a saved one (".safetensors"); or a
             tensor that broadcasts to the activation, [batch, position, ...].
-        dims: only these indices of the last axis: single massive activations in "resid".
+        dims: only these indices of the last axis, such as the dimensions of massive activations in "resid".
 
     Raises:
-        ValueError: an unknown site, class or value, means of another site, or a file that holds none.
+        ValueError: an unknown site, class or value, means of another site, or a file without means.
     """
     return Ablate(site, positions, value, dims)  # type: ignore[arg-type]
 

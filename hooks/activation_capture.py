@@ -1,4 +1,4 @@
-"""`capture`: keep activations of some steps of a run, to look at or to patch into another one."""
+"""`capture`: keep activations of some steps of a run, to inspect them or to patch them into another run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,25 +24,25 @@ from dlm_lens.sampling import DenoisingRun, StepObserver, StepPlan, denoise
 from dlm_lens.sampling.stored_run import StoredRun
 
 MAX_BYTES = 4 * 2**30
-"""What a capture may hold unless told otherwise."""
+"""Default limit of the bytes of a capture."""
 
 Key = tuple[Site, int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """Activations of a run; `activations[site, layer, step]` is one, [batch, position, ...] as the model had it.
+    """Activations of a run; `activations[site, layer, step]` is one, [batch, position, ...].
 
     With guidance the rows are the conditional ones and then the unconditional ones; in a sink model positions count
     the sink tokens (`sinks.canvas(length)` is the canvas). `stacked(site, layer)` is [step, batch, ...].
 
     Args:
         values: (site, layer, step) -> the activation.
-        run: the run that they are from.
-        sinks: where the model's sink tokens stand.
+        run: the run.
+        sinks: the positions of the model's sink tokens.
 
     Raises:
-        ValueError: nothing is there, or a step that the run does not have.
+        ValueError: no activation, or a step that the run does not have.
     """
 
     values: Mapping[Key, Tensor] = field(repr=False)
@@ -76,17 +76,17 @@ class Activations:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The sites kept."""
+        """The captured sites."""
         return tuple(site for site in SITES if any(site == one for one, _, _ in self.values))
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers kept."""
+        """The captured layers."""
         return tuple(sorted({layer for _, layer, _ in self.values}))
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps kept."""
+        """The captured steps."""
         return tuple(sorted({step for _, _, step in self.values}))
 
     @property
@@ -98,7 +98,7 @@ class Activations:
         """All steps of one activation, [step, batch, ...].
 
         Raises:
-            KeyError: it was not kept.
+            KeyError: it was not captured.
             ValueError: the steps have unequal lengths (an AR run).
         """
         found = [self[site, layer, step] for step in self.steps]
@@ -109,7 +109,7 @@ class Activations:
 
 @dataclass(eq=False)
 class _Keeper(StepObserver):
-    """Keeps activations as they go by, and refuses a run whose activations do not fit."""
+    """Keeps activations of a run, and refuses a run whose activations exceed the limit."""
 
     model: Any
     sites: tuple[Site, ...]
@@ -124,16 +124,16 @@ class _Keeper(StepObserver):
         super().__init__(self.model)
 
     def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
-        """The first step says how long the run is."""
+        """Check the memory at the first step, when the length of the run is known."""
         if plan.index == 0:
             self.check(plan.total, self.sampler.halves * len(canvas), canvas.shape[1])
         return canvas
 
     def check(self, total: int, rows: int, positions: int) -> None:
-        """Fix the steps.
+        """Choose the steps to keep, and check the memory that they take.
 
         Raises:
-            MemoryError: with the number of bytes and what to do.
+            MemoryError: more than the limit; with the number of bytes and the remedy.
             ValueError: a step that the run does not have.
         """
         self.steps = frozenset(chosen_steps(self.wanted, total))
@@ -147,13 +147,13 @@ class _Keeper(StepObserver):
             )
 
     def hooks(self) -> list["_Keep"]:
-        """What keeps, at every site."""
+        """One hook for every site."""
         return [_Keep(site, self, self.layers) for site in self.sites]
 
 
 @dataclass(frozen=True, eq=False)
 class _Keep(Hook):
-    """Keeps one site's activation; a hook that changes nothing."""
+    """Keeps the activation at one site; a hook that changes nothing."""
 
     site: Site
     keeper: _Keeper
@@ -163,9 +163,10 @@ class _Keep(Hook):
         return f"capture({self.site!r})"
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """Keep the activation, if its step is to be kept, and return it unchanged."""
         step, keeper = run_of(hook, self).step, self.keeper
         if step in keeper.steps:
-            # A copy: what the model edits in place later is not what passed here.
+            # A copy, because the model may edit the tensor in place later.
             kept = (
                 tensor.detach().clone() if keeper.device is None else tensor.detach().to(keeper.device, copy=True)
             )
@@ -187,23 +188,23 @@ def capture(
     max_bytes: int = MAX_BYTES,
     **settings: Any,
 ) -> Activations:
-    """Denoise, or go over a finished run again, and keep activations.
+    """Denoise, or rerun a finished run, and keep activations.
 
     Args:
         model: from `dlm_lens.load`.
-        prompt: as for `dlm_lens.denoise`, or a `DenoisingRun`, whose canvases are then run again as they were.
+        prompt: as for `dlm_lens.denoise`, or a `DenoisingRun`, whose canvases are then rerun.
         sites: "q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"; several in
-            a list. Scores and patterns are materialised for it.
+            a list. Scores and patterns are materialised.
         cache_steps: the steps to keep: an index, a slice or indices, negative from the end; None for all.
         layers: indices, negative from the end; None for all.
         hooks: interventions under which to run; they act before activations are kept.
-        device: where activations go at once; None to leave them where they are.
-        max_bytes: what they may take in all.
-        **settings: of `dlm_lens.denoise`, beside a prompt.
+        device: device to copy activations to; None to leave them where they are.
+        max_bytes: limit of their total size.
+        **settings: of `dlm_lens.denoise`; only with a prompt.
 
     Raises:
-        MemoryError: they would take more, told before the first forward pass.
-        ValueError: a site, a layer, a step, a prompt or a setting that cannot be; settings beside a `DenoisingRun`.
+        MemoryError: they would take more; raised before the first forward pass.
+        ValueError: an invalid site, layer, step, prompt or setting; settings together with a `DenoisingRun`.
     """
     wanted: tuple[Any, ...] = (sites,) if isinstance(sites, str) else tuple(sites)
     for site in wanted:
@@ -221,10 +222,10 @@ def capture(
 
 
 def chosen_steps(steps: int | slice | Sequence[int] | None, total: int) -> tuple[int, ...]:
-    """Step indices below `total`, in order; negative ones count from the end.
+    """Step indices below `total`, in order; negative indices count from the end.
 
     Raises:
-        ValueError: a step that the run does not have, or none.
+        ValueError: a step that the run does not have, or no step.
     """
     if steps is None or isinstance(steps, slice):
         found = list(range(total)[steps or slice(None)])
@@ -242,7 +243,7 @@ def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[Hook]) -> None:
     run = stored.run
     keeper.check(run.steps, stored.halves * len(run.tokens), run.tokens.shape[1])
     runner = stored.runner([*hooks, *keeper.hooks()])
-    # Hooks may remember: with any, every step up to the last one runs.
+    # Hooks may keep state from step to step: with any, every step up to the last one runs.
     for step in range(max(keeper.steps) + 1) if hooks else sorted(keeper.steps):
         with runner:
             stored.enter(runner, step)
@@ -250,7 +251,7 @@ def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[Hook]) -> None:
 
 
 def _bytes(model: Any, site: Site, rows: int, positions: int) -> int:
-    """Bytes of one activation."""
+    """Bytes of one activation at a site."""
     block: Any = attention_blocks(model)[0]
     attention, heads = attention_of(block), model.config.num_attention_heads
     key_heads = getattr(model.config, "num_key_value_heads", heads)

@@ -1,4 +1,4 @@
-"""`MeanActivations`: what an activation is on average, per layer, class of positions and progress of the run."""
+"""`mean_activations`: means of an activation per layer, class of positions and progress of the run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
 from dlm_lens.sampling import denoise
 
 CLASSES = ("masked", "visible", "sink")
-"""Masked positions, content that is no mask, learned sink tokens."""
+"""Masked positions, content that is not masked, learned sink tokens."""
 
 BINS = 4
 
@@ -31,10 +31,10 @@ class MeanActivations:
         site: which activation.
         means: per layer, class of positions ("masked", "visible", "sink") and bin of progress; bin b of B holds
             steps with progress in [b / B, (b + 1) / B).
-        counts: positions that each mean is over; 0 where nothing was seen.
+        counts: number of positions in each mean; 0 for a class that did not occur.
 
     Raises:
-        ValueError: an unknown site, or shapes that contradict each other.
+        ValueError: an unknown site, or shapes that do not match.
     """
 
     site: Site
@@ -69,10 +69,10 @@ class MeanActivations:
         return self.counts.shape[1]
 
     def at(self, layer: int, classes: Int[Tensor, "row position"], bins: Int[Tensor, "row"]) -> Tensor:
-        """Means of a layer for every row and position; a bin in which a class never was has the class's mean.
+        """Means of a layer for every row and position; for a class that a bin lacks, its mean over all bins.
 
         Raises:
-            ValueError: a layer that is not there, or a class that was never seen.
+            ValueError: a layer that does not exist, or a class that never occurred.
         """
         if not 0 <= layer < len(self.means):
             raise ValueError(f"{self} has no layer {layer}")
@@ -113,7 +113,7 @@ class MeanActivations:
 
 
 def classes_of(run: RunStep, tensor: Tensor, hook: PointContext) -> Int[Tensor, "row position"]:
-    """The class of every network position; padding counts as visible, and nobody asks for it."""
+    """The class of every network position; padding counts as visible, and is not used."""
     layout, length = hook.sinks, tensor.shape[1]
     classes = torch.full(tensor.shape[:2], CLASSES.index("sink"), device=tensor.device)
     classes[:, layout.canvas(length)] = (~run.masked).long().to(tensor.device)
@@ -122,13 +122,13 @@ def classes_of(run: RunStep, tensor: Tensor, hook: PointContext) -> Int[Tensor, 
 
 def bins_of(run: RunStep, bins: int) -> Int[Tensor, "row"]:
     """The bin of progress of every row."""
-    # Progress is a quotient of counts in float32: a little more puts the borders where they belong.
+    # Progress is a quotient of counts in float32: the small term keeps exact borders in the upper bin.
     return (run.progress * bins + 1e-5).long().clamp(max=bins - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Summing(Hook):
-    """Adds up an activation as it goes by; a hook that changes nothing."""
+    """Adds up an activation; a hook that changes nothing."""
 
     site: Site
     bins: int
@@ -140,6 +140,7 @@ class _Summing(Hook):
         return f"mean_activations({self.site!r}, bins={self.bins})"
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """Add the activation to the sums of its layer and return it unchanged."""
         run = run_rows(hook, *tensor.shape[:2]) or run_of(hook, self)
         kind = torch.nn.functional.one_hot(classes_of(run, tensor, hook), len(CLASSES)).double()
         at_bin = torch.nn.functional.one_hot(bins_of(run, self.bins), self.bins).double().to(kind.device)
@@ -168,10 +169,10 @@ def mean_activations(
 ) -> MeanActivations:
     """Measure an activation's means over a denoising run of `prompts`, for `ablate(site, value=means)`.
 
-    Positions that are masked, that are no mask, and learned sink tokens have means of their own, in every layer and
-    in equal bins of progress, since a mean over all would mix states that never occur together. Padding does not
-    count, nor does guidance's second half. Memory beyond the run: [layer, 3, bins] activations in float64. Add up
-    the means of several calls with `+`.
+    Masked positions, other content and learned sink tokens have separate means, in every layer and in equal bins of
+    progress, because a mean over all would mix states that never occur together. Padding and guidance's
+    unconditional rows do not count. It takes memory for [layer, 3, bins] activations in float64. `+` merges the
+    means of several calls.
 
     Args:
         model: from `dlm_lens.load`.
@@ -182,7 +183,7 @@ def mean_activations(
         **settings: of `dlm_lens.denoise`.
 
     Raises:
-        ValueError: a site or a number of bins that cannot be, a prompt or a setting that cannot work.
+        ValueError: an invalid site, number of bins, prompt or setting.
     """
     activation_site(site, "mean_activations")
     if bins < 1:

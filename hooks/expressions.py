@@ -1,4 +1,4 @@
-"""`parse_hooks`: hooks written as text, for command lines and files; parsed, never evaluated as Python."""
+"""`parse_hooks`: hooks written as text, for command lines and files. The text is parsed, never executed."""
 
 import ast
 import difflib
@@ -11,55 +11,57 @@ from typing import Any
 
 from dlm_lens.sinks.detector_registry import DETECTORS
 
-LONGEST = 2000
+MAX_LENGTH = 2000
 """Characters of an expression."""
-LONGEST_ERROR = 800
-"""Characters of what a hook says against its arguments, which may be as long as the expression."""
-DEEPEST = 20
-"""Levels of calls, lists and minus signs inside each other."""
-MOST = 100_000
-"""Numbers in the ranges of an expression."""
-NO_HOOKS = ("attach_hooks", "capture", "mean_activations", "parse_hooks")
-"""Functions of the hooks room that make no hook."""
+MAX_ERROR_LENGTH = 800
+"""Characters of an error of a hook, which may quote the whole expression."""
+MAX_DEPTH = 20
+"""Levels of nested calls, lists and minus signs."""
+MAX_NUMBERS = 100_000
+"""Numbers in all ranges of an expression together."""
+NOT_HOOKS = ("attach_hooks", "capture", "mean_activations", "parse_hooks")
+"""Functions that `dlm_lens.hooks` exports beside those that make hooks and positions."""
 
 
 def parse_hooks(text: str) -> tuple[Any, ...]:
     """Read one or several hooks, separated by commas, such as "mask_sinks(above_mean(3), top=5)".
 
-    Known are the functions of `dlm_lens.hooks` that make a hook, the detectors of `dlm_lens.sinks` (`AboveMean` or
-    `above_mean`), `range`, literals, lists and tuples, nested as one likes. Nothing else: no attributes, no
-    operators but a minus sign in front of a number, no other names.
+    An expression may call the functions that `dlm_lens.hooks` exports, the detectors of `dlm_lens.sinks`
+    (`AboveMean` or `above_mean`) and `range`, with literals, lists, tuples and such calls as arguments. Attributes,
+    other names, and operators other than the minus sign of a number are refused.
 
     Raises:
-        ValueError: anything else, an unknown name, arguments that the function does not take, or no hook; with the
-            character at which it is.
+        ValueError: anything else, an unknown name, arguments that the function does not take, or a value that is no
+            hook; with the character where it is.
     """
+    from dlm_lens.attention import is_hook
+
     tree = check_expression(text)
     values = []
     for node in tree:
         value = _value(node)
-        if not (hasattr(value, "site") and callable(value)):
-            said = f"{text!r:.200} holds {value!r:.200}, which is no hook; hooks are {_listed(hook_names())}"
-            raise _placed(ValueError(said), node)
+        if not is_hook(value):
+            message = f"{text!r:.200} holds {value!r:.200}, which is no hook; hooks are {_listed(hook_names())}"
+            raise _located(ValueError(message), node)
         values.append(value)
     return tuple(values)
 
 
 def check_expression(text: str) -> list[ast.expr]:
-    """The parsed expressions, after every check that needs no torch: form, names, what may stand where.
+    """Parse an expression and check its form and names, without importing torch.
 
     Raises:
-        ValueError: as `parse_hooks`, but for arguments that a function does not take.
+        ValueError: as `parse_hooks`, except for arguments that a function does not take.
     """
     if not isinstance(text, str) or not text.strip():
         kind = "empty" if isinstance(text, str) else f"{text!r:.60}, which is no text"
         raise ValueError(f"the hook expression is {kind}; hooks are {_listed(hook_names())}")
-    if len(text) > LONGEST:
-        raise ValueError(f"the hook expression has {len(text)} characters; {LONGEST} is the most")
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"the hook expression has {len(text)} characters; {MAX_LENGTH} is the most")
     source = text.strip()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python remarks upon "\\d" and "1is"; both are read or refused here
+            warnings.simplefilter("ignore")  # Python warns about "\\d" and "1is"; both are read or refused here
             tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
         place = _character(source, error.lineno or 1, (error.offset or 1) - 1)
@@ -70,7 +72,7 @@ def check_expression(text: str) -> list[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.expr):
             before = _lines(source)[node.lineno - 1].encode()[: node.col_offset]
-            setattr(node, _PLACE, _character(source, node.lineno, len(before.decode())))
+            setattr(node, _CHARACTER, _character(source, node.lineno, len(before.decode())))
     items = tree.elts if isinstance(tree, ast.Tuple | ast.List) else [tree]
     if not items:
         raise ValueError(f"{text!r:.80} holds no hook; hooks are {_listed(hook_names())}")
@@ -80,57 +82,57 @@ def check_expression(text: str) -> list[ast.expr]:
     return items
 
 
-class _PlacedError(ValueError):
-    """A refusal that says where in the expression it is."""
+class _LocatedError(ValueError):
+    """An error that names its character in the expression."""
 
 
-_PLACE = "character"
+_CHARACTER = "character"
 
 
-def _placed(error: ValueError, node: ast.expr) -> ValueError:
-    """The refusal with its place, unless it has one."""
-    if isinstance(error, _PlacedError):
+def _located(error: ValueError, node: ast.expr) -> ValueError:
+    """The error with the character of the node, unless it has one."""
+    if isinstance(error, _LocatedError):
         return error
-    said = str(error)
-    said = said if len(said) <= LONGEST_ERROR else f"{said[: LONGEST_ERROR - 3]}..."
-    return _PlacedError(f"{said} (at character {getattr(node, _PLACE)} of the hook expression)")
+    message = str(error)
+    message = message if len(message) <= MAX_ERROR_LENGTH else f"{message[: MAX_ERROR_LENGTH - 3]}..."
+    return _LocatedError(f"{message} (at character {getattr(node, _CHARACTER)} of the hook expression)")
 
 
 def _character(source: str, line: int, column: int) -> int:
-    """A place of the parser's as a character of the whole text, from 1."""
+    """The parser's line and column as a character of the whole text, counted from 1."""
     return sum(len(before) + 1 for before in _lines(source)[: line - 1]) + max(column, 0) + 1
 
 
 def _lines(source: str) -> list[str]:
-    """Lines as the parser counts them, which knows fewer ends of a line than `splitlines`."""
+    """Lines as the parser counts them; `splitlines` would split at more characters."""
     return re.split("\r\n|\r|\n", source)
 
 
 def _check_depth(tree: ast.expr, text: str) -> None:
     level: list[ast.AST] = [tree]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [child for node in level for child in ast.iter_child_nodes(node)]
         if not level:
             return
-    raise ValueError(f"{text!r:.80}... is nested too deeply; {DEEPEST} levels are the most")
+    raise ValueError(f"{text!r:.80}... is nested too deeply; {MAX_DEPTH} levels are the most")
 
 
 def _check_ranges(tree: ast.expr) -> None:
-    """Raise where the ranges of an expression hold too many numbers together."""
+    """Raise if the ranges of an expression hold too many numbers together."""
     total = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
             total += len(_value(node))
-            if total > MOST:
-                said = f"the ranges of the expression have more than {MOST} numbers together"
-                raise _placed(ValueError(said), node)
+            if total > MAX_NUMBERS:
+                message = f"the ranges of the expression have more than {MAX_NUMBERS} numbers together"
+                raise _located(ValueError(message), node)
 
 
 def hook_names() -> tuple[str, ...]:
-    """The functions of the hooks room that an expression may call, without importing them."""
-    import dlm_lens.hooks as room
+    """The functions of `dlm_lens.hooks` that an expression may call, without importing their modules."""
+    import dlm_lens.hooks
 
-    return tuple(sorted(name for name in room.__all__ if name.islower() and name not in NO_HOOKS))
+    return tuple(sorted(name for name in dlm_lens.hooks.__all__ if name.islower() and name not in NOT_HOOKS))
 
 
 def detector_names() -> tuple[str, ...]:
@@ -139,11 +141,11 @@ def detector_names() -> tuple[str, ...]:
 
 
 def _check(node: ast.expr) -> None:
-    """Raise unless an expression is of the allowed form, with names that there are."""
+    """Raise unless a node has an allowed form and known names."""
     try:
         _check_form(node)
     except ValueError as error:
-        raise _placed(error, node) from None
+        raise _located(error, node) from None
 
 
 def _check_form(node: ast.expr) -> None:
@@ -168,7 +170,7 @@ def _check_form(node: ast.expr) -> None:
 
 
 def _is_number(node: ast.expr) -> bool:
-    """Whether a minus sign may stand before it: a number, or one with a minus sign."""
+    """Whether a minus sign is allowed before it: a number, perhaps with a minus sign."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return _is_number(node.operand)
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
@@ -190,14 +192,14 @@ def _check_call(node: ast.Call) -> None:
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of a checked expression."""
+    """The value of a checked node; errors name its character."""
     try:
-        return _made(node)
+        return _evaluated(node)
     except ValueError as error:
-        raise _placed(error, node) from None
+        raise _located(error, node) from None
 
 
-def _made(node: ast.expr) -> Any:
+def _evaluated(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp):
@@ -226,9 +228,9 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
 
 @cache
 def _hook_makers() -> Mapping[str, Callable[..., Any]]:
-    import dlm_lens.hooks as room
+    import dlm_lens.hooks
 
-    return {name: getattr(room, name) for name in hook_names()}
+    return {name: getattr(dlm_lens.hooks, name) for name in hook_names()}
 
 
 @cache
@@ -244,8 +246,8 @@ def _range(start: int, stop: int | None = None, step: int = 1) -> range:
         raise ValueError(f"range({start}, {stop}, 0) never ends; its step must not be 0")
     found = range(start) if stop is None else range(start, stop, step)
     # Counted without len(), which overflows.
-    if -((found.start - found.stop) // found.step) > MOST:
-        raise ValueError(f"{found} has more than {MOST} numbers")
+    if -((found.start - found.stop) // found.step) > MAX_NUMBERS:
+        raise ValueError(f"{found} has more than {MAX_NUMBERS} numbers")
     return found
 
 

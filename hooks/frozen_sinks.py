@@ -1,4 +1,4 @@
-"""`freeze_sinks`: hide from some step on what was a sink then."""
+"""`freeze_sinks`: hide, from a step on, the columns that were sinks at that step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from dlm_lens.sinks import Detector
 
 @dataclass(frozen=True, repr=False)
 class FreezeSinks(ColumnHook):
-    """Hide from `step` on the columns that were sinks at `step`; build it with `freeze_sinks`."""
+    """Hide, from `step` on, the columns that were sinks at `step`; build it with `freeze_sinks`."""
 
     sinks: MaskSinks
     step: int
@@ -42,12 +42,12 @@ class FreezeSinks(ColumnHook):
 
     @property
     def needs_clean_pass(self) -> bool:
-        """Whether the sinks are looked for in a pass without hooks."""
+        """As the mask."""
         return self.sinks.needs_clean_pass
 
     @property
     def sees_all_layers(self) -> bool:
-        """Whether it has to see every layer."""
+        """As the mask."""
         return self.sinks.sees_all_layers
 
     @property
@@ -59,13 +59,13 @@ class FreezeSinks(ColumnHook):
         """Refuse a step that the run does not have.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: the step does not exist.
         """
         if not -run.total <= self.step < run.total:
             raise ValueError(f"{self}: step {self.step} is not there; the run has steps 0 to {run.total - 1}")
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
-        """What was found at the step; nothing before it."""
+        """The sinks found at the step; None before it."""
         run, step = self._at(hook)
         if run.step <= step:
             self.observe(keys, columns, hook)
@@ -81,7 +81,7 @@ class FreezeSinks(ColumnHook):
         return ColumnMask(grown(found, keys), self.stage, self.sinks.keep_self, self.sinks.renormalise, most=most)
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """Look for the sinks at the step, also where a wrapper keeps the hook from acting."""
+        """Find the sinks at the step, also where a wrapper keeps the hook from acting."""
         run, step = self._at(hook)
         if run.step == step:
             run.memory.setdefault(self._key(hook), {})[hook.layer()] = self.sinks.found(keys, columns, hook)
@@ -89,7 +89,7 @@ class FreezeSinks(ColumnHook):
             self.sinks.observe(keys, columns, hook)
 
     def _key(self, hook: PointContext) -> tuple[str, HookKey | None, "FreezeSinks"]:
-        """Where the sinks of this hook are kept; an equal one at another place of the run has its own."""
+        """Key of this hook's sinks in the run's memory; an equal hook at another place of the run has its own."""
         return "frozen", hook.place, self
 
     def _at(self, hook: PointContext) -> tuple[RunStep, int]:
@@ -101,10 +101,10 @@ class FreezeSinks(ColumnHook):
 def freeze_sinks(
     detector: Detector | Sequence[int | SinkToken] | None = None, *, step: int, **settings: Any
 ) -> FreezeSinks | Limited:
-    """Hide from `step` on, that step among them, the columns that were sinks at `step`, wherever sinks move then.
+    """Hide, from `step` on and including it, the columns that were sinks at `step`.
 
-    Set beside `mask_sinks`, which follows the sinks. Found in every layer and head as `mask_sinks` finds them, in
-    the step's own pass by default. Positions instead of a detector are hidden from `step` on in every head.
+    The columns stay the same when sinks move; `mask_sinks` hides the sinks of every step. Sinks are found as by
+    `mask_sinks`, by default in the pass of `step`. Positions instead of a detector are hidden in every head.
 
     Args:
         detector: the rule, or positions.
@@ -113,7 +113,7 @@ def freeze_sinks(
             `mask_positions`.
 
     Raises:
-        ValueError: settings that cannot work.
+        ValueError: settings that contradict each other.
     """
     if isinstance(detector, Sequence):
         return at_steps(mask_positions(*detector, **settings), slice(step, None))

@@ -1,4 +1,4 @@
-"""`at_steps`, `at_layers`, `at_heads`, `at_progress`: the same hook, but only there."""
+"""`at_steps`, `at_layers`, `at_heads`, `at_progress`: a hook limited to some steps, layers, heads or rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class StepLimit(Limit):
-    """Some steps of the run; `bounds` are those of a slice, which may reach beyond the run."""
+    """Some steps of the run: `steps`, or `bounds` of a slice, which may exceed the run."""
 
     steps: range | tuple[int, ...] = ()
     bounds: tuple[int | None, int | None, int | None] | None = None
@@ -77,7 +77,7 @@ class StepLimit(Limit):
         return run.step in self.steps or run.step - run.total in self.steps
 
     def check(self, run: RunStep, who: Hook) -> None:
-        """Refuse steps that the run does not have."""
+        """Raise a ValueError for steps that the run does not have."""
         if self.bounds is None and self.steps:
             for step in (min(self.steps), max(self.steps)):
                 if not -run.total <= step < run.total:
@@ -87,7 +87,7 @@ class StepLimit(Limit):
                     )
 
     def call(self, hook: str) -> str:
-        """As written."""
+        """The call of the limit around `hook`."""
         if self.bounds is not None:
             given = self.bounds if self.bounds[2] is not None else self.bounds[:2]
             return f"at_steps({hook}, slice({', '.join(map(str, given))}))"
@@ -104,11 +104,11 @@ class LayerLimit(Limit):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """These."""
+        """The indices."""
         return self.indices
 
     def active(self, hook: PointContext, who: Hook) -> Active:
-        """Whether the point is in one of the layers."""
+        """Whether the hook point is in one of the layers."""
         if hook.index is None:
             raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attach_hooks")
         count = _count(hook, "num_hidden_layers")
@@ -117,11 +117,11 @@ class LayerLimit(Limit):
         return hook.index in {index % count if count and index < 0 else index for index in self.indices}
 
     def check(self, run: RunStep, who: Hook) -> None:
-        """Refuse layers that the model does not have."""
+        """Raise a ValueError for layers that the model does not have."""
         _check_indices(self.indices, getattr(run.config, "num_hidden_layers", None), "layer", who)
 
     def call(self, hook: str) -> str:
-        """As written."""
+        """The call of the limit around `hook`."""
         return f"at_layers({hook}, {list(self.indices)})"
 
 
@@ -135,27 +135,27 @@ class HeadLimit(Limit):
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """These."""
+        """The indices."""
         return self.indices
 
     def active(self, hook: PointContext, who: Hook) -> Active:
-        """Yes: the heads are told to the hook's result."""
+        """True: the limit is applied to the hook's output (`Limited.edit`, `LimitedColumns.hidden`)."""
         return True
 
     def check(self, run: RunStep, who: Hook) -> None:
-        """Refuse heads that the model does not have."""
+        """Raise a ValueError for heads that the model does not have."""
         grouped = who.site in ("k", "v", "rot_k")
         name = "num_key_value_heads" if grouped else "num_attention_heads"
         _check_indices(self.indices, getattr(run.config, name, None), "head", who)
 
     def call(self, hook: str) -> str:
-        """As written."""
+        """The call of the limit around `hook`."""
         return f"at_heads({hook}, {list(self.indices)})"
 
 
 @dataclass(frozen=True)
 class ProgressLimit(Limit):
-    """Rows whose progress lies in [low, high); `high` = 1 includes 1. Or rows that a function chooses."""
+    """Rows whose progress is in [low, high), or in [low, 1] if `high` is 1; or rows that a function chooses."""
 
     low: float = 0.0
     high: float = 1.0
@@ -163,11 +163,11 @@ class ProgressLimit(Limit):
 
     @property
     def padding_safe(self) -> bool:
-        """Unless a function chooses, which sees all rows at once."""
+        """Whether no function chooses the rows: it gets the progress of all rows at once."""
         return self.chosen is None
 
     def active(self, hook: PointContext, who: Hook) -> Active:
-        """The rows."""
+        """The rows whose progress is in the interval, or that the function chooses."""
         progress = run_of(hook, who).progress
         if self.chosen is None:
             return (progress >= self.low) & ((progress < self.high) | (self.high >= 1))
@@ -180,7 +180,7 @@ class ProgressLimit(Limit):
         return found.expand(progress.shape)
 
     def call(self, hook: str) -> str:
-        """As written."""
+        """The call of the limit around `hook`."""
         return f"at_progress({hook}, {(self.low, self.high) if self.chosen is None else self.chosen})"
 
 
@@ -196,7 +196,7 @@ def _check_indices(indices: tuple[int, ...], count: int | None, what: str, who: 
 
 
 HEAD_AXIS: dict[str, int] = {"scores": 1, "pattern": 1, **dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 2)}
-"""Where an activation has its heads; k, v and rot_k have the key/value heads."""
+"""Axis of the heads of an activation; k, v and rot_k have key/value heads."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -289,18 +289,23 @@ class LimitedColumns(Limited, ColumnHook):
         return hidden if self.limit.heads is None else hidden.only_heads(self.limit.heads)
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """Let the hook see a step at which it does not act."""
+        """Let the hook inside see a step at which it does not act."""
         self.hook.observe(keys, columns, hook)
 
 
 def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
-    """The hook at some steps only: one, a range, a list, or a slice; negative ones count from the run's end.
+    """Limit a hook to some steps of the run.
 
-    A step beyond the run is refused; a slice may reach beyond. The hook still sees the other steps, so that
-    source="previous" and `freeze_sinks` know them.
+    At the other steps the hook does not act but can still keep statistics, which `source="previous"` and
+    `freeze_sinks` need.
+
+    Args:
+        hook: any hook.
+        steps: a step, a range, a list or a slice; negative steps count from the run's end. A step that the run does
+            not have is an error when the run starts; a slice may exceed the run.
 
     Raises:
-        ValueError: no hook, no steps.
+        ValueError: no hook, or no steps.
     """
     hook = as_hook(hook)
     if isinstance(steps, slice):
@@ -312,20 +317,20 @@ def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
 
 
 def at_layers(hook: Hook, layers: int | Sequence[int]) -> Limited:
-    """The hook in some layers only; negative ones count from the last.
+    """Limit a hook to some layers; negative indices count from the last.
 
     Raises:
-        ValueError: no hook, no layers.
+        ValueError: no hook, or no layers.
     """
     hook = as_hook(hook)
     return _limited(hook, LayerLimit(_indices([layers] if isinstance(layers, int) else layers, "layer")))
 
 
 def at_heads(hook: Hook, heads: int | Sequence[int]) -> Limited:
-    """The hook in some heads of every layer only; for k, v and rot_k these are the key/value heads.
+    """Limit a hook to some heads of every layer; at k, v and rot_k these are key/value heads.
 
     Raises:
-        ValueError: no hook, no heads, or a hook whose site has no heads.
+        ValueError: no hook, no heads, or a hook at a site without heads.
     """
     hook = as_hook(hook)
     if hook.site not in HEAD_AXIS:
@@ -336,10 +341,12 @@ def at_heads(hook: Hook, heads: int | Sequence[int]) -> Limited:
 
 
 def at_progress(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "row"]], Any]) -> Limited:
-    """The hook in rows whose progress, the share of the answer that is written, lies in [low, high).
+    """Limit a hook to rows by their progress, the share of the answer that is decided (in an AR run, step / total).
 
-    `high` = 1 includes 1. Instead of (low, high): a function from the progress of all rows, a tensor, to one
-    truth value or one per row. In an AR run the progress is step / total.
+    Args:
+        hook: any hook.
+        progress: (low, high) for rows with low <= progress < high, or <= 1 if `high` is 1; or a function from the
+            progress of all rows, a tensor, to one truth value or one per row.
 
     Raises:
         ValueError: no hook, or no interval within 0 and 1.

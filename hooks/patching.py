@@ -1,4 +1,4 @@
-"""Patch activations of one run into another."""
+"""`patch_from`: patch activations of one run into another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from dlm_lens.hooks.positions import (
 
 @dataclass(frozen=True, eq=False)
 class PatchFrom(Hook):
-    """Put in what another run had; build it with `patch_from`.
+    """Replace an activation by that of another run; build it with `patch_from`.
 
     Raises:
-        ValueError: activations, a step, a site or positions that cannot be.
+        ValueError: an invalid step, site or position, or activations that `capture` did not return.
     """
 
     source: Activations
@@ -64,7 +64,7 @@ class PatchFrom(Hook):
         """Refuse a step that the run does not have.
 
         Raises:
-            ValueError: naming it.
+            ValueError: the step does not exist.
         """
         if self.step is not None and self.step >= run.total:
             raise ValueError(
@@ -73,16 +73,16 @@ class PatchFrom(Hook):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that were captured, in which it acts."""
+        """The captured layers; the hook acts in these."""
         return self.source.layers
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """Return the activation with the other run's at the positions, at its step.
+        """Return the activation with the other run's values at the positions.
 
-        Outside a run it acts in every call, which needs `step`.
+        Outside a run the hook acts in every call, and `step` must be given.
 
         Raises:
-            ValueError: a position or a layer that is not there, a class outside a run, or activations of another
+            ValueError: a position or layer that does not exist, a class outside a run, or activations of another
                 shape.
         """
         now = self.step if hook.run is None else hook.run.step
@@ -113,19 +113,19 @@ def patch_from(
     *,
     from_step: int | None = None,
 ) -> PatchFrom:
-    """Replace an activation by what another run had there (activation patching), at a step or at all of them.
+    """Replace an activation by that of another run (activation patching), at one step or at every captured step.
 
-    It acts in the layers that were captured; `at_layers` narrows them.
+    The hook acts in the captured layers; `at_layers` restricts it further.
 
     Args:
-        activations: of `capture`, of a run with as many positions, and as many rows or one.
-        step: the step at which to act; None for every step that was captured.
+        activations: returned by `capture`; the run has the same number of positions, and as many rows or one.
+        step: the step at which to act; None for every captured step.
         site: "resid", "attn_out", "mlp_out", "q", "k", "v" or "z".
         positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer" of the patched run; None
             for all.
         from_step: the other run's step, if it is not `step`.
 
     Raises:
-        ValueError: what was not captured, or an unknown site or class.
+        ValueError: a site or a step that was not captured, or an unknown class.
     """
     return PatchFrom(activations, step, site, positions, from_step)  # type: ignore[arg-type]

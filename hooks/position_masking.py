@@ -15,7 +15,7 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.analysis.enrichment import class_of
 
 OF_TEXT = ("punctuation", "whitespace", "digits", "words", "special")
-"""Classes that the tokenizer tells."""
+"""Classes for which the tokens' text is needed."""
 
 CLASSES = ("mask", "prompt", "eos", *OF_TEXT)
 """The classes of `mask_tokens`."""
@@ -55,7 +55,7 @@ class MaskPositions(ColumnHook):
 
     @property
     def padding_safe(self) -> bool:
-        """Where the positions are sink tokens or counted from the end, which padding on the left does not shift."""
+        """Whether all positions are sink tokens or counted from the end, which left padding does not shift."""
         return all(isinstance(position, SinkToken) or position < 0 for position in self.positions)
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
@@ -88,10 +88,10 @@ def mask_positions(
 
 @dataclass(frozen=True, repr=False)
 class MaskTokens(ColumnHook):
-    """Hide positions by their tokens; build it with `mask_tokens`.
+    """Hide keys by their tokens; build it with `mask_tokens`.
 
     Raises:
-        ValueError: no class, or one that is none.
+        ValueError: no class, or an unknown one.
     """
 
     classes: tuple[str | int, ...]
@@ -104,8 +104,8 @@ class MaskTokens(ColumnHook):
         if not self.classes:
             raise ValueError(f"mask_tokens needs a class ({', '.join(CLASSES)}) or a token id")
         for one in self.classes:
-            known = one in CLASSES if isinstance(one, str) else isinstance(one, int) and not isinstance(one, bool)
-            if not known:
+            valid = one in CLASSES if isinstance(one, str) else isinstance(one, int) and not isinstance(one, bool)
+            if not valid:
                 raise ValueError(f"mask_tokens({one!r}): it must be a token id, or one of {', '.join(CLASSES)}")
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class MaskTokens(ColumnHook):
         return "prompt" not in self.classes
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
-        """The positions, in all heads; learned sink tokens are on no canvas and stay."""
+        """The positions, in all heads; learned sink tokens are not on the canvas and stay visible."""
         run = run_of(hook, self)
         hidden = torch.zeros(len(run.tokens), 1, keys, dtype=torch.bool, device=run.tokens.device)
         chosen = run.once(("chosen", self), lambda: self._chosen(run))
@@ -142,7 +142,7 @@ class MaskTokens(ColumnHook):
         return chosen & run.valid
 
     def _ids(self, one: str | int, run: RunStep) -> list[int]:
-        """The ids of a class among those on the canvas."""
+        """The ids of a class, among the ids on the canvas."""
         if isinstance(one, int):
             return [one]
         if one == "eos":
@@ -152,12 +152,12 @@ class MaskTokens(ColumnHook):
     def _class_of(self, token: int, run: RunStep) -> str:
         if run.tokenizer is None:
             raise ValueError(f"{self} needs a tokenizer to tell the tokens' text; give token ids instead")
-        known: dict[int, str] = run.memory.setdefault("classes of tokens", {})
-        if token not in known:
+        classes: dict[int, str] = run.memory.setdefault("classes of tokens", {})
+        if token not in classes:
             tokenizer: Any = run.tokenizer
             special = token in getattr(tokenizer, "all_special_ids", ()) or token in _end_ids(run.config)
-            known[token] = "special" if special else class_of(TokenTexts(tokenizer).exact(token))
-        return known[token]
+            classes[token] = "special" if special else class_of(TokenTexts(tokenizer).exact(token))
+        return classes[token]
 
 
 def _end_ids(config: Any) -> set[int]:
@@ -170,13 +170,14 @@ def _end_ids(config: Any) -> set[int]:
 def mask_tokens(
     *classes: str | int, stage: Stage = "before_softmax", renormalise: bool = False, keep_self: bool = False
 ) -> MaskTokens:
-    """Hide positions from every query by what stands on them at the step: classes of tokens, or token ids.
+    """Hide keys from every query by their tokens at the step: classes of tokens, or token ids.
 
-    "mask": positions that are still masked. "prompt": what was given. "eos": ids that end a text or a turn.
-    "punctuation" (symbols too), "whitespace", "digits", "words": by the token's text, as `token_enrichment` has
-    them; "special": the tokenizer's special tokens. All but "mask" and "prompt" leave masked positions alone.
+    "mask": positions that are still masked. "prompt": the prompt. "eos": ids that end a text or a turn.
+    "punctuation" (and symbols), "whitespace", "digits", "words": by the token's text, the classes of
+    `token_enrichment`. "special": the tokenizer's special tokens. All classes but "mask" and "prompt" exclude
+    masked positions.
 
     Raises:
-        ValueError: no class, or one that is none.
+        ValueError: no class, or an unknown one.
     """
     return MaskTokens(classes, stage, renormalise, keep_self)

@@ -1,4 +1,4 @@
-"""Where on the canvas a hook of activations acts: positions, learned sink tokens, or a class of positions."""
+"""Positions at which a hook of activations acts: canvas positions, learned sink tokens, or a class of positions."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.attention import PointContext, RunStep, SinkToken, run_of
 
 PositionClass = Literal["masked", "visible", "prompt", "answer"]
-"""Positions that are masked now, are no mask now, were given, or were masked when the run began (AR: written)."""
+"""Positions that are masked at the step, that are not, of the prompt, or of the answer (AR: written by the run)."""
 
 Positions = tuple[int | SinkToken, ...] | PositionClass | None
 """Canvas positions (negative from the end) and `sink(i)`, a class of positions, or None for every position."""
@@ -20,10 +20,10 @@ ActivationSite = Literal["q", "k", "v", "z", "attn_out", "mlp_out", "resid"]
 
 
 def read_positions(positions: Any, who: str) -> Positions:
-    """Positions as a hook keeps them: a class, a tuple, or None.
+    """Positions as a hook stores them: a class, a tuple, or None.
 
     Raises:
-        ValueError: an unknown class, no position at all, or something that is no position.
+        ValueError: an unknown class, no position, or a value that is not a position.
     """
     named: dict[Any, Positions] = {name: name for name in get_args(PositionClass)}
     if positions is None or (isinstance(positions, str) and positions in named):
@@ -45,10 +45,10 @@ def read_positions(positions: Any, who: str) -> Positions:
 
 
 def activation_site(site: str, who: str) -> None:
-    """Refuse a site whose activation has no [batch, position, ...].
+    """Check that the activation at a site is [batch, position, ...].
 
     Raises:
-        ValueError: it is none of `ActivationSite`.
+        ValueError: the site is not in `ActivationSite`.
     """
     if site not in get_args(ActivationSite):
         raise ValueError(f"{who}: site is {site!r}; it must be one of {', '.join(get_args(ActivationSite))}")
@@ -73,10 +73,10 @@ def run_rows(hook: PointContext, rows: int, positions: int) -> RunStep | None:
 
 
 def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
-    """Which positions of an activation [row, position, ...] are meant; inside a run padding never is.
+    """Which positions of an activation [row, position, ...] are addressed; in a run, never padding.
 
     Raises:
-        ValueError: a position that is not there; a class outside a run; a sink without a model.
+        ValueError: a position that does not exist; a class outside a run; `sink(i)` in a bare call.
     """
     rows, length = tensor.shape[:2]
     run, layout = run_rows(hook, rows, length), hook.sinks
@@ -99,7 +99,7 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
 
 
 def spread(chosen: Tensor, tensor: Tensor) -> Tensor:
-    """Something per [row, position] with as many axes as an activation."""
+    """Values per [row, position], with as many axes as an activation."""
     return chosen.reshape(*chosen.shape, *[1] * (tensor.ndim - 2))
 
 

@@ -1,4 +1,4 @@
-"""`mask_random`: the control, columns chosen by chance: as many, or with as much attention."""
+"""`mask_random`: a control that hides random columns, as many as another hook or with as much attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,15 +28,15 @@ from dlm_lens.hooks.sink_masking import MaskSinks
 from dlm_lens.hooks.window import KeepOnly
 
 Match = Literal["columns", "mass"]
-"""What a control shares with its hook: how many columns go, or what these receive."""
+"""What is matched to the other hook: the number of hidden columns, or the attention that they receive."""
 
 
 @dataclass(frozen=True, repr=False)
 class MaskRandom(ColumnHook):
-    """Hide columns chosen by chance; build it with `mask_random`.
+    """Hide random columns; build it with `mask_random`.
 
     Raises:
-        ValueError: neither a number nor a hook that hides columns, or both; a mass where there is none to match.
+        ValueError: neither k nor a hook that hides columns, both, or a mass that cannot be matched.
     """
 
     k: int | None = None
@@ -73,50 +73,50 @@ class MaskRandom(ColumnHook):
 
     @property
     def site(self) -> Site:
-        """That of the hook it stands beside, or of its stage."""
+        """That of `like`, or by `stage`."""
         return super().site if self.like is None else self.like.site
 
     @property
     def layers(self) -> tuple[int, ...] | None:
-        """Those of the hook it stands beside."""
+        """Those of `like`."""
         return None if self.like is None else self.like.layers
 
     @property
     def needs_clean_pass(self) -> bool:
-        """As the hook it stands beside."""
+        """As `like`."""
         return self.like is not None and self.like.needs_clean_pass
 
     @property
     def sees_all_layers(self) -> bool:
-        """As the hook it stands beside."""
+        """As `like`."""
         return self.like is not None and self.like.sees_all_layers
 
     @property
     def padding_safe(self) -> bool:
-        """As the hook it stands beside; numbers are drawn for the row's own positions."""
+        """As `like`; the random numbers depend on the row's own positions only."""
         return self.like is None or self.like.padding_safe
 
     def check_run(self, run: RunStep) -> None:
-        """What the hook it stands beside refuses.
+        """Refuse what `like` refuses.
 
         Raises:
-            ValueError: whatever that is.
+            ValueError: the run lacks what `like` needs.
         """
         if self.like is not None:
             self.like.check_run(run)
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """Let the hook it stands beside see a step at which it does not act."""
+        """Let `like` see a step at which the hook does not act."""
         if self.like is not None:
             self.like.observe(keys, columns, hook)
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
-        """Content positions of the canvas, matched to the columns of content that the hook hides; never those."""
+        """Random content positions, as `match` says, other than the columns that `like` hides."""
         content = _content(keys, columns, hook)
         if self.like is None:
             assert self.k is not None
-            numbers = _numbers(self.seed, content, _heads(columns, hook), hook)
-            chosen = top_columns(numbers.masked_fill(~content[:, None], torch.nan), self.k)
+            drawn = _random_numbers(self.seed, content, _heads(columns, hook), hook)
+            chosen = top_columns(drawn.masked_fill(~content[:, None], torch.nan), self.k)
             return ColumnMask(chosen, self.stage, self.keep_self, self.renormalise, most=self.k)
         real = self.like.hidden(keys, columns, hook)
         if real is None:
@@ -124,8 +124,8 @@ class MaskRandom(ColumnHook):
         wanted = real.columns.to(content.device)
         gone = wanted & (content | hook.sinks.is_sink(keys, content.device))[:, None]
         free = content[:, None] & ~wanted
-        numbers = _numbers(self.seed, content, wanted.shape[1], hook)
-        order = numbers.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        drawn = _random_numbers(self.seed, content, wanted.shape[1], hook)
+        order = drawn.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         if self.match == "columns":
             ranked = torch.arange(keys, device=order.device) < gone.sum(-1, keepdim=True)
         else:
@@ -145,26 +145,36 @@ def mask_random(
     keep_self: bool = False,
     match: Match = "columns",
 ) -> MaskRandom:
-    """Hide columns chosen by chance: the control for a hook that chooses them for a reason.
+    """Hide random columns: the control for a hook that chooses columns by a rule.
 
-    With `like=hook` as many columns of content in every map as that hook would hide there (learned sink tokens
-    counted), at its site, stage, steps, layers and heads, and never those that it would hide; where too few
-    others are left, all of them. With `k`, so many in every head. Chosen are content positions of the canvas, never
-    padding nor learned sink tokens.
+    With `like=hook`, in every map as many columns as that hook would hide there (content and learned sink tokens),
+    at its site, stage, steps, layers and heads, but never the columns that it would hide; all others if they are
+    too few. With `k`, that many in every head. Only content positions of the canvas are chosen, never padding or
+    learned sink tokens.
 
-    With `match="mass"` as much attention as that hook would hide, T = sum_j r_j over its columns: in random order
-    every column is taken with which the sum of r_j stays within T; then the smallest of the others, if that brings
-    the sum nearer to T. r_j is that of the statistics in which `mask_sinks` ranks (its `source` and `per`); for
-    other hooks, and for sinks known beforehand, this pass's in front of the control. Where all others together
-    receive less than T, all of them go. `run.settings["mass_hidden"]` says what this came to.
+    With `match="mass"`, columns that receive as much attention as those of the hook, T = sum_j r_j over its
+    columns: in random order, every column that keeps the sum of r_j at or below T; then the smallest of the others,
+    if it brings the sum nearer to T. For `mask_sinks`, r_j are the statistics that it ranks by (its `source` and
+    `per`); for other hooks, and for sinks measured before, those of this pass before the control acts. If all
+    others together receive less than T, all of them are hidden. `run.settings["mass_hidden"]` has the attention
+    that was hidden.
 
-    The choice follows from seed, step, layer, head and the row's prompt, on positions counted from the row's first
-    token: a row is what it is alone, and both halves of guidance agree. Outside a run the step is 0, and rows are
-    equal.
+    The choice depends on seed, step, layer, head, and the row's prompt with positions counted from its first token.
+    So it is the same in any batch, and in both halves of guidance. Outside a run the step is 0 and all rows have
+    the same choice.
+
+    Args:
+        k: number of columns in every head; None with `like`.
+        like: the hook to match; None with `k`.
+        seed: seed of the choice.
+        stage: with `k`, "before_softmax" or "after"; `like` has its own.
+        renormalise: with "after", rows sum to 1 again.
+        keep_self: no query loses its own position.
+        match: with `like`, "columns" or "mass".
 
     Raises:
-        ValueError: neither k nor like, both, a hook that hides no columns, or a mass of `keep_only`, which hides
-            other columns from every query.
+        ValueError: neither k nor like, both, a hook that hides no columns, or match="mass" with `keep_only`, which
+            hides other columns from every query.
     """
     return MaskRandom(k, like, seed, stage, renormalise, keep_self, match)
 
@@ -193,7 +203,7 @@ def _innermost(hook: Hook | None) -> Hook | None:
 def _received(
     like: ColumnHook, keys: int, columns: Callable[[], ColumnStats], hook: PointContext, heads: int
 ) -> Float[Tensor, "batch #head key"]:
-    """R_j by which the mass is matched; the mean over heads where all heads lose the same columns."""
+    """R_j by which the mass is matched; the mean over heads if the same columns are hidden in all heads."""
     inner = _innermost(like)
     sums = inner.received(keys, columns, hook) if isinstance(inner, MaskSinks) else columns().sums
     return (sums if sums.shape[1] == heads else sums.mean(1, keepdim=True)).double()
@@ -205,18 +215,18 @@ def _nearest(
     mass: Float[Tensor, "batch #head key"],
     gone: Bool[Tensor, "batch #head key"],
 ) -> Bool[Tensor, "batch #head key"]:
-    """Which of the columns in random order go, so that their mass is nearest to that of `gone`.
+    """Which of the columns in random order to hide, so that their mass is nearest to that of `gone`.
 
     Args:
         ordered: what each column receives, in random order.
-        free: which of them may be taken; they stand first.
+        free: which of them may be chosen; these come first.
         mass: what each column receives, in the canvas's order.
         gone: the columns whose mass is matched, in the canvas's order.
     """
     gap = (mass * gone).sum(-1, keepdim=True)
     left = free & gone.any(-1, keepdim=True)
     taken = torch.zeros_like(left)
-    # In rounds up to the first that does not fit: the gap only shrinks, so that one passed over never fits again.
+    # In rounds up to the first that does not fit. The gap only shrinks: a column once skipped never fits later.
     while bool((fits := left & (ordered <= gap)).any()):
         now = fits & ((ordered * fits).cumsum(-1) <= gap)
         taken, left = taken | now, fits & ~now
@@ -239,13 +249,13 @@ def _content(keys: int, columns: Callable[[], ColumnStats], hook: PointContext) 
 
 
 def _heads(columns: Callable[[], ColumnStats], hook: PointContext) -> int:
-    """How many heads choose for themselves."""
+    """Number of heads, each with a choice of its own."""
     config = None if hook.run is None else hook.run.config
     known: int | None = getattr(config, "num_attention_heads", None)
     return known or columns().sums.shape[1]
 
 
-def _numbers(
+def _random_numbers(
     seed: int, content: Bool[Tensor, "batch key"], heads: int, hook: PointContext
 ) -> Float[Tensor, "batch head key"]:
     """Random numbers of every head and position, the same for a row in any batch."""
@@ -263,7 +273,7 @@ def _numbers(
 
 
 def _mixed(value: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """A number that looks random for every number (the finaliser of splitmix64), alike on every device."""
+    """A hash of every number (the finaliser of splitmix64), the same on every device."""
     value = value + -0x61C8864680B583EB
     value = (value ^ (value >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     value = (value ^ (value >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15

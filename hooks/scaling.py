@@ -1,4 +1,4 @@
-"""Scale the attention that chosen keys receive, and set chosen values to zero."""
+"""`scale_attention` scales the attention to chosen keys; `zero_value` sets chosen value vectors to zero."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ScaleAttention(Hook):
     """Multiply the attention to chosen keys; build it with `scale_attention`.
 
     Raises:
-        ValueError: positions, factor or stage that cannot be.
+        ValueError: an invalid position, factor or stage.
     """
 
     positions: Positions
@@ -46,9 +46,9 @@ class ScaleAttention(Hook):
         """Return the scores plus ln(factor), or the pattern times factor, in the columns of the keys.
 
         Raises:
-            ValueError: a position that is not there, a class outside a run, or a sink without a model.
+            ValueError: a position that does not exist, a class outside a run, or `sink(i)` in a bare call.
         """
-        # One row of keys per canvas: the key axis is what the positions address.
+        # Positions address the key axis; one head and query stand for all.
         keys = where(self.positions, tensor[:, 0, 0], hook, self)[:, None, None, :]
         if self.stage == "before_softmax":
             hidden = tensor <= torch.finfo(tensor.dtype).min / 2
@@ -64,17 +64,17 @@ def scale_attention(
     stage: Stage = "before_softmax",
     renormalise: bool = False,
 ) -> ScaleAttention:
-    """Multiply the attention that every query pays to some keys by `factor`.
+    """Multiply the attention from every query to some keys by `factor`.
 
-    Before the softmax, exp(s_ij + ln f) / sum_k ...: the odds of the keys change by the factor and rows sum to 1.
-    After it, f A_ij: rows sum to something else, unless `renormalise`, which gives the same as before the softmax.
-    The pattern is materialised.
+    Before the softmax s_ij becomes s_ij + ln f: the odds of the keys change by the factor f, and rows sum to 1.
+    After the softmax A_ij becomes f A_ij, and rows no longer sum to 1; with `renormalise` the result equals that of
+    scaling before the softmax. The pattern is materialised.
 
     Args:
-        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer" (of the present step).
+        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer" (at the current step).
         factor: above 0; 1 changes nothing.
         stage: "before_softmax" or "after".
-        renormalise: behind the softmax, make rows sum to 1 again.
+        renormalise: with "after", rows sum to 1 again.
 
     Raises:
         ValueError: an unknown class or stage, no position, or a factor that is not positive.
@@ -87,7 +87,7 @@ class ZeroValue(Hook):
     """Set value vectors to zero; build it with `zero_value`.
 
     Raises:
-        ValueError: positions that cannot be.
+        ValueError: an invalid position, or none.
     """
 
     positions: Positions
@@ -108,16 +108,16 @@ class ZeroValue(Hook):
         """Return the values with zeros at the positions.
 
         Raises:
-            ValueError: a position that is not there, a class outside a run, or a sink without a model.
+            ValueError: a position that does not exist, a class outside a run, or `sink(i)` in a bare call.
         """
         return tensor.masked_fill(spread(where(self.positions, tensor, hook, self), tensor), 0.0)
 
 
 def zero_value(*positions: int | SinkToken | PositionClass) -> ZeroValue:
-    """Set the value vectors of some positions to zero: they are attended to, and add nothing.
+    """Set the value vectors of some positions to zero: they receive attention and add nothing to the output.
 
-    "One Token Is Enough" forces this on its sink token in every layer; here it goes for any position, and in chosen
-    layers with `at_layers(zero_value(sink(0)), [3])`.
+    "One Token Is Enough" does this to its sink token in every layer. Here it applies to any position; for some
+    layers only, use `at_layers(zero_value(sink(0)), [3])`.
 
     Args:
         *positions: canvas positions, `sink(i)`, or one of "masked", "visible", "prompt", "answer".

@@ -1,4 +1,4 @@
-"""`mask_sinks`: hide the columns that a detector calls sinks, found while the run goes on."""
+"""`mask_sinks` and `mask_top_sinks`: hide the columns that a detector finds during the run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
 from dlm_lens.sinks.received import MERGED
 
 When = Literal["current", "previous", "clean"]
-"""Which pass the statistics are of: this one, the run's step before, or one over the same canvas without hooks."""
+"""The pass of the statistics: this one, that of the previous step, or one over the same canvas without hooks."""
 
 
 @dataclass(frozen=True, repr=False)
 class MaskSinks(ColumnHook):
-    """Hide the sinks from all queries; build it with `mask_sinks` or `mask_top_sinks`.
+    """Hide sinks from all queries; build it with `mask_sinks` or `mask_top_sinks`.
 
     Raises:
-        ValueError: settings that cannot work.
+        ValueError: settings that contradict each other.
     """
 
     detector: Detector | None = None
@@ -50,22 +50,22 @@ class MaskSinks(ColumnHook):
 
     @property
     def needs_clean_pass(self) -> bool:
-        """Whether the run takes the statistics of a pass without hooks before each step."""
+        """Whether the statistics are those of a pass without hooks."""
         return self.source == "clean"
 
     @property
     def sees_all_layers(self) -> bool:
-        """Whether it has to see every layer, also those in which it does not act."""
+        """Whether the statistics are the mean over all layers."""
         return self.per == "model" and self.source == "previous"
 
     @property
     def padding_safe(self) -> bool:
-        """Yes, unless the sinks are known beforehand, which belong to a canvas."""
+        """True, unless the sinks were measured before: these belong to a canvas."""
         return isinstance(self.source, str)
 
     @property
     def stateless(self) -> bool:
-        """Where the sinks are those of this pass, or of one without hooks."""
+        """Whether the sinks are those of this pass, or of one without hooks."""
         return self.source in ("current", "clean")
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
@@ -79,7 +79,7 @@ class MaskSinks(ColumnHook):
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """What is known of the number of columns before any is looked for: `ColumnMask.most` and `leaves_one`."""
+        """Bounds of the number of hidden columns that need no statistics: `ColumnMask.most` and `leaves_one`."""
         most = None if self.detector is None else self.detector.max_sinks
         if self.top is not None:
             most = self.top if most is None else min(self.top, most)
@@ -88,14 +88,14 @@ class MaskSinks(ColumnHook):
         return {"most": most, "leaves_one": leaves_one}
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """See a step at which a wrapper keeps the hook from acting: the next one may ask for its statistics."""
+        """Keep the statistics of a step at which a wrapper keeps the hook from acting, for the next step."""
         if self.source == "previous":
             self._remember(columns(), hook)
 
     def found(
         self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext
     ) -> Bool[Tensor, "batch #head key"] | None:
-        """The sinks; None where the statistics that they are judged by are not there yet."""
+        """The sinks; None if their statistics do not exist yet."""
         if isinstance(self.source, Received | Sinks):
             settings = (self.source, self.detector, self.top, self.per, self.relative)
             return measured_columns(*settings, keys, hook, self)
@@ -112,7 +112,7 @@ class MaskSinks(ColumnHook):
     def received(
         self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext
     ) -> Float[Tensor, "batch #head key"]:
-        """R_j in the statistics that the sinks are judged by; of known sinks (`source=sinks`), in this pass."""
+        """R_j in the statistics that the detector reads; of this pass, for sinks measured before."""
         given = None if isinstance(self.source, Received | Sinks) else self._statistics(columns, hook)
         return received_by([columns()] if given is None else given, self.per, keys)
 
@@ -132,11 +132,10 @@ class MaskSinks(ColumnHook):
         return [before.get(hook.layer(), now)]
 
     def _remember(self, columns: ColumnStats, hook: PointContext) -> dict[int, ColumnStats]:
-        """Keep this step's statistics of the layer; returns those of the step before, by layer."""
+        """Keep this step's statistics of the layer; returns those of the previous step, by layer."""
         run = run_of(hook, self)
-        # Equal hooks of a run see different things: each stands where the ones before it have hidden something.
-        place = hook.place
-        held: dict[int, dict[int, ColumnStats]] = run.memory.setdefault(("received", place, self), {})
+        # Equal hooks of a run have different statistics: each acts on what the hooks before it left visible.
+        held: dict[int, dict[int, ColumnStats]] = run.memory.setdefault(("received", hook.place, self), {})
         for step in [step for step in held if step not in (run.step - 1, run.step)]:
             del held[step]
         held.setdefault(run.step, {})[hook.layer()] = columns
@@ -146,8 +145,8 @@ class MaskSinks(ColumnHook):
 def _check_source(hook: MaskSinks) -> None:
     source = hook.source
     if not isinstance(source, Received | Sinks) and source not in get_args(When):
-        known = ", ".join(map(repr, get_args(When)))
-        raise ValueError(f"source is {source!r}; it must be {known}, or a Recording, Received or Sinks")
+        passes = ", ".join(map(repr, get_args(When)))
+        raise ValueError(f"source is {source!r}; it must be {passes}, or a Recording, Received or Sinks")
     if hook.per == "model" and source == "current":
         raise ValueError(
             "per='model' needs all layers, and the current pass has not reached the later ones; take "
@@ -187,26 +186,26 @@ def mask_sinks(
 ) -> MaskSinks:
     """Hide the columns of attention sinks from every query (2510.15731, section 4.3).
 
-    The detector judges score_j = r_j / e_j, r_j = sum_i A_ij over the counted queries and e_j what even attention
-    would give, as `find_sinks` does; keys seen by fewer than 8 counted queries are no sinks. Learned sink tokens
-    are keys like any other. A row that would end empty keeps its own position.
+    The detector reads score_j = r_j / e_j, where r_j = sum_i A_ij over the counted queries and e_j is its value
+    under uniform attention, as in `find_sinks`. Keys seen by fewer than 8 counted queries are never sinks. Learned
+    sink tokens are keys like any other. A row that would lose every key keeps its own position.
 
     Args:
         detector: the rule, such as `AboveMean(eps=3.0)` (Eq. 3); leave it out with `Sinks` as source.
-        top: at most so many per map, those that receive most.
-        per: judge every "head" by itself; the head-mean pattern of each "layer", for all its heads; or the mean
+        top: hide at most so many columns per map, those that receive most.
+        per: detect sinks in every "head"; in the mean over heads of each "layer", for all its heads; or in the mean
             over all layers and heads of the "model", for all of them.
-        source: where the sinks are looked for. "current": in this pass, in front of this mask. "previous": in the
-            run's step before, in front of this mask; at the first step in this pass, with per="model" nothing is
-            hidden then. "clean": in a pass over the same canvas without hooks, one more pass a step. Or `Sinks`, a
-            `Received` or a `Recording` of the same prompts: at the same step, layer and head.
+        source: the pass in which sinks are detected. "current": this pass, before this mask acts. "previous": the
+            previous step of the run, before this mask acts; at the first step this pass, or with per="model" no
+            sink is hidden. "clean": a pass over the same canvas without hooks, which costs one more pass a step. Or
+            `Sinks`, a `Received` or a `Recording` of the same prompts: the sinks at the same step, layer and head.
         stage: "before_softmax", the other keys take over the attention; "after", the rows lose it.
         renormalise: with "after", rows sum to 1 again.
-        keep_self: every query keeps its own position, as if it were no sink.
+        keep_self: no query loses its own position.
         relative: False for the paper's raw column sums r_j.
 
     Raises:
-        ValueError: settings that cannot work, such as per="model" of the current pass.
+        ValueError: settings that contradict each other, such as per="model" with source="current".
     """
     if isinstance(source, Recording):
         source = received_of(source)
@@ -214,16 +213,16 @@ def mask_sinks(
 
 
 def mask_top_sinks(k: int, **settings: Any) -> MaskSinks:
-    """Hide the k columns that receive most, however little that is: `mask_sinks(TopK(k), ...)`.
+    """Hide the k columns that receive most attention, without a threshold: `mask_sinks(TopK(k), ...)`.
 
-    2510.15731, Table 1, masks the "top 1, 5 and 10 sinks"; with a threshold beside it: `mask_sinks(AboveMean(3.0),
+    2510.15731, Table 1, masks the "top 1, 5 and 10 sinks". With a threshold as well: `mask_sinks(AboveMean(3.0),
     top=5)`.
 
     Args:
-        k: how many per map.
+        k: number of columns per map.
         **settings: of `mask_sinks`: per, source, stage, renormalise, keep_self, relative.
 
     Raises:
-        ValueError: settings that cannot work.
+        ValueError: settings that contradict each other.
     """
     return mask_sinks(TopK(k), **settings)

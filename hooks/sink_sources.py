@@ -1,4 +1,4 @@
-"""Where hooks find the sinks: statistics of a pass, or a `Received` or `Sinks` that was measured before."""
+"""What sink hooks detect sinks from: the statistics of a pass, or a `Received` or `Sinks` measured before."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -18,9 +18,9 @@ def scores_of(
 ) -> Float[Tensor, "batch #head key"]:
     """Scores of the keys from the statistics of one layer, or of all layers for per="model".
 
-    The arithmetic of `Received`: relative to uniform r_j / e_j, raw r_j, shares r_j / n of n counted queries, or
-    mean attention r_j / n_j of n_j viewers; above heads the mean of r_j over the mean of e_j. NaN where fewer than
-    MIN_VIEWERS counted queries see the key in any of the patterns.
+    As in `Received`: r_j / e_j relative to uniform attention, raw r_j, the share r_j / n of n counted queries, or
+    the mean attention r_j / n_j of n_j viewers. Above the level of heads, the mean of r_j divided by the mean of
+    e_j. NaN where fewer than MIN_VIEWERS counted queries see the key in any of the patterns.
     """
     sums, expected, viewers = (
         _merged([getattr(columns, name) for columns in given], per) for name in ("sums", "expected", "viewers")
@@ -36,13 +36,13 @@ def scores_of(
 
 
 def received_by(given: Sequence[ColumnStats], per: Level, keys: int) -> Float[Tensor, "batch #head keys"]:
-    """Column sums r_j at a level, on a canvas of `keys` positions; 0 for keys that were not there yet."""
+    """Column sums r_j at a level, on a canvas of `keys` positions; 0 for keys that did not exist yet."""
     sums = _merged([columns.sums for columns in given], per)
     return torch.nn.functional.pad(sums, (0, keys - sums.shape[-1]))
 
 
 def _merged(values: Sequence[Float[Tensor, "batch #head key"]], per: Level) -> Float[Tensor, "batch #head key"]:
-    """The mean over heads (and layers) that the level asks for."""
+    """The values of one layer at the level "head"; above it the mean over heads and layers."""
     if per == "head":
         return values[0].float()
     device = values[0].device
@@ -58,7 +58,7 @@ def _undefined(viewers: Sequence[Float[Tensor, "batch #head key"]], per: Level) 
 
 
 def grown(found: Bool[Tensor, "batch #head key"], keys: int) -> Bool[Tensor, "batch #head keys"]:
-    """What was found on a shorter canvas, on one of `keys` positions: an AR canvas grows at its end."""
+    """Flags of a shorter canvas, padded to `keys` positions: an AR canvas grows at its end."""
     return (
         found
         if found.shape[-1] == keys
@@ -83,10 +83,10 @@ def measured_columns(
 ) -> Bool[Tensor, "batch #head key"]:
     """The sinks of `source` at the run's step in this layer, in the network's order of positions.
 
-    A source without a step axis holds at every step. Rows: as many as the run's prompts, or one for all.
+    A source without a step axis is used at every step. It has as many rows as the run has prompts, or one for all.
 
     Raises:
-        ValueError: the source has no such step, layer or rows, or a canvas of another length.
+        ValueError: the source lacks the step, the layer or the rows, or has a canvas of another length.
     """
     step = run_of(hook, who).step if "step" in source.dims else 0
     layer = hook.layer() if "layer" in source.dims else 0
@@ -111,14 +111,14 @@ def measured_columns(
 
 
 def _at_step(source: Received, step: int) -> Received:
-    """One step of it, as views."""
+    """One step of the statistics, as views."""
     given = {field.name: getattr(source, field.name) for field in fields(source) if field.name in _PER_STEP}
     part = {name: value[step : step + 1] for name, value in given.items() if value is not None}
     return replace(source, **part)
 
 
 def _wide(tensor: Tensor, dims: tuple[str, ...]) -> Tensor:
-    """Put axes of size 1 back where `dims` has none."""
+    """Insert an axis of size 1 for every axis that `dims` lacks."""
     for place, name in enumerate(AXES):
         tensor = tensor if name in dims else tensor.unsqueeze(place)
     return tensor
@@ -134,14 +134,14 @@ def _layer_index(source: MeasuredSinks, layer: int, who: Any) -> int:
         return 0
     if layer not in source.layers:
         known = ", ".join(map(str, source.layers))
-        raise ValueError(f"{who}: the source knows layers {known}, not {layer}; limit the hook with at_layers")
+        raise ValueError(f"{who}: the source has layers {known}, not {layer}; limit the hook with at_layers")
     return source.layers.index(layer)
 
 
 def _for_network(
     found: Bool[Tensor, "batch #head key"], sinks: int, keys: int, hook: PointContext, who: Any
 ) -> Bool[Tensor, "rows #head key"]:
-    """Canvas and sinks where this network has them; rows repeated for guidance."""
+    """The columns in this network's order of canvas and sink tokens, with rows repeated for guidance."""
     layout, run = hook.sinks, hook.run
     canvas, known = keys - layout.count, found.shape[-1] - sinks
     growing = run is not None and hook.causal

@@ -1,4 +1,4 @@
-"""Add a direction to an activation, or run it through a module such as a sparse autoencoder."""
+"""`steer` adds a direction to an activation; `splice` passes it through a module such as a sparse autoencoder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Steer(Hook):
     """Add a direction; build it with `steer`.
 
     Raises:
-        ValueError: a site, positions or a direction that cannot be.
+        ValueError: an invalid site, position or direction.
     """
 
     direction: Float[Tensor, "*features"]
@@ -53,7 +53,7 @@ class Steer(Hook):
         """Return the activation plus scale times direction at the positions.
 
         Raises:
-            ValueError: a position that is not there, a class outside a run, or a direction of another width.
+            ValueError: a position that does not exist, a class outside a run, or a direction of another width.
         """
         features, given = tensor.shape[2:], self.direction.shape
         if given[-1] != features[-1] or (len(given) > 1 and given != features):
@@ -62,7 +62,7 @@ class Steer(Hook):
         return torch.where(chosen, tensor + self.scale * self._direction_on(tensor, hook), tensor)
 
     def _direction_on(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """The direction in the activation's dtype and place, brought there once a step."""
+        """The direction in the activation's dtype and on its device; in a run it is copied there once a step."""
         run = hook.run
         if run is None or self.direction.device == tensor.device:
             return self.direction.to(tensor)
@@ -79,30 +79,30 @@ def steer(
     site: ActivationSite = "resid",
     positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
 ) -> Steer:
-    """Add `scale * direction` to an activation, in the model's units: the direction is not normalised.
+    """Add `scale * direction` to an activation, without normalising the direction.
 
     Args:
         direction: [d_model] for "resid", "attn_out" and "mlp_out"; [d_head] or [head, d_head] for heads.
-        scale: its factor.
-        site: "resid" (what a block leaves), "attn_out", "mlp_out", "q", "k", "v" or "z".
+        scale: the factor.
+        site: "resid" (the residual stream after a block), "attn_out", "mlp_out", "q", "k", "v" or "z".
         positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer"; None for all.
 
     Raises:
-        ValueError: an unknown site or class, or a direction that is no finite vector.
+        ValueError: an unknown site or class, or a direction that is not a finite tensor of 1 or 2 axes.
     """
     return Steer(direction, scale, site, positions)  # type: ignore[arg-type]
 
 
 Schedule = Callable[[float], float] | tuple[float, float] | float | None
-"""A weight from the progress of a row: a function, from lo to hi in a straight line, a number, or None for 1."""
+"""The weight w, from a row's progress: a function, (lo, hi) for a straight line, a number, or None for 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Splice(Hook):
-    """Run an activation through a module; build it with `splice`.
+    """Pass an activation through a module; build it with `splice`.
 
     Raises:
-        ValueError: a site, positions, a module or a schedule that cannot be.
+        ValueError: an invalid site, position, module or schedule.
     """
 
     module: Callable[[Tensor], Tensor]
@@ -134,8 +134,8 @@ class Splice(Hook):
         """Return (1 - w) x + w module(x) at the positions.
 
         Raises:
-            ValueError: a position that is not there; a class or a schedule over progress outside a run; a module
-                whose result has another shape.
+            ValueError: a position that does not exist; a class or a schedule over progress outside a run; a module
+                whose output has another shape.
         """
         shares = self._shares(tensor, hook)
         if not any(shares):
@@ -149,7 +149,7 @@ class Splice(Hook):
         return torch.where(spread(where(self.positions, tensor, hook, self), tensor), mixed, tensor)
 
     def _shares(self, tensor: Tensor, hook: PointContext) -> tuple[float, ...]:
-        """W of every row; one number where it is the same for all."""
+        """The weight w of every row; one number if it is the same for all rows."""
         schedule = 1.0 if self.schedule is None else self.schedule
         if isinstance(schedule, int | float):
             return (float(schedule),)
@@ -161,7 +161,7 @@ class Splice(Hook):
         return tuple(float(schedule(share)) for share in progress)
 
     def _weights(self, shares: tuple[float, ...], tensor: Tensor, hook: PointContext) -> Tensor:
-        """W with as many axes as the activation."""
+        """The weights w with as many axes as the activation."""
         run = hook.run
         if len(set(shares)) == 1:
             return tensor.new_full([1] * tensor.ndim, shares[0])
@@ -182,17 +182,17 @@ def splice(
     schedule: Schedule = None,
     positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
 ) -> Splice:
-    """Replace an activation x by (1 - w) x + w module(x), with a weight w that may change over the run.
+    """Replace an activation x by (1 - w) x + w module(x), where the weight w may depend on the run's progress.
 
     Args:
         module: from [batch, position, ...] to the same shape: a sparse autoencoder, a projection, a function. It
-            must be on the model's device; its result is cast to the activation's dtype.
-        site: "resid" (what a block leaves), "attn_out", "mlp_out", "q", "k", "v" or "z".
-        schedule: w from a row's progress, the share of the answer that is written (0 to 1; in an AR run step /
+            must be on the model's device; its output is cast to the activation's dtype.
+        site: "resid" (the residual stream after a block), "attn_out", "mlp_out", "q", "k", "v" or "z".
+        schedule: w as a function of a row's progress, the share of the answer that is decided (in an AR run, step /
             total): a function, (lo, hi) for a straight line, a number, or None for 1.
         positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer"; None for all.
 
     Raises:
-        ValueError: an unknown site or class, or a module or a schedule that is none.
+        ValueError: an unknown site or class, a module that cannot be called, or an invalid schedule.
     """
     return Splice(module, site, schedule, positions)  # type: ignore[arg-type]

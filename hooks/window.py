@@ -1,4 +1,4 @@
-"""`keep_only`: every query keeps the sinks and a window, and loses the rest of the context."""
+"""`keep_only`: every query sees the sinks and a window of positions, and nothing else."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class KeepOnly(ColumnHook):
     """Hide everything but sinks and a window; build it with `keep_only`.
 
     Raises:
-        ValueError: an empty window, or a negative reach ahead.
+        ValueError: an empty window, or a negative `ahead`.
     """
 
     sinks: MaskSinks | MaskPositions | None
@@ -45,26 +45,26 @@ class KeepOnly(ColumnHook):
 
     @property
     def needs_clean_pass(self) -> bool:
-        """Whether the sinks are looked for in a pass without hooks."""
+        """As the hook that finds the sinks."""
         return self.sinks is not None and self.sinks.needs_clean_pass
 
     @property
     def sees_all_layers(self) -> bool:
-        """Whether it has to see every layer."""
+        """As the hook that finds the sinks."""
         return self.sinks is not None and self.sinks.sees_all_layers
 
     @property
     def padding_safe(self) -> bool:
-        """As what finds the sinks; a window moves with its query."""
+        """As the hook that finds the sinks; the window is relative to the query."""
         return self.sinks is None or self.sinks.padding_safe
 
     @property
     def stateless(self) -> bool:
-        """As what finds the sinks."""
+        """As the hook that finds the sinks."""
         return self.sinks is None or self.sinks.stateless
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
-        """All columns but the sinks, of which every query spares its window."""
+        """All columns but the sinks; every query keeps those in its window."""
         found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)
         device = None if hook.run is None else hook.run.tokens.device
         gone = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if found is None else ~found.columns
@@ -72,7 +72,7 @@ class KeepOnly(ColumnHook):
         return ColumnMask(gone, self.stage, renormalise=self.renormalise, spare=spare)
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """See a step at which a wrapper keeps the hook from acting."""
+        """Let the hook that finds the sinks see a step at which this one does not act."""
         if self.sinks is not None:
             self.sinks.observe(keys, columns, hook)
 
@@ -80,7 +80,7 @@ class KeepOnly(ColumnHook):
 def in_window(
     own: Int[Tensor, "query"], keys: int, *, window: int, ahead: int | None, layout: SinkLayout
 ) -> Bool[Tensor, "query key"]:
-    """Whether key j lies in query i's window: i - window < j <= i + ahead; a sink token is in its own only."""
+    """Whether key j is in query i's window, i - window < j <= i + ahead; a sink token is only in its own."""
     key = torch.arange(keys, device=own.device)
     distance = key - own[:, None]
     near = (distance > -window) & (distance <= (keys if ahead is None else ahead))
@@ -103,29 +103,28 @@ def keep_only(
     renormalise: bool = False,
     **settings: Any,
 ) -> KeepOnly:
-    """Leave every query the sinks and a window, and hide the rest of the context.
+    """Hide everything from each query but the sinks and a window of positions.
 
-    Query i sees key j if j is a sink or i - window < j <= i + ahead. In an AR model that is StreamingLLM's
-    (2309.17453): sinks and the last `window` positions, its own among them. In a bidirectional model all that comes
-    later stays visible by default: only the past context is discarded (2510.15731, section 5.3); with `ahead`
-    only so many positions, 0 for none. A learned sink token is in no window: name it, or let the detector find it.
-    Its own row sees itself.
+    Query i sees key j if j is a sink or i - window < j <= i + ahead. In an AR model this is StreamingLLM
+    (2309.17453): sinks and the last `window` positions, including the query's own. In a bidirectional model all
+    later positions stay visible by default, so that only the past context is discarded (2510.15731, section 5.3). A
+    learned sink token is in no window but its own: give it as `sink(i)`, or let the detector find it.
 
     Args:
-        sinks: a detector, a number (the so many strongest), or positions; () for a window alone.
-        window: positions up to the query's own, itself among them.
-        ahead: positions behind it in the text; None for all.
+        sinks: a detector, a number k (the k strongest), or positions; () for a window alone.
+        window: number of positions up to the query's own, which counts.
+        ahead: number of positions after the query's own; None for all, 0 for none.
         stage: "before_softmax" or "after".
         renormalise: with "after", rows sum to 1 again.
         **settings: of `mask_sinks`, for a detector or a number: top, per, source, relative.
 
     Raises:
-        ValueError: settings that cannot work.
+        ValueError: settings that contradict each other.
     """
     kept: MaskSinks | MaskPositions | None
     if isinstance(sinks, Sequence):
         if settings:
-            raise ValueError(f"{', '.join(settings)}: for a detector; these sinks are positions")
+            raise ValueError(f"{', '.join(settings)}: only for a detector or a number; these sinks are positions")
         kept = MaskPositions(tuple(sinks)) if sinks else None
     else:
         kept = mask_sinks(TopK(sinks) if isinstance(sinks, int) else sinks, **settings)

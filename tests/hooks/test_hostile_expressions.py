@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlm_lens.hooks.expressions import LONGEST, check_expression, detector_names, hook_names, parse_hooks
+from dlm_lens.hooks.expressions import MAX_LENGTH, check_expression, detector_names, hook_names, parse_hooks
 
 seen: list[str] = []
 watching = False
@@ -150,7 +150,9 @@ def test_any_expression_is_read_or_refused(audited: None, text: str) -> None:
 @pytest.mark.long
 @settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.one_of(expressions(), st.text(max_size=LONGEST), st.binary(max_size=200).map(lambda b: b.decode("latin-1")))
+    st.one_of(
+        expressions(), st.text(max_size=MAX_LENGTH), st.binary(max_size=200).map(lambda b: b.decode("latin-1"))
+    )
 )
 def test_any_text_is_read_or_refused(audited: None, text: str) -> None:
     if read(text) is None:

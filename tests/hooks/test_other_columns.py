@@ -276,7 +276,7 @@ def test_bad_settings_are_refused() -> None:
     for call, sentence in (
         (lambda: keep_only(1, 0), r"keep_only\(window=0\): it must be a whole number of at least 1"),
         (lambda: keep_only(1, 3, ahead=-1), r"keep_only\(ahead=-1\): it must be a whole number of at least 0"),
-        (lambda: keep_only([1], 3, per="layer"), "per: for a detector; these sinks are positions"),
+        (lambda: keep_only([1], 3, per="layer"), "per: only for a detector or a number; these sinks are positions"),
         (lambda: keep_only(3.5, 3), "3.5 is not a detector"),
         (lambda: mask_tokens(), "mask_tokens needs a class"),
         (
