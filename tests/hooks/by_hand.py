@@ -127,8 +127,8 @@ class Network:
 
     def counted(self, content: Tensor) -> Tensor:
         """Which of the network's queries count."""
-        nobody = torch.zeros(len(content), self.sinks, dtype=torch.bool)
-        return torch.cat([nobody, content] if self.front else [content, nobody], 1)
+        none = torch.zeros(len(content), self.sinks, dtype=torch.bool)
+        return torch.cat([none, content] if self.front else [content, none], 1)
 
     def logits(
         self, canvas: Tensor, content: Tensor, masked: Tensor, edit: Callable[..., Tensor] | None, stage: str

@@ -45,7 +45,7 @@ def hosts(model: Any) -> dict[str, Any]:
 
 @dataclass
 class Now:
-    """Where the float64 loop stands; network positions are canvas positions plus 1, behind the sink."""
+    """State of the float64 loop; a network position is the canvas position plus 1, after the sink token."""
 
     mask_id: int
     step: int = 0

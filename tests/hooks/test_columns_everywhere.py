@@ -46,7 +46,7 @@ HOOKS: dict[str, Any] = {
 
 
 class Looks:
-    """Somebody who reads the pattern or the scores, so that they exist."""
+    """A hook that reads the pattern or the scores, so that they are computed."""
 
     def __init__(self, site: str) -> None:
         self.site = site

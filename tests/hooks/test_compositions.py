@@ -221,7 +221,7 @@ CASES: dict[str, Case] = {
     "a window, then the top": Case("llada", PROMPTS, RUN, [WINDOW, Drawn("sinks", "after")]),
     "a window, then the last step's": Case("llada", PROMPTS, RUN, [WINDOW, BEFORE]),
     "two after the softmax": Case("dream", PROMPTS, RUN, [KEPT, Drawn("sinks", "after", detector=("mean", 0.3))]),
-    "a window behind sinks in front": Case("qwen front", PROMPTS, RUN, [KEPT]),
+    "a window after sinks at the front": Case("qwen front", PROMPTS, RUN, [KEPT]),
     "a window before a sink at the end": Case("qwen end", PROMPTS, RUN, [KEPT]),
     "clean, guided, holes": Case("smdm", HOLES, GUIDED, [Drawn("sinks", source="clean")]),
     "off by one": Case("off by one", PROMPTS, RUN, [Drawn("sinks", detector=("share", 0.1))]),

@@ -1,4 +1,4 @@
-"""Hook expressions that nobody meant: read in little time, never run, refused in one sentence with the place."""
+"""Hostile hook expressions: read fast, never executed, refused in one sentence with the character."""
 
 import re
 import sys

@@ -95,12 +95,12 @@ def step_of(model: Any, tokens: Tensor, masked: Tensor, **more: Any) -> RunStep:
 def hidden_by(hook: Any, run: RunStep, layer: int = 0, sinks: SinkLayout | None = None) -> Tensor:
     """The columns that a hook hides, without asking what they receive."""
 
-    def nobody() -> ColumnStats:
+    def unused() -> ColumnStats:
         raise AssertionError("this hook needs no statistics")
 
     layout = sinks or SinkLayout()
     context = PointContext("here", layer, layout, run=run, depth=2)
-    found = hook.hidden(run.tokens.shape[1] + layout.count, nobody, context)
+    found = hook.hidden(run.tokens.shape[1] + layout.count, unused, context)
     assert found is not None
     return found.settled(4, torch.device("cpu")).columns
 
@@ -246,8 +246,8 @@ def test_keep_only_leaves_sinks_and_the_window(name: str, ahead: int | None, sta
         def gone(layer: int, b: int, h: int, i: int) -> set[int]:
             found = set()
             for j in range(keys):
-                behind = i - j
-                inside = 0 <= behind < 3 or (behind < 0 and (ahead is None or -behind <= ahead))
+                back = i - j
+                inside = 0 <= back < 3 or (back < 0 and (ahead is None or -back <= ahead))
                 near = inside and i not in learned and j not in learned
                 if not (near or i == j or j in stay):
                     found.add(j)

@@ -121,7 +121,7 @@ def test_with_a_cache_the_queries_are_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize("stage", ["before_softmax", "after"])
-def test_a_row_that_would_end_empty_keeps_itself_and_nobody_else_does(stage: str) -> None:
+def test_a_row_that_would_lose_every_key_keeps_itself_and_no_other_does(stage: str) -> None:
     floor = torch.finfo(torch.float32).min
     causal = torch.randn(1, 2, 4, 4).masked_fill(~torch.ones(4, 4).bool().tril(), floor)
     value = causal if stage == "before_softmax" else causal.softmax(-1)
@@ -173,7 +173,7 @@ def test_bad_settings_are_refused() -> None:
     ],
 )
 def test_a_host_s_other_points_are_refused(stage: Any, own: str, others: list[str]) -> None:
-    """On a pattern, what hides scores would leave minus infinity, and NaN behind it."""
+    """On a pattern, what hides scores would leave minus infinity, and NaN after the softmax."""
     hook, pattern = mask_positions(0, stage=stage), torch.full((1, 2, 4, 4), 0.25)
     assert hook(pattern, PointContext(own, 1)).equal(hook(pattern))
     for name in others:

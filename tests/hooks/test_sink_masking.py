@@ -142,7 +142,7 @@ def test_known_sinks_are_hidden_at_their_step_layer_and_head(name: str, guided: 
 
             def edit(layer: int, value: Tensor, visible: Tensor, counted: Tensor, step: int = step) -> Tensor:
                 def gone(b: int, h: int, i: int) -> set[int]:
-                    # Both halves of guidance take the run's; sinks stand behind the canvas in the source.
+                    # Both halves of guidance take the run's; sink tokens follow the canvas in the source.
                     found = sinks.is_sink[step, b % 2, layer, h].nonzero()[:, 0].tolist()
                     if name != "front":
                         return set(found)

@@ -1,0 +1,164 @@
+"""The base classes of hooks: their defaults, the context of a call, and a user's own objects and functions."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.attention import ColumnHook, ColumnMask, Hook, PointContext, SinkLayout, as_hook, hidden_per_map
+from dlm_lens.attention.hook import ColumnHookAdapter, HookAdapter
+from dlm_lens.attention.hook_attachment import checked
+from dlm_lens.hooks import at_layers, at_steps, keep_only, mask_positions, mask_top_sinks
+from dlm_lens.testing import tiny
+
+DEFAULTS = {
+    "layers": None,
+    "stateless": False,
+    "padding_safe": False,
+    "needs_clean_pass": False,
+    "sees_all_layers": False,
+}
+RUN: dict[str, Any] = {"steps": 3, "gen_length": 6}
+
+
+class Plus:
+    """A user's own object, no subclass of `Hook`."""
+
+    site = "resid"
+
+    def __call__(self, tensor: Tensor, hook: Any = None) -> Tensor:
+        return tensor + 0.5
+
+
+def plus(tensor: Tensor, hook: Any = None) -> Tensor:
+    """A user's own function."""
+    return tensor + 0.5
+
+
+plus.site = "resid"  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Add(Hook):
+    """A subclass with a required field over a default of the base class, and settings of its own."""
+
+    site: Any
+    value: float = 0.5
+    stateless = True
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """The sum."""
+        return tensor + self.value
+
+
+class First:
+    """A user's own column hook, which cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+    site = "scores"
+    padding_safe = True
+
+    def __call__(self, tensor: Tensor, hook: Any = None) -> Tensor:
+        return dl.attention.hide_columns(self, tensor, hook)
+
+    def hidden(self, keys: int, columns: Any, hook: Any) -> ColumnMask:
+        """The first canvas position."""
+        hidden = torch.zeros(1, 1, keys, dtype=torch.bool)
+        hidden[..., hook.sinks.canvas(keys).start] = True
+        return ColumnMask(hidden)
+
+
+def test_hook_has_documented_defaults() -> None:
+    with pytest.raises(TypeError, match="site"):
+        Add()  # type: ignore[call-arg]
+    for hook in (Add("resid"), as_hook(Plus()), as_hook(plus)):
+        declared = {name: getattr(hook, name) for name in DEFAULTS}
+        assert declared == {**DEFAULTS, "stateless": isinstance(hook, Add)}
+    assert repr(Add("resid")) == "Add(site='resid', value=0.5)"
+    assert Add("resid") == Add("resid")
+    assert Add("resid", 1.0) != Add("resid")
+    with pytest.raises(NotImplementedError, match=r"Hook without an edit"):
+        type("Empty", (Hook,), {"site": "v"})()(torch.zeros(1))
+    with pytest.raises(NotImplementedError, match=r"ColumnHook without a hidden"):
+        ColumnHook()(torch.zeros(1, 1, 2, 2))
+
+
+def test_point_context_of_a_call() -> None:
+    bare = PointContext.of(None)
+    assert (bare.name, bare.index, bare.sinks, bare.run, bare.sinks_known) == ("", None, SinkLayout(), None, False)
+    with pytest.raises(ValueError, match="layer of hook point '' is not known"):
+        bare.layer()
+    point = PointContext.of(SimpleNamespace(name="blocks.3.hook_resid_post", layer=lambda: 3))
+    assert (point.name, point.layer(), point.sinks_known) == ("blocks.3.hook_resid_post", 3, False)
+    own = PointContext("here", 1)
+    assert PointContext.of(own) is own
+    assert own.sinks_known
+
+
+def test_as_hook_adapts_objects_and_functions() -> None:
+    hook, own = Add("resid"), Plus()
+    assert as_hook(hook) is hook
+    assert isinstance(as_hook(own), HookAdapter)
+    assert isinstance(as_hook(First()), ColumnHookAdapter)
+    assert isinstance(as_hook(First()), ColumnHook)
+    assert as_hook(First()).padding_safe
+    assert repr(as_hook(own)) == repr(own)
+    assert as_hook(own) == as_hook(own)
+    assert as_hook(own).key is own
+    for wrong in (Plus, torch.relu, 3, type("NoCall", (), {"site": "v"})()):
+        with pytest.raises(ValueError, match="is no hook"):
+            checked([wrong])
+    with pytest.raises(ValueError, match="which is none of q, k, v"):
+        as_hook(Add("nowhere"))
+    for alone in (own, hook, plus):
+        with pytest.raises(ValueError, match=r"give a list of hooks"):
+            checked(alone)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [Plus(), plus], ids=["object", "function"])
+def test_an_own_hook_is_the_subclass_in_every_host(own: Any) -> None:
+    model = tiny("llada")
+    want = dl.denoise(model, [[1, 2, 3]], hooks=[Add("resid")], **RUN)
+    runs = [
+        dl.denoise(model, [[1, 2, 3]], hooks=[own], **RUN),
+        dl.denoise(model, [[1, 2, 3]], hooks=[at_steps(at_layers(own, [0, 1]), slice(None))], **RUN),
+        dl.bridge(model).denoise([[1, 2, 3]], hooks=[own], **RUN),
+    ]
+    assert runs[0].settings["hooks"] == (repr(own),)
+    for run in runs:
+        assert run.canvases.equal(want.canvases)
+        torch.testing.assert_close(run.confidence, want.confidence, atol=2e-5, rtol=1e-5)
+
+
+def test_an_own_column_hook_counts_under_its_own_object() -> None:
+    model, own, memories = tiny("llada"), First(), []
+
+    @dataclass(frozen=True)
+    class Look(Hook):
+        site: Any = "resid"
+
+        def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+            assert hook.run is not None
+            memories.append(hook.run.memory)
+            return tensor
+
+    run = dl.denoise(model, [[1, 2, 3]], hooks=[own, Look()], **RUN)
+    assert run.canvases.equal(dl.denoise(model, [[1, 2, 3]], hooks=[mask_positions(0)], **RUN).canvases)
+    assert run.settings["columns_hidden"] == (1.0, None)
+    assert hidden_per_map(memories[-1], own) == 1.0
+
+
+def test_what_a_wrapper_does_not_override_is_that_of_the_hook_inside() -> None:
+    inner = mask_top_sinks(2, source="previous", per="model")
+    for hook in (inner, keep_only(dl.sinks.TopK(2), 3, source="previous", per="model")):
+        assert hook.sees_all_layers
+        limited = at_layers(hook, [1])
+        assert limited.sees_all_layers
+        assert limited.layers is None
+    assert at_steps(mask_top_sinks(1, source="clean"), 1).needs_clean_pass
+    assert at_layers(mask_positions(-1), 0).stateless
+    assert not at_steps(mask_positions(-1), 0).stateless
