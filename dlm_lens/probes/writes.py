@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.attention import SinkLayout, exclusive
 from dlm_lens.probes.unembedding import Unembedding
-from dlm_lens.recording.layer_pass import on_canvas
+from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt

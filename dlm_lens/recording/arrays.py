@@ -1,4 +1,4 @@
-"""The arrays of a recording: what each is, and how the steps of a run become one."""
+"""The arrays of a recording: their description, and their assembly from the steps of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -10,22 +10,22 @@ from torch import Tensor
 from dlm_lens.recording.reducers.base import Statistic
 
 PADDED = ("query", "key")
-"""Axes whose length is the canvas's, which grows over the steps of an AR run."""
+"""Axes as long as the canvas, which grows over the steps of an AR run."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What an array of a Recording is.
+    """The description of an array of a Recording.
 
     Args:
-        name: what it is called.
-        dims: its axes.
-        unit: of its numbers.
+        name: the attribute of the Recording.
+        dims: the axes.
+        unit: of the numbers.
         formula: with its source.
-        reducer: the reducer that made it, in words.
-        settings: its settings that are plain values.
-        labels: names along axes of the reducer's own.
-        positions: the numbers are positions of keys.
+        reducer: the call that makes the reducer.
+        settings: the reducer's settings that are plain values.
+        labels: axis -> names along it, for axes of the reducer's own.
+        positions: whether the numbers are positions of keys.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ArraySpec:
 
 
 def specs_of(reducers: Sequence[Statistic]) -> tuple[ArraySpec, ...]:
-    """What the arrays of these reducers are."""
+    """The descriptions of the arrays of these reducers."""
     return tuple(
         ArraySpec(
             name=reducer.name,
@@ -61,10 +61,10 @@ def _plain_fields(reducer: Statistic) -> dict[str, Any]:
 
 
 class StepArrays:
-    """The arrays of a run in memory, step by step: each is allocated once, so that its steps are never copied.
+    """The arrays of a run in memory. Each is allocated once for all steps, so that steps are not copied again.
 
     Args:
-        specs: what the arrays are.
+        specs: descriptions of the arrays.
         dtype: of floating-point numbers.
     """
 
@@ -74,11 +74,11 @@ class StepArrays:
         self.steps = 0
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all steps."""
         self._arrays, self.steps = {}, 0
 
     def of_layers(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """One step's arrays [batch, layer, ...] on the CPU in the storage's dtype.
+        """The arrays of one step, [batch, layer, ...], on the CPU in the dtype of storage.
 
         Raises:
             ValueError: a reducer returned another number of axes than its dims say.
@@ -90,7 +90,7 @@ class StepArrays:
             if any(part.ndim != len(spec.dims) - 2 for part in parts):
                 raise ValueError(
                     f"{spec.reducer} returned shape {list(parts[0].shape)}; its dims {spec.dims} without step and "
-                    f"layer ask for {len(spec.dims) - 2} axes"
+                    f"layer need {len(spec.dims) - 2} axes"
                 )
             # Layers may live on several devices; on one, a single copy.
             parts = parts if len({part.device for part in parts}) == 1 else [part.cpu() for part in parts]
@@ -98,7 +98,7 @@ class StepArrays:
         return found
 
     def add(self, arrays: Mapping[str, Tensor], *, total: int, positions: int, queries: int) -> None:
-        """Keep a step of `total`; the canvas may still grow to so many keys and queries."""
+        """Add one of `total` steps; later steps have at most `positions` keys and `queries` queries."""
         for spec in self.specs:
             step = arrays[spec.name]
             if spec.name not in self._arrays:
@@ -111,7 +111,7 @@ class StepArrays:
         self.steps += 1
 
     def result(self, *, keys: int, queries: int) -> dict[str, Tensor]:
-        """The arrays [step, batch, layer, ...], with so many keys and queries."""
+        """The arrays [step, batch, layer, ...], cut to these numbers of keys and queries."""
         return {
             spec.name: cut(self._arrays[spec.name][: self.steps], spec.dims, {"key": keys, "query": queries})
             for spec in self.specs
@@ -135,12 +135,12 @@ def _stored(spec: ArraySpec, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def blank(dtype: torch.dtype) -> float | int:
-    """What stands where nothing is defined: NaN, or -1 among integers."""
+    """The value of undefined entries: NaN, or -1 among integers."""
     return torch.nan if dtype.is_floating_point else -1
 
 
 def widened(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int], *, front: bool = False) -> Tensor:
-    """A tensor whose axes have at least these sizes, blank at their end (or in front)."""
+    """A tensor padded to at least these sizes with undefined entries, at the end of the axes (or at the front)."""
     for axis, name in enumerate(dims):
         missing = sizes.get(name, 0) - tensor.shape[axis]
         if missing > 0:
@@ -151,7 +151,7 @@ def widened(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int], *, fr
 
 
 def cut(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
-    """A tensor whose axes have at most these sizes, as a view."""
+    """A tensor cut to at most these sizes, as a view."""
     for axis, name in enumerate(dims):
         if name in sizes and tensor.shape[axis] > sizes[name]:
             tensor = tensor.narrow(axis, 0, sizes[name])
@@ -159,7 +159,7 @@ def cut(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int]) -> Tensor
 
 
 def as_plain(spec: ArraySpec) -> dict[str, Any]:
-    """The spec as JSON holds it."""
+    """The description as JSON values."""
     return {
         "name": spec.name,
         "dims": list(spec.dims),
@@ -173,6 +173,6 @@ def as_plain(spec: ArraySpec) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> ArraySpec:
-    """The spec that `as_plain` wrote."""
+    """The description from the JSON values of `as_plain`."""
     labels = {name: tuple(labels) for name, labels in plain["labels"].items()}
     return ArraySpec(**{**plain, "dims": tuple(plain["dims"]), "labels": labels})

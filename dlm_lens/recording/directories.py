@@ -1,23 +1,23 @@
-"""Where a recording's files are: what can be said of a path before torch is imported."""
+"""The directories of a recording. Nothing here imports torch."""
 
 from pathlib import Path
 
 HEADER = "header.json"
-"""The file that makes a directory a recording."""
+"""A directory with this file is a recording."""
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The directories of a recording: itself, or its batches in the order of their rows."""
+    """The directories of a recording: the path itself, or its batches in the order of their rows."""
     if (path / HEADER).exists():
         return [path]
     return sorted(part.parent for part in path.glob(f"*/{HEADER}"))
 
 
 def check_recording(path: Path) -> list[Path]:
-    """The directories of a recording that is there, finished or not.
+    """The directories of a recording, finished or not.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the path holds no recording.
     """
     parts = parts_of(path)
     if not parts:

@@ -1,4 +1,4 @@
-"""`record_forward`: the same statistics of any forward pass that the user runs."""
+"""`record_forward`: the statistics of a recording, of forward passes that the user runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 
 
 class ForwardRecording:
-    """What `record_forward` gives: the `Recording` of the forward passes so far, and all of its attributes."""
+    """The result of `record_forward`: the `Recording` of the forward passes so far, and its attributes."""
 
     def __init__(self, recorder: "_ForwardRecorder") -> None:
         self._recorder = recorder
@@ -25,7 +25,7 @@ class ForwardRecording:
         """The forward passes as the steps of a Recording.
 
         Raises:
-            ValueError: there was none yet, or they saw canvases of unequal shape.
+            ValueError: no forward pass has run yet.
         """
         return self._recorder.result()
 
@@ -46,10 +46,11 @@ def record_forward(
     layers: Sequence[int] | None = None,
     dtype: Storage = "float32",
 ) -> Iterator[ForwardRecording]:
-    """Record statistics of the forward passes that run inside the block, one step each.
+    """Record statistics of the forward passes that run inside the `with` block; each is a step.
 
-    `with record_forward(model, [ReceivedAttention()]) as rec: model(input_ids)`; then `rec.received` and all that
-    a `Recording` has, inside the block and behind it. What is [MASK] counts as masked and as the answer.
+    `with record_forward(model, [ReceivedAttention()]) as rec: model(input_ids)`; `rec.received` and the other
+    attributes of a `Recording` can be read inside the block and after it. [MASK] tokens are the masked positions
+    and the answer.
 
     Args:
         model: from `dlm_lens.load`.
@@ -59,14 +60,14 @@ def record_forward(
 
     Raises:
         ValueError: as `Recorder`; a forward pass without input_ids, with a cache, or with a mask [batch, 1, query,
-            key] of the user's own.
+            key].
     """
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
     decoder: nn.Module = model.get_decoder()
     with listening(model):
         handles = [
             decoder.register_forward_pre_hook(recorder.before, with_kwargs=True),
-            decoder.register_forward_hook(recorder.behind),
+            decoder.register_forward_hook(recorder.after),
         ]
         try:
             yield ForwardRecording(recorder)
@@ -94,7 +95,7 @@ class _ForwardRecorder(Recorder):
         if not isinstance(ids, Tensor):
             raise ValueError("record_forward needs the forward pass's input_ids; it was given embeddings")
         if mask is not None and mask.ndim != 2:
-            raise ValueError(f"record_forward knows masks [batch, position]; this one is {list(mask.shape)}")
+            raise ValueError(f"record_forward takes masks [batch, position]; this one is {list(mask.shape)}")
         if cache is not None and cache.get_seq_length():
             raise ValueError("record_forward needs all queries of the canvas; run the forward without a cache")
         if self.canvases and self.canvases[0].shape != ids.shape:
@@ -108,15 +109,15 @@ class _ForwardRecorder(Recorder):
                 "this forward has another attention_mask than the ones before; open another record_forward"
             )
         masked = self._masked(ids) & content
-        # Whether causal or not: all of the canvas is there.
+        # Also of a causal model: the forward pass sees the whole canvas.
         answer = masked if not self.canvases else self._masked(self.canvases[0]).to(ids.device) & content
         self.start(Sampler(), content, answer)
         self.content = content
         index = len(self.canvases)
         self.step(StepPlan(index, index + 1, 0, (0, ids.shape[1]), 1), ids, masked)
 
-    def behind(self, module: nn.Module, args: Any, output: Any) -> None:
-        """It is over."""
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward pass has ended."""
         assert self.now is not None
         self.steps.append(self.step_arrays())
         self.canvases.append(self.now.tokens.detach().cpu())

@@ -1,4 +1,4 @@
-"""`Tap`: shows what the layers of a model compute with, for as long as it is open."""
+"""`Tap`: passes the inputs of every layer to a function while it is open."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ from dlm_lens.attention import (
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What one layer computed with: attention's inputs, and where wanted the stream and what attention adds."""
+    """The inputs of one layer's attention and, if requested, the residual stream and the output of attention."""
 
     inputs: AttentionInputs
     resid: Tensor | None = None
@@ -30,11 +30,11 @@ class LayerInputs:
 
 
 class AnyTap(Protocol):
-    """What a recorder needs of a host: layers that can be opened, and two facts of them."""
+    """The taps that a `Recorder` accepts: of a transformers model or of a TransformerLens bridge."""
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the layers that are shown."""
+        """Indices of the tapped layers."""
         ...
 
     @property
@@ -43,11 +43,11 @@ class AnyTap(Protocol):
         ...
 
     def open(self) -> None:
-        """Begin to show."""
+        """Begin to pass layers to `show`."""
         ...
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Stop, and remove everything from the model."""
         ...
 
     def weight(self, layer: int) -> Tensor:
@@ -56,18 +56,18 @@ class AnyTap(Protocol):
 
 
 class Tap:
-    """Hands every forward pass of the chosen layers to `show`, layer by layer.
+    """Calls `show` with the inputs of each chosen layer in every forward pass.
 
     Args:
         model: from `dlm_lens.load`.
         layers: indices of the layers, negative from the end; None for all.
         show: called with each layer.
-        stream: whether the residual stream and the output of attention are wanted; each layer is then shown when
-            its block ends.
+        stream: whether to pass the residual stream and the output of attention too; `show` is then called at the
+            end of the layer.
 
     Raises:
-        ValueError: a model without hook points, with attention that `layer_windows` refuses, or a layer that is
-            not there.
+        ValueError: a model without hook points, with attention that `layer_windows` refuses, or a layer that does
+            not exist.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Tap:
         self._open = ExitStack()
 
     def open(self) -> None:
-        """Begin to show."""
+        """Begin to pass layers to `show`."""
         self.close()
         self._open.enter_context(listening(self.model))
         for layer, block in self.blocks.items():
@@ -97,7 +97,7 @@ class Tap:
                 self._open.callback(block.register_forward_hook(self._leave(layer)).remove)
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Stop, and remove everything from the model."""
         self._open.close()
         for held in (self._resid, self._inputs, self._added):
             held.clear()
@@ -123,7 +123,7 @@ class Tap:
         attention.hook_z.readers = tuple(reader for reader in attention.hook_z.readers if reader != self._read)
 
     def _listens(self, layer: int) -> bool:
-        # A pass over the same canvas that somebody else makes in between is not the run's.
+        # Clean passes of hooks remove the readers: they are no steps of the run.
         return self._read in attention_of(self.blocks[layer]).hook_z.readers
 
     def _read(self, inputs: AttentionInputs) -> None:

@@ -1,4 +1,4 @@
-"""`Recorder`: a host that reduces every layer of every step of a run."""
+"""`Recorder`: an observer that reduces every layer of every step of a run."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.attention import RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
 from dlm_lens.recording.canvas_facts import CanvasFacts
-from dlm_lens.recording.layer_pass import on_canvas, reduce_layer
+from dlm_lens.recording.layer_reduction import on_canvas, reduce_layer
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
 from dlm_lens.recording.model_identity import name_of, versions
 from dlm_lens.recording.recording import Recording
@@ -22,21 +22,21 @@ Storage = Literal["float32", "float16"]
 
 
 class Recorder(StepObserver):
-    """Reduces every layer of every step of a run: a host for `dlm_lens.denoise` and `DiffusionLM.generate`.
+    """An observer of `dlm_lens.denoise` and `DiffusionLM.generate` that reduces every layer of every step.
 
-    `recorder.recording(run)` is the `Recording` of the run that it followed last. An AR model is decoded without a
+    `recorder.recording(run)` is the `Recording` of the last run that it observed. An AR model is decoded without a
     cache, so that every step has all queries of the written prefix.
 
     Args:
         model: from `dlm_lens.load`.
-        reducers: what to record; each statistic is computed in stream, without a pattern [query, key].
+        reducers: what to record; no pattern [query, key] is stored.
         layers: indices of the layers, negative from the end; None for all.
         dtype: how floating-point statistics are kept: "float32", or "float16" in half the space, at a relative
             error of at most 2^-11 (0.05%) for magnitudes from 6e-5 to 65,504.
 
     Raises:
-        ValueError: no reducer, or one that is none; a layer or dtype that is not there; a model without hook
-            points.
+        ValueError: no reducers, an object that is not a reducer, an unknown layer or dtype, or a model without
+            hook points.
     """
 
     whole_prefix = True
@@ -56,7 +56,7 @@ class Recorder(StepObserver):
         self.layout, self.causal = SinkLayout.of(model), attends_causally(model)
         for reducer in self.reducers:
             if reducer.name in dir(Recording) or reducer.name in Recording.__dataclass_fields__:
-                raise ValueError(f"{reducer!r} is called {reducer.name!r}, which a Recording has already")
+                raise ValueError(f"{reducer!r} has the name {reducer.name!r}, which a Recording has already")
         if self.causal:
             _no_masks_in_ar(self.reducers)
         stream = any("resid" in reducer.reads for reducer in self.reducers)
@@ -71,7 +71,7 @@ class Recorder(StepObserver):
         self._regions: dict[torch.device, dict[str, Tensor]] = {}
 
     def tapped(self, layers: Sequence[int] | None, stream: bool) -> AnyTap:
-        """Where the layers are shown; another host has its own."""
+        """The tap on the model's layers; the recorder of a bridge has another one."""
         return Tap(self.model, layers, self.show, stream=stream)
 
     def start(
@@ -96,39 +96,39 @@ class Recorder(StepObserver):
         return canvas
 
     def finish(self, plan: StepPlan, canvas: Tensor, proposal: Any, unmasked: Tensor) -> None:
-        """A step is over: keep its arrays."""
+        """A step has ended: keep its arrays."""
         queries = canvas.shape[1]
         self.arrays.add(
             self.step_arrays(), total=plan.total, positions=queries + self.layout.count, queries=queries
         )
 
     def step_arrays(self) -> dict[str, Tensor]:
-        """The statistics of the present step, each [batch, layer, ...].
+        """The statistics of the current step, each [batch, layer, ...].
 
         Raises:
-            ValueError: a layer did not come by.
+            ValueError: the attention of a layer did not run.
         """
         missing = [layer for layer in self.tap.layers if layer not in self._found]
         if missing:
             raise ValueError(
-                f"no attention came by in layers {missing}: something replaced it (a host's bridge?); record "
-                "on the model as dlm_lens.load returned it"
+                f"the hooked attention of layers {missing} did not run: other code replaced it (a TransformerLens "
+                "bridge?); record on the model as dlm_lens.load returned it"
             )
         return self.arrays.of_layers([self._found[layer] for layer in self.tap.layers])
 
     def recording(self, run: DenoisingRun) -> Recording:
-        """The `Recording` of the run that was followed last, which `denoise` or `generate` returned.
+        """The `Recording` of the last run, which `denoise` or `generate` returned.
 
         Raises:
-            ValueError: it is not that run.
+            ValueError: another run.
         """
         if run.steps != self.arrays.steps:
-            raise ValueError(f"this recorder followed {self.arrays.steps} steps, but the run has {run.steps}")
+            raise ValueError(f"this recorder observed {self.arrays.steps} steps, but the run has {run.steps}")
         queries = run.tokens.shape[1]
         return self.described(run, self.arrays.result(keys=queries + self.layout.count, queries=queries))
 
     def described(self, run: DenoisingRun, arrays: dict[str, Tensor]) -> Recording:
-        """A Recording of these arrays, with everything that there is to say of them."""
+        """A Recording of these arrays, with the run, the model and the axes."""
         return Recording(
             run=run,
             arrays=arrays,
@@ -149,20 +149,20 @@ class Recorder(StepObserver):
         )
 
     def stop(self) -> None:
-        """The run is over."""
+        """The run has ended."""
         self.close()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove everything from the model."""
         self.tap.close()
         self._found, self._memory_of = {}, {}
         super().close()
 
     def show(self, shown: LayerInputs) -> None:
-        """A layer computed: reduce it."""
+        """Reduce a layer that has computed."""
         if self.now is None:
             return
-        # Statistics want no gradient, also where the forward pass does.
+        # Statistics need no gradient, also if the forward pass computes one.
         with torch.no_grad():
             layer = self._layer_step(self.now, shown)
             self._found[layer.index] = reduce_layer(layer, self.reducers)
@@ -172,14 +172,14 @@ class Recorder(StepObserver):
         inputs = on_canvas(shown.inputs, rows, layout)
         if inputs.q.shape[2] != run.tokens.shape[1]:
             raise ValueError(
-                f"attention has {inputs.q.shape[2]} queries and the canvas {run.tokens.shape[1]} positions; is it "
-                "another forward pass than the run's?"
+                f"attention has {inputs.q.shape[2]} queries and the canvas {run.tokens.shape[1]} positions; is "
+                "this a forward pass of the run?"
             )
         facts = self._facts_on(run, inputs.q.device, self.windows[inputs.layer])
         regions = self._regions_on(facts)
 
         def stream(tensor: Tensor | None) -> Tensor | None:
-            # The stream comes from where the layer before computes.
+            # The layer before may compute on another device.
             return None if tensor is None else layout.sinks_last(tensor[:rows].to(inputs.q.device), 1)
 
         return LayerStep(
@@ -195,7 +195,7 @@ class Recorder(StepObserver):
         )
 
     def _facts_on(self, run: RunStep, device: torch.device, window: int | None) -> CanvasFacts:
-        """What is where on the step's canvas, and how far queries see: once per step, device and window."""
+        """The facts of the step's canvas, computed once per step, device and sliding window."""
         if (device, window) not in self._facts:
             positions = torch.arange(run.tokens.shape[1], device=device)
             self._facts[device, window] = CanvasFacts(
@@ -211,7 +211,7 @@ class Recorder(StepObserver):
         return self._facts[device, window]
 
     def _regions_on(self, facts: CanvasFacts) -> dict[str, Tensor]:
-        """Sets of keys, once per step and device."""
+        """Sets of keys, computed once per step and device."""
         device = facts.valid.device
         if device not in self._regions:
             self._regions[device] = _regions(facts)
@@ -219,7 +219,7 @@ class Recorder(StepObserver):
 
 
 def _regions(facts: CanvasFacts) -> dict[str, Bool[Tensor, "batch key"]]:
-    """Sets of keys by name; the learned sink tokens stand behind the canvas."""
+    """Sets of keys by name; the learned sink tokens come after the canvas positions."""
     shape = facts.keys.shape
     found = {"prompt": facts.queries("prompt"), "masked": facts.queries("masked")}
     found |= {"unmasked": facts.queries("unmasked"), "block": facts.queries("block")}

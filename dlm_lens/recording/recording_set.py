@@ -11,17 +11,17 @@ from dlm_lens.recording.storage import load_part, missing_parts
 
 
 class RecordingSet(Sequence[Recording]):
-    """The finished recordings below a directory, as `record(..., to=)` and `dlm-lens record` write them.
+    """The finished recordings in a directory, as `record(..., to=)` and `dlm-lens record` write them.
 
-    Each is read when asked for, and of each only the arrays that are asked for; nothing is kept. Those in the order
-    of their rows; `unfinished` names the others, those too that a killed run had not begun.
+    A sequence in the order of rows. Each access reads the recording again, and an array on its first use; nothing
+    is cached. `unfinished` has the paths of the others, also of batches that an interrupted run had not begun.
 
     Args:
-        directory: with a recording, or with recordings.
-        tokenizer: decodes tokens; by default the texts that the files hold.
+        directory: of one recording, or of several.
+        tokenizer: decodes tokens; None for the token texts in the files.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the directory holds no recording.
     """
 
     def __init__(self, directory: str | Path, tokenizer: Any = None) -> None:
@@ -38,7 +38,7 @@ class RecordingSet(Sequence[Recording]):
         return len(self.paths)
 
     def __getitem__(self, index: Any) -> Any:
-        """One recording, or a list of some."""
+        """One recording; a list of them for a slice."""
         if isinstance(index, slice):
             return [Recording.of(load_part(path, self.tokenizer)) for path in self.paths[index]]
         return Recording.of(load_part(self.paths[index], self.tokenizer))

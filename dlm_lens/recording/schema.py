@@ -1,4 +1,4 @@
-"""The JSON files of a recording: every field of each, with its kind."""
+"""The JSON files of a recording, as pydantic models."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field
 from dlm_lens.files.sealed_json import Document
 
 FORMAT = 2
-"""Since 2 every file has a checksum."""
+"""Version of the file format; since 2 every file has a checksum."""
 
 Count = Annotated[int, Field(ge=0, le=2**48)]
 Window = Annotated[int, Field(ge=1, le=2**48)]
@@ -29,7 +29,7 @@ class ArrayDescription(Document):
 
 
 class ModelDescription(Document):
-    """What identifies a model."""
+    """The model of a recording."""
 
     name: str
     class_name: str = Field(alias="class")
@@ -39,14 +39,14 @@ class ModelDescription(Document):
 
 
 class PromptsDescription(Document):
-    """What identifies the prompts of a batch."""
+    """The prompts of a batch: their number and digest."""
 
     count: Count
     digest: str
 
 
 class BatchDescription(Document):
-    """Which batch of a recording a directory holds: `rows` [first, last + 1] of so many prompts."""
+    """The batch in a directory: the rows [first, last + 1] of all prompts, and the batch size."""
 
     prompts: Count
     size: Count
@@ -54,7 +54,7 @@ class BatchDescription(Document):
 
 
 class Header(Document):
-    """header.json of a run: what was requested."""
+    """header.json of a recorded run: the request."""
 
     format: Literal[2]
     model: ModelDescription
@@ -68,16 +68,16 @@ class Header(Document):
 
 
 class SavedHeader(Document):
-    """header.json of a recording that was in memory."""
+    """header.json of a recording that was saved from memory."""
 
     format: Literal[2]
     saved: Literal[True]
 
 
 class ManifestLine(Document):
-    """A line of manifest.jsonl: a shard that is whole.
+    """A line of manifest.jsonl, for a shard that is written completely.
 
-    `of` is the checksum of the header, `plan` the step's index, total, block, span and what remains.
+    `of` is the checksum of the header; `plan` has the step's index, total, block, span and remaining steps.
     """
 
     step: Count
@@ -91,7 +91,7 @@ class ManifestLine(Document):
 
 
 class DecodingDescription(Document):
-    """What decodes the words beside themselves, see `StoredTokenizer`."""
+    """Settings that decode the token texts, see `StoredTokenizer`."""
 
     all_special_ids: list[Count]
     mask_token_id: Count | None
@@ -101,7 +101,7 @@ class DecodingDescription(Document):
 
 
 class RunFacts(Document):
-    """run.json: everything of a finished run that is no tensor, and the digests of the other files."""
+    """run.json: the data of a finished run that are not tensors, and the digests of the other files."""
 
     files: dict[Literal["header.json", "manifest.jsonl", "run.safetensors"], Digest]
     steps_in_all: Count

@@ -1,10 +1,10 @@
 """A recording on disk: a safetensors shard per finished step, a manifest line for each, and the finished run.
 
-header.json            what was requested, so that a run goes on only with the same
+header.json            the request; a run is continued only with an equal one
 step-00000.safetensors arrays of a step, its canvas and proposal, and the state after it
-manifest.jsonl         a line per shard that is whole, with its digest
-run.safetensors        the run's tensors, and
-run.json               everything else of it, and the digests of the files: the last to appear, when the run is over
+manifest.jsonl         a line per complete shard, with its digest
+run.safetensors        the tensors of the run
+run.json               its other data, and the digests of the files; written last, when the run has ended
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from dlm_lens.sampling import FinishedStep, Proposal, Resumption, RunState, Step
 MANIFEST, RUN, TENSORS = "manifest.jsonl", "run.json", "run.safetensors"
 _OWN = re.compile(r"(header\.json|manifest\.jsonl|run\.json|run\.safetensors|step-\d{5,}\.safetensors)")
 _LEFT = re.compile(r"\.(header|manifest|run|step-\d+)\..*")
-"""Temporary names of earlier versions."""
+"""Names of temporary files of earlier versions."""
 
 
 def shard_name(step: int) -> str:
@@ -48,20 +48,20 @@ def shard_name(step: int) -> str:
 
 @dataclass(frozen=True)
 class ShardDirectory:
-    """The files of one recording; writes are atomic and flushed to the disk before the manifest tells of them."""
+    """The files of one recording; writes are atomic and flushed to the disk before the manifest names them."""
 
     path: Path
 
     @property
     def remedy(self) -> str:
-        """What to do about a damaged file."""
+        """The advice in an error about a damaged file."""
         return f"delete {self.path} and record again"
 
     def begin(self, request: Mapping[str, Any]) -> None:
-        """Write what is requested, or compare it with what was.
+        """Write the request, or compare it with the stored one.
 
         Raises:
-            ValueError: the directory holds a recording of something else, or of another format.
+            ValueError: the directory holds the recording of another request, or of another format.
             FileExistsError: it holds other files.
         """
         self.path.mkdir(parents=True, exist_ok=True)
@@ -75,21 +75,21 @@ class ShardDirectory:
             self.write(HEADER, sealed(plain), indent=1)
 
     def forget(self) -> None:
-        """Take the header of a refused request away, where no step is: the corrected one may use the directory."""
+        """Delete the header of a refused request without steps, so that a corrected one can use the directory."""
         if not (self.path / MANIFEST).exists():
             (self.path / HEADER).unlink(missing_ok=True)
             if not any(self.path.iterdir()):
                 self.path.rmdir()
 
     def clear(self) -> None:
-        """Remove every file of a recording, the last to be written first; other files stay."""
+        """Delete every file of the recording, in the reverse order of writing; other files stay."""
         self.remove_stale()
         own = [path for path in self.path.iterdir() if _OWN.fullmatch(path.name)]
         for path in sorted(own, key=lambda path: (path.name != RUN, path.name == HEADER)):
             path.unlink()
 
     def remove_stale(self) -> None:
-        """Remove temporary files of killed processes."""
+        """Delete temporary files of killed processes."""
         remove_stale(self.path)
         for path in self.path.iterdir():
             if _LEFT.fullmatch(path.name):
@@ -98,7 +98,7 @@ class ShardDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over and whole."""
+        """Whether the run has ended and all files are written."""
         return (self.path / RUN).exists()
 
     @property
@@ -107,10 +107,10 @@ class ShardDirectory:
         return not self.finished and (self.path / HEADER).exists() and "saved" in self.header()
 
     def header(self) -> dict[str, Any]:
-        """What was requested, without the checksum.
+        """The stored request, without the checksum.
 
         Raises:
-            ValueError: it is damaged, or of another format.
+            ValueError: the header is damaged, or of another format.
         """
         where = self.path / HEADER
         found = parsed(file_bytes(where, self.remedy), where, self.remedy)
@@ -125,17 +125,17 @@ class ShardDirectory:
         return unsealed(found, where, self.remedy)
 
     def seeds(self) -> list[int] | None:
-        """The seeds that the recording was begun with, where it was."""
+        """The seeds of the stored request; None if there is none."""
         if not (self.path / HEADER).exists():
             return None
         found: list[int] | None = self.header().get("settings", {}).get("seeds")
         return found
 
     def lines(self) -> list[ManifestLine]:
-        """The manifest; a last line that was cut off in the middle does not count.
+        """The lines of the manifest, without an incomplete last line.
 
         Raises:
-            ValueError: it is damaged, or a shard is missing or of another size.
+            ValueError: the manifest is damaged, or a shard is missing or of another size.
         """
         if not (self.path / MANIFEST).exists():
             return []
@@ -160,7 +160,7 @@ class ShardDirectory:
 
     @cached_property
     def _request(self) -> str:
-        """The checksum of the header that shards are written for."""
+        """The checksum of the header, which every line of the manifest repeats."""
         return str(sealed(self.header())[CHECKSUM])
 
     def add(self, step: FinishedStep, state: RunState | None, arrays: Mapping[str, Tensor]) -> None:
@@ -192,16 +192,16 @@ class ShardDirectory:
             append(file, (json.dumps(sealed(line)) + "\n").encode(), self.path / MANIFEST)
 
     def finish(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Write the run; from now on the recording is whole."""
+        """Write the run, which completes the recording."""
         written = self.write_tensors(TENSORS, tensors)
         files = {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in (HEADER, MANIFEST)}
         self.write(RUN, sealed({**facts, "files": {**files, TENSORS: written.digest}}))
 
     def run_facts(self) -> RunFacts:
-        """What run.json says.
+        """The contents of run.json.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the file is damaged.
         """
         where = self.path / RUN
         found = parsed(file_bytes(where, self.remedy), where, self.remedy)
@@ -213,10 +213,10 @@ class ShardDirectory:
         return facts
 
     def check_files(self, facts: RunFacts) -> None:
-        """Raise unless header, manifest and the run's tensors are those that run.json tells of.
+        """Raise unless header, manifest and the run's tensors have the digests in run.json.
 
         Raises:
-            ValueError: one is another.
+            ValueError: a file is missing or has another digest.
         """
         for name, digest in facts.files.items():
             if not (self.path / name).exists():
@@ -224,21 +224,21 @@ class ShardDirectory:
             check_digest(self.path / name, digest, self.remedy)
 
     def check_shards(self, lines: Sequence[ManifestLine]) -> None:
-        """Raise unless every shard has the digest of its line: all of them are read.
+        """Raise unless every shard has the digest of its line; this reads all of them.
 
         Raises:
-            ValueError: one has another.
+            ValueError: a shard has another digest.
         """
         for line in lines:
             check_digest(self.path / line.file, line.digest, self.remedy)
 
     def resumption(self) -> Resumption | None:
-        """The steps that are there, to go on after them; None to start from the beginning.
+        """The finished steps, after which a run is continued; None to start from the beginning.
 
-        A run whose hooks remember earlier steps starts again: what they remember is not on the disk.
+        A run whose hooks keep state from earlier steps starts again, because that state is not on the disk.
 
         Raises:
-            ValueError: what is there is damaged.
+            ValueError: a file is damaged.
         """
         lines = self.lines()
         if any(line.remembers for line in lines):
@@ -256,7 +256,7 @@ class ShardDirectory:
         """The tensors of a file.
 
         Raises:
-            ValueError: it is missing or damaged.
+            ValueError: the file is missing or damaged.
         """
         return read_tensors(self.path / name, self.remedy)
 
@@ -270,7 +270,7 @@ class ShardDirectory:
             file.write(json.dumps(values, indent=indent, allow_nan=False).encode())
 
     def _trim(self, lines: Sequence[ManifestLine]) -> None:
-        """Leave only these lines in the manifest, and only their shards."""
+        """Delete all lines of the manifest but these, and the shards of the others."""
         self.remove_stale()
         for path in [self.path / RUN, self.path / TENSORS]:
             path.unlink(missing_ok=True)
@@ -313,6 +313,6 @@ def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> N
 
 def _difference(path: Path, name: str, old: Any, new: Any) -> str:
     return (
-        f"{path} holds a recording with {name} = {old!r:.200}, and now it is {new!r:.200}; give the same to go on, "
-        "or another directory"
+        f"{path} holds a recording with {name} = {old!r:.200}, and now it is {new!r:.200}; give the same to "
+        "continue it, or another directory"
     )

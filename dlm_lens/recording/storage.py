@@ -1,4 +1,4 @@
-"""Recordings from and to their files; arrays are read when asked for."""
+"""Reading and writing recordings; arrays are read on their first use."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "unmasked", "att
 
 
 class ShardArrays(Mapping[str, Tensor]):
-    """Arrays that are read from their shards when asked for, and then kept.
+    """Arrays that are read from their shards on first use, and then kept.
 
     Args:
         files: a shard per step.
-        specs: what the arrays are.
-        sizes: length of the axes key and query, to which shorter steps are widened.
+        specs: descriptions of the arrays.
+        sizes: length of the axes key and query, to which shorter steps are padded.
     """
 
     def __init__(self, files: Sequence[Path], specs: Mapping[str, ArraySpec], sizes: Mapping[str, int]) -> None:
@@ -48,11 +48,11 @@ class ShardArrays(Mapping[str, Tensor]):
         return len(self.specs)
 
     def of_steps(self, steps: Sequence[int]) -> "ShardArrays":
-        """The arrays of some steps, none of them read yet."""
+        """The arrays of some steps, not read yet."""
         return ShardArrays([self.files[step] for step in steps], self.specs, self.sizes)
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Raise unless every shard holds these arrays, in sizes and kinds that fit each other.
+        """Raise unless every shard holds these arrays, with consistent shapes and dtypes.
 
         Raises:
             ValueError: naming the file.
@@ -63,19 +63,21 @@ class ShardArrays(Mapping[str, Tensor]):
                 found = {name.removeprefix("array.") for name in shard.keys() if name.startswith("array.")}  # noqa: SIM118
                 if found != set(self.specs):
                     raise DamagedFileError(
-                        f"{file} holds the arrays {sorted(found)}, and run.json tells of {sorted(self.specs)}; "
+                        f"{file} holds the arrays {sorted(found)}, and run.json names {sorted(self.specs)}; "
                         "delete the recording and record again"
                     )
                 for name, spec in self.specs.items():
                     part = shard.get_slice(f"array.{name}")
                     shape, kind = part.get_shape(), part.get_dtype()
-                    told = dict(zip(spec.dims[1:], shape, strict=False))
-                    own = {dim: size for dim, size in told.items() if dim not in PADDED}
+                    lengths = dict(zip(spec.dims[1:], shape, strict=False))
+                    own = {dim: size for dim, size in lengths.items() if dim not in PADDED}
                     fits = len(shape) == len(spec.dims) - 1 and all(
                         size <= sizes.get(dim, size) if dim in PADDED else size == sizes.get(dim, size)
-                        for dim, size in told.items()
+                        for dim, size in lengths.items()
                     )
-                    labels = all(told.get(dim) == len(names) for dim, names in spec.labels.items() if dim in told)
+                    labels = all(
+                        lengths.get(dim) == len(names) for dim, names in spec.labels.items() if dim in lengths
+                    )
                     if not fits or not labels or kinds.setdefault(name, (kind, own)) != (kind, own):
                         raise DamagedFileError(
                             f"{file} holds {name} as {kind} {shape}, which does not fit the other files; delete "
@@ -83,7 +85,7 @@ class ShardArrays(Mapping[str, Tensor]):
                         )
 
     def _stacked(self, spec: ArraySpec) -> Tensor:
-        # Allocated once and filled: stacking a list would hold every step twice.
+        # Allocated once and filled: torch.stack would hold every step twice.
         found: Tensor | None = None
         for index, file in enumerate(self.files):
             with _opened(file) as shard:
@@ -111,11 +113,11 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def load_recording(path: Path, *, verify: bool = True) -> RecordingFields:
-    """A finished recording; of several batches in one directory, their rows in one Recording.
+    """Read a finished recording; the rows of all batches in the directory.
 
     Raises:
-        FileNotFoundError: there is no recording.
-        ValueError: it is not finished (a batch or a step is missing), or damaged.
+        FileNotFoundError: the path holds no recording.
+        ValueError: a batch or a step is missing, or a file is damaged.
     """
     parts = check_recording(path)
     loaded = [load_part(part, verify=verify) for part in parts]
@@ -125,21 +127,21 @@ def load_recording(path: Path, *, verify: bool = True) -> RecordingFields:
         there = sum(len(recording.rows) for recording in loaded)
         raise ValueError(
             f"{path} holds {there} of {prompts} prompts ({', '.join(missing[:3])}{', ...' if missing[3:] else ''} "
-            "not there); record with the same arguments to go on, or read what is there with dlm_lens.RecordingSet"
+            "missing); record with the same arguments to continue, or read the others with dlm_lens.RecordingSet"
         )
     return joined(loaded)
 
 
 def part_name(rows: Sequence[int]) -> str:
-    """The directory of a batch with these rows, which follow each other."""
+    """The directory name of a batch with these consecutive rows."""
     return f"rows-{rows[0]:05d}-{rows[-1]:05d}"
 
 
 def missing_parts(path: Path, parts: Sequence[Path]) -> list[str]:
-    """The batches that a recording lacks: a process was killed before it began them.
+    """The batches that are missing because a process was killed before it began them.
 
     Raises:
-        ValueError: batches of different recordings, or one in another's place.
+        ValueError: batches of different recordings, or a directory with another batch's name.
     """
     if list(parts) == [path]:
         return []  # a batch on its own
@@ -149,10 +151,10 @@ def missing_parts(path: Path, parts: Sequence[Path]) -> list[str]:
     first = batches[0]
     for part, batch in zip(parts, batches, strict=True):
         if batch is None or any(batch[name] != first[name] for name in ("prompts", "size")):
-            raise ValueError(f"{part} is no batch of the recording that {parts[0]} is of; take it away")
+            raise ValueError(f"{part} and {parts[0]} are batches of different recordings; move one of them")
         if part_name(range(*batch["rows"])) != part.name:
             raise ValueError(
-                f"{part} holds the rows {batch['rows'][0]} to {batch['rows'][1] - 1}; give it their name"
+                f"{part} holds the rows {batch['rows'][0]} to {batch['rows'][1] - 1}; rename it to them"
             )
     prompts, size = first["prompts"], max(1, first["size"])
     there = {part.name for part in parts}
@@ -165,18 +167,21 @@ def _batch_of(part: Path) -> Any:
 
 
 def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> RecordingFields:
-    """One batch; `tokenizer` decodes its tokens, by default the texts in the file.
+    """Read one batch.
 
-    Without `verify` the checksums of the shards are not compared.
+    Args:
+        path: of the batch.
+        tokenizer: decodes its tokens; None for the token texts in the file.
+        verify: compare the shards with their checksums.
 
     Raises:
-        ValueError: it is not finished, or damaged.
+        ValueError: the batch is not finished, or damaged.
     """
     shards = ShardDirectory(path)
     lines = shards.lines()
     if not shards.finished:
         raise ValueError(
-            f"{path} is not finished ({len(lines)} steps are there); record with the same arguments to go on"
+            f"{path} is not finished (it has {len(lines)} steps); record with the same arguments to continue"
         )
     facts = shards.run_facts()
     if len(lines) != facts.steps_in_all:
@@ -217,17 +222,17 @@ def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Reco
 
 
 class _ContradictionError(Exception):
-    """Files of a recording that do not fit each other."""
+    """Files of a recording that contradict each other."""
 
 
 def _sizes(facts: RunFacts, positions: int) -> dict[str, int]:
-    """Length of every axis that the arrays of a step share; keys and queries may be fewer."""
+    """Length of the axes that all arrays of a step share; keys and queries may be fewer."""
     found = {"batch": len(facts.rows), "layer": len(facts.layers), "key": positions + facts.sinks}
     return found | {"query": positions} | ({} if facts.heads is None else {"head": len(facts.heads)})
 
 
 def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
-    """Raise unless the run's tensors and facts fit each other."""
+    """Raise if the run's tensors and facts contradict each other."""
     missing = [name for name in (*RUN_TENSORS, "answer") if name not in held]
     if missing:
         raise _ContradictionError(f"{TENSORS} has no {missing[0]}")
@@ -272,7 +277,7 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
 
 
 def _tokenizer(facts: RunFacts) -> StoredTokenizer | None:
-    """The texts of the file's tokens; None where the model had no tokenizer."""
+    """A tokenizer from the token texts in the file; None if the model had none."""
     words = {int(i): word for i, word in facts.words.items()}
     decoding = None if facts.decoding is None else facts.decoding.model_dump()
     return StoredTokenizer.read(words, decoding) if words else None
@@ -281,7 +286,7 @@ def _tokenizer(facts: RunFacts) -> StoredTokenizer | None:
 def write_end(
     shards: ShardDirectory, recording: RecordingFields, specs: Sequence[ArraySpec], rows: Sequence[int]
 ) -> None:
-    """Write what a recording is beside its arrays, whose `specs` may be on the disk only."""
+    """Write all of a recording but its arrays, which the shards hold; `specs` describe them."""
     run = recording.run
     facts = {
         "steps_in_all": run.steps,
@@ -303,19 +308,24 @@ def write_end(
 
 
 def _decoding(recording: RecordingFields) -> dict[str, Any] | None:
-    """What decodes the words beside themselves."""
+    """The settings that decode the token texts."""
     if not recording.words or recording.run.tokenizer is None:
         return None
     return StoredTokenizer.of(recording.run.tokenizer, recording.words).facts()
 
 
 def save_recording(recording: RecordingFields, path: Path, *, replace: bool = False) -> Path:
-    """Write a recording that is in memory, whole or not at all; `replace` takes a recording's place.
+    """Write a recording from memory, completely or not at all.
+
+    Args:
+        recording: to be written.
+        path: its directory.
+        replace: whether to replace a recording that is there.
 
     Raises:
-        FileExistsError: the directory holds something already.
+        FileExistsError: the directory is not empty.
         ValueError: another process writes there.
-        OSError: the disk is full, or takes no files; what was written is removed.
+        OSError: the disk is full or read-only; the files written so far are removed.
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; give a directory")

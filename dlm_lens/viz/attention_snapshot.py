@@ -17,20 +17,20 @@ from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
 class Snapshot:
     """Attention of one layer over the content of one sequence at one step.
 
-    Padding is left out, and in an AR baseline what is not yet written. Learned sink tokens stand behind the canvas,
-    as queries and as keys.
+    Padding is left out, and in an AR baseline positions that are not written yet. Learned sink tokens come after
+    the canvas positions, as queries and as keys.
 
     Args:
         pattern: A, the rows of which sum to 1.
         value_norms: ||v_j||_2 of every query head's value.
         tokens: ids; learned sink i is -1 - i.
-        masked: what is still [MASK].
+        masked: which positions are masked.
         positions: canvas positions; as long as the canvas part.
-        padding: how many canvas positions stand before the row's first token; shown positions count from there.
-        sinks: how many of the keys, the last ones, are learned sink tokens.
-        causal: a query sees only itself and what stands before it.
-        window: how many keys, its own among them, it sees by the layer's sliding window; None without one.
-        layer, step, row: where this is.
+        padding: number of canvas positions before the row's first token; figures count positions from that token.
+        sinks: number of learned sink tokens, which are the last keys.
+        causal: whether a query sees only itself and earlier positions.
+        window: size of the layer's sliding window, the query's own position included; None without one.
+        layer, step, row: indices in the model and in the run.
         tokenizer: decodes ids.
 
     Raises:

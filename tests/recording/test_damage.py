@@ -124,7 +124,7 @@ def test_a_recording_that_lacks_a_batch_says_how_much_is_there(kept: Path, tmp_p
     shutil.copytree(kept, tmp_path / "it")
     shutil.rmtree(tmp_path / "it/rows-00001-00001")
     with pytest.raises(
-        ValueError, match=r"holds 1 of 2 prompts \(rows-00001-00001 not there\); record with the same"
+        ValueError, match=r"holds 1 of 2 prompts \(rows-00001-00001 missing\); record with the same"
     ):
         Recording.load(tmp_path / "it")
     found = RecordingSet(tmp_path / "it")

@@ -1,4 +1,4 @@
-"""record, record_forward, the recorder as a host, and Recording itself."""
+"""record, record_forward, Recorder as an observer, and Recording itself."""
 
 import dataclasses
 import json
@@ -294,14 +294,14 @@ def test_record_forward_is_any_forward_of_the_users(tmp_path):
     assert rec.received[0, 0, 0, 0].isnan().tolist() == [False] * 2 + [True] * 7
 
 
-def test_the_recorder_is_a_host_of_denoise_and_of_a_trace():
+def test_recorder_is_an_observer_of_denoise_and_of_a_trace():
     model = tiny("llada")
     wanted = record(model, PROMPTS, EVERYTHING, **RUN)
     recorder = Recorder(model, EVERYTHING)
     run = denoise(model, PROMPTS, observers=recorder, **RUN)
     equal(recorder.recording(run), wanted)
     equal(recorder.recording(denoise(model, PROMPTS, observers=[recorder], **RUN)), wanted)
-    with pytest.raises(ValueError, match="followed 6 steps, but the run has 3"):
+    with pytest.raises(ValueError, match="observed 6 steps, but the run has 3"):
         recorder.recording(denoise(model, PROMPTS, **RUN | {"steps": 3}))
     lm = dlm_lens.DiffusionLM(model, check=False)
     untraced = lm.generate(PROMPTS, observers=recorder, **RUN)

@@ -212,6 +212,7 @@ class _StreamNorm(Reducer):
         return "||h_i + z_i||_2 (2601.19657, Eq. 22)"
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch query"]:
+        """The norm, NaN at padding."""
         if layer.attn_out is None:
             raise ValueError("UpdateNorm needs the output of attention, which this recorder lacks")
         added = layer.attn_out

@@ -190,6 +190,7 @@ class _Top(Reducer):
         return (f"received:{self.top.queries}",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head rank"] | Int[Tensor, "batch head rank"]:
+        """The positions, or the scores, in falling order of score."""
         scores = layer.received(self.top.queries, min_viewers=self.top.min_viewers)
         if scores.shape[-1] < self.top.k:
             scores = torch.nn.functional.pad(scores, (0, self.top.k - scores.shape[-1]), value=torch.nan)

@@ -1,4 +1,4 @@
-"""One layer of one step: its inputs in the canvas's order, one pass over the pattern, all reducers on it."""
+"""The reduction of one layer: keys in canvas order, one pass over the pattern, all reducers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, PatternReduc
 
 
 def classes_read(reducers: Sequence[AnyReducer]) -> tuple[QueryClass, ...]:
-    """The classes of queries whose column sums somebody reads, each once."""
+    """The classes of queries whose column sums a reducer reads, each once."""
     found = [
         read.partition(":")[2] for reducer in reducers for read in reducer.reads if read.startswith("received:")
     ]
@@ -25,7 +25,7 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
     """The first `rows` rows (the conditional half under guidance), keys in the order canvas, learned sinks.
 
     Raises:
-        ValueError: the queries are not all of the canvas (a cache), or another batch's.
+        ValueError: fewer queries than canvas positions (a cache), or another batch size.
     """
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
     if inputs.q.shape[0] % rows:
@@ -62,7 +62,7 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
 def _spare_on_canvas(
     dropped: ColumnMask, layout: SinkLayout
 ) -> Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None:
-    """What each query keeps, from its position on the canvas, with the keys in the order canvas, learned sinks."""
+    """The keys that each query keeps, by its canvas position, with the keys in the order canvas, learned sinks."""
     spare = dropped.spare
     if spare is None or not layout.count:
         return spare
@@ -74,7 +74,7 @@ def _spare_on_canvas(
 
 
 def reduce_layer(layer: LayerStep, reducers: Sequence[AnyReducer]) -> dict[str, Tensor]:
-    """What every reducer makes of a layer; the pattern is passed through at most once."""
+    """Name -> statistic of a layer for every reducer, in at most one pass over the pattern."""
     classes = classes_read(reducers)
     tiled = [reducer for reducer in reducers if isinstance(reducer, PatternReducer)]
     weights = torch.stack([layer.facts.queries(name) for name in classes], 1).float() if classes else None
@@ -96,7 +96,7 @@ def reduce_layer(layer: LayerStep, reducers: Sequence[AnyReducer]) -> dict[str, 
 def _tiled(
     layer: LayerStep, reducers: Sequence[PatternReducer], weights: Float[Tensor, "batch klass query"] | None
 ) -> tuple[Float[Tensor, "batch klass head key"] | None, dict[str, Any]]:
-    """The column sums of every class and the last state of every reducer."""
+    """The column sums of every class and the final state of every reducer, tile by tile."""
     states = {reducer.name: reducer.start(layer) for reducer in reducers}
     sums = None
     for rows, pattern in pattern_tiles(layer.inputs):
