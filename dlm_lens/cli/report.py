@@ -42,6 +42,7 @@ def report_command(
         detector=rule.build(),
         row=row,
         title=title,
+        progress=True,
         labels=None if compare is None else (recording.resolve().name, compare.resolve().name),
     )
     echo(f"{out}: {out.stat().st_size / 1e6:.2f} MB")

@@ -66,6 +66,22 @@ def test_the_families_are_listed() -> None:
         assert word in output
 
 
+@pytest.mark.parametrize(
+    ("command", "field", "name"),
+    [
+        (["families"], "families", "llada"),
+        (["plot", "list"], None, "sink-positions"),
+        (["experiment", "list"], None, "fig7-paths"),
+        (["eval", "--presets"], None, "one-token/table2/piqa"),
+    ],
+)
+def test_a_list_is_json_for_a_program(command: list[str], field: str | None, name: str) -> None:
+    result = CliRunner().invoke(cli.app, [*command, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    listed = json.loads(result.stdout)
+    assert name in {one["name"] for one in (listed if field is None else listed[field])}
+
+
 def test_the_version() -> None:
     assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == dlm_lens.__version__
 
@@ -184,6 +200,10 @@ def test_the_doctor_names_what_is_wrong_and_fails(monkeypatch: pytest.MonkeyPatc
     assert "0.7.0, but dlm_lens needs <0.9,>=0.8.1" in lines["nnsight"]
     assert "pip install 'einops>=0.8'" in lines["einops"]
     assert "RuntimeError: the bridge is [down]" in lines["toy:bridge"]
+    as_json = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    assert as_json.exit_code == 1
+    found = {one["subject"]: one["good"] for one in json.loads(as_json.stdout)}
+    assert (found["torch"], found["nnsight"], found["einops"], found.get("CUDA")) == (True, False, False, None)
 
 
 def test_the_doctor_finds_the_models_well_in_every_host() -> None:

@@ -33,6 +33,9 @@ def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     assert [one["task"] for one in samples] == ["toy_arithmetic"] * 3 + ["toy_choice"] * 3
     assert len((tmp_path / "run/responses.jsonl").read_text().splitlines()) == 1 + 3 + 12
+    scores = json.loads(run(*asked, "--json"))["scores"]
+    assert [one["task"] for one in scores] == ["toy_arithmetic", "toy_choice"]
+    assert [one["value"] for one in scores] == [one["value"] for one in kept["scores"]]
     # The same command again is answered from the file.
     assert run(*asked) == printed
     with pytest.raises(ValueError, match="holds answers with seed=0"):

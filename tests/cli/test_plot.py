@@ -84,6 +84,7 @@ def test_list_names_every_kind():
         (["sink-positions", "rec", "--layer", "first"], "--layer is 'first'; give an index, or mean"),
         (["sink-positions", "rec", "--layer", 9, "--head", 0], "layer 9 is not among the layers 0, 1"),
         (["attention-pattern", "rec", "--layer", "mean"], "is of one head"),
+        (["sinks-over-eps", "rec", "--detector", "top-k:2"], r"marks an eps of above-mean; TopK(k=2) has none"),
     ],
 )
 def test_what_cannot_work_is_a_sentence(files, monkeypatch, arguments, message):

@@ -98,7 +98,7 @@ def test_undefined_cells_are_blank_and_explained(received):
     figure = incoming_attention(replace(received, values=values), layer=4, head=0)
     assert np.argwhere(np.ma.getmaskarray(mesh(figure))).tolist() == [[2, 4]]
     assert [t.get_text() for t in figure.legends[0].get_texts()] == [
-        "masked (not yet written)",
+        "masked (not decoded yet)",
         "undefined (visible to fewer than 5 counted queries)",
     ]
 

@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_file
 from dlm_lens.recording import Recording
@@ -34,6 +36,7 @@ def report(
     row: int | None = None,
     title: str = "",
     labels: tuple[str, str] | None = None,
+    progress: bool = False,
 ) -> Path:
     """Write one HTML file that shows the sinks of a run step by step, in any browser, without a network.
 
@@ -55,6 +58,7 @@ def report(
             of one, so that fewer scores of each may be exact.
         title: heading of the page.
         labels: names of the two sources; those of the models by default.
+        progress: show a progress bar over the rows.
 
     Returns:
         The path.
@@ -78,7 +82,8 @@ def report(
         "rule": rule_of(rule),
     }
     room = BUDGET // len(prompts)
-    contents = [[content_of(subject, room, rule=rule) for subject in pair] for pair in prompts]
+    rows_of_page = tqdm(prompts, desc="report", unit="row", disable=not progress)
+    contents = [[content_of(subject, room, rule=rule) for subject in pair] for pair in rows_of_page]
     first = [{"label": label, **content} for label, content in zip(names, contents[0], strict=False)]
     data |= {"recordings": first, "others": contents[1:]}
     return write_file(path, page_of(data))
