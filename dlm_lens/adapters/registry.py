@@ -53,6 +53,7 @@ class Family:
         samplers: sampling algorithms of `dlm_lens.sampling` that its checkpoints use -> the settings of `denoise`
             where neither the checkpoint nor the caller says otherwise. The first is the family's; a checkpoint's
             config.json may name another in its field `sampler`.
+        causal: whether it is autoregressive: a position sees the ones before it and predicts the next.
         hub_names: released checkpoints that load.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
@@ -65,6 +66,7 @@ class Family:
     name: str
     layouts: Mapping[str, tuple[type[Any], type[Any]]]
     samplers: Mapping[str, Mapping[str, Any]]
+    causal: bool = False
     hub_names: tuple[str, ...] = ()
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
@@ -82,11 +84,6 @@ class Family:
         if name not in self.samplers:
             raise ValueError(f"config.json names the sampler {name!r}; {self.name} has {', '.join(self.samplers)}")
         return str(name)
-
-    @property
-    def causal(self) -> bool:
-        """Whether it is autoregressive."""
-        return "causal" in self.samplers
 
     def register(self) -> None:
         """Register the family's own model types with transformers' Auto classes and its weight loader.

@@ -216,10 +216,6 @@ class DiffusionBridge(TransformerBridge):
         attention_mask: Any,
         settings: dict[str, Any],
     ) -> DenoisingRun:
-        if family_of(self.original_model.config.model_type).causal and settings.setdefault("use_cache", False):
-            raise ValueError(
-                "use_cache=True hides all positions but the newest from hooks; leave it out in a bridge"
-            )
         others = observers if isinstance(observers, Sequence) else (observers,)
         with in_use(self.original_model), run:
             done = denoise(self.original_model, prompt, attention_mask, observers=(run, *others), **settings)

@@ -69,6 +69,7 @@ class BridgeRun(StepObserver):
     """
 
     needs_full_logits = True
+    whole_prefix = True
 
     def __init__(
         self, bridge: Any, hooks: Sequence[FwdHook], on_start: Callable[[int, int, int], None] | None = None

@@ -113,14 +113,11 @@ def denoise(
     seeds = row_seeds(seed, len(prompts.ids))
     algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
     observers = tuple(observers) if isinstance(observers, Sequence) else () if observers is None else (observers,)
+    _check_use(algorithm, reference_quirks, on_canvas)
     if algorithm.sampler.autoregressive:
-        if reference_quirks or on_canvas is not None:
-            raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")
+        logits = "needed"
         if hooks or any(observer.whole_prefix for observer in observers):
             given = _without_cache(given)
-        logits = "needed"
-    elif reference_quirks and not algorithm.sampler.has_quirks:
-        raise ValueError(f"the {algorithm.name} sampler has no reference quirks; leave reference_quirks out")
     run = _prepare(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}
@@ -139,6 +136,18 @@ def denoise(
             observers=observers,
             resume=resume,
         )
+
+
+def _check_use(algorithm: Algorithm, reference_quirks: bool, on_canvas: OnCanvas | None) -> None:
+    """Raise if the algorithm does not take these arguments of `denoise`.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if algorithm.sampler.autoregressive and (reference_quirks or on_canvas is not None):
+        raise ValueError("an AR model has no reference quirks and no canvas to edit; leave these arguments out")
+    if reference_quirks and not algorithm.sampler.has_quirks:
+        raise ValueError(f"the {algorithm.name} sampler has no reference quirks; leave reference_quirks out")
 
 
 def _without_cache(given: Mapping[str, Any]) -> dict[str, Any]:

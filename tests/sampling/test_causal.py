@@ -61,7 +61,7 @@ def test_sampling_follows_the_softmax_at_its_temperature(model: PreTrainedModel)
     run = dlm_lens.denoise(model, [[1, 2, 3]] * rows, gen_length=1, temperature=3.0, seed=list(range(rows)))
     expected = (forward64(model, torch.tensor([[1, 2, 3]]), causal=True)["logits"][0, -1] / 3).softmax(-1)
     observed = run.tokens[:, 3].bincount(minlength=64) / rows
-    assert (observed - expected).abs().sum() / 2 < 0.12  # as in test_denoise.py
+    assert (observed - expected).abs().sum() / 2 < 0.12  # as in test_denoising.py
 
 
 def test_a_row_that_has_ended_goes_on_with_its_end_and_all_ended_stops_the_run(model: PreTrainedModel) -> None:

@@ -155,7 +155,7 @@ def test_sampling_follows_the_softmax_at_its_temperature() -> None:
     )  # fmt: skip
     expected = (forward64(model, torch.tensor([[1, 2, 3, MASK]]))["logits"][0, 3] / temperature).softmax(-1)
     observed = run.tokens[:, 3].bincount(minlength=64) / rows
-    # As in test_denoise.py: total variation of 1,500 draws from 64 classes is about 0.08.
+    # As in test_denoising.py: total variation of 1,500 draws from 64 classes is about 0.08.
     assert (observed - expected).abs().sum() / 2 < 0.12
     assert (observed - (expected**2 / (expected**2).sum())).abs().sum() / 2 > 0.15
 

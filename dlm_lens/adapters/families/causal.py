@@ -8,6 +8,7 @@ FAMILY = Family(
     name="causal",
     layouts={"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)},
     samplers={"causal": {"gen_length": 128, "temperature": 0.0}},
+    causal=True,
     hub_names=(
         "meta-llama/Llama-3.1-8B-Instruct",
         "Qwen/Qwen2.5-0.5B",
