@@ -143,7 +143,7 @@ def test_an_ar_run_has_no_cache_under_hooks() -> None:
     run = tl.denoise(PROMPT, gen_length=3, fwd_hooks=[("blocks.0.attn.hook_pattern", look)])
     assert lengths == [(step, 7 + step, 7 + step, 7 + step, False) for step in range(3)]
     assert torch.equal(run.tokens, dl.denoise(tl.original_model, PROMPT, gen_length=3).tokens)
-    with pytest.raises(ValueError, match="use_cache=True hides"):
+    with pytest.raises(ValueError, match="use_cache=True with hooks"):
         tl.denoise(PROMPT, gen_length=3, use_cache=True)
 
 
