@@ -96,8 +96,8 @@ def denoise(
         ValueError: a prompt or a setting that cannot work, before anything is computed.
         NonFiniteLogitsError: naming the step; its `partial` holds the steps before.
     """
-    given = {"steps": steps, "gen_length": gen_length, "block_length": block_length, "temperature": temperature}
-    given |= {"cfg_scale": cfg_scale, "remasking": remasking, **settings}
+    given: dict[str, Any] = {"steps": steps, "gen_length": gen_length, "block_length": block_length}
+    given |= {"temperature": temperature, "cfg_scale": cfg_scale, "remasking": remasking, **settings}
     given = {name: value for name, value in given.items() if value is not None}
     check_model(model)
     check_values(model.sampler_defaults)
