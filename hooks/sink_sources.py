@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, run_of, top_columns
 from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE
+from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, with_all_axes
 
 
 def scores_of(
@@ -91,7 +91,7 @@ def measured_columns(
     step = run_of(hook, who).step if "step" in source.dims else 0
     layer = hook.layer() if "layer" in source.dims else 0
     if isinstance(source, Sinks):
-        found, scores = (_wide(tensor, source.dims) for tensor in (source.is_sink, source.scores))
+        found, scores = (with_all_axes(tensor, source.dims) for tensor in (source.is_sink, source.scores))
         _check_step(len(found), step, who)
         index = _layer_index(source, layer, who)
         found, scores = found[step, :, index], scores[step, :, index]
@@ -115,13 +115,6 @@ def _at_step(source: Received, step: int) -> Received:
     given = {field.name: getattr(source, field.name) for field in fields(source) if field.name in _PER_STEP}
     part = {name: value[step : step + 1] for name, value in given.items() if value is not None}
     return replace(source, **part)
-
-
-def _wide(tensor: Tensor, dims: tuple[str, ...]) -> Tensor:
-    """Insert an axis of size 1 for every axis that `dims` lacks."""
-    for place, name in enumerate(AXES):
-        tensor = tensor if name in dims else tensor.unsqueeze(place)
-    return tensor
 
 
 def _check_step(steps: int, step: int, who: Any) -> None:

@@ -237,6 +237,15 @@ class Received:
         )
 
 
+def with_all_axes(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...] = AXES) -> Any:
+    """A tensor with the axes that are not in `dims` inserted, with size 1; None stays None."""
+    if tensor is None:
+        return None
+    for axis, name in enumerate(axes):
+        tensor = tensor if name in dims else tensor.unsqueeze(axis)
+    return tensor
+
+
 def _wide(values: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """Values of at least float32: a threshold rounded to half precision could change a decision."""
     return values.float() if values.dtype.itemsize < 4 else values

@@ -34,7 +34,7 @@ from dlm_lens.sinks.lifetimes import (
     link_lifetimes,
     main_path,
 )
-from dlm_lens.sinks.received import AXES, Level, Received, Scale
+from dlm_lens.sinks.received import Level, Received, Scale, with_all_axes
 
 By = Literal["pattern", "head", "layer", "all"]
 """One line of a summary: a pattern of one sequence, a (layer, head) or a layer over all sequences, or all."""
@@ -411,21 +411,13 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
             f"these Sinks were found by {sinks.detector} at level {sinks.level}, which stay as they are"
         )
     context = {
-        "tokens": _widened(sinks.tokens, sinks.dims, ("step", "batch", "key")),
-        "masked": _widened(sinks.masked, sinks.dims, ("step", "batch", "key")),
+        "tokens": with_all_axes(sinks.tokens, sinks.dims, ("step", "batch", "key")),
+        "masked": with_all_axes(sinks.masked, sinks.dims, ("step", "batch", "key")),
         "final_tokens": None,
         **{name: getattr(sinks, name) for name in ("level", "layers", "queries", *_CARRIED)},
     }
-    scores, entered = (_widened(tensor, sinks.dims, AXES) for tensor in (sinks.scores, sinks.is_sink))
+    scores, entered = (with_all_axes(tensor, sinks.dims) for tensor in (sinks.scores, sinks.is_sink))
     return _Input(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)
-
-
-def _widened(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...]) -> Any:
-    """Insert the axes that are not in `dims`, with size 1."""
-    if tensor is not None:
-        for place, name in enumerate(axes):
-            tensor = tensor if name in dims else tensor.unsqueeze(place)
-    return tensor
 
 
 def _joined(pieces: list[tuple[Tensor, SinkLifetimes]]) -> SinkLifetimes:
