@@ -13,7 +13,7 @@ import dlm_lens as dl
 from dlm_lens.attention import attach_hooks, check_hook_points, hooked_attentions
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.testing import tiny
-from tests.attention.test_any_model import build
+from tests.attention.test_hook_points import build
 
 IDS = torch.arange(3, 13)[None]
 FAMILIES = ("llada", "smdm", "sink_qwen", "qwen3", "gpt2")

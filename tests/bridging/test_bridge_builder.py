@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from tests.attention.test_any_model import build
+from tests.attention.test_hook_points import build
 from tests.bridging.cases import CASES, model_of, padded, some_ids
 from tests.reference import forward64
 

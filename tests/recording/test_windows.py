@@ -41,7 +41,7 @@ from dlm_lens.sampling import denoise
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, received_over_steps, trajectories
 from dlm_lens.testing import tiny
 from dlm_lens.viz.attention_snapshot import snapshot
-from tests.attention.test_any_model import build, plain
+from tests.attention.test_hook_points import build, plain
 
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 12, 40]]
 RUN: dict[str, Any] = {"gen_length": 6, "temperature": 1.0, "seed": [3, 4]}

@@ -9,7 +9,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import HOOK_POINTS, attention_blocks, hook_point, hooked_attentions
 from dlm_lens.hooks import ablate, attach_hooks, mask_positions
-from tests.attention.test_any_model import build
+from tests.attention.test_hook_points import build
 
 IDS = [5, 9, 14, 3, 27]
 KINDS = (

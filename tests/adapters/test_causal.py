@@ -14,7 +14,7 @@ import dlm_lens as dl
 from dlm_lens.adapters.loading import check_model
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.hooks import mask_top_sinks
-from tests.attention.test_any_model import build
+from tests.attention.test_hook_points import build
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -181,7 +181,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.attention.test_any_model import BASE
+    from tests.attention.test_hook_points import BASE
 
     if kind == "bert":
         AutoConfig.for_model(kind, **BASE).save_pretrained(tmp_path)
