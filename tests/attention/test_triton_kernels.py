@@ -1,6 +1,7 @@
 """The Triton kernels: in Triton's interpreter in a process of their own, compiled, and on a GPU where there is one.
 
-TRITON_INTERPRET must be set before triton is imported, hence the process: `python -m tests.attention.test_triton_kernels`.
+TRITON_INTERPRET must be set before triton is imported, hence the process:
+`python -m tests.attention.test_triton_kernels`.
 """
 
 import os
@@ -97,8 +98,8 @@ def test_in_the_interpreter() -> None:
     """float32 and float16; the interpreter's product of bfloat16 returns garbage."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attention.test_triton_kernels"], capture_output=True, text=True, env=environment,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.attention.test_triton_kernels"], capture_output=True, text=True,
+        env=environment, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == f"{2 * len(CASES)} cases agree"
