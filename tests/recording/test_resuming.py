@@ -80,7 +80,7 @@ def test_every_sampler_goes_on_as_if_nothing_had_been(sampler, tmp_path, monkeyp
     # The state that is lost must matter, or the test could not fail.
     assert not torch.equal(whole.run.tokens, denoise(model, PROMPTS, **{**settings, "seed": 99}).tokens)
     killed_behind(monkeypatch, 4, model, PROMPTS, REDUCERS, to=tmp_path, **settings)
-    with pytest.raises(ValueError, match=r"is not finished \(4 steps are there\)"):
+    with pytest.raises(ValueError, match=r"is not finished \(it has 4 steps\)"):
         Recording.load(tmp_path)
     resumed = record(model, PROMPTS, REDUCERS, to=tmp_path, **settings)
     assert_same(resumed, whole)
