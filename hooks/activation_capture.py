@@ -11,6 +11,7 @@ from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import (
     SITES,
     Hook,
+    HookLike,
     PointContext,
     SinkLayout,
     Site,
@@ -183,7 +184,7 @@ def capture(
     *,
     cache_steps: int | slice | Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookLike] = (),
     device: Any = "cpu",
     max_bytes: int = MAX_BYTES,
     **settings: Any,
@@ -239,7 +240,7 @@ def chosen_steps(steps: int | slice | Sequence[int] | None, total: int) -> tuple
     return tuple(sorted({step % total for step in found}))
 
 
-def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[Hook]) -> None:
+def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[HookLike]) -> None:
     run = stored.run
     keeper.check(run.steps, stored.halves * len(run.tokens), run.tokens.shape[1])
     runner = stored.runner([*hooks, *keeper.hooks()])

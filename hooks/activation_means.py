@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import Hook, PointContext, RunStep, Site, attention_blocks, exclusive, run_of
+from dlm_lens.attention import Hook, HookLike, PointContext, RunStep, Site, attention_blocks, exclusive, run_of
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
@@ -164,7 +164,7 @@ def mean_activations(
     site: ActivationSite,
     *,
     bins: int = BINS,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookLike] = (),
     **settings: Any,
 ) -> MeanActivations:
     """Measure an activation's means over a denoising run of `prompts`, for `ablate(site, value=means)`.

@@ -14,6 +14,7 @@ from dlm_lens.attention import (
     ColumnMask,
     ColumnStats,
     Hook,
+    HookLike,
     HookWrapper,
     PointContext,
     RunStep,
@@ -293,7 +294,7 @@ class LimitedColumns(Limited, ColumnHook):
         self.hook.observe(keys, columns, hook)
 
 
-def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
+def at_steps(hook: HookLike, steps: int | range | slice | Sequence[int]) -> Limited:
     """Limit a hook to some steps of the run.
 
     At the other steps the hook does not act but can still keep statistics, which `source="previous"` and
@@ -307,40 +308,40 @@ def at_steps(hook: Hook, steps: int | range | slice | Sequence[int]) -> Limited:
     Raises:
         ValueError: no hook, or no steps.
     """
-    hook = as_hook(hook)
+    inner = as_hook(hook)
     if isinstance(steps, slice):
-        return _limited(hook, StepLimit(bounds=(steps.start, steps.stop, steps.step)))
+        return _limited(inner, StepLimit(bounds=(steps.start, steps.stop, steps.step)))
     found = steps if isinstance(steps, range) else _indices([steps] if isinstance(steps, int) else steps, "step")
     if not found:
         raise ValueError(f"at_steps(..., {steps!r}): there is no step in it")
-    return _limited(hook, StepLimit(found))
+    return _limited(inner, StepLimit(found))
 
 
-def at_layers(hook: Hook, layers: int | Sequence[int]) -> Limited:
+def at_layers(hook: HookLike, layers: int | Sequence[int]) -> Limited:
     """Limit a hook to some layers; negative indices count from the last.
 
     Raises:
         ValueError: no hook, or no layers.
     """
-    hook = as_hook(hook)
-    return _limited(hook, LayerLimit(_indices([layers] if isinstance(layers, int) else layers, "layer")))
+    inner = as_hook(hook)
+    return _limited(inner, LayerLimit(_indices([layers] if isinstance(layers, int) else layers, "layer")))
 
 
-def at_heads(hook: Hook, heads: int | Sequence[int]) -> Limited:
+def at_heads(hook: HookLike, heads: int | Sequence[int]) -> Limited:
     """Limit a hook to some heads of every layer; at k, v and rot_k these are key/value heads.
 
     Raises:
         ValueError: no hook, no heads, or a hook at a site without heads.
     """
-    hook = as_hook(hook)
-    if hook.site not in HEAD_AXIS:
+    inner = as_hook(hook)
+    if inner.site not in HEAD_AXIS:
         raise ValueError(
-            f"{hook} belongs at {hook.site!r}, which has no heads; heads are at {', '.join(HEAD_AXIS)}"
+            f"{inner} belongs at {inner.site!r}, which has no heads; heads are at {', '.join(HEAD_AXIS)}"
         )
-    return _limited(hook, HeadLimit(_indices([heads] if isinstance(heads, int) else heads, "head")))
+    return _limited(inner, HeadLimit(_indices([heads] if isinstance(heads, int) else heads, "head")))
 
 
-def at_progress(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tensor, "row"]], Any]) -> Limited:
+def at_progress(hook: HookLike, progress: tuple[float, float] | Callable[[Float[Tensor, "row"]], Any]) -> Limited:
     """Limit a hook to rows by their progress, the share of the answer that is decided (in an AR run, step / total).
 
     Args:
@@ -351,15 +352,15 @@ def at_progress(hook: Hook, progress: tuple[float, float] | Callable[[Float[Tens
     Raises:
         ValueError: no hook, or no interval within 0 and 1.
     """
-    hook = as_hook(hook)
+    inner = as_hook(hook)
     if callable(progress):
-        return _limited(hook, ProgressLimit(chosen=progress))
+        return _limited(inner, ProgressLimit(chosen=progress))
     pair = tuple(progress) if isinstance(progress, tuple | list) else ()
     plain = all(isinstance(end, int | float) and not isinstance(end, bool) for end in pair)
     if len(pair) != 2 or not plain or not 0 <= pair[0] < pair[1] <= 1:
         raise ValueError(f"progress is {progress!r}; it must be an interval (low, high) within 0 and 1")
     low, high = pair
-    return _limited(hook, ProgressLimit(low, high))
+    return _limited(inner, ProgressLimit(low, high))
 
 
 def _limited(hook: Hook, limit: Limit) -> Limited:

@@ -68,8 +68,8 @@ class KeepOnly(ColumnHook):
         found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)
         device = None if hook.run is None else hook.run.tokens.device
         gone = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if found is None else ~found.columns
-        spare = partial(in_window, window=self.window, ahead=self.ahead, layout=hook.sinks)
-        return ColumnMask(gone, self.stage, renormalise=self.renormalise, spare=spare)
+        keep = partial(in_window, window=self.window, ahead=self.ahead, layout=hook.sinks)
+        return ColumnMask(gone, self.stage, renormalise=self.renormalise, keep=keep)
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
         """Let the hook that finds the sinks see a step at which this one does not act."""

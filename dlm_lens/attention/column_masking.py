@@ -34,7 +34,7 @@ class ColumnMask:
         renormalise: rows sum to 1 again after the softmax.
         heads: sets of head indices, negative from the end; keys are hidden only in heads that are in all of them.
         rows: keys are hidden only in these rows of the batch; None for all.
-        spare: from the queries' own positions and the number of keys: which of the columns each query still sees.
+        keep: from the queries' own positions and the number of keys: which of the columns each query still sees.
         most: upper bound of the columns hidden in one map; None if computing it would wait for the device.
         leaves_one: whether at least one key that the queries of a map see stays visible.
         edge: only the first `edge` queries can lose every key; None if computing it would wait for the device.
@@ -46,7 +46,7 @@ class ColumnMask:
     renormalise: bool = False
     heads: tuple[tuple[int, ...], ...] = ()
     rows: Bool[Tensor, "batch"] | None = None
-    spare: Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None = None
+    keep: Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None = None
     most: int | None = None
     leaves_one: bool = False
     edge: int | None = None
@@ -59,7 +59,7 @@ class ColumnMask:
         """The same mask, in these rows of the batch only."""
         return replace(self, rows=rows if self.rows is None else self.rows & rows)
 
-    def settled(self, heads: int, device: torch.device) -> "ColumnMask":
+    def resolved(self, heads: int, device: torch.device) -> "ColumnMask":
         """The same mask on `device`, with `heads` and `rows` applied to the columns of a module with `heads` heads.
 
         Raises:
@@ -89,8 +89,8 @@ class ColumnMask:
         """The entries of the pattern to hide; `own` is the key at every query's own position."""
         hidden = self.columns[:, :, None, :].to(visible.device) & visible
         itself = own[:, None] == torch.arange(visible.shape[-1], device=visible.device)
-        if self.spare is not None:
-            hidden = hidden & ~self.spare(own, visible.shape[-1])
+        if self.keep is not None:
+            hidden = hidden & ~self.keep(own, visible.shape[-1])
         if self.keep_self:
             hidden = hidden & ~itself
         # A row that would lose every key keeps itself; one that does not see itself stays as it was.
@@ -113,7 +113,7 @@ def _head_flags(sets: tuple[tuple[int, ...], ...], count: int, device: torch.dev
     """True at the heads that are in all sets; made on the device, where a copy would wait for it."""
     flags = torch.zeros(count, dtype=torch.bool, device=device)
     for head in _heads_in_all(sets, count):
-        flags[head : head + 1] = True  # a slice is filled, an index would copy from the host
+        flags[head : head + 1] = True  # a slice is filled, an index would copy from the CPU
     return flags
 
 

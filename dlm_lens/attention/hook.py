@@ -347,7 +347,7 @@ def hide_columns(hook: Any, tensor: Tensor, context: HookContext | None) -> Tens
         hidden = column.hidden(keys, columns, point)
     if hidden is None:
         return tensor
-    hidden = hidden.settled(heads, tensor.device)
+    hidden = hidden.resolved(heads, tensor.device)
     count_hidden(column.key, hidden, rows, heads, point, columns.found)
     entries = hidden.entries(visible, own_keys(queries, keys, tensor.device))
     if before:

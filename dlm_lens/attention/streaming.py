@@ -43,7 +43,7 @@ def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> Atten
         if hidden is None:
             continue
         hidden = replace(
-            hidden.settled(inputs.q.shape[1], inputs.q.device), edge=least.edge(hidden, inputs, context)
+            hidden.resolved(inputs.q.shape[1], inputs.q.device), edge=least.edge(hidden, inputs, context)
         )
         count_hidden(call.hook.key, hidden, inputs.q.shape[0], inputs.q.shape[1], context, columns.found)
         if hidden.stage == "after" and not hidden.renormalise:
@@ -66,9 +66,9 @@ class _Least:
     def edge(self, hidden: ColumnMask, inputs: AttentionInputs, context: PointContext) -> int | None:
         """`ColumnMask.edge` of the next hook."""
         before = self.hidden
-        counts = hidden.most is not None and not hidden.keep_self and hidden.spare is None
+        counts = hidden.most is not None and not hidden.keep_self and hidden.keep is None
         self.hidden = before + (hidden.most or 0) if counts and before is not None else None
-        if before is None or hidden.keep_self or hidden.spare is not None:
+        if before is None or hidden.keep_self or hidden.keep is not None:
             return None
         if hidden.leaves_one and before == 0 and not context.causal and inputs.window is None:
             return 0
@@ -151,7 +151,7 @@ def _fused(inputs: AttentionInputs, values: Tensor) -> Float[Tensor, "batch head
 def _left_visible(inputs: AttentionInputs, hidden: ColumnMask) -> Bool[Tensor, "batch head #query key"]:
     """Visibility without the hidden columns; its query axis keeps size 1 while no row ends empty."""
     seen = inputs.seen()
-    if not hidden.keep_self and hidden.spare is None and (seen is None or seen.shape[-2] == 1):
+    if not hidden.keep_self and hidden.keep is None and (seen is None or seen.shape[-2] == 1):
         left = ~hidden.columns[:, :, None, :]
         left = left if seen is None else left & seen
         if hidden.edge == 0 or bool(left.any(-1).all()):
@@ -179,7 +179,7 @@ def _with_kept_rows(inputs: AttentionInputs, dropped: ColumnMask, z: Tensor) -> 
 def _keeping_rows(inputs: AttentionInputs, dropped: ColumnMask) -> Int[Tensor, "row"]:
     """Queries that keep something of a dropped column: their own edge, or all of a row that would end empty."""
     queries = inputs.q.shape[2]
-    if dropped.spare is not None:
+    if dropped.keep is not None:
         return torch.arange(queries, device=inputs.q.device)
     if dropped.edge is not None and not dropped.keep_self:
         return torch.arange(min(queries, dropped.edge), device=inputs.q.device)

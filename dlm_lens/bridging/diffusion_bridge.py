@@ -9,7 +9,7 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import Hook, SinkLayout, in_use, listening
+from dlm_lens.attention import HookLike, SinkLayout, in_use, listening
 from dlm_lens.bridging.step_cache import (
     CacheCollector,
     NamesFilter,
@@ -86,7 +86,7 @@ class DiffusionBridge(TransformerBridge):
         attention_mask: Any = None,
         *,
         fwd_hooks: Sequence[FwdHook] = (),
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[HookLike] = (),
         observers: RunObserver | Sequence[RunObserver] = (),
         **settings: Any,
     ) -> DenoisingRun:
@@ -123,7 +123,7 @@ class DiffusionBridge(TransformerBridge):
         device: str | torch.device | None = None,
         max_bytes: int | None = None,
         fwd_hooks: Sequence[FwdHook] = (),
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[HookLike] = (),
         observers: RunObserver | Sequence[RunObserver] = (),
         **settings: Any,
     ) -> tuple[DenoisingRun, StepCache]:
@@ -210,7 +210,7 @@ class DiffusionBridge(TransformerBridge):
     def _denoise(
         self,
         run: BridgeRun,
-        hooks: Sequence[Hook],
+        hooks: Sequence[HookLike],
         observers: RunObserver | Sequence[RunObserver],
         prompt: Any,
         attention_mask: Any,

@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     ColumnStats,
     Hook,
     HookKey,
+    HookLike,
     RunStep,
     SinkLayout,
     as_hook,
@@ -105,7 +106,7 @@ class BridgeRun(StepObserver):
                 self._begin(rows, canvas.shape[1], self.now)
         return canvas
 
-    def record(self, hooks: Sequence[Hook]) -> dict[str, Any]:
+    def record(self, hooks: Sequence[HookLike]) -> dict[str, Any]:
         """What the settings of a finished run hold about its hooks, as after `dlm_lens.denoise`."""
         if not hooks:
             return {}
@@ -169,7 +170,7 @@ class BridgeRun(StepObserver):
         self.now = replace(self.now, clean=lambda: columns)
 
 
-def fwd_hooks_of(bridge: Any, hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
+def fwd_hooks_of(bridge: Any, hooks: Sequence[HookLike]) -> list[tuple[str, Hook]]:
     """(name of the hook point, hook) for every layer that each hook acts in.
 
     In a gated attention the site "z" is `hook_z_ungated`, the value before the gate, as in the native model.

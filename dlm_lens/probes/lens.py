@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance
-from dlm_lens.attention import Hook, SinkLayout, attach_hooks, attention_blocks, exclusive
+from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, exclusive
 from dlm_lens.printable import shown
 from dlm_lens.probes.lens_positions import LensPositions, choose_positions
 from dlm_lens.probes.residual_reader import EntryReader
@@ -201,7 +201,7 @@ def logit_lens(
     steps: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
     top: int = 5,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookLike] = (),
     tuned: TunedLens | None = None,
     controls: bool = True,
     seed: int = 0,

@@ -11,7 +11,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, chosen_indices
-from dlm_lens.attention import MIN_VIEWERS, ColumnStats, Hook, SinkLayout, attention_blocks, checked, exclusive
+from dlm_lens.attention import (
+    MIN_VIEWERS,
+    ColumnStats,
+    HookLike,
+    SinkLayout,
+    attention_blocks,
+    checked,
+    exclusive,
+)
 from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_layers
 from dlm_lens.probes.unembedding import kl_divergence, token_rank
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -215,7 +223,7 @@ ENTRIES_AT_ONCE = 2**22
 def replay(
     model: Any,
     run: DenoisingRun,
-    hooks: Sequence[Hook],
+    hooks: Sequence[HookLike],
     *,
     layers: Sequence[int] | None = None,
     attention: bool = True,
@@ -283,7 +291,7 @@ class _Passes:
     """The two passes of every step, and their comparison."""
 
     def __init__(
-        self, stored: StoredRun, hooks: Sequence[Hook], layers: tuple[int, ...], attention: bool, queries: str
+        self, stored: StoredRun, hooks: Sequence[HookLike], layers: tuple[int, ...], attention: bool, queries: str
     ) -> None:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)

@@ -45,7 +45,7 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
 
     dropped = inputs.dropped
     if dropped is not None:
-        dropped = replace(dropped, columns=ordered(dropped.columns, -1), spare=_spare_on_canvas(dropped, layout))
+        dropped = replace(dropped, columns=ordered(dropped.columns, -1), keep=_kept_on_canvas(dropped, layout))
     return replace(
         inputs,
         q=inputs.q[:rows],
@@ -59,16 +59,16 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
     )
 
 
-def _spare_on_canvas(
+def _kept_on_canvas(
     dropped: ColumnMask, layout: SinkLayout
 ) -> Callable[[Int[Tensor, "query"], int], Bool[Tensor, "query key"]] | None:
     """The keys that each query keeps, by its canvas position, with the keys in the order canvas, learned sinks."""
-    spare = dropped.spare
-    if spare is None or not layout.count:
-        return spare
+    keep = dropped.keep
+    if keep is None or not layout.count:
+        return keep
 
     def ordered(own: Int[Tensor, "query"], keys: int) -> Bool[Tensor, "query key"]:
-        return layout.sinks_last(spare(own + layout.canvas(keys).start, keys), 1)
+        return layout.sinks_last(keep(own + layout.canvas(keys).start, keys), 1)
 
     return ordered
 

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, instance
-from dlm_lens.attention import Hook, checked, exclusive
+from dlm_lens.attention import HookLike, checked, exclusive
 from dlm_lens.files.locks import held
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
@@ -35,7 +35,7 @@ def record(
     prompts: Any,
     reducers: Sequence[Any] = DEFAULT,
     *,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookLike] = (),
     to: str | Path | None = None,
     layers: Sequence[int] | None = None,
     batch_size: int | None = None,
@@ -125,7 +125,7 @@ def record_batches(
     batches: Batches,
     reducers: Sequence[Any],
     *,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookLike] = (),
     to: Path | None = None,
     layers: Sequence[int] | None = None,
     dtype: Storage = "float32",
@@ -165,7 +165,7 @@ def stored_batch(
     ids: list[tuple[int, ...]],
     rows: Sequence[int],
     seeds: list[int] | None,
-    hooks: Sequence[Hook],
+    hooks: Sequence[HookLike],
     settings: dict[str, Any],
     progress: bool,
     batch: Mapping[str, Any] | None = None,

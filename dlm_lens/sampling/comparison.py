@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.attention import Hook, checked, exclusive
+from dlm_lens.attention import HookLike, checked, exclusive
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.prompt_positions import from_prompt
@@ -137,7 +137,7 @@ class Comparison:
 @exclusive
 @checked_arguments()
 def compare(
-    model: Any, prompts: Any, hooks: Sequence[Hook], *, seed: int | list[int] | None = 0, **settings: Any
+    model: Any, prompts: Any, hooks: Sequence[HookLike], *, seed: int | list[int] | None = 0, **settings: Any
 ) -> Comparison:
     """Denoise prompts with and without hooks, from the same seed.
 

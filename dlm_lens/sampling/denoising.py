@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
-from dlm_lens.attention import Hook, checked, exclusive
+from dlm_lens.attention import HookLike, checked, exclusive
 from dlm_lens.sampling.algorithms import Algorithm, algorithms
 from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
@@ -46,7 +46,7 @@ def denoise(
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
     reference_quirks: bool = False,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[HookLike] = (),
     observers: RunObserver | Sequence[RunObserver] | None = None,
     resume: Resumption | None = None,
     **settings: Any,

@@ -14,6 +14,7 @@ from dlm_lens.attention import (
     ColumnHook,
     ColumnStats,
     Hook,
+    HookLike,
     PointContext,
     RunStep,
     SinkLayout,
@@ -346,7 +347,7 @@ class HookRunner(StepObserver):
     def __init__(
         self,
         model: Any,
-        hooks: Sequence[Hook],
+        hooks: Sequence[HookLike],
         forward: Callable[[Tensor], Any],
         record: MutableMapping[str, Any] | None = None,
     ) -> None:
@@ -393,7 +394,7 @@ class HookRunner(StepObserver):
         super().stop()
 
 
-def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[Hook]) -> dict[str, tuple[float | None, ...]]:
+def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[HookLike]) -> dict[str, tuple[float | None, ...]]:
     """The entries of a run's settings about the hooks that hide columns: how many they hid, and their attention."""
     placed = list(zip(hooks, hook_keys(hooks), strict=True))
     return {

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import Hook
+from dlm_lens.attention import HookLike
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithms import algorithms
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
@@ -152,7 +152,7 @@ class StoredRun(StoredCanvases):
         """Logits of (some of) the states, guided as in the run."""
         return self._network.head(states)
 
-    def runner(self, hooks: Sequence[Hook]) -> HookRunner:
+    def runner(self, hooks: Sequence[HookLike]) -> HookRunner:
         """The observer that runs `hooks` over these steps: `with runner: enter(runner, step); states(step)`."""
         runner = HookRunner(self.model, hooks, self._network.forward)
         self.start(runner)

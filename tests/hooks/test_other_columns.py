@@ -102,7 +102,7 @@ def hidden_by(hook: Any, run: RunStep, layer: int = 0, sinks: SinkLayout | None 
     context = PointContext("here", layer, layout, run=run, depth=2)
     found = hook.hidden(run.tokens.shape[1] + layout.count, unused, context)
     assert found is not None
-    return found.settled(4, torch.device("cpu")).columns
+    return found.resolved(4, torch.device("cpu")).columns
 
 
 def test_classes_of_text_are_those_of_the_tokenizer() -> None:

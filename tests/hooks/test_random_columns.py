@@ -107,7 +107,7 @@ def chosen(hook: Any, run: RunStep, sums: Tensor, layer: int = 0, clean: Any = N
     more = {} if clean is None else {"clean": lambda: {layer: planted(clean)()}}
     context = PointContext("here", layer, SinkLayout(), run=RunStep(**{**vars(run), **more}), depth=2)
     found = hook.hidden(run.tokens.shape[1], planted(sums), context)
-    return found.settled(4, torch.device("cpu")).columns.expand(len(run.tokens), 4, -1)
+    return found.resolved(4, torch.device("cpu")).columns.expand(len(run.tokens), 4, -1)
 
 
 def a_run() -> RunStep:

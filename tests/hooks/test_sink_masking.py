@@ -296,5 +296,5 @@ def test_a_source_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="the source has 2 rows and the run 1"):
         dl.denoise(model, PROMPTS[:1], hooks=[hook], **options)
     some = dl.find_sinks(dl.received_over_steps(model, run, layers=[1]), dl.TopK(1))
-    with pytest.raises(ValueError, match="the source knows layers 1, not 0; limit the hook with at_layers"):
+    with pytest.raises(ValueError, match="the source has layers 1, not 0; limit the hook with at_layers"):
         dl.denoise(model, PROMPTS, hooks=[mask_sinks(source=some)], **options)
