@@ -174,8 +174,8 @@ def value_norms(
 ) -> ValueNorms:
     """Norms of the values of sinks, against matched other tokens (2601.19657, Figures 1 and 3).
 
-    Sinks of the head level are judged by the value in their head, ||v_j^m||_2 (Eq. 15); sinks of the layer level
-    by r_j = 1/M sum_m ||v_j^m||_2 (Eq. 16). Up to `samples` sinks are drawn without replacement; each is paired
+    The norm of a sink at the head level is that of its value in the head, ||v_j^m||_2 (Eq. 15); at the layer level
+    r_j = 1/M sum_m ||v_j^m||_2 (Eq. 16). Up to `samples` sinks are drawn without replacement; each is paired
     with
     one random token of the same prompt, step, layer and head: a canvas position that is no sink there. Intervals
     resample prompts, since the steps and heads of one prompt are not independent.

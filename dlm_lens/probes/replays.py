@@ -403,7 +403,7 @@ def _received(
     undefined = viewers < min_viewers
     counted = torch.stack([passes.counted(step).sum(-1).cpu() for step in range(run.steps)])
 
-    def beside(canvas: Tensor, value: Tensor | int) -> Tensor:
+    def with_sinks(canvas: Tensor, value: Tensor | int) -> Tensor:
         extra = torch.as_tensor(value, dtype=canvas.dtype).expand(*canvas.shape[:-1], count)
         return torch.cat([canvas, extra], -1)
 
@@ -413,10 +413,10 @@ def _received(
             values=values,
             expected=expected.expand(*values.shape[:3], expected.shape[3], -1),
             counted=counted,
-            tokens=beside(run.canvases[:-1], sinks),
-            masked=beside(run.masked[:-1], 0),
-            valid=beside(run.attention_mask, 1),
-            final_tokens=beside(run.tokens, sinks),
+            tokens=with_sinks(run.canvases[:-1], sinks),
+            masked=with_sinks(run.masked[:-1], 0),
+            valid=with_sinks(run.attention_mask, 1),
+            final_tokens=with_sinks(run.tokens, sinks),
             scale=RELATIVE,
             layers=passes.layers,
             queries=queries,

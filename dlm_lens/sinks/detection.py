@@ -15,7 +15,7 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detectors.base import Detector, MedianDetector, as_detector
 from dlm_lens.sinks.from_patterns import received_from_pattern
-from dlm_lens.sinks.from_recording import judged_of
+from dlm_lens.sinks.from_recording import scores_for
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Level, Received, Scale
 
@@ -203,7 +203,7 @@ def find_sinks(
     if "min_viewers" in pattern_settings:
         RULES["min_viewers"].check("min_viewers", pattern_settings["min_viewers"])
     if isinstance(attention, Recording):
-        attention = judged_of(attention, detector.quantity)
+        attention = scores_for(attention, detector.quantity)
     if isinstance(attention, KeyStatistic):
         if pattern_settings or relative is not None or level not in ("head", attention.level):
             raise TypeError(f"{attention!r} has the level {attention.level} and takes no settings of patterns")

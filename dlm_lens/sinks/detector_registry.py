@@ -1,8 +1,8 @@
 """The registry of detectors and the parser of their texts, such as "above-std:3". Nothing here imports torch.
 
-A detector is a class in a file of `detectors/` with a `DetectorEntry` beside it. The entries are read from the
-source of those files, which are imported only when a detector is built, so that a command line is checked before
-torch loads.
+A detector is a class in a file of `detectors/`, which also contains its `DetectorEntry`. The entries are read from
+the source of those files, which are imported only when a detector is built, so that a command line is checked
+before torch loads.
 """
 
 import ast
@@ -53,10 +53,9 @@ def check_setting(kind: str, setting: str, value: Any, values: Range) -> None:
 
 @dataclass(frozen=True)
 class DetectorEntry:
-    """What command lines, hook expressions and reports need to know of a detector.
+    """Name, setting and formula of a detector, for command lines, hook expressions and reports.
 
-    It stands at the top level of the detector's file, with keyword arguments that are literals: the file is read,
-    not imported.
+    It is a constant of the detector's module, with literal keyword arguments: the file is read, not imported.
 
     Args:
         name: as a command line names it, such as "above-std"; a hook expression calls it `above_std`.

@@ -148,7 +148,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
 
 
 def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStatistic:
-    """What detectors of hidden states judge: "max activation" or "key norm", as recorded.
+    """The statistic that detectors of hidden states read: "max activation" or "key norm", as recorded.
 
     Raises:
         ValueError: MassiveActivations, or KeyNorm per head, was not recorded.
@@ -180,8 +180,8 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
     )
 
 
-def judged_of(recording: Recording, quantity: Quantity) -> Received | KeyStatistic:
-    """What a detector of this quantity judges: received attention of all queries, or a statistic of hidden states.
+def scores_for(recording: Recording, quantity: Quantity) -> Received | KeyStatistic:
+    """The scores that a detector of this quantity reads: received attention of all queries, or a `KeyStatistic`.
 
     Raises:
         ValueError: it was not recorded.

@@ -55,7 +55,7 @@ def test_every_number_is_that_of_loops(name: str) -> None:
         key: i
         for i, key in enumerate(zip(*(t.tolist() for t in (lens.step, lens.batch, lens.position)), strict=True))
     }
-    seen, asked = 0, 0
+    seen, counted = 0, 0
     for step in (0, run.steps - 1):
         for row in range(2):
             keep, _, kept, queries, order, _ = alone(model, run, step, row)
@@ -90,10 +90,10 @@ def test_every_number_is_that_of_loops(name: str) -> None:
                     gaps = [float(logs[t] - logs[token]) for t in range(len(logs)) if t not in (mask_id, token)]
                     sure, unsure = sum(g > 1e-3 for g in gaps), sum(abs(g) <= 1e-3 for g in gaps)
                     assert sure <= int(lens.rank[entry, layer]) <= sure + unsure
-                    asked += 1
+                    counted += 1
                 seen += 1
     assert seen > 30
-    assert asked >= 4
+    assert counted >= 4
     assert len(index) == seen
 
 

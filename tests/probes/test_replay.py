@@ -101,7 +101,7 @@ def rows(run: Any) -> list[tuple[int, int, list[int]]]:
 
 
 def each(model: Any, run: Any, found: Replay) -> Any:
-    """(step, row, padding, asked position on the padded canvas, plain and hooked logits and values)."""
+    """(step, row, padding, predicted position on the padded canvas, plain and hooked logits and values)."""
     causal = run.settings["sampler"] == "causal"
     scale = float(run.settings.get("cfg_scale") or 0.0)
     for step in range(run.steps):
@@ -152,13 +152,13 @@ def test_the_residual_stream_equals_float64_loops(case: Any) -> None:
     model, run, found = case
     causal = run.settings["sampler"] == "causal"
     for step, row, padding, pair in each(model, run, found):
-        asked = [place(model, p - padding) for p in range(12) if found.predicted[step, row, p]]
-        asked = [-1] if causal else asked
+        predicted = [place(model, p - padding) for p in range(12) if found.predicted[step, row, p]]
+        predicted = [-1] if causal else predicted
         for layer in (0, 1):
             one, two = (kept[f"resid{layer}"][0] for _, kept in pair)
-            change = [float((two[p] - one[p]).norm() / one[p].norm()) for p in asked]
-            cosine = [float(one[p] @ two[p] / one[p].norm() / two[p].norm()) for p in asked]
-            if not asked:
+            change = [float((two[p] - one[p]).norm() / one[p].norm()) for p in predicted]
+            cosine = [float(one[p] @ two[p] / one[p].norm() / two[p].norm()) for p in predicted]
+            if not predicted:
                 assert bool(found.residual_change[step, row, layer].isnan())
                 continue
             got = found.residual_change[step, row, layer], found.residual_cosine[step, row, layer]

@@ -21,7 +21,7 @@ from tests.sinks import reference
 from tests.sinks.test_received import causal_visible, softmax_pattern
 
 
-class Words:
+class StubTokenizer:
     """A tokenizer that counts its calls."""
 
     def __init__(self):
@@ -160,7 +160,7 @@ def sinks():
     tokens[0, 0, 5] = 999
     masked = torch.zeros(2, 1, size, dtype=torch.bool)
     masked[0, 0, 5] = True
-    tokenizer = Words()
+    tokenizer = StubTokenizer()
     return find_sinks(pattern, AboveMean(3.0), tokens=tokens, masked=masked, tokenizer=tokenizer, layers=[20])
 
 

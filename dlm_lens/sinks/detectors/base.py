@@ -111,7 +111,7 @@ class ConstantThreshold(Detector):
 class MedianDetector(Detector):
     """A detector of hidden states, whose threshold is a multiple of a median.
 
-    `find_sinks` passes the median of a `KeyStatistic` if it has one; None stands for the median of the defined
+    `find_sinks` passes the median of a `KeyStatistic` if it has one; with None it is the median of the defined
     scores (of an even number the lower middle one).
     """
 
