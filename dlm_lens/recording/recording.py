@@ -17,7 +17,7 @@ from torch import Tensor
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 from dlm_lens.recording.recording_fields import RecordingFields
-from dlm_lens.recording.storage import load_recording, save_recording
+from dlm_lens.recording.storage import ShardArrays, load_recording, save_recording
 from dlm_lens.sampling import DenoisingRun
 
 Index = int | slice | Sequence[int]
@@ -267,10 +267,11 @@ def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Record
     names = {"step": recording.steps, "batch": recording.rows, "head": heads, "layer": recording.layers}
     places = {axis: _places(axis, index, names[axis]) for axis, index in wanted.items() if index is not None}
     arrays: dict[str, Tensor] = {}
-    source: Any = recording.arrays
+    source = recording.arrays
     # Of arrays on the disk only the chosen steps are read.
-    read = "step" in places and hasattr(source, "of_steps")
-    source = source.of_steps(places["step"]) if read else source
+    read = "step" in places and isinstance(source, ShardArrays)
+    if isinstance(source, ShardArrays) and read:
+        source = source.of_steps(places["step"])
     for name, spec in recording.specs.items():
         array = source[name]
         for axis, place in places.items():

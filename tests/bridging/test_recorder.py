@@ -6,33 +6,11 @@ import torch
 import dlm_lens
 from dlm_lens.hooks import mask_positions
 from dlm_lens.recording import (
-    AttentionEntropy,
-    KeyNorm,
-    MassiveActivations,
     ReceivedAttention,
-    RegionMass,
-    ResidualNorm,
-    TopKeys,
-    UpdateNorm,
-    ValueNorm,
-    WeightedValue,
     record,
 )
 from dlm_lens.testing import tiny
-from tests.recording.reference import FAMILIES, PROMPTS, build, settings
-
-EVERYTHING = (
-    ReceivedAttention(("all", "unmasked", "prompt", "block")),
-    ValueNorm("both"),
-    KeyNorm("both"),
-    WeightedValue(),
-    ResidualNorm(),
-    MassiveActivations(),
-    AttentionEntropy(),
-    RegionMass(),
-    UpdateNorm(),
-    TopKeys(2),
-)
+from tests.recording.reference import EVERYTHING, FAMILIES, PROMPTS, build, settings
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gated"])

@@ -1,9 +1,21 @@
-"""Statistics of a run from float64 patterns, row by row without padding, with loops: nothing of the library."""
+"""Reducers and runs that tests share, and their statistics from float64 patterns: row by row, with loops."""
 
 import math
 
 import torch
 
+from dlm_lens.recording import (
+    AttentionEntropy,
+    KeyNorm,
+    MassiveActivations,
+    ReceivedAttention,
+    RegionMass,
+    ResidualNorm,
+    TopKeys,
+    UpdateNorm,
+    ValueNorm,
+    WeightedValue,
+)
 from tests.reference import forward64
 
 FAMILIES = ["llada", "mmada", "dream", "smdm", "sink front", "sink end", "llama", "qwen2"]
@@ -65,3 +77,18 @@ def classes(run, step, row, keep, masked):
         "prompt": (~answer).tolist(),
         "block": ((positions >= start) & (positions < stop)).tolist(),
     }
+
+
+EVERYTHING = (
+    ReceivedAttention(("all", "unmasked", "prompt", "block")),
+    ValueNorm("both"),
+    KeyNorm("both"),
+    WeightedValue(),
+    ResidualNorm(),
+    MassiveActivations(),
+    AttentionEntropy(),
+    RegionMass(),
+    UpdateNorm(),
+    TopKeys(2),
+)
+"""A reducer of every kind."""

@@ -11,7 +11,6 @@ import dlm_lens
 from dlm_lens import hooks
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.recording import (
-    AttentionEntropy,
     KeyNorm,
     MassiveActivations,
     ReceivedAttention,
@@ -20,11 +19,8 @@ from dlm_lens.recording import (
     RecordingSet,
     Reducer,
     RegionMass,
-    ResidualNorm,
     TopKeys,
-    UpdateNorm,
     ValueNorm,
-    WeightedValue,
     record,
     record_forward,
 )
@@ -39,20 +35,8 @@ from dlm_lens.sinks import (
     received_over_steps,
 )
 from dlm_lens.testing import tiny
-from tests.recording.reference import FAMILIES, PROMPTS, build, settings
+from tests.recording.reference import EVERYTHING, FAMILIES, PROMPTS, build, settings
 
-EVERYTHING = (
-    ReceivedAttention(("all", "unmasked", "prompt", "block")),
-    ValueNorm("both"),
-    KeyNorm("both"),
-    WeightedValue(),
-    ResidualNorm(),
-    MassiveActivations(),
-    AttentionEntropy(),
-    RegionMass(),
-    UpdateNorm(),
-    TopKeys(2),
-)
 RUN = {"steps": 6, "gen_length": 12, "temperature": 0.7, "seed": [3, 4]}
 
 
