@@ -136,8 +136,8 @@ def _requirement(name: str, value: Any) -> str | None:
     if name in _FLAGS:
         return None if isinstance(value, bool) else "true or false"
     if name in _NAMES:
-        known = name != "hidden_act" or (isinstance(value, str) and value in (*ACT2FN, "swiglu"))
-        return None if isinstance(value, str) and known else "a name" if name != "hidden_act" else "an activation"
+        valid = name != "hidden_act" or (isinstance(value, str) and value in (*ACT2FN, "swiglu"))
+        return None if isinstance(value, str) and valid else "a name" if name != "hidden_act" else "an activation"
     if name in _NOT_NEGATIVE or name in _POSITIVE:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = number and 0 <= value < 1e30 and (value > 0 or name in _NOT_NEGATIVE)
@@ -207,22 +207,22 @@ def _check_division(values: Mapping[str, Any], what: str) -> None:
     if values.get("head_dim") is None:
         pairs.append(("hidden_size", "num_attention_heads"))
     for whole, part in pairs:
-        (said, divided), (also, divisor) = (
+        (written, divided), (also, divisor) = (
             (name := written_name(one, values), values.get(name)) for one in (whole, part)
         )
         if divided is not None and divisor is not None and divided % divisor:
             raise ValueError(
-                f"{what} says {said} = {divided} and {also} = {divisor}; the second must divide the first: take "
+                f"{what} says {written} = {divided} and {also} = {divisor}; the second must divide the first: take "
                 "the file that came with the weights"
             )
         if whole == "hidden_size" and divided is not None and divisor is not None:
-            _check_width(divided // divisor, f"{said} = {divided} and {also} = {divisor}", what)
+            _check_width(divided // divisor, f"{written} = {divided} and {also} = {divisor}", what)
 
 
-def _check_width(width: int, said: str, what: str) -> None:
+def _check_width(width: int, written: str, what: str) -> None:
     if width % 2 or not 0 < width <= WIDEST_HEAD:
         raise ValueError(
-            f"{what} says {said}, heads of width {width}; rotary positions need an even number of at most "
+            f"{what} says {written}, heads of width {width}; rotary positions need an even number of at most "
             f"{WIDEST_HEAD}"
         )
 
@@ -234,7 +234,7 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
         ValueError: with the fields and their values.
     """
 
-    def said(name: str) -> str:
+    def written(name: str) -> str:
         return f"{written_name(name, values)} = {shown(getattr(config, name))}"
 
     if not getattr(config, "num_attention_heads", None):
@@ -242,7 +242,7 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
             f"{what} is of a {config.model_type}, which has no attention: there is nothing to add hook points to"
         )
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    _check_width(width, f"{said('hidden_size')} and {said('num_attention_heads')}", what)
+    _check_width(width, f"{written('hidden_size')} and {written('num_attention_heads')}", what)
     for name, factors in (getattr(config, "rope_parameters", None) or {}).items():
         if isinstance(factors, list) and name in _ROPE_NUMBERS and len(factors) != width // 2:
             raise ValueError(
@@ -256,7 +256,7 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
             f"{' and '.join(_LAYER_TYPES)}: take the file that came with the weights"
         )
     if types is not None and len(types) != config.num_hidden_layers:
-        raise ValueError(f"{what} says {said('num_hidden_layers')} and lists layer_types of {len(types)} layers")
+        raise ValueError(f"{what} says {written('num_hidden_layers')} and lists layer_types of {len(types)} layers")
     if values.get("is_causal") and "is_causal" in {field.name for field in fields(config)}:
         raise ValueError(
             f"{what} says is_causal = True; {type(config).__name__} is for models that see the whole canvas"

@@ -24,7 +24,7 @@ from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, 
 from dlm_lens.adapters.registry import Family, family_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
-from dlm_lens.adapters.weights_only import bare_config, bare_file
+from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
 from dlm_lens.attention import add_hook_points, check_hook_points
 from dlm_lens.files.json_objects import read_object
@@ -117,7 +117,7 @@ def load(
         **quantised,
         **options,
     )
-    attach(model, family, tokenizer)
+    finish_model(model, family, tokenizer)
     if quantised or own:
         check_quantised(model, source)
     if check:
@@ -164,7 +164,7 @@ def _supported(attn_implementation: str, model_class: Any) -> str:
     return "eager" if attn_implementation == "sdpa" and not fused else attn_implementation
 
 
-def attach(model: PreTrainedModel, family: Family, tokenizer: Any = None) -> PreTrainedModel:
+def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) -> PreTrainedModel:
     """Finish a model: hook points, tokenizer, the sampler's settings, eval mode."""
     add_hook_points(model)
     extras: Any = model  # attributes that transformers' class does not declare
@@ -188,9 +188,9 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     for name, value in family.special_ids.get(vocabulary, {}).items():
         if getattr(config, f"{name}_token_id", None) is None:
             setattr(config, f"{name}_token_id", value)
-    known = getattr(tokenizer, "mask_token_id", None)
+    tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
     if config.mask_token_id is None:
-        config.mask_token_id = known
+        config.mask_token_id = tokenizer_mask
     if config.mask_token_id is None:
         raise ValueError(
             "neither config.json nor the tokenizer names a mask token; pass mask_token_id= to dlm_lens.load"
@@ -208,9 +208,11 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
             "could not be distinguished from the end of the text; pass the right mask_token_id= or eos_token_id= "
             "to dlm_lens.load"
         )
-    if known is not None and known != config.mask_token_id:
+    if tokenizer_mask is not None and tokenizer_mask != config.mask_token_id:
         logger.warning(
-            "the tokenizer's mask token is %d, the config's %d; the config is used", known, config.mask_token_id
+            "the tokenizer's mask token is %d, the config's %d; the config is used",
+            tokenizer_mask,
+            config.mask_token_id,
         )
 
 
@@ -236,13 +238,13 @@ def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[d
             raise ValueError(f"size is for weights without a config; {source} has one: leave size out")
         return values, source
     held = optional_file(source, "model.safetensors", options) if not path.exists() else None
-    weights = bare_file(path) if path.exists() else held and Path(held)
+    weights = single_weight_file(path) if path.exists() else held and Path(held)
     if not weights:
         raise ValueError(
             f"the config.json of {source} names no model_type, and there are no safetensors weights to tell it "
             "from; give a checkpoint's directory, or add the model_type"
         )
-    return bare_config(weights, size), str(weights)
+    return config_of_weights(weights, size), str(weights)
 
 
 def _check_weights(

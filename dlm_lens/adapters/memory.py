@@ -159,7 +159,7 @@ def weight_files(source: str, options: Mapping[str, Any]) -> list[Path] | int:
 
 
 def _listed(index: Path) -> tuple[dict[str, Any], list[str]]:
-    """What an index says, and the files that it names."""
+    """The contents of an index, and the files that it names."""
     refusal = f"{index} is no index of weights (a JSON object with a weight_map); fetch it again"
     try:
         listed = read_object(index, str(index))
@@ -187,7 +187,7 @@ def _listed(index: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _promised(listed: Mapping[str, Any]) -> int | list[Path]:
-    """Bytes of the weights, where the index says how many."""
+    """Bytes of the weights, where the index gives them."""
     size = listed.get("metadata", {}).get("total_size", 0)
     return int(size) if isinstance(size, int | float) and size > 0 else []
 

@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class BareWeights:
+class WeightsOnly:
     """How a family reads weights that came without transformers' config.json.
 
     Args:
@@ -60,7 +60,7 @@ class Family:
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
         renames_of_options: likewise, of parameters that not every checkpoint has.
         conversions: of tensors that the host holds split or joined.
-        bare: for checkpoints without transformers' config.json.
+        weights_only: for checkpoints without transformers' config.json.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     renames_of_options: tuple[tuple[str, str], ...] = ()
     conversions: tuple[WeightConverter, ...] = ()
-    bare: BareWeights | None = None
+    weights_only: WeightsOnly | None = None
 
     def sampler_of(self, config: Any) -> str:
         """The sampler that a checkpoint's config names, or the family's first.

@@ -233,10 +233,10 @@ def check_shapes(
     layer = expected.layer
     layers = {int(found.group(1)) for name in stored if (found := layer.search(name))}
     count, field = config.num_hidden_layers, written_name("num_hidden_layers", values)
-    said = f"{what} says {field} = {count}, the files hold {len(layers)} layers: " if count != len(layers) else ""
+    cause = f"{what} says {field} = {count}, the files hold {len(layers)} layers: " if count != len(layers) else ""
     if count > len(layers):
         raise ValueError(
-            f"the weights in {source} do not fit {model_class.__name__}: {said}missing keys of layers "
+            f"the weights in {source} do not fit {model_class.__name__}: {cause}missing keys of layers "
             f"{len(layers)} to {count - 1}; {MISFITS['missing_keys']}"
         )
     if packed:
@@ -264,9 +264,9 @@ def check_shapes(
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             if kind == "mismatched_keys":
-                said = _differences(differing, whole, stored, headers, config, values, what)
+                cause = _differences(differing, whole, stored, headers, config, values, what)
             raise ValueError(
-                f"the weights in {source} do not fit {model_class.__name__}: {said}{kind.replace('_', ' ')} "
+                f"the weights in {source} do not fit {model_class.__name__}: {cause}{kind.replace('_', ' ')} "
                 f"{', '.join(names[:5])}{more}; {MISFITS[kind]}"
             )
     for name in sorted(whole):
@@ -324,10 +324,10 @@ def _renamed(name: str, expected: _Expected, layers: int) -> str:
     """The parameter that a file's tensor becomes, before tensors are split."""
     found, _ = rename_source_key(name, list(expected.renamings), [], None, None)
     outer, bare = f"{expected.prefix}.{found}", found.removeprefix(f"{expected.prefix}.")
-    known = outer
+    canonical = outer
     if not layers:
-        known = expected.layer.sub(lambda place: place.group(0).replace(place.group(1), "0"), outer, count=1)
-    if known in expected.shapes:
+        canonical = expected.layer.sub(lambda place: place.group(0).replace(place.group(1), "0"), outer, count=1)
+    if canonical in expected.shapes:
         return outer
     return bare if found != bare and bare in expected.shapes else str(found)
 
@@ -381,7 +381,7 @@ def _differences(
     what: str,
 ) -> str:
     """The fields that the files contradict, with both values: those that alone decide a size first."""
-    said: dict[str, str] = {}
+    cause: dict[str, str] = {}
     for alone in (True, False):
         for name in names:
             shape, found = whole[name], headers[stored[name]].shape
@@ -389,12 +389,12 @@ def _differences(
             if axes is None or len(shape) != len(found):
                 continue
             for axis, parts in enumerate(axes):
-                if shape[axis] != found[axis] and (len(parts) == 1) is alone and not (said and not alone):
+                if shape[axis] != found[axis] and (len(parts) == 1) is alone and not (cause and not alone):
                     written = " and ".join(
                         f"{written_name(part, values)} = {getattr(config, part, None)}" for part in parts
                     )
-                    said.setdefault(
+                    cause.setdefault(
                         written,
                         f"{what} says {written}, the file's {printable_name(stored[name])} has {found[axis]}",
                     )
-    return "".join(f"{sentence}; " for sentence in list(said.values())[:3])
+    return "".join(f"{sentence}; " for sentence in list(cause.values())[:3])

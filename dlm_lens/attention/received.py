@@ -171,8 +171,8 @@ def usable(*tensors: Tensor) -> bool:
         ValueError: the environment variable is neither "on" nor "off".
     """
     q, k = tensors[:2]
-    known = q.dtype == k.dtype and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    fits = known and q.shape[-1] <= WIDEST and not needs_grad(*tensors)
+    supported = q.dtype == k.dtype and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    fits = supported and q.shape[-1] <= WIDEST and not needs_grad(*tensors)
     return turned_on() and fits and _kind(q) not in _failed and _triton_found()
 
 

@@ -23,7 +23,7 @@ from dlm_lens.attention.inputs import AttentionInputs
 TILE_ELEMENTS = 1 << 19
 """Elements of a CPU tile, 2 MiB of float32: larger ones gain nothing, smaller ones starve the matrix product."""
 CAUSAL_ROWS = 256
-"""Most rows of a causal tile on a CPU: what lies above the diagonal is computed in vain."""
+"""Most rows of a causal tile on a CPU: what lies above the diagonal is computed and discarded."""
 BATCHED_ELEMENTS = 1 << 24
 """Elements of a tile over all rows and heads, off the CPU or under autograd: 64 MiB of float32."""
 HIDDEN = 1e38
@@ -39,8 +39,8 @@ def needs_grad(*tensors: Tensor) -> bool:
 @cache
 def _onednn_linear() -> Any:
     """OneDNN's product x w^T of dense float32 matrices, or None: inductor calls the same operator."""
-    known = platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if known else None
+    supported = platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if supported else None
 
 
 def score_tile(q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"]) -> Float[Tensor, "tile key"]:
@@ -74,7 +74,7 @@ def hide_(scores: Float[Tensor, "tile key"], hidden: UInt8[Tensor, "tile key"]) 
 class _Head:
     """One query head, reduced to the queries that count and the keys that one of them sees.
 
-    `rows` and `keys` are their positions, None where all are left. `hidden` says what is still hidden among
+    `rows` and `keys` are their positions, None where all are left. `hidden` are the entries still hidden among
     them, `last` the last position that each query sees (causal); None where nothing is.
     """
 
@@ -104,7 +104,7 @@ class _Head:
             yield rows, slice(0, seen), scores
 
     def _columns_until(self, position: int) -> int:
-        """How many columns stand at `position` or before."""
+        """How many columns are at `position` or before."""
         if self.keys is None:
             return max(0, min(position + 1, len(self.k)))
         return int(torch.searchsorted(self.keys, position, right=True))
@@ -193,12 +193,12 @@ def tiled_received_sums(
             else received.new_zeros(weights.shape[1], len(source.k))
         )
         share = weights[row] if selection.rows is None else weights[row][:, selection.rows]
-        known = None if lse is None else _take(lse[row, head], selection.rows).float() * LOG2E
+        row_lse = None if lse is None else _take(lse[row, head], selection.rows).float() * LOG2E
         for tile, columns, scores in source.tiles():
-            if known is None:
+            if row_lse is None:
                 own[:, columns].addmm_(share[:, tile] / exponentials_(scores)[1], scores)
             else:  # 2^(-inf - inf) = 0: a query that sees nothing
-                shift = known[tile, None].nan_to_num(neginf=torch.inf)
+                shift = row_lse[tile, None].nan_to_num(neginf=torch.inf)
                 own[:, columns].addmm_(share[:, tile], scores.sub_(shift).exp2_())
         if selection.keys is not None:
             received[row, :, head, selection.keys] = own
@@ -220,8 +220,8 @@ def tiled_lse(
     for row, head, _, source in _heads(q, k, scale, visible, [None] * q.shape[0], causal):
         for tile, _, scores in source.tiles():
             top, total = exponentials_(scores)
-            known = (top[:, 0] + total.log2()) / LOG2E
-            lse[row, head, tile] = known.masked_fill_(known == torch.inf, -torch.inf)
+            value = (top[:, 0] + total.log2()) / LOG2E
+            lse[row, head, tile] = value.masked_fill_(value == torch.inf, -torch.inf)
     return lse
 
 

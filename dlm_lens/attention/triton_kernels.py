@@ -96,9 +96,9 @@ def _received_kernel(
         block = _rows(q, query, q_row, q_column, width, queries, WIDTH)
         # Keys along the first axis: the sum over queries then stays within a warp.
         scores = tl.dot(own, tl.trans(block), input_precision="ieee") * factor
-        known = tl.load(lse + query, mask=query < queries, other=-float("inf"))
+        row_lse = tl.load(lse + query, mask=query < queries, other=-float("inf"))
         # A query that sees nothing, or beyond the last one: 2^(score - inf) = 0.
-        share = tl.exp2(scores - tl.where(known == -float("inf"), float("inf"), known)[None, :])
+        share = tl.exp2(scores - tl.where(row_lse == -float("inf"), float("inf"), row_lse)[None, :])
         if MASK == 2:
             seen = (key[:, None] < keys) & (query[None, :] < queries)
             where = visible + query[None, :].to(tl.int64) * v_query + key[:, None] * v_key
@@ -180,14 +180,14 @@ def triton_received_sums(
     causal: bool,
     lse: Float[Tensor, "batch head query"] | None = None,
 ) -> Float[Tensor, "batch klass head key"]:
-    """`received_sums` in one kernel, after one for the log-sum-exp where it is not known."""
+    """`received_sums` in one kernel, after one for the log-sum-exp where none is given."""
     classes, keys = weights.shape[1], k.shape[2]
     received = q.new_zeros(q.shape[0], classes, q.shape[1], keys, dtype=torch.float32)
-    known = _lse2(q, k, scale, visible, causal) if lse is None else (lse.float() * LOG2E).contiguous()
+    row_lse = _lse2(q, k, scale, visible, causal) if lse is None else (lse.float() * LOG2E).contiguous()
     mask, strides, kind = _mask(visible, q, keys)
     weights = weights.to(q.device).expand(q.shape[0], -1, -1)
     sizes = [q.shape[1], q.shape[1] // k.shape[1], q.shape[2], keys, q.shape[3], scale * LOG2E]
-    tensors = [q, k, mask, known, weights, received]
+    tensors = [q, k, mask, row_lse, weights, received]
     arguments = [*tensors, *q.stride(), *k.stride(), *strides, *weights.stride(), *sizes]
     if received.numel():
         block = triton.next_power_of_2(classes)

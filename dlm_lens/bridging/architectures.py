@@ -16,7 +16,7 @@ from transformer_lens.model_bridge.supported_architectures.llama import LlamaArc
 from transformer_lens.model_bridge.supported_architectures.qwen2 import Qwen2ArchitectureAdapter
 
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.model_names import CHECKPOINTS, embedded_models
 from dlm_lens.attention import SinkLayout
 from dlm_lens.bridging.components import DiffusionAttentionBridge, LazyNorm, NativeMLP, StreamBlock, ZeroSinkValue
@@ -57,7 +57,7 @@ class FamilyArchitecture(ArchitectureAdapter):
         config, family = hf_model.config, family_of(hf_model.config.model_type)
         if not hasattr(hf_model, "sampler_defaults"):
             prepare_config(config, family)
-            attach(hf_model, family)
+            finish_model(hf_model, family)
         config._attn_implementation = "hooked"
         self.supports_generation = self.supports_causal_loss = family.causal
         self.cfg.attention_dir = "causal" if family.causal else "bidirectional"

@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.registry import families
 
 VOCABULARY = 64
@@ -60,7 +60,7 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(settings)
-    return attach(model, known[family], tokenizer)
+    return finish_model(model, known[family], tokenizer)
 
 
 def _tokenizer(size: int, mask: int | None) -> PreTrainedTokenizerFast:

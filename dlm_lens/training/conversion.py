@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dlm_lens.adapters import load
-from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import Placement
 from dlm_lens.attention.softmax_variants import Softmax
@@ -84,7 +84,7 @@ def convert(
         model = model_class(config)
     model = model.to(source.dtype)
     _copy(source, model, mask)
-    return attach(model.to(source.device), family, tokenizer)
+    return finish_model(model.to(source.device), family, tokenizer)
 
 
 def _ar_model(given: str | Path | PreTrainedModel, dtype: str | torch.dtype | None) -> Any:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.adapters.families.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
-from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.training.conversion import convert
 from dlm_lens.training.objective import NextToken
@@ -92,7 +92,7 @@ def new_smdm(chosen: ModelSettings, seed: int) -> PreTrainedModel:
         raise ValueError(
             f"model.tokenizer is {chosen.tokenizer!r}, which has no tokenizer; give another directory or hub name"
         )
-    return attach(model, family, tokenizer)
+    return finish_model(model, family, tokenizer)
 
 
 @torch.no_grad()

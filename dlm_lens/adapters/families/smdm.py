@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import SMDM_SAMPLER, Float32RotaryEmbedding
-from dlm_lens.adapters.registry import BareWeights, Family, Shapes
+from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
 from dlm_lens.adapters.sink_tokens import SinkDecoder, SinkMaskedDiffusion
 from dlm_lens.attention import Placement, SinkLayout
 
@@ -273,8 +273,10 @@ def complete(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "rows of the fused projection": shapes[_QKV][0],
     }
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    said = {name: getattr(config, LIT_NAMES.get(name, name), heads * config.head_dim) for name in seen}
-    wrong = [f"{name} {said[name]} (the weights: {seen[name]})" for name in seen if said[name] != seen[name]]
+    described = {name: getattr(config, LIT_NAMES.get(name, name), heads * config.head_dim) for name in seen}
+    wrong = [
+        f"{name} {described[name]} (the weights: {seen[name]})" for name in seen if described[name] != seen[name]
+    ]
     if wrong:
         raise ValueError(f"size or JSON file describe another model than the weights: {', '.join(wrong)}")
     sinks = shapes[_WTE][0] - config.embedding_rows
@@ -318,5 +320,5 @@ FAMILY = Family(
             ["transformer.wte.weight"], ["model.embed_tokens.weight", "model.embed_tokens.sinks"], [SplitSinks()]
         ),
     ),
-    bare=BareWeights("smdm", recognise, SIZES, complete),
+    weights_only=WeightsOnly("smdm", recognise, SIZES, complete),
 )
