@@ -9,7 +9,7 @@ from scipy import stats
 
 import dlm_lens as dl
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.loading import attach
+from dlm_lens.adapters.loading import finish_model
 from dlm_lens.experiments import find_experiment, list_experiments, run_experiment
 from dlm_lens.experiments.attention_sinks.prompt_scores import exact_match
 from dlm_lens.experiments.intervals import QUANTILES, Interval, over_seeds, paired_over_seeds, plus_minus, wilson
@@ -191,7 +191,7 @@ def test_sinks_of_a_model_without_attention_to_choose() -> None:
         if layer.self_attn.k_proj.bias is not None:
             torch.nn.init.zeros_(layer.self_attn.k_proj.bias)
     prompts = [toy_language.tests("L", 1, 200)[0].prompt]
-    attach(model, family_of("sink_qwen"), toy_language.toy("tokenizer").build_tokenizer())
+    finish_model(model, family_of("sink_qwen"), toy_language.toy("tokenizer").build_tokenizer())
     found = metrics.sinks(model, prompts, gen_length=8, steps=2)
     length = len(model.tokenizer(prompts[0])["input_ids"]) + 8
     # Even attention: no sinks, and the learned one gets its part of length + 1 keys; its value is zero.

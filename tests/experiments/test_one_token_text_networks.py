@@ -8,7 +8,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.loading import attach
+from dlm_lens.adapters.loading import finish_model
 from dlm_lens.experiments.one_token import sink_statistics, tables
 from dlm_lens.experiments.one_token.miniature import LONGER, VARIANTS, Miniature, data, network, trained
 from dlm_lens.experiments.one_token.text_corpus import LENGTH
@@ -180,7 +180,7 @@ def test_sinks_of_a_network_without_attention_to_choose(story: str) -> None:
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.k_proj.weight)
         torch.nn.init.zeros_(layer.self_attn.k_proj.bias)
-    attach(model, family_of("sink_qwen"), held.tokenizer)
+    finish_model(model, family_of("sink_qwen"), held.tokenizer)
     recording = watched(model, held.held_out(2))
     found = sink_statistics.sink_numbers(recording)
     assert recording.received.shape[:2] == (STEPS, 2)
@@ -195,7 +195,7 @@ def test_a_planted_sink_is_found_on_every_canvas(story: str) -> None:
     held = encoded(story)
     model = build_network(held.tokenizer, 0)
     rows = held.held_out(2)
-    attach(model, family_of("sink_qwen"), held.tokenizer)
+    finish_model(model, family_of("sink_qwen"), held.tokenizer)
     # Scores that send every query of head 0 to position 7, and leave the other heads even.
     for layer in model.model.layers:
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens
-from dlm_lens.adapters.loading import attach
+from dlm_lens.adapters.loading import finish_model
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import (
     ColumnStats,
@@ -59,7 +59,7 @@ def windowed(kind: str) -> Any:
     changes, _ = WINDOWS[kind]
     model = build(kind, **changes, eos_token_id=None)
     plain(model)
-    return attach(model, family_of(model.config.model_type), None)
+    return finish_model(model, family_of(model.config.model_type), None)
 
 
 def alone(kind: str, run: Any, step: int, row: int) -> tuple[Tensor, list[Tensor]]:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dlm_lens as dl
-from dlm_lens.adapters.loading import attach, prepare_config
+from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.tracing import diffusion_lm as tracing
 from dlm_lens.tracing.traced_run import RowBatcher
@@ -67,7 +67,7 @@ def _model() -> Any:
     prepare_config(config, family, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return attach(model_class(config), family, tokenizer)
+        return finish_model(model_class(config), family, tokenizer)
 
 
 class Host(dl.DiffusionLM):
