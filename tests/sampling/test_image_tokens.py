@@ -341,7 +341,7 @@ def test_the_record_says_how_it_was_drawn(model: Any) -> None:
         "sampler": "text_to_image", "steps": 2, "cfg_scale": 0.0, "temperature": 1.0, "seeds": (3, 4),
         "reference_quirks": False,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"ImageTokens.codes has shape \(2, 3\), but the run asks for \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"ImageTokens.codes has shape \(2, 3\), but the run has \(2, 4\)"):
         ImageTokens(got.codes[:, :3], got.run)
 
 

@@ -1,7 +1,7 @@
 """`position_or_token`: whether a sink stays at its position or moves with its token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -161,23 +161,21 @@ def _canvases_of(
     run: DenoisingRun, row: int, steps: Sequence[int], orders: Sequence[Tensor] | None = None
 ) -> DenoisingRun:
     """A run of one sequence with these steps' canvases, each with its positions in a new order."""
-    index = torch.tensor([*steps, steps[-1]])
+    index = torch.tensor(steps)
     canvases, masked = run.canvases[index, row], run.masked[index, row]
     if orders is not None:
-        order = torch.stack([*orders, orders[-1]])
+        order = torch.stack(list(orders))
         canvases, masked = canvases.gather(1, order), masked.gather(1, order)
-    canvases, masked = canvases[:, None], masked[:, None]
-    return replace(
-        run,
-        canvases=canvases,
-        masked=masked,
-        proposals=canvases[:-1],
-        confidence=torch.zeros(canvases[:-1].shape),
-        unmasked=torch.zeros_like(masked[:-1]),
-        attention_mask=run.attention_mask[row : row + 1],
-        rows_ran=None,
-        spans=tuple(run.spans[step] for step in steps),
-        blocks=tuple(run.blocks[step] for step in steps),
+    return DenoisingRun.of_canvases(
+        canvases[:, None],
+        masked[:, None],
+        run.attention_mask[row : row + 1],
+        prompt_length=run.prompt_length,
+        settings=run.settings,
+        spans=[run.spans[step] for step in steps],
+        blocks=[run.blocks[step] for step in steps],
+        eos_token_ids=run.eos_token_ids,
+        tokenizer=run.tokenizer,
     )
 
 
