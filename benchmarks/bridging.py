@@ -1,8 +1,8 @@
-"""What TransformerLens's bridge costs: its forward against the native one with materialised patterns.
+"""Cost of a TransformerLens bridge: its forward against the native one with materialised patterns.
 
 `python -m benchmarks.bridging [--hidden 768 --layers 12 --heads 12 --length 256]`, on the CPU or on a GPU if
 there is one. The native path is `attn_implementation="hooked"`, which computes scores and patterns as the bridge
-does. The goal at 256 positions is a ratio under 1.10 for a bare forward and under 1.25 with every pattern cached.
+does. The goal at 256 positions is a ratio under 1.10 for a plain forward and under 1.25 with every pattern cached.
 """
 
 import torch
@@ -32,7 +32,7 @@ def main(hidden: int = 768, layers: int = 12, heads: int = 12, length: int = 256
         seconds = side_by_side(
             {
                 "native, hooked": lambda: native(input_ids=ids),
-                "bridge, bare": lambda: tl(ids),
+                "bridge, no hooks": lambda: tl(ids),
                 "bridge, patterns cached": lambda: tl.run_with_cache(
                     ids, names_filter=lambda name: name.endswith("attn.hook_pattern")
                 ),

@@ -1,6 +1,6 @@
-"""How long the command line takes to answer what needs no model: `python -m benchmarks.command_line`.
+"""Time of commands that need no model, from start to exit: `python -m benchmarks.command_line`.
 
-Every command is a fresh process; the median of five.
+Every command runs in a fresh process; the median of five runs.
 """
 
 import statistics

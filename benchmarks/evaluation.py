@@ -3,7 +3,7 @@
 `python -m benchmarks.evaluation [--requests 64 --samples 128]`, on the CPU or on a GPU if there is one. 25 million
 parameters with random weights, a vocabulary of 32,768. Both sides give the same numbers: values to rounding, texts
 exactly. Each side runs once (its time is CPU time, or wall time with a GPU), after a few requests to warm up.
-Stop sequences are words that the random model happens to write in the first half of a text.
+Stop sequences are words that the random model produces in the first half of a text.
 """
 
 import time
@@ -35,7 +35,7 @@ def _ids(generator: torch.Generator, low: int, high: int) -> list[int]:
 
 
 def items_of(count: int, kinds: Sequence[str]) -> list[Item]:
-    """Multiple choice: four answers to each context of 8 to 120 tokens, the kinds of answers in turn."""
+    """Multiple choice: four answers to each context of 8 to 120 tokens; the kinds of answers alternate."""
     generator, items = torch.Generator().manual_seed(0), []
     for document in range(count // 4):
         context = _ids(generator, 8, 120)
@@ -52,7 +52,7 @@ def jobs_of(count: int, length: int, until: tuple[str, ...]) -> list[Job]:
 
 @torch.no_grad()
 def values_one_by_one(model: Any, items: Sequence[Item], samples: int) -> list[float]:
-    """LLaDA's eval_llada.py in our words: the samples of one request are a batch, all logits are computed."""
+    """LLaDA's eval_llada.py, restated: the samples of one request are a batch, all logits are computed."""
     values = []
     for item in items:
         pair, losses = _pair(item), []
@@ -66,7 +66,7 @@ def values_one_by_one(model: Any, items: Sequence[Item], samples: int) -> list[f
 
 @torch.no_grad()
 def chains_one_by_one(model: Any, items: Sequence[Item], _samples: int) -> list[float]:
-    """SMDM's chain_rule in our words: the tokens of one request are cut into batches, all logits are computed."""
+    """SMDM's chain_rule, restated: the tokens of one request are cut into batches, all logits are computed."""
     values = []
     for item in items:
         pair = _pair(item)
@@ -92,7 +92,7 @@ def _losses(model: Any, pair: Pair, masked: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def texts_one_by_one(model: Any, jobs: Sequence[Job], block: int) -> list[str]:
-    """LLaDA's generate.py in our words, for one prompt at a time and to the end, then cut as here."""
+    """LLaDA's generate.py, restated: one prompt at a time, all blocks; the text is then cut as by dlm_lens."""
     mask, texts = model.config.mask_token_id, []
     for job in jobs:
         prompt = len(job.prompt)
@@ -138,8 +138,8 @@ def compare_generation(model: Any, count: int, length: int, block: int, stops: b
     mine, theirs, seconds = _both(ours, lambda some: texts_one_by_one(model, some, block), jobs)
     same = sum(a == b for a, b in zip(mine, theirs, strict=True))
     words = sum(len(text.split()) for text in theirs) / len(theirs)
-    left = f"texts end after {words:.0f} on average" if stops else "no text ends early"
-    _print(f"generation of {length} tokens in blocks of {block}, {count} prompts, {left}; {same} equal", seconds)
+    ends = f"texts end after {words:.0f} on average" if stops else "no text ends early"
+    _print(f"generation of {length} tokens in blocks of {block}, {count} prompts, {ends}; {same} equal", seconds)
 
 
 def _both(

@@ -1,7 +1,7 @@
-"""What hook points cost when nobody listens, and what a pattern costs when somebody does.
+"""Cost of hook points in a forward pass: idle, and with a hook on the pattern of every layer.
 
 `python -m benchmarks.forward [--hidden 512 --layers 4 --length 512]`, on the CPU or on a GPU if there is one.
-The plain path is transformers' own Llama with the same weights and `is_causal = False`.
+The baseline is transformers' own Llama with the same weights and `is_causal = False`.
 """
 
 import torch
@@ -27,16 +27,16 @@ def main(hidden: int = 512, layers: int = 4, heads: int = 8, length: int = 512, 
     stock.load_state_dict(ours.state_dict())
     for layer in stock.model.layers:
         layer.self_attn.is_causal = False
-    watched = tiny("llada", **fields).to(device, dtype)
-    for layer in watched.model.layers:
+    hooked = tiny("llada", **fields).to(device, dtype)
+    for layer in hooked.model.layers:
         layer.self_attn.hook_pattern.register_forward_hook(lambda *_: None)
     ids = torch.randint(0, 60, (1, length), device=device)
     with torch.no_grad():
         seconds = side_by_side(
             {
                 "transformers, sdpa": lambda: stock(input_ids=ids, use_cache=False),
-                "dlm_lens, sdpa, nobody listens": lambda: ours(input_ids=ids),
-                "dlm_lens, every pattern listened to": lambda: watched(input_ids=ids),
+                "dlm_lens, sdpa, hook points idle": lambda: ours(input_ids=ids),
+                "dlm_lens, a hook on every pattern": lambda: hooked(input_ids=ids),
             }
         )
     title = f"forward, {layers} layers of width {hidden}, {length} positions, {dtype}; {machine()}"

@@ -1,8 +1,8 @@
 """Many likelihoods at once: `log_likelihood` against a restatement of the authors' loop, one item at a time.
 
 `python -m benchmarks.likelihood [--samples 32 --requests 32 --rounds 3]`, on the CPU or on a GPU if there is one.
-Both sides use the same masks, and their numbers must agree. The requests mix short answers (of which few different
-masks exist) and long ones; "long answers only" leaves the former out.
+Both sides use the same masks, and their numbers must agree. The requests mix short answers (with few different
+masks) and long ones; "long answers only" has no short ones.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def requests_of(count: int) -> list[Pair]:
 
 
 def one_at_a_time(model: Any, pairs: Sequence[Pair], samples: int) -> torch.Tensor:
-    """LLaDA's get_log_likelihood.py in our words: the samples of one item are a batch, all logits are computed."""
+    """LLaDA's get_log_likelihood.py, restated: the samples of one item are a batch, all logits are computed."""
     values = []
     for pair in pairs:
         generator, losses = torch.Generator().manual_seed(0), []
@@ -44,7 +44,7 @@ def one_at_a_time(model: Any, pairs: Sequence[Pair], samples: int) -> torch.Tens
 
 
 def chain_one_at_a_time(model: Any, pairs: Sequence[Pair], _samples: int) -> torch.Tensor:
-    """SMDM's chain_rule in our words: the tokens of one item are cut into batches, all logits are computed."""
+    """SMDM's chain_rule, restated: the tokens of one item are cut into batches, all logits are computed."""
     values = []
     for pair in pairs:
         parts = [part.split(STRATA) for part in chain_masks(pair, "left_to_right")]

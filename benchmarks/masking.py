@@ -1,8 +1,8 @@
-"""What masking the top sinks costs: a denoising run under `mask_top_sinks(5)` against the plain one.
+"""Cost of masking the top sinks: a denoising run under `mask_top_sinks(5)` against the plain one.
 
 `python -m benchmarks.masking [--steps 4 --rounds 5]`. The shape is about 100M parameters without the embeddings (12
-layers, width 768, heads of 64) with LLaDA's vocabulary; half of the positions are the answer. Beside the two:
-hiding alone, with the columns known beforehand (`mask_positions`), and the same hook with a pattern materialised.
+layers, width 768, heads of 64) with LLaDA's vocabulary; half of the positions are the answer. Two more rows:
+hiding columns that are given in advance (`mask_positions`), and the same hook while another hook reads patterns.
 """
 
 from functools import partial
@@ -42,10 +42,10 @@ def main(
         hook = mask_top_sinks(k)
         candidates = {
             "plain": run,
-            f"mask_positions, {k} known columns": partial(run, hooks=[mask_positions(*range(k))]),
+            f"mask_positions, {k} given columns": partial(run, hooks=[mask_positions(*range(k))]),
             f"mask_top_sinks({k})": partial(run, hooks=[hook]),
             f"mask_top_sinks({k}), stage='after'": partial(run, hooks=[mask_top_sinks(k, stage="after")]),
-            f"mask_top_sinks({k}) and somebody who reads patterns": partial(run, hooks=[hook, ReadsPattern()]),
+            f"mask_top_sinks({k}) and a hook that reads patterns": partial(run, hooks=[hook, ReadsPattern()]),
         }
         seconds = side_by_side(candidates, rounds)
         print_table(f"S = {length}, {steps} steps; {machine()}", seconds, "plain")

@@ -35,13 +35,13 @@ def layer_inputs(length: int, heads: int, kv: int, width: int) -> tuple[Tensor, 
 
 
 def materialised(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """The straightforward way: softmax of all scores in float32, then the column sum."""
+    """The direct way: softmax of all scores in float32, then the column sum."""
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return (q @ keys.mT * scale).softmax(-1, dtype=torch.float32).sum(-2)
 
 
 def summed_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """What a reducer of the user's own would cost that sums the tiles of the pattern."""
+    """Sum the tiles of the pattern, as a user's own reducer does."""
     sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
     for _, pattern in pattern_tiles(AttentionInputs(0, q, k, v, scale)):
         sums += pattern.sum(-2)
@@ -78,24 +78,24 @@ def per_layer(length: int, heads: int, kv: int, width: int) -> None:
 
 def share_of_a_step(length: int, hidden: int, layers: int) -> None:
     """A forward pass with the logits of one block, without and with the statistic of all layers."""
-    plain, watched = build(hidden, layers, length), build(hidden, layers, length)
+    plain, measured = build(hidden, layers, length), build(hidden, layers, length)
     if torch.cuda.is_available():
-        plain, watched = (model.to("cuda", torch.bfloat16) for model in (plain, watched))
+        plain, measured = (model.to("cuda", torch.bfloat16) for model in (plain, measured))
     received: list[Tensor] = []
-    for layer in watched.model.layers:
-        watch(layer.self_attn, received)
+    for layer in measured.model.layers:
+        add_received_hooks(layer.self_attn, received)
     ids = torch.randint(0, 1000, (1, length), device=plain.device)
 
     def step(model: Any) -> None:
         received.clear()
         model.lm_head(model.model(input_ids=ids).last_hidden_state[:, -NEEDED:])
 
-    seconds = side_by_side({"step": lambda: step(plain), "step + received, all layers": lambda: step(watched)})
+    seconds = side_by_side({"step": lambda: step(plain), "step + received, all layers": lambda: step(measured)})
     assert len(received) == layers
     print_table(f"a step, {layers} layers of {hidden}, {length} positions; {machine()}", seconds, "step")
 
 
-def watch(attention: Any, received: list[Tensor]) -> None:
+def add_received_hooks(attention: Any, received: list[Tensor]) -> None:
     """Compute the statistic in every forward pass of `attention`."""
     kept: dict[str, Tensor] = {}
 
@@ -110,7 +110,7 @@ def watch(attention: Any, received: list[Tensor]) -> None:
 
 
 def peak(side: str, length: int, heads: int, kv: int, width: int) -> float:
-    """MiB that one call needs beyond its inputs, its result included."""
+    """Peak MiB of one call without its inputs, with its result."""
     q, k, _ = layer_inputs(length, heads, kv, width)
 
     def run(q: Tensor, k: Tensor) -> Tensor:
@@ -130,7 +130,9 @@ def peak(side: str, length: int, heads: int, kv: int, width: int) -> float:
 
 def memory(settings: list[str]) -> None:
     """Peak memory of one call against its length."""
-    print(f"\nMiB beyond the inputs; {machine()}\n\n| positions | received_sums | materialised |\n|---:|---:|---:|")
+    print(
+        f"\nMiB without the inputs; {machine()}\n\n| positions | received_sums | materialised |\n|---:|---:|---:|"
+    )
     for length in (512, 1024, 2048, 4096, 8192):
         found = []
         for side in ("ours", "materialised") if length <= 4096 else ("ours",):

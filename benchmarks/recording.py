@@ -1,11 +1,11 @@
-"""Recording's price: statistics of every step against plain denoising, and against the ways that hold patterns.
+"""Cost of recording: statistics of every step against plain denoising, and against ways that keep patterns.
 
 `python -m benchmarks.recording [--lengths 256,512,1024] [--rows received,all] [--memory]`. On a GPU the model has
 LLaDA-8B's shape in bfloat16 (`--lengths 512,1024,4096`); the rows are the same.
 
-Time: the candidates take turns and the ratio of their best times counts; on a CPU it is the process's own CPU time,
-which neighbours on the machine disturb less than the clock. Memory: each row in a process of its own; what its peak
-(max RSS, or CUDA's peak) adds to the plain run's, beside the size of the statistics.
+Time: the candidates take turns, and the ratio of their best times is reported; on a CPU it is the CPU time of the
+process, which other jobs on the machine disturb less than wall time. Memory: each row in a process of its own; the
+difference of its peak (max RSS, or CUDA's peak) to the plain run's, and the size of the statistics.
 """
 
 import json
@@ -87,7 +87,7 @@ def candidates(model: Any, length: int, steps: int) -> dict[str, Callable[[], An
 
 
 def _reduced_in_hooks(model: Any, prompt: Tensor, settings: dict[str, Any]) -> list[Tensor]:
-    """Patterns are formed, one layer's at a time, and summed in a PyTorch hook."""
+    """Sum patterns in a PyTorch hook; one layer's pattern exists at a time."""
     kept: list[Tensor] = []
     points = [attention.hook_pattern for attention in hooked_attentions(model)]
     handles = [p.register_forward_hook(lambda m, i, pattern: kept.append(pattern.sum(-2).cpu())) for p in points]
@@ -101,7 +101,7 @@ def _reduced_in_hooks(model: Any, prompt: Tensor, settings: dict[str, Any]) -> l
 
 @torch.no_grad()
 def _eager(model: Any, prompt: Tensor, settings: dict[str, Any]) -> list[Any]:
-    """Hugging Face's way: every step's patterns of all layers at once, from the model's own forward."""
+    """Transformers' way: the patterns of all layers at once, at every step, from the model's own forward."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -140,7 +140,7 @@ def _traced(model: Any, prompt: Tensor, settings: dict[str, Any]) -> Any:
 
 
 def clock() -> float:
-    """CPU seconds of this process, or seconds where a GPU works."""
+    """CPU seconds of this process, or seconds with a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -175,7 +175,7 @@ def peak(length: int, steps: int, row: str) -> dict[str, float]:
 
 
 def memory(lengths: list[int], steps: int, rows: list[str], plot: Path | None = None) -> None:
-    """Print what each row's peak adds to the plain run's, and draw it."""
+    """Print the difference of each row's peak to the plain run's, and draw it."""
     beyond: dict[str, list[float]] = {row: [] for row in rows}
     print(f"\nMiB beyond plain denoising, {steps} steps (in brackets: the statistics returned); {machine()}\n")
     print("| positions | " + " | ".join(rows) + " |\n|---:|" + "---:|" * len(rows))

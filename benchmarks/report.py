@@ -3,9 +3,9 @@
     python -m benchmarks.report [--out DIR]
 
 Three kinds of scores: a recording of the embedded model as it is; made-up attention with sinks, in which a key's
-logit drifts from step to step; and independent noise, which nothing can compress. Load time is from opening the
-file in headless Chromium to the first painted step, and a step is what it takes to show another one; both are left
-out where there is no Chromium.
+logit drifts from step to step; and independent noise, which cannot be compressed. Load time is from opening the
+file in headless Chromium to the first painted step; step time is that of showing another step. Both are omitted
+without Chromium.
 """
 
 import argparse
@@ -26,7 +26,7 @@ STEPS, LAYERS, HEADS, KEYS, PROMPT = 64, 32, 32, 128, 64
 
 
 def run_of(steps: int, keys: int, prompt: int) -> DenoisingRun:
-    """A run that writes its answer in a random order, the same number of positions at every step."""
+    """A run that decides its answer in a random order, the same number of positions at every step."""
     generator = torch.Generator().manual_seed(0)
     order = prompt + torch.randperm(keys - prompt, generator=generator)
     step_of = torch.full((keys,), -1)
@@ -96,7 +96,7 @@ def load_time(path: Path) -> tuple[float, float] | None:
 
 
 def measured(name: str, source: Any, path: Path) -> None:
-    """Write a report and print what it cost."""
+    """Write a report; print its size, its build time and its load time."""
     start = time.perf_counter()
     dlm_lens.viz.report(source, path, title=name)
     built = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Only the logits that are needed: `denoise` against a restatement of LLaDA's loop that computes all of them.
+"""Cost of the logits: `denoise`, which computes those it needs, against LLaDA's loop, restated, with all of them.
 
 `python -m benchmarks.sampling [--steps 8 --temperature 0.0]`. Each side runs in a process of its own, so that the
 peak of its memory (max RSS) is its own; both must write the same tokens.
@@ -42,7 +42,7 @@ def build(hidden: int, layers: int, length: int) -> Any:
 def restated(
     model: Any, prompt: Int[Tensor, "1 prompt"], steps: int, length: int, block: int, temperature: float
 ) -> Int[Tensor, "1 position"]:
-    """The published loop in our words: all logits, noise for all of them, at every step."""
+    """The published loop, restated: all logits, and noise for all of them, at every step."""
     mask_id, generator = model.config.mask_token_id, torch.Generator().manual_seed(0)
     canvas = torch.cat([prompt, prompt.new_full((1, length), mask_id)], 1)
     blocks, width = length // block, prompt.shape[1]
@@ -67,7 +67,7 @@ def restated(
 
 
 def measure(side: str, hidden: int, layers: int, length: int, steps: int, temperature: float) -> dict[str, Any]:
-    """Run one side: seconds, peak memory in MiB (in all, and beyond the loaded model), and the tokens written."""
+    """Run one side: seconds, peak memory in MiB (in all, and beyond the loaded model), and the final tokens."""
     torch.set_num_threads(1)
     model = build(hidden, layers, length)
     prompt = torch.randint(0, 1000, (1, length // 2), generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
-"""What a sink token costs: a forward pass with and without it, at the same canvas length.
+"""Cost of a sink token: a forward pass with and without it, at the same canvas length.
 
 `python -m benchmarks.sink_token [--hidden 512 --layers 4 --length 512]`, on the CPU or on a GPU if there is one.
-"masked row" is the alternative that attention avoids: one fused call with a mask for the sink's row.
+"masked row" is the alternative that the library does not use: one fused call with a mask for the sink's row.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from dlm_lens.testing import tiny
 
 
 class MaskedRow:
-    """Makes a model's attention take the sink's row in the same call as the canvas's."""
+    """A model whose attention computes the sink's row in the same call as the canvas's rows."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

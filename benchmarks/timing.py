@@ -1,4 +1,4 @@
-"""Side-by-side timing: candidates take turns, and the ratio of their best times is what counts."""
+"""Side-by-side timing: candidates take turns, and their best times are compared."""
 
 import platform
 import time
@@ -8,9 +8,9 @@ import torch
 
 
 def side_by_side(candidates: Mapping[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
-    """Seconds of every candidate: the least of `rounds` turns, after one turn to warm up.
+    """Seconds of every candidate: the minimum of `rounds` turns, after one turn to warm up.
 
-    Turns alternate, so that a machine that slows down does so for all of them.
+    Turns alternate, so that a change of the machine's speed affects all candidates.
     """
     best = dict.fromkeys(candidates, float("inf"))
     for turn in range(rounds + 1):
@@ -27,7 +27,7 @@ def side_by_side(candidates: Mapping[str, Callable[[], object]], rounds: int = 1
 
 
 def machine() -> str:
-    """The machine in words, for tables."""
+    """Device, threads and version of torch, for titles of tables."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""What a trace costs: `denoise` with all logits against the same run under nnsight.
+"""Cost of a trace: `denoise` with all logits against the same run under nnsight.
 
 `python -m benchmarks.tracing` prints milliseconds per step. `--memory` measures instead the peak memory (max RSS)
 of runs that save one layer's reduced statistic at every step, each in a process of its own.
@@ -81,7 +81,7 @@ TRACES = {
 
 
 def times(length: int, steps: int, rounds: int) -> None:
-    """The table of milliseconds per step."""
+    """Print the table of milliseconds per step."""
     raw, ids = build(length), [1] * (length - steps)
     lm = dlm_lens.DiffusionLM(build(length))
     run = {"steps": steps, "gen_length": steps, "block_length": steps}
@@ -98,7 +98,7 @@ def times(length: int, steps: int, rounds: int) -> None:
 
 
 def peaks(steps: int) -> None:
-    """The table of peak memory: what grows with the number of steps is held."""
+    """Print the table of peak memory; memory that grows with the number of steps is kept, not freed."""
     print(
         f"\nMax RSS, MiB ({machine()})\n\n| positions | one step's patterns | {steps} steps | {4 * steps} steps |"
     )
@@ -120,7 +120,7 @@ def _peak(length: int, steps: int) -> float:
         str(steps),
         "--child",
     ]
-    # glibc raises its threshold when large blocks are freed; the heap then fragments and hides what is really held.
+    # glibc raises its threshold when large blocks are freed; the heap then fragments and hides the memory in use.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     return float(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
 

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.training [--layers 2 --length 512 --batch 4]`: Qwen2.5-0.5B's shape (width 896, vocabulary of
 151,936, tied head) with few layers on a CPU; on a GPU, where there is one, `--layers 24 --length 2048 --batch 8` is
-the whole model, in bfloat16. Both sides see the same canvases and take forward, backward, clipping and an AdamW
+the whole model, in bfloat16. Both sides get the same canvases and compute forward, backward, clipping and an AdamW
 step; each runs in a process of its own, so that the peak of its memory is its own. The losses must agree.
 """
 
@@ -43,11 +43,11 @@ def build(layers: int, length: int) -> Any:
     )
 
 
-def all_logits(model: Any, asked: dict[str, Tensor]) -> Tensor:
-    """The published loop in our words: all logits, then the cross entropy of the masked ones, divided by tau."""
-    logits = model(input_ids=asked["input_ids"]).logits.flatten(0, 1)
-    losses = nn.functional.cross_entropy(logits[asked["outputs"]].float(), asked["targets"], reduction="none")
-    return (losses * asked["weights"]).sum()
+def all_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The published loop, restated: all logits, then the cross entropy of the masked ones, divided by tau."""
+    logits = model(input_ids=inputs["input_ids"]).logits.flatten(0, 1)
+    losses = nn.functional.cross_entropy(logits[inputs["outputs"]].float(), inputs["targets"], reduction="none")
+    return (losses * inputs["weights"]).sum()
 
 
 def peak(device: str) -> float:
@@ -64,18 +64,18 @@ def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict
     model = build(layers, length).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     objective = MaskedDiffusionLoss(low_discrepancy=True).for_model(model, batch)
-    loss_of = masked_loss if side == "ours" else lambda model, **asked: all_logits(model, asked)
+    loss_of = masked_loss if side == "ours" else lambda model, **inputs: all_logits(model, inputs)
     generator = torch.Generator().manual_seed(0)
     losses, seconds = [], []
     for step in range(steps + 1):
         tokens = torch.randint(0, 150_000, (batch, length), generator=generator)
         rows = Rows.of([Example(row) for row in tokens], length, 0)
-        asked = objective.prepare(rows, range(step * batch, (step + 1) * batch), 0)
-        count = float(asked.pop("count"))
-        asked = {name: value.to(device) for name, value in asked.items()}
+        inputs = objective.prepare(rows, range(step * batch, (step + 1) * batch), 0)
+        count = float(inputs.pop("count"))
+        inputs = {name: value.to(device) for name, value in inputs.items()}
         started = time.perf_counter() if device == "cuda" else time.process_time()
         with torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext():
-            loss = loss_of(model, **asked) / count
+            loss = loss_of(model, **inputs) / count
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

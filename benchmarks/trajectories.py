@@ -1,4 +1,4 @@
-"""Following sinks over a long run: seconds and memory of `trajectories`.
+"""Time and memory of `trajectories` on a long run.
 
 `python -m benchmarks.trajectories [--steps 256 --layers 32 --heads 32 --length 1024 --dtype float32]`; the scores
 are those of random patterns with planted sinks: in every head one that stays and one that moves every 16 steps.
@@ -47,7 +47,7 @@ def main(
     gibibytes = received.values.nbytes / 2**30
     size = f"{steps} steps x {layers} layers x {heads} heads x {length} keys"
     print(f"{size}, {dtype}, {gibibytes:.2f} GiB; {machine()}")
-    print("\n| | seconds | of them computing | peak MiB beyond the scores |\n|---|---:|---:|---:|")
+    print("\n| | seconds | CPU seconds | peak MiB beyond the scores |\n|---|---:|---:|---:|")
     for name, run in {
         "trajectories, AboveMean(3.0), per head": lambda: trajectories(received, AboveMean(3.0)).summary(),
         "trajectories, AboveStd(3.0), per head": lambda: trajectories(received, AboveStd(3.0)).summary(),
