@@ -1,4 +1,4 @@
-"""Token ids of the harness's texts: contexts, continuations, chats."""
+"""Token ids of the harness's contexts, continuations and chats."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-UNSAID = 2048
-"""Positions of a canvas where the config does not say."""
+DEFAULT_LENGTH = 2048
+"""Positions of a canvas where the config gives none."""
 
 
 class Encoder:
@@ -15,7 +15,7 @@ class Encoder:
 
     Args:
         model: from `dlm_lens.load`, with a tokenizer.
-        add_bos: put the beginning-of-text token in front of every text that lacks it.
+        add_bos: prepend the beginning-of-text token to every text that lacks it.
         max_length: positions of a canvas; None for what the model was trained on.
 
     Raises:
@@ -31,8 +31,8 @@ class Encoder:
         self.eos = eos[0] if isinstance(eos, list) else eos
         self.bos = self.tokenizer.bos_token_id if bos is None else bos
         if add_bos and self.bos is None:
-            raise ValueError("add_bos is True, but the model has no beginning-of-text token; leave it out")
-        trained = getattr(model.config, "max_position_embeddings", None) or UNSAID
+            raise ValueError("add_bos is True, but the model has no beginning-of-text token; leave add_bos out")
+        trained = getattr(model.config, "max_position_embeddings", None) or DEFAULT_LENGTH
         self.max_length = trained if max_length is None else max_length
         if self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; a canvas has at least 2 positions")
@@ -40,19 +40,19 @@ class Encoder:
         self._warned = False
 
     def text(self, text: str) -> list[int]:
-        """Ids of a context; special tokens are added unless the text brings its own."""
+        """Ids of a context; special tokens are added unless the text starts with its own."""
         return self._ids(text, self._is_bare(text))
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of both, split where the ids of the context alone end; spaces between them go to the continuation.
+        """Ids of both, split at the length of the context's own ids; spaces between them go to the continuation.
 
         An empty context becomes the beginning-of-text token, or the end-of-text token without one.
 
         Raises:
-            ValueError: nothing is left of the continuation.
+            ValueError: the continuation has no token of its own.
         """
         bare = self._is_bare(context)
-        # What a chat template ends with is its own.
+        # Trailing spaces of a chat template stay with the context.
         spaces = 0 if context in self._rendered else len(context) - len(context.rstrip())
         if spaces:
             continuation, context = context[-spaces:] + continuation, context[:-spaces]
@@ -63,19 +63,19 @@ class Encoder:
             before = [self.prefix]
             after = [int(i) for i in self.tokenizer(continuation, add_special_tokens=False)["input_ids"]]
         if not after:
-            raise ValueError(f"the continuation {continuation!r:.60} has no token of its own behind its context")
+            raise ValueError(f"the continuation {continuation!r:.60} has no token of its own after its context")
         return before, after
 
     @property
     def prefix(self) -> int:
-        """What stands in front of a text without context."""
+        """The first token of a text without context."""
         token = self.bos if self.bos is not None else self.eos
         if token is None:
             raise ValueError("the model has neither a beginning-of-text nor an end-of-text token to start from")
         return int(token)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as text, by the tokenizer's template; it keeps the special tokens that the template wrote.
+        """A chat as text, by the tokenizer's template, with the template's special tokens.
 
         Raises:
             ValueError: the tokenizer has no chat template.
@@ -92,10 +92,10 @@ class Encoder:
         return str(text)
 
     def fitted(self, context: list[int], room: int) -> list[int]:
-        """The context's last tokens, so that `room` more positions fit.
+        """The last tokens of a context that leave `room` positions free.
 
         Raises:
-            ValueError: not even one token of it fits.
+            ValueError: not one token of the context fits.
         """
         keep = self.max_length - room
         if keep < 1:

@@ -1,4 +1,4 @@
-"""`evaluate`: run tasks of lm-evaluation-harness, the shipped ones among them, and keep a table of the results."""
+"""`evaluate`: run tasks of lm-evaluation-harness and the shipped tasks; `Evaluation`: their scores."""
 
 import json
 import logging
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """One number: a task's metric (behind a filter of the task), its standard error, and the number of documents.
+    """One metric of a task (after one of its filters), its standard error, and the number of documents.
 
-    `standard_error` is the harness's: s / sqrt(n) of a mean, by bootstrap for perplexities, NaN where it has none.
+    `standard_error` is the harness's: s / sqrt(n) for a mean, a bootstrap for others; see `ratio_error` for
+    perplexities. It is NaN where there is none.
     """
 
     task: str
@@ -38,13 +39,13 @@ class Score:
 
     @property
     def name(self) -> str:
-        """The metric, and its filter if it has one."""
+        """The metric, with its filter where it has one."""
         return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Scores, and everything that the harness returned: samples, configs, versions."""
+    """Scores, and the harness's own results: samples, configs, versions."""
 
     scores: tuple[Score, ...]
     results: Mapping[str, Any] = field(repr=False)
@@ -53,7 +54,7 @@ class Evaluation:
         """The first score of a task.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the task has no score.
         """
         for score in self.scores:
             if score.task == task:
@@ -62,7 +63,7 @@ class Evaluation:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What answered: model, fingerprint, hooks, settings, seed."""
+        """Model, fingerprint, hooks, settings and seed of the evaluation."""
         found: Mapping[str, Any] = self.results.get("config", {}).get("dlm_lens", {})
         return found
 
@@ -78,7 +79,7 @@ class Evaluation:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         kept = {name: self.results.get(name) for name in ("versions", "n-shot", "lm_eval_version", "date")}
-        # NaN is no JSON.
+        # JSON has no NaN.
         scores = [
             asdict(one) | {"standard_error": None if isnan(one.standard_error) else one.standard_error}
             for one in self.scores
@@ -108,11 +109,11 @@ TASKS = Path(__file__).parent / "tasks"
 """The shipped tasks' YAML files and data; the harness's `include_path`."""
 
 BOOTSTRAPS = 1000
-"""Resamples behind the standard errors that have no formula (perplexities)."""
+"""Bootstrap resamples for standard errors without a formula."""
 
 
 def shipped_tasks() -> list[str]:
-    """Names of the tasks that come with this package, and need no network."""
+    """Names of the shipped tasks, which need no network."""
     return sorted(path.stem for path in TASKS.glob("*.yaml") if path.stem.startswith("toy_"))
 
 
@@ -128,20 +129,20 @@ def evaluate(
     bootstrap_iters: int = BOOTSTRAPS,
     **settings: Any,
 ) -> Evaluation:
-    """Evaluate a model on tasks of lm-evaluation-harness, and on those that come with this package.
+    """Evaluate a model on tasks of lm-evaluation-harness and on the shipped tasks.
 
     A thin layer over `lm_eval.simple_evaluate(model=HarnessLM(model, **settings), ...)`.
 
     Args:
         model: from `dlm_lens.load`, a name that it loads, or a `HarnessLM`.
         tasks: names; "toy_problems" and the other `toy_` tasks need no network.
-        limit: documents per task, or a share of them below 1; for trying out.
-        num_fewshot: worked examples in front of each document; None for the task's own number.
+        limit: documents per task, or a share of them below 1.
+        num_fewshot: worked examples before each document; None for the task's own number.
         chat: put the prompts into the tokenizer's chat template.
         multiturn: make worked examples turns of the chat, rather than one text with the question.
-        confirm_run_unsafe_code: let tasks such as HumanEval execute the code that the model wrote. The harness
-            refuses to start them without.
-        bootstrap_iters: resamples of the standard errors that have no formula; 0 leaves all of them out.
+        confirm_run_unsafe_code: let tasks such as HumanEval execute code that the model wrote. The harness refuses
+            to start them otherwise.
+        bootstrap_iters: bootstrap resamples for standard errors without a formula; 0 omits all standard errors.
         **settings: of `HarnessLM`: hooks, likelihood, generation, seed, batch_size, responses, ...
 
     Raises:
@@ -151,11 +152,11 @@ def evaluate(
     if limit is not None and limit <= 0:
         raise ValueError(f"limit is {limit}; give a number of documents, a share below 1, or None for all")
     if isinstance(settings.get("hooks"), str):
-        settings["hooks"] = parse_hooks(settings["hooks"])  # a slip there is told before anything is loaded
+        settings["hooks"] = parse_hooks(settings["hooks"])  # an error in it is raised before anything is loaded
     from dlm_lens.evaluation.harness import HarnessLM
 
     if isinstance(model, HarnessLM) and settings:
-        raise ValueError(f"{', '.join(settings)} beside a HarnessLM, which has its own; give them to HarnessLM")
+        raise ValueError(f"{', '.join(settings)} given with a HarnessLM, which has its own; give them to HarnessLM")
     from lm_eval.evaluator import simple_evaluate
 
     names = [tasks] if isinstance(tasks, str) else list(tasks)
@@ -165,7 +166,7 @@ def evaluate(
         loaded = manager.load(names)
         lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
         prepare(lm, loaded["tasks"])
-        _tell_fixed(loaded["tasks"], num_fewshot)
+        _warn_fixed_fewshot(loaded["tasks"], num_fewshot)
         with in_use(lm.model), lm.held():
             results = simple_evaluate(
                 model=lm,
@@ -182,14 +183,14 @@ def evaluate(
 
 
 def prepare(lm: Any, tasks: Mapping[str, Any]) -> None:
-    """Tell a `HarnessLM` what its tasks will ask, before they do.
+    """Prepare a `HarnessLM` for its tasks: check its hooks, and note where greedy decoding is needed.
 
     Raises:
-        ValueError: hooks that make no sense in the likelihoods that a task asks for.
+        ValueError: hooks that need steps, for a task of likelihoods.
     """
     if any(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
         lm.check_likelihoods()
-    # The only metric of several choices that reads whether greedy decoding writes one.
+    # The only multiple-choice metric that needs the greedy decoding.
     lm.greedy_tasks |= {
         name
         for name, task in tasks.items()
@@ -197,15 +198,15 @@ def prepare(lm: Any, tasks: Mapping[str, Any]) -> None:
     }
 
 
-def _tell_fixed(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
-    """The harness heeds a task that fixes its worked examples at 0, and says so where nobody looks."""
+def _warn_fixed_fewshot(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
+    """Warn where a task fixes its worked examples at 0, which the harness only logs at a lower level."""
     fixed = [name for name, task in tasks.items() if task.get_config("num_fewshot") == 0]
     if num_fewshot and fixed:
-        logger.warning("num_fewshot=%d is not heeded by %s, which fix it at 0", num_fewshot, ", ".join(fixed))
+        logger.warning("num_fewshot=%d is ignored by %s, which fix it at 0", num_fewshot, ", ".join(fixed))
 
 
 def _top(loaded: Mapping[str, Any]) -> list[Any]:
-    """Loaded groups and the tasks in none, so that the harness need not load them again."""
+    """The loaded groups, and the tasks outside groups, so that the harness does not load them again."""
     inner = {name for names in loaded["group_map"].values() for name in names}
     groups = [group for name, group in loaded["groups"].items() if name not in inner]
     grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
@@ -214,20 +215,20 @@ def _top(loaded: Mapping[str, Any]) -> list[Any]:
 
 def read_scores(results: Mapping[str, Any]) -> Iterator[Score]:
     """The numbers of the harness's results: one per task, metric and filter."""
-    for task, numbers in results.get("results", {}).items():
+    for task, metrics in results.get("results", {}).items():
         counts = results["n-samples"].get(task, {})
-        for name, value in numbers.items():
+        for name, value in metrics.items():
             metric, _, kept = name.partition(",")
             if not kept or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            error = numbers.get(f"{metric}_stderr,{kept}")
+            error = metrics.get(f"{metric}_stderr,{kept}")
             if not isinstance(error, int | float):
                 error = ratio_error(metric, float(value), results.get("samples", {}).get(task, ()))
             yield Score(task, metric, kept, float(value), float(error), int(counts.get("effective", 0)))
 
 
 def ratio_error(metric: str, value: float, samples: Sequence[Mapping[str, Any]]) -> float:
-    """The standard error of a perplexity over a corpus, of which the harness has none; NaN for other metrics.
+    """The standard error of a corpus perplexity, which the harness does not compute; NaN for other metrics.
 
     With document i's log-likelihood l_i and size w_i, r = sum l / sum w has the standard error
     sqrt(n / (n - 1) sum (l_i - r w_i)^2) / sum w (linearised ratio); exp(-r) has that times itself, and bits per
@@ -244,10 +245,10 @@ def ratio_error(metric: str, value: float, samples: Sequence[Mapping[str, Any]])
 
 
 def find_tasks(names: Sequence[str]) -> Any:
-    """The harness's task manager, with the shipped tasks; its own 14,000 are only read where one is asked for.
+    """The harness's task manager with the shipped tasks, and with its own 14,000 where one of them is requested.
 
     Raises:
-        ValueError: no name, or one that neither knows.
+        ValueError: no name, or an unknown one.
     """
     if not names:
         raise ValueError(f"no task given; tasks that need no network are {', '.join(shipped_tasks())}")
@@ -262,22 +263,22 @@ def find_tasks(names: Sequence[str]) -> Any:
 
 
 def _is_task_file(name: str) -> bool:
-    """Whether a name is the file of a task of its own; one of a group names others."""
+    """Whether a name is the file of a single task; the file of a group names other tasks."""
     return Path(name).is_file() and not re.search(r"^group:", Path(name).read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @cache
 def _manager(include_defaults: bool) -> Any:
-    """Reading the harness's own task files takes seconds."""
+    """Cached, because reading the harness's task files takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=str(TASKS), include_defaults=include_defaults)
 
 
 def check_code(manager: Any, names: Sequence[str], confirmed: bool) -> None:
-    """Refuse tasks that execute what a model wrote, before anything is loaded, unless that was asked for.
+    """Refuse tasks that execute code of a model, before they are loaded, unless this is confirmed.
 
-    (The harness refuses too, but some of these tasks execute a probe as soon as they are loaded.)
+    The harness refuses too, but some of these tasks execute a probe when they are loaded.
 
     Raises:
         ValueError: naming the task and the two switches.
@@ -293,7 +294,7 @@ def check_code(manager: Any, names: Sequence[str], confirmed: bool) -> None:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """The harness bootstraps in forked processes unless told otherwise; torch's threads do not survive a fork."""
+    """Make the harness bootstrap in this process: by default it forks, which torch's threads do not survive."""
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -307,7 +308,7 @@ def _one_process() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness explains at every task that brings its data how to pass it arguments."""
+    """Silence the harness's message on custom arguments, logged for every task with its own data."""
 
     def keep(record: logging.LogRecord) -> bool:
         return "Custom kwargs can be passed" not in record.getMessage()

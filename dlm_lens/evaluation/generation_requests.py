@@ -24,7 +24,7 @@ from dlm_lens.sampling.settings import block_settings
 
 
 class Cut(NamedTuple):
-    """A text, and whether something ended it."""
+    """A text, and whether an end token or a stop sequence ended it."""
 
     text: str
     ended: bool
@@ -42,25 +42,32 @@ def cut(tokenizer: Any, ids: Sequence[int], ends: frozenset[int], until: Sequenc
 
     Stop sequences are looked for in the raw text, since they may be special tokens, which the result leaves out.
     """
-    stop = next((place for place, one in enumerate(ids) if one in ends), None)
+    stop = next((index for index, one in enumerate(ids) if one in ends), None)
     text = str(tokenizer.decode(list(ids[:stop]), skip_special_tokens=False))
-    places = [place for one in until if one and (place := text.find(one)) >= 0]
-    text = text[: min(places)] if places else text
+    stops = [index for one in until if one and (index := text.find(one)) >= 0]
+    text = text[: min(stops)] if stops else text
     for one in set(ids[:stop]).intersection(tokenizer.all_special_ids) - {tokenizer.unk_token_id}:
         text = text.replace(str(tokenizer.convert_ids_to_tokens(one)), "")
-    return Cut(text, stop is not None or bool(places))
+    return Cut(text, stop is not None or bool(stops))
 
 
 POOL = 4
-"""Batches whose rows go through their blocks together, so that rows which go on fill up the batches."""
+"""Batches whose rows are decoded block by block together, so that unfinished rows can be regrouped."""
 CHECK_EVERY = 8
-"""AR decoding looks for stop sequences every so many tokens."""
+"""Tokens between two searches for stop sequences in AR decoding."""
 
 
 class Job(NamedTuple):
-    """A request in ids: where it belongs, its seed, its stop sequences, and how many tokens its answer has.
+    """A generation request in token ids.
 
-    `whole`: its ids are wanted to the last one, also those behind its text's end.
+    Args:
+        place: index of the request.
+        prompt: ids.
+        seed: of its random numbers.
+        until: stop sequences.
+        gen_length: tokens of the answer.
+        settings: of the sampler.
+        whole: whether all ids are needed, also those after the end of the text.
     """
 
     place: int
@@ -81,21 +88,21 @@ class Text(NamedTuple):
 
 
 class Generator:
-    """Generates texts for requests, in an order of its own.
+    """Generates texts for requests, longest prompts first.
 
-    Where a block, once written, never changes and depends on no random number (LLaDA's sampler at temperature 0,
-    with low-confidence remasking and no guidance), a row leaves behind the block in which its text ends. What
-    stands in front of the end is the same; the blocks behind it are never computed. AR rows end at a stop sequence.
+    Where a finished block never changes and depends on no random number (LLaDA's sampler at temperature 0, with
+    low-confidence remasking and without guidance), a row stops after the block in which its text ends: the text is
+    the same, and later blocks are not computed. AR rows stop at a stop sequence. Other runs of LLaDA's sampler stop
+    after the block in which the last of their texts ends.
 
-    Other runs of that sampler end behind the block in which the last of their texts ends. With hooks a row leaves
-    early only if all of them are `stateless`, and prompts of unequal length share a run only if all of them are
-    `padding_safe`. With `around` only prompts of equal length do, and every run has all its steps.
+    With hooks, rows stop early only if all hooks are `stateless`, and prompts of unequal length share a run only if
+    all are `padding_safe`. With `around`, only prompts of equal length share a run, and every run has all steps.
 
     Args:
         model: from `dlm_lens.load`.
         batch_size: rows per forward; None for as many as fit into bounded memory.
-        hooks: interventions, in force in every run.
-        around: makes the context that every run is computed in.
+        hooks: interventions of every run.
+        around: returns the context manager of every run.
     """
 
     def __init__(
@@ -107,8 +114,8 @@ class Generator:
         self.ends = end_ids(model.config)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
-        """The results, as they finish, the longest prompts first."""
-        memory = not all(hook.stateless for hook in self.hooks)
+        """The results in the order in which they finish."""
+        stateful = not all(hook.stateless for hook in self.hooks)
 
         def kind(job: Job) -> tuple[Any, ...]:
             return job.gen_length, repr(job.settings), 0 if self.padded else len(job.prompt)
@@ -118,7 +125,7 @@ class Generator:
             same = list(group)
             settings = dict(same[0].settings)
             rows = self._rows(same[0], settings)
-            if self.leaves and not memory and self._settled(settings):
+            if self.leaves and not stateful and self._blocks_are_final(settings):
                 for start in range(0, len(same), POOL * rows):
                     yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
             else:
@@ -139,8 +146,8 @@ class Generator:
         width = len(longest.prompt) + longest.gen_length
         return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.weight.shape[0])))
 
-    def _settled(self, settings: Mapping[str, Any]) -> bool:
-        """Whether a written block is final and the next one depends on nothing but the canvas."""
+    def _blocks_are_final(self, settings: Mapping[str, Any]) -> bool:
+        """Whether finished blocks never change, and the next block depends on the canvas alone."""
         if self.algorithm.name != "llada":
             return False
         values = {**self.model.sampler_defaults, **settings}
@@ -164,7 +171,7 @@ class Generator:
         return [self._finished(job, row.tolist()) for job, row in zip(jobs, rows, strict=True)]
 
     def _leaving(self, jobs: Sequence[Job], options: Mapping[str, Any]) -> dict[str, Any]:
-        """What ends a run when all its texts have ended."""
+        """Arguments of `denoise` that end a run when all its texts have ended."""
         if self.algorithm.sampler.autoregressive:
             return {"on_logits": _Stopper(self, jobs)}
         if self.algorithm.name != "llada":
@@ -182,10 +189,10 @@ class Generator:
         return {"on_canvas": leave}
 
     def _blocks(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Tokens of a block, and steps in each.
+        """Tokens per block, and steps per block.
 
         Raises:
-            ValueError: they do not divide the answer and the steps.
+            ValueError: the blocks do not divide the answer or the steps.
         """
         values = block_settings(self.model.sampler_defaults, options, masks=0)
         whole = LLaDASettings(values["steps"], values["gen_length"], values["block_length"])
@@ -214,7 +221,7 @@ class Generator:
     def _block(
         self, prompts: list[list[int]], shape: Mapping[str, int], steps: int, settings: Mapping[str, Any]
     ) -> list[list[int]]:
-        """The next block of every row: a run that is left when its first block is written."""
+        """The next block of every row, from a run that stops after its first block."""
 
         def leave(step: int, canvas: Tensor) -> None:
             if step == steps:
@@ -235,7 +242,7 @@ class Generator:
 
 
 class _LeftError(Exception):
-    """Leaves a run from inside, with its canvas."""
+    """Ends a run early; carries its canvas."""
 
     def __init__(self, canvas: Tensor) -> None:
         super().__init__()
@@ -243,7 +250,7 @@ class _LeftError(Exception):
 
 
 class _Stopper:
-    """Ends the AR rows whose text holds a stop sequence, by leaving them nothing but the end token."""
+    """Ends AR rows whose text holds a stop sequence: their only possible token becomes the end token."""
 
     def __init__(self, generator: Generator, jobs: Sequence[Job]) -> None:
         self.tokenizer, self.ends, self.jobs = generator.model.tokenizer, generator.ends, jobs
@@ -269,12 +276,12 @@ class _Stopper:
 logger = logging.getLogger(__name__)
 
 DEFAULT_GEN_LENGTH = 256
-"""Tokens of an answer where neither settings, task nor checkpoint say; the harness's own default."""
+"""Tokens of an answer where settings, task and checkpoint give none; the harness's default."""
 
 
 @dataclass(frozen=True)
 class JobMaker:
-    """Turns requests into jobs; the evaluation's settings win over the task's, the task's over the model's."""
+    """Turns requests into jobs; the evaluation's settings override the task's, and these the model's."""
 
     model: Any
     encoder: Encoder
@@ -282,7 +289,7 @@ class JobMaker:
     seed: int
 
     def job(self, place: int, arguments: tuple[str, Mapping[str, Any]], copy: int) -> Job:
-        """The job of a request; `copy` counts the draws that were asked for of the same one.
+        """The job of a request; `copy` numbers repeated draws of the same request.
 
         Raises:
             ValueError: the prompt leaves no room for an answer.
@@ -290,13 +297,13 @@ class JobMaker:
         from lm_eval.models.utils import normalize_gen_kwargs
 
         context, given = arguments
-        usual = self.model.sampler_defaults.get("gen_length", DEFAULT_GEN_LENGTH)
-        wished: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), usual))
-        until = tuple(wished.pop("until")) if self.settings.stop else ()
-        length = int(wished.pop("max_gen_toks"))
-        known = sampler_settings(self.model)
-        _tell(tuple(sorted({*wished} - {*known, "do_sample", "until"})))
-        values = {name: value for name, value in wished.items() if name in known} | self.settings.sampler()
+        default = self.model.sampler_defaults.get("gen_length", DEFAULT_GEN_LENGTH)
+        requested: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), default))
+        until = tuple(requested.pop("until")) if self.settings.stop else ()
+        length = int(requested.pop("max_gen_toks"))
+        supported = sampler_settings(self.model)
+        _warn_ignored(tuple(sorted({*requested} - {*supported, "do_sample", "until"})))
+        values = {name: value for name, value in requested.items() if name in supported} | self.settings.sampler()
         prompt = self.encoder.text(context)
         length = self._length(prompt, self.settings.gen_length or length)
         seed = request_seed(self.seed, context, copy)
@@ -304,8 +311,8 @@ class JobMaker:
         whole = self.settings.stages > 1
         return Job(place, fitted, seed, until, length, tuple(sorted(values.items())), whole)
 
-    def second(self, job: Job, text: str) -> Job:
-        """The job of the second stage, whose prompt is everything that the first one's canvas said."""
+    def second_stage(self, job: Job, text: str) -> Job:
+        """The job of the second stage, whose prompt is the whole text of the first stage."""
         prompt = self.encoder.text(text)
         length = job.gen_length
         if self.settings.canvas_length is not None:
@@ -323,13 +330,13 @@ class JobMaker:
 
 
 def sampler_settings(model: Any) -> frozenset[str]:
-    """Names of the settings that the model's sampler has, but its length."""
+    """Names of the settings of the model's sampler, without gen_length."""
     algorithm = family_of(model.config.model_type).sampler_of(model.config)
     return frozenset(field.name for field in fields(algorithms()[algorithm].settings)) - {"gen_length"}
 
 
 @cache
-def _tell(ignored: tuple[str, ...]) -> None:
-    """Once for each set of names."""
+def _warn_ignored(ignored: tuple[str, ...]) -> None:
+    """Warn once for each set of names."""
     if ignored:
-        logger.warning("a task asks for %s, which this sampler does not have; ignored", ", ".join(ignored))
+        logger.warning("a task requests %s, which this sampler does not have; ignored", ", ".join(ignored))

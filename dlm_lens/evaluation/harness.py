@@ -14,7 +14,7 @@ from dlm_lens.adapters import load
 from dlm_lens.attention import checked, is_hook
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
-from dlm_lens.evaluation.likelihood_requests import Around, ItemMaker, Likelihoods, refuse_likelihood_hooks
+from dlm_lens.evaluation.likelihood_requests import Around, ItemMaker, Likelihoods, check_likelihood_hooks
 from dlm_lens.evaluation.request_recordings import (
     INDEX,
     RecordedGenerator,
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 
 class SharedLM(LM):
-    """What the harness asks of a model that several processes hold; alone it is one process.
+    """The harness's language model in one process, or in one of several under torchrun.
 
-    The process group must exist (`torch.distributed.init_process_group`) before the model is made.
+    `torch.distributed.init_process_group` must have been called before the model is created.
     """
 
     def __init__(self) -> None:
@@ -62,16 +62,16 @@ class SharedLM(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """The model that the harness's arguments name."""
-        return super().create_from_arg_string(arg_string, _possible(additional_config or {}))
+        """Create the model from the harness's arguments."""
+        return super().create_from_arg_string(arg_string, _with_available_device(additional_config or {}))
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """The model that the harness's arguments name."""
-        return super().create_from_arg_obj(arg_dict, _possible(additional_config or {}))
+        """Create the model from the harness's arguments."""
+        return super().create_from_arg_obj(arg_dict, _with_available_device(additional_config or {}))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all processes, one behind the other."""
+        """The concatenated tensors of all processes."""
         if self.world_size == 1:
             return tensor
         parts = [torch.zeros_like(tensor.reshape(-1)) for _ in range(self.world_size)]
@@ -79,7 +79,7 @@ class SharedLM(LM):
         return torch.cat(parts)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """The objects of all processes, on one of them."""
+        """The objects of all processes, gathered in process `dst`."""
         if self.world_size == 1:
             return [obj]
         found: list[Any] | None = [None] * self.world_size if self.rank == dst else None
@@ -92,46 +92,45 @@ class SharedLM(LM):
             torch.distributed.barrier()
 
 
-def _possible(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness's own arguments on a device that is there: its command line says cuda:0 where nobody said any."""
+def _with_available_device(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The harness's arguments with an available device: its command line defaults to cuda:0."""
     device = str(config.get("device"))
     if device.startswith("cuda") and not torch.cuda.is_available():
-        logger.warning("the harness asks for %s, and there is no CUDA device; the model goes to the CPU", device)
+        logger.warning("the harness requests %s, and there is no CUDA device; the model goes to the CPU", device)
         return {**config, "device": "cpu"}
     return dict(config)
 
 
 @register_model("dlm_lens")
 class HarnessLM(SharedLM):
-    """A diffusion or AR model for lm-evaluation-harness, with interventions in force in every forward pass.
+    """A diffusion or AR model for lm-evaluation-harness, with interventions in every forward pass.
 
-    `lm_eval.simple_evaluate(model=HarnessLM(model), tasks=[...])`. Every request has a seed of its own, from `seed`
-    and its text, so that its answer depends neither on the batch size nor on the other requests (up to the rounding
-    of differently shaped matrix products).
+    `lm_eval.simple_evaluate(model=HarnessLM(model), tasks=[...])`. Every request has its own seed, derived from
+    `seed` and its text: its answer depends neither on the batch size nor on the other requests, up to the rounding
+    of differently shaped matrix products.
 
     Args:
-        model: from `dlm_lens.load`, or what that loads.
+        model: from `dlm_lens.load`, or a name that it loads.
         hooks: values of `dlm_lens.hooks`, one or several, or an expression of them such as "mask_positions(0)".
         likelihood: `LikelihoodSettings`, or a mapping of their names.
-        generation: `GenerationSettings`, or a mapping of their names; they win over the task's.
+        generation: `GenerationSettings`, or a mapping of their names; they override the task's.
         seed: of all random numbers.
         batch_size: canvases per forward; None (or "auto") for as many as fit into bounded memory.
-        responses: a JSONL file to append every answer to; the same call with the same file goes on where a killed
-            one stopped.
+        responses: a JSONL file for all answers; the same call with the same file resumes a killed evaluation.
         record: reducers as `dlm_lens.record` takes them, or `RecordSettings`: what is recorded of every request.
         record_to: the directory of the recordings, TASK/DOCUMENT-REQUEST each; without `record` it is received
-            attention that is recorded. The same call with the same directory asks no recorded request again. With
-            it, requests are answered one by one.
-        around: called with the model, returns a context manager that is entered around every chunk of likelihoods
-            and every generation, for listeners of one's own.
-        add_bos: put the beginning-of-text token in front of every text (Dream's authors do).
+            attention that is recorded. The same call with the same directory resumes. Requests are then computed
+            one by one.
+        around: takes the model and returns a context manager for every chunk of likelihoods and every generation,
+            such as a recording of your own.
+        add_bos: prepend the beginning-of-text token to every text (as Dream's authors do).
         max_length: positions of a canvas; None for the model's.
         device: where to load a model that is given by name.
-        max_batch_size: the harness's argument for its own search of a batch size; not used.
+        max_batch_size: an argument of the harness; not used.
         **loading: further arguments of `dlm_lens.load`, for a model given by name.
 
     Raises:
-        ValueError: settings that cannot work, before anything is computed.
+        ValueError: invalid settings, before anything is computed.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class HarnessLM(SharedLM):
         if isinstance(model, str):
             model = load(model, **loading)
         elif loading:
-            raise ValueError(f"the model is loaded already, so {', '.join(loading)} cannot be heeded; leave it out")
+            raise ValueError(f"the model is loaded already, so {', '.join(loading)} cannot be used; leave them out")
         if not hasattr(model, "sampler_defaults"):
             raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
         self.model, self.seed = model, int(seed)
@@ -187,7 +186,7 @@ class HarnessLM(SharedLM):
         return str(self.tokenizer.name_or_path or type(self.tokenizer).__name__).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the answers depend on, for the results' config."""
+        """Everything that the answers depend on, for the config of the results."""
         return {
             "dlm_lens": {
                 "model": str(self.model.config._name_or_path),
@@ -202,7 +201,7 @@ class HarnessLM(SharedLM):
         }
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's template, for the harness's records."""
+        """The tokenizer's chat template, for the harness's records."""
         return str(getattr(self.tokenizer, "chat_template", None) or "") if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -214,81 +213,84 @@ class HarnessLM(SharedLM):
         return self.encoder.chat(chat_history, add_generation_prompt)
 
     def check_likelihoods(self) -> None:
-        """Refuse hooks that make no sense in likelihoods, before any request is asked.
+        """Refuse hooks that need the steps of a run, before any request is computed.
 
         Raises:
             ValueError: naming the hook.
         """
-        refuse_likelihood_hooks(self.model, self.hooks)
+        check_likelihood_hooks(self.model, self.hooks)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Log-likelihoods ln p(continuation | context), in nats, and whether greedy decoding writes it."""
-        greedy = self.items.asked_greedily(requests, self.greedy_tasks)
-        arguments = [[*request.args, asked] for request, asked in zip(requests, greedy, strict=True)]
-        asked = RequestBatch(requests, [request_key("loglikelihood", one) for one in arguments])
+        """Log-likelihoods ln p(continuation | context) in nats, and whether they are greedy completions."""
+        greedy = self.items.needs_greedy(requests, self.greedy_tasks)
+        arguments = [[*request.args, one] for request, one in zip(requests, greedy, strict=True)]
+        batch = RequestBatch(requests, [request_key("loglikelihood", one) for one in arguments])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
+            """Answers of the requests in `left`, as they finish."""
             items = [self.items.item(index, requests[index].args, greedy[index]) for index in left]
-            for answers in self._likelihoods(asked).run(items):
+            for answers in self._likelihoods(batch).run(items):
                 yield {answer.place: [answer.value, answer.is_greedy] for answer in answers}
 
-        return [(float(value), bool(same)) for value, same in self._answered("loglikelihood", asked, run)]
+        return [(float(value), bool(same)) for value, same in self._answered("loglikelihood", batch, run)]
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-likelihood ln p(text) of every request, in nats.
 
         A text longer than the model's context is cut into windows, each given the tokens before it.
         """
-        asked = RequestBatch(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
+        batch = RequestBatch(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
+            """Answers of the requests in `left`, as they finish."""
             windows = [item for index in left for item in self.items.windows(index, requests[index].args[0])]
             items = [item._replace(place=number) for number, item in enumerate(windows)]
             owners = [item.place for item in windows]
             waiting, totals = Counter(owners), dict.fromkeys(left, 0.0)
-            for answers in self._likelihoods(asked.at(owners)).run(items):
+            for answers in self._likelihoods(batch.at(owners)).run(items):
                 for answer in answers:
                     totals[owners[answer.place]] += answer.value
                     waiting[owners[answer.place]] -= 1
                 yield {index: totals.pop(index) for index in list(totals) if not waiting[index]}
             yield totals
 
-        return [float(value) for value in self._answered("loglikelihood_rolling", asked, run)]
+        return [float(value) for value in self._answered("loglikelihood_rolling", batch, run)]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """The text that every request's context is continued with, up to its end or a stop sequence."""
+        """The generated continuation of every request's context, up to its end or a stop sequence."""
         copies = repeats([id(request) for request in requests])
         if self.world_size > 1:
-            # Further copies fill a process's share up to the largest one: no draws of their own.
+            # The harness pads each process's share with copies, which are not draws of their own.
             copies = [copy % max(1, one.repeats or 1) for copy, one in zip(copies, requests, strict=True)]
         drawn = zip(requests, copies, strict=True)
-        asked = RequestBatch(
+        batch = RequestBatch(
             requests, [request_key("generate_until", one.args, copy) for one, copy in drawn], copies
         )
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
+            """Answers of the requests in `left`, as they finish."""
             jobs = [self.jobs.job(index, requests[index].args, copies[index]) for index in left]
-            for texts in self._staged(self._generator(asked), jobs):
+            for texts in self._staged(self._generator(batch), jobs):
                 yield {text.place: text.text for text in texts}
 
-        return [str(text) for text in self._answered("generate_until", asked, run)]
+        return [str(text) for text in self._answered("generate_until", batch, run)]
 
     def _answered(
-        self, kind: str, asked: RequestBatch, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
+        self, kind: str, batch: RequestBatch, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
     ) -> list[Any]:
-        """Answers in the order of the requests; equal requests are asked once, kept answers not at all."""
+        """Answers in the order of the requests; equal requests are computed once, stored answers not at all."""
         with self.held():
-            return self._computed(kind, asked, run)
+            return self._computed(kind, batch, run)
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the directory of the recordings, if there is one, against other evaluations."""
+        """Lock the directory of the recordings, if there is one, against other evaluations."""
         return nullcontext() if self.recordings is None else self.recordings.held(shared=self.world_size > 1)
 
     def _computed(
-        self, kind: str, asked: RequestBatch, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
+        self, kind: str, batch: RequestBatch, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]
     ) -> list[Any]:
-        first = {key: index for index, key in reversed(list(enumerate(asked.keys)))}
-        # Where requests are recorded, an answer without a recording does not do.
+        first = {key: index for index, key in reversed(list(enumerate(batch.keys)))}
+        # Where requests are recorded, an answer counts only with its recording.
         kept = self.responses if self.recordings is None else self.recordings
         answers: dict[str, Any] = {key: kept[key] for key in first if key in kept}
         self.responses.append(answers)
@@ -297,32 +299,32 @@ class HarnessLM(SharedLM):
             self.check_likelihoods()
         with tqdm(total=len(first), initial=len(answers), desc=kind, unit="request", disable=self.rank != 0) as bar:
             for new in run(left) if left else ():
-                answers |= self._kept(kind, asked, new)
+                answers |= self._kept(kind, batch, new)
                 bar.update(len(new))
-        return [answers[key] for key in asked.keys]
+        return [answers[key] for key in batch.keys]
 
-    def _kept(self, kind: str, asked: RequestBatch, new: Mapping[int, Any]) -> dict[str, Any]:
-        """New answers by their keys, written wherever answers are kept."""
-        named = {asked.keys[index]: answer for index, answer in new.items()}
+    def _kept(self, kind: str, batch: RequestBatch, new: Mapping[int, Any]) -> dict[str, Any]:
+        """Store new answers; return them by their keys."""
+        named = {batch.keys[index]: answer for index, answer in new.items()}
         if self.recordings is not None:
             for index, answer in new.items():
-                self.recordings.settle(asked, index, kind, answer)
+                self.recordings.settle(batch, index, kind, answer)
         self.responses.append(named)
         for index, answer in new.items():
             whole = tuple(answer) if isinstance(answer, list) else answer
-            self.cache_hook.add_partial(kind, asked.requests[index].args, whole)
+            self.cache_hook.add_partial(kind, batch.requests[index].args, whole)
         return named
 
-    def _likelihoods(self, asked: RequestBatch) -> Likelihoods | RecordedLikelihoods:
+    def _likelihoods(self, batch: RequestBatch) -> Likelihoods | RecordedLikelihoods:
         settings: dict[str, Any] = {"batch_size": self.batch_size, "hooks": self.hooks}
         if self.recordings is None:
             return Likelihoods(self.model, self.likelihood, **settings, around=self.around)
-        return RecordedLikelihoods(self.recordings, asked, self.likelihood, **settings)
+        return RecordedLikelihoods(self.recordings, batch, self.likelihood, **settings)
 
-    def _generator(self, asked: RequestBatch) -> Generator | RecordedGenerator:
+    def _generator(self, batch: RequestBatch) -> Generator | RecordedGenerator:
         if self.recordings is None:
             return Generator(self.model, batch_size=self.batch_size, hooks=self.hooks, around=self.around)
-        return RecordedGenerator(self.recordings, asked, self.hooks)
+        return RecordedGenerator(self.recordings, batch, self.hooks)
 
     def _staged(self, generator: Generator | RecordedGenerator, jobs: Sequence[Job]) -> Iterator[list[Text]]:
         if self.generation.stages == 1:
@@ -330,18 +332,18 @@ class HarnessLM(SharedLM):
             return
         first = {job.place: job._replace(until=()) for job in jobs}
         for texts in generator.run(list(first.values())):
-            second = [self.jobs.second(first[text.place], self._everything(text)) for text in texts]
+            second = [self.jobs.second_stage(first[text.place], self._everything(text)) for text in texts]
             for finished in generator.run(second):
                 yield [text._replace(text=self._everything(text)) for text in finished]
 
     def _recordings(
         self, settings: RecordSettings, to: str | Path | None, identity: Mapping[str, Any]
     ) -> RequestRecordings:
-        assert to is not None  # read_record saw to that
+        assert to is not None  # checked by read_record
         return RequestRecordings(self.model, settings, Path(to), identity, str(self._own_file(INDEX)))
 
     def _own_file(self, path: str | Path | None) -> Path | None:
-        """Every process appends to a file of its own."""
+        """The file of this process: every process appends to its own."""
         if path is None or self.world_size == 1:
             return None if path is None else Path(path)
         return Path(path).with_suffix(f".{self.rank}{Path(path).suffix}")

@@ -22,19 +22,19 @@ from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
 
 CHUNK = 64
-"""Requests that are computed together and stored when they are finished: what a killed run loses at most."""
+"""Requests computed together and then stored; a killed run loses at most these."""
 
 Around = Callable[[Any], AbstractContextManager[Any]]
-"""Makes a context for forward passes of the model it is given, such as a recording."""
+"""Takes the model and returns a context manager for its forward passes, such as a recording."""
 
 
 def together(hooks: Sequence[Any], around: Around | None) -> bool:
-    """Whether requests of unequal length may share a forward: every row gets what it gets alone."""
+    """Whether requests of unequal length may share a forward pass without changing each other's result."""
     return around is None and all(hook.padding_safe for hook in hooks)
 
 
 class Item(NamedTuple):
-    """A request in ids: where it belongs, its seed, and whether to decode it greedily as well."""
+    """A likelihood request in token ids: its index, its seed, and whether to decode it greedily too."""
 
     place: int
     context: list[int]
@@ -57,17 +57,17 @@ class Answer(NamedTuple):
 
 
 class Likelihoods:
-    """Computes likelihoods of requests, in an order of its own.
+    """Computes the likelihoods of requests, longest first.
 
-    With `around`, or with a hook that is not `padding_safe`, only requests of equal length share a forward, so that
-    no padding stands beside them.
+    With `around`, or with a hook that is not `padding_safe`, only requests of equal length share a forward pass, so
+    that there is no padding.
 
     Args:
         model: from `dlm_lens.load`.
         settings: the method and its settings.
         batch_size: canvases per forward; None for as many as fit into bounded memory.
-        hooks: interventions, in force in every forward.
-        around: makes the context that every chunk is computed in.
+        hooks: interventions of every forward pass.
+        around: returns the context manager of every chunk.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Likelihoods:
                 if self.around is not None:
                     stack.enter_context(self.around(self.model))
                 answers = self._answers(chunk)
-            # Outside: whoever reads the answers may stop, and the model is not to keep its hooks.
+            # Outside the context: if the caller stops here, the model must not keep its hooks.
             yield answers
 
     def _chunks(self, items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -202,25 +202,26 @@ class ItemMaker:
             for number, (before, after) in enumerate(map(make_disjoint_window, windows))
         ]
 
-    def asked_greedily(self, requests: Sequence[Any], read: frozenset[str]) -> list[bool]:
-        """Whether each request asks what greedy decoding writes: where a metric reads it.
+    def needs_greedy(self, requests: Sequence[Any], tasks: frozenset[str]) -> list[bool]:
+        """Whether each request needs greedy decoding, because its task's metric reads the result.
 
-        Those of documents with a single request, and those of the tasks in `read`, unless the settings say.
+        These are the requests of documents with a single request, and of the tasks in `tasks`, unless the setting
+        `is_greedy` decides for all.
         """
         if self.settings.is_greedy is not None:
             return [self.settings.is_greedy] * len(requests)
         documents = [(request.task_name, request.doc_id) for request in requests]
         count = Counter(documents)
-        return [one[0] is None or count[one] == 1 or one[0] in read for one in documents]
+        return [one[0] is None or count[one] == 1 or one[0] in tasks for one in documents]
 
 
 TRIED = 16
-"""Positions of the canvas that hooks are tried on: enough for every key to have the viewers that a score needs."""
+"""Positions of the trial canvas: enough for keys to have as many viewers as a score needs."""
 
 
 @torch.no_grad()
-def refuse_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
-    """Try every hook in a forward pass without steps, which is all that a likelihood has.
+def check_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
+    """Refuse hooks that need the steps of a run, which a likelihood does not have, by a trial forward pass.
 
     Raises:
         ValueError: naming a hook that needs steps.
@@ -237,5 +238,5 @@ def refuse_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
                 "that generate with this hook, or give likelihoods one without steps"
             ) from None
         except Exception:
-            # What else is wrong, such as a position that this short canvas lacks, is for the requests to tell.
+            # Other errors, such as a position outside the trial canvas, are raised by the requests themselves.
             continue

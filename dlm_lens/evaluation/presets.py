@@ -1,4 +1,4 @@
-"""Presets: how each cell of the papers' tables and each task of the authors' scripts was evaluated."""
+"""Presets: the evaluation settings of each cell of the papers' tables and each task of the authors' scripts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ Kind = Literal["likelihood", "greedy completion", "generation"]
 
 @dataclass(frozen=True)
 class Preset:
-    """One task of one table, for one family: what the harness is asked and how the model answers.
+    """The settings of one task of one table, for one model family.
 
     Args:
         name: "PAPER/TABLE/MODEL/TASK", or "AUTHORS/SCRIPT/TASK" of a public evaluation script.
@@ -26,8 +26,8 @@ class Preset:
         generation: settings of generation.
         add_bos: whether texts begin with the beginning-of-text token.
         max_length: positions of a canvas; None for the model's.
-        source: where the settings stand.
-        assumptions: what stands nowhere and was chosen here.
+        source: where the settings are published.
+        assumptions: settings that are published nowhere and were chosen here.
     """
 
     name: str
@@ -191,7 +191,7 @@ def _attention_sinks() -> Iterator[Preset]:
             source=f"{SINKS_CODE}; Gen-Verse/MMaDA, evaluation/lm/eval.sh and eval_llada.py",
             assumptions=(
                 *told, *_form(task), "the MixCoT checkpoint (the paper does not say)",
-                "without the system prompt about <think> that MMaDA's script puts in front of every question",
+                "without the system prompt about <think> that MMaDA's script puts before every question",
             ),
         )  # fmt: skip
     for task, length, task_name in (("gsm8k", 256, "gsm8k"), ("humaneval", 512, "humaneval_instruct")):
@@ -257,7 +257,7 @@ def _one_token() -> Iterator[Preset]:
             source=f"{ONE_TOKEN}, evaluate_gsm8k.py",
             assumptions=(
                 "the openai/gsm8k test split (theirs is a copy in another repository)",
-                "the number behind #### is compared as text without commas and dollar signs (theirs: sympy)",
+                "the number after #### is compared as text without commas and dollar signs (theirs: sympy)",
                 *more,
             ),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Recording during an evaluation: every request is answered alone, and what the layers do goes to its directory."""
+"""Recordings of an evaluation: every request is computed alone and recorded into its own directory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,14 +27,14 @@ from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 
 
 class CanvasRecorder(Recorder):
-    """A recorder of one request's likelihood: every canvas of its forward passes is a step of its Recording.
+    """Records the forward passes of one request's likelihood; every canvas is a step of the Recording.
 
-    Under guidance the conditional canvases are recorded. The prompt is the context and the answer the continuation,
-    whatever of them is masked.
+    Under guidance only conditional canvases are recorded. The prompt is the context and the answer is the
+    continuation, whichever positions are masked.
 
     Args:
         model, reducers, layers, dtype: as for `Recorder`.
-        context: how many positions the context has.
+        context: number of positions of the context.
         halves: 2 under guidance, else 1.
     """
 
@@ -55,12 +55,12 @@ class CanvasRecorder(Recorder):
 
     @contextmanager
     def listening(self, model: Any) -> Iterator[None]:
-        """Record the forward passes inside the block."""
+        """Record the forward passes in this context."""
         decoder: nn.Module = model.get_decoder()
         with listening(model):
             handles = [
                 decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-                decoder.register_forward_hook(self._behind),
+                decoder.register_forward_hook(self._after),
             ]
             try:
                 yield
@@ -71,11 +71,11 @@ class CanvasRecorder(Recorder):
 
     @property
     def canvases(self) -> int:
-        """How many there are so far."""
+        """The number of canvases so far."""
         return sum(map(len, self._canvases))
 
     def canvases_of(self, settings: Mapping[str, Any]) -> Recording:
-        """The canvases so far, of which there must be one, as the steps of a Recording, the most masked first."""
+        """The canvases so far (at least one) as the steps of a Recording, the most masked first."""
         canvases, arrays = torch.cat(self._canvases), {}
         order = self._masked(canvases).sum(-1).argsort(descending=True, stable=True)
         for name in self._parts[0]:
@@ -86,16 +86,16 @@ class CanvasRecorder(Recorder):
         return replace(self.described(run, arrays), answer=answer)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward pass begins."""
+        """Start a step, before the decoder's forward pass."""
         ids: Int[Tensor, "row position"] = args[0] if args else kwargs["input_ids"]
         ids = ids[: len(ids) // self.halves]
-        # Whether causal or not: all of the canvas is there.
+        # All positions of the canvas count, in causal models too.
         answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
         self.start(Sampler(), torch.ones_like(ids, dtype=torch.bool), answer)
         self.step(StepPlan(0, 1, 0, (self.context, ids.shape[1]), 1), ids, self._masked(ids))
 
-    def _behind(self, module: nn.Module, args: Any, output: Any) -> None:
-        """It is over."""
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Finish the step, after the decoder's forward pass."""
         assert self.now is not None
         self._parts.append(self.step_arrays())
         self._canvases.append(self.now.tokens.detach().cpu())
@@ -118,12 +118,12 @@ class CanvasRecorder(Recorder):
 
 
 INDEX = "requests.jsonl"
-"""What was batch of every recorded request and where its recordings lie, in the directory of them all."""
+"""The index file in the directory of the recordings: every recorded request with its recordings and answer."""
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What an evaluation records of every request.
+    """The statistics that an evaluation records of every request.
 
     Args:
         reducers: as `dlm_lens.record` takes them.
@@ -137,10 +137,10 @@ class RecordSettings:
 
 
 def read_record(record: Any, to: str | Path | None) -> RecordSettings | None:
-    """What is recorded, from what a caller has: settings, a mapping of their names, reducers, or nothing.
+    """Settings from an instance, a mapping of their names, one or several reducers, or None.
 
     Raises:
-        ValueError: something to record and no directory, or a setting that is none.
+        ValueError: reducers without a directory, or an unknown setting.
     """
     if isinstance(record, Sequence) and not record:
         record = None
@@ -157,7 +157,7 @@ def read_record(record: Any, to: str | Path | None) -> RecordSettings | None:
 
 
 class IndexLine(Document):
-    """A request's line of the index."""
+    """The line of one request in the index."""
 
     kind: str
     task: str | None
@@ -170,14 +170,14 @@ class IndexLine(Document):
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """The requests of one call of the harness, with their keys, and which draw of the same request each is."""
+    """The requests of one call of the harness, with their keys, and the number of each repeated draw."""
 
     requests: Sequence[Any]
     keys: Sequence[str]
     copies: Sequence[int] | None = None
 
     def directory(self, place: int) -> str:
-        """TASK/DOCUMENT-REQUEST of the request in a place, with -rN for its N-th further draw."""
+        """TASK/DOCUMENT-REQUEST of a request, with -rN for its N-th further draw."""
         request, copy = self.requests[place], self.copies[place] if self.copies else 0
         if request.task_name is None or request.doc_id is None:
             return f"requests/{self.keys[place][:16]}"
@@ -185,45 +185,47 @@ class RequestBatch:
         return f"{task}/{request.doc_id:05d}-{request.idx}" + (f"-r{copy}" if copy else "")
 
     def document(self, place: int) -> int:
-        """The number of its document."""
+        """The document number of a request."""
         found = self.requests[place].doc_id
         return place if found is None else int(found)
 
     @cached_property
     def same(self) -> Mapping[str, Sequence[Any]]:
-        """The requests of every key."""
+        """The requests by their key."""
         found: dict[str, list[Any]] = {}
         for key, request in zip(self.keys, self.requests, strict=True):
             found.setdefault(key, []).append(request)
         return found
 
     def at(self, places: Sequence[int]) -> "RequestBatch":
-        """The requests in these places."""
+        """The requests with these indices."""
         return RequestBatch([self.requests[place] for place in places], [self.keys[place] for place in places])
 
 
 class RequestRecordings:
     """The recordings of an evaluation: TASK/DOCUMENT-REQUEST, each a `Recording`, and the index of them all.
 
-    A request counts as recorded when the index has its line, which holds its answer too: what is recorded is
-    never batch again.
+    A request is complete when the index has its line, which also holds its answer. Complete requests are not
+    computed again.
 
     Args:
         model: from `dlm_lens.load`.
-        settings: what is recorded.
+        settings: reducers, layers and dtype.
         to: the directory.
         identity: what the answers depend on.
         index: the index's file name.
 
     Raises:
-        ValueError: something that cannot be recorded, or a directory with recordings of another evaluation.
+        ValueError: reducers that the model does not support, or a directory with recordings of another evaluation.
     """
 
     def __init__(
         self, model: Any, settings: RecordSettings, to: Path, identity: Mapping[str, Any], index: str = INDEX
     ) -> None:
         self.model, self.settings, self.to = model, settings, to
-        recorder = Recorder(model, settings.reducers, **self.options)  # refuses what cannot be recorded
+        recorder = Recorder(
+            model, settings.reducers, **self.options
+        )  # raises where the model does not support a reducer
         if to.exists() and not to.is_dir():
             raise ValueError(f"record_to is {to}, which is a file; give a directory")
         recorded = {
@@ -239,7 +241,7 @@ class RequestRecordings:
 
     @contextmanager
     def held(self, *, shared: bool) -> Iterator[None]:
-        """Hold the directory against other evaluations; inside such a block another one changes nothing.
+        """Lock the directory against other evaluations; nested locks have no effect.
 
         Args:
             shared: with the other processes of this evaluation.
@@ -259,15 +261,15 @@ class RequestRecordings:
                 self._holders -= 1
 
     def _read(self) -> None:
-        """What the index says is recorded."""
+        """Read the recordings that the index lists."""
         where = self._index.path
         for key, line in self._index.items():
-            told = fitted(IndexLine, line if isinstance(line, dict) else {}, where, "choose another directory")
-            self._settled |= dict.fromkeys(told.recordings, key)
+            entry = fitted(IndexLine, line if isinstance(line, dict) else {}, where, "choose another directory")
+            self._settled |= dict.fromkeys(entry.recordings, key)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of a recorder, next to the reducers."""
+        """Arguments of a recorder besides the reducers."""
         return {"layers": self.settings.layers, "dtype": self.settings.dtype}
 
     def __contains__(self, key: str) -> bool:
@@ -277,10 +279,10 @@ class RequestRecordings:
         return self._index[key]["answer"]
 
     def begin(self, directory: str) -> Path:
-        """Where the next recording of a request goes: the first in its directory, others beside it (-pN).
+        """The directory of a request's next recording; the second and later ones get the suffix -pN.
 
         Raises:
-            ValueError: another request is recorded there.
+            ValueError: the directory holds the recording of another request.
         """
         written = self._written.setdefault(directory, [])
         name = f"{directory}-p{len(written)}" if written else directory
@@ -292,13 +294,13 @@ class RequestRecordings:
         written.append(name)
         return self.to / name
 
-    def forgo(self, directory: str) -> None:
-        """What was begun last is not recorded: no canvas was evaluated, since no draw masked anything."""
+    def discard(self, directory: str) -> None:
+        """Discard the last `begin`: no canvas was computed, since no draw masked a position."""
         self._written[directory].pop()
 
     def settle(self, batch: RequestBatch, place: int, kind: str, answer: Any) -> None:
-        """Write a request's line: from now on it is recorded."""
-        # A text without a token has no recording.
+        """Write the line of a request, which completes it."""
+        # An empty text has no recording.
         names, key = self._written.pop(batch.directory(place), []), batch.keys[place]
         first, *others = batch.same[key]
         line = {
@@ -307,7 +309,7 @@ class RequestRecordings:
             "doc_id": first.doc_id,
             "request": first.idx,
             "recordings": names,
-            # The harness pads the shares of several processes with a request that is there already.
+            # The harness pads the shares of processes with copies of requests.
             "also": [[one.task_name, one.doc_id, one.idx] for one in others if one is not first],
             "answer": answer,
         }
@@ -317,14 +319,14 @@ class RequestRecordings:
 
 @dataclass(frozen=True)
 class RecordedLikelihoods:
-    """Computes likelihoods one request at a time and records the canvases that its value comes from, a step each.
+    """Computes likelihoods one request at a time, and records the canvases of its value, one step each.
 
     Args:
-        recordings: where to.
-        batch: the requests in their places.
+        recordings: the directory of all recordings.
+        batch: the requests.
         settings: the method and its settings.
         batch_size: canvases per forward; None for as many as fit into bounded memory.
-        hooks: interventions, in force in every forward.
+        hooks: interventions of every forward pass.
     """
 
     recordings: RequestRecordings
@@ -345,14 +347,14 @@ class RecordedLikelihoods:
                 halves=2 if self.settings.cfg_scale else 1,
                 **self.recordings.options,
             )
-            # Whether greedy decoding writes it is batch behind the recording: those canvases are not the value's.
+            # Greedy decoding comes after the recording: its canvases do not belong to the value.
             (answer,) = self._answers(item._replace(greedy=False), self.settings, recorder.listening)
             if recorder.canvases:
                 recording = recorder.canvases_of(self._described(item))
-                # In place of one that a killed run left.
+                # Replaces a recording that a killed run left.
                 save_recording(replace(recording, rows=(self.batch.document(item.place),)), path, replace=True)
             else:
-                self.recordings.forgo(directory)
+                self.recordings.discard(directory)
             yield [self._greedy(item, answer)]
 
     def _answers(self, item: Item, settings: LikelihoodSettings, around: Any = None) -> list[Answer]:
@@ -361,7 +363,7 @@ class RecordedLikelihoods:
         return [answer for answers in likelihoods.run([item]) for answer in answers]
 
     def _greedy(self, item: Item, answer: Answer) -> Answer:
-        # The exact pass of an AR model and a greedy completion know it without being batch.
+        # The exact pass of an AR model and a greedy completion have computed it already.
         if (
             not item.greedy
             or self._method == "greedy_completion"
@@ -387,12 +389,12 @@ class RecordedLikelihoods:
 
 @dataclass(frozen=True)
 class RecordedGenerator:
-    """Generates texts one request at a time, each as `dlm_lens.record` does: a killed one goes on where it was.
+    """Generates texts one request at a time with `dlm_lens.record`, which resumes a killed run.
 
     Args:
-        recordings: where to.
-        batch: the requests in their places.
-        hooks: interventions, in force in every run.
+        recordings: the directory of all recordings.
+        batch: the requests.
+        hooks: interventions of every run.
     """
 
     recordings: RequestRecordings

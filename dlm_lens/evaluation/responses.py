@@ -1,4 +1,4 @@
-"""`Responses`: what a model answered, one line per request, so that a killed evaluation goes on."""
+"""`Responses`: a file of answers, one line per request, from which a killed evaluation resumes."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeadLine(Document):
-    """The first line: what answered."""
+    """The first line: everything that the answers depend on."""
 
     answers_of: dict[str, Any]
 
@@ -46,41 +46,41 @@ class AnswerLine(Document):
 
 
 class Responses:
-    """A JSONL file of answers, appended to with fsync; without a path, nothing is kept.
+    """A JSONL file of answers, appended to with fsync; without a path, nothing is stored.
 
-    The first line says what answered: model, hooks, settings, seed. Answers of another evaluation are never mixed
-    in. A last line that a crash tore apart is dropped. Every line has a checksum.
+    The first line holds model, hooks, settings and seed; answers of another evaluation are refused. An incomplete
+    last line, left by a crash, is dropped. Every line has a checksum.
 
     Args:
         path: the file; created with its folders.
         identity: what the answers depend on; anything JSON.
 
     Raises:
-        ValueError: the file holds answers of another evaluation, is no such file, or is damaged.
+        ValueError: the file holds answers of another evaluation or other content, or is damaged.
     """
 
     def __init__(self, path: str | Path | None, identity: Mapping[str, Any]) -> None:
         self.path = None if path is None else Path(path)
         self.identity = json.loads(json.dumps(dict(identity), default=repr))
-        self._known: dict[str, Any] = {}
+        self._answers: dict[str, Any] = {}
         self.refresh()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._known
+        return key in self._answers
 
     def __getitem__(self, key: str) -> Any:
-        return self._known[key]
+        return self._answers[key]
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._answers)
 
     def items(self) -> ItemsView[str, Any]:
-        """Keys and answers, those from before first."""
-        return self._known.items()
+        """Keys and answers, stored ones first."""
+        return self._answers.items()
 
     def append(self, answers: Mapping[str, Any]) -> None:
-        """Keep answers by their keys, but those that are kept already; they are on disk when this returns."""
-        answers = {key: answer for key, answer in answers.items() if key not in self._known}
+        """Store new answers by their keys; they are on disk when this returns."""
+        answers = {key: answer for key, answer in answers.items() if key not in self._answers}
         if self.path is None or not answers:
             return
         lines = [
@@ -88,13 +88,13 @@ class Responses:
         ]
         with self._locked(self.path) as file:
             append(file, "".join(lines).encode(), self.path)
-        self._known.update(answers)
+        self._answers.update(answers)
 
     def refresh(self) -> None:
-        """Read the answers that the file holds now; begin it where it is not there.
+        """Read the answers that the file holds; create the file where it is missing.
 
         Raises:
-            ValueError: it holds something else.
+            ValueError: the file holds other content.
         """
         if self.path is None:
             return
@@ -107,15 +107,15 @@ class Responses:
             data = path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
             if not whole and first.startswith(data):
-                # Nothing, or a first line that a crash tore apart.
+                # Empty, or an incomplete first line left by a crash.
                 os.ftruncate(file.fileno(), 0)
                 append(file, first, path)
                 return
             lines = self._lines(path, whole)
             if len(whole) < len(data):
                 os.ftruncate(file.fileno(), len(whole))
-        self._known = {line.key: line.answer for line in lines}
-        logger.info("%s: %d answers are kept from before", path, len(self._known))
+        self._answers = {line.key: line.answer for line in lines}
+        logger.info("%s: %d stored answers", path, len(self._answers))
 
     def _lines(self, path: Path, whole: bytes) -> list[AnswerLine]:
         remedy = "choose another file"
@@ -125,7 +125,7 @@ class Responses:
         except DamagedFileError:
             head = {}
         if "answers_of" not in head:
-            raise ValueError(f"{path} exists and holds no answers of an evaluation; {remedy}")
+            raise ValueError(f"{path} exists and does not hold answers of an evaluation; {remedy}")
         required = CHECKSUM in head  # files of earlier versions have none
         where = f"{path}, line 1"
         self._check(fitted(HeadLine, unsealed(head, where, remedy, required=False), where, remedy).answers_of)
@@ -138,7 +138,7 @@ class Responses:
         return found
 
     def _check(self, theirs: Mapping[str, Any]) -> None:
-        # The fingerprint knows a model, wherever it lies.
+        # The fingerprint identifies a model, whatever its path.
         for name in sorted({*theirs, *self.identity} - {"model"}):
             if theirs.get(name) != self.identity.get(name):
                 raise ValueError(
@@ -156,7 +156,7 @@ class Responses:
 
 
 def _finite(answer: Any) -> Any:
-    """An answer whose infinite numbers and NaN are {"float": "-inf"} and the like: JSON has none."""
+    """An answer with infinities and NaN as {"float": "-inf"}, since JSON has neither."""
     if isinstance(answer, float) and not math.isfinite(answer):
         return {"float": repr(answer)}
     if isinstance(answer, list | tuple):
@@ -165,7 +165,7 @@ def _finite(answer: Any) -> Any:
 
 
 def _with_infinities(answer: Any) -> Any:
-    """The answer that `_finite` was given."""
+    """The inverse of `_finite`."""
     if isinstance(answer, dict) and answer.keys() == {"float"}:
         return float(answer["float"])
     if isinstance(answer, dict):
@@ -186,7 +186,7 @@ def fingerprint(model: Any) -> str:
 
 
 def identity_of(hook: Any) -> str:
-    """A hook as it is written, with a digest of the tensors in it, which its text does not tell apart."""
+    """A hook's repr, with a digest of its tensors, which the repr does not distinguish."""
     tensors = list(_tensors(hook, set()))
     if not tensors:
         return repr(hook)
@@ -199,7 +199,7 @@ def identity_of(hook: Any) -> str:
 
 
 def _tensors(value: Any, seen: set[int], name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in a value, with where they are: in modules, mappings, lists, fields of dataclasses and hooks."""
+    """The tensors in a value and their paths: in modules, mappings, lists, and fields of dataclasses and hooks."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -220,6 +220,6 @@ def _tensors(value: Any, seen: set[int], name: str = "") -> Iterator[tuple[str, 
 
 
 def _plain(config: Any) -> dict[str, str]:
-    """Settings of a config, without where it was loaded from."""
+    """The fields of a config, without the path that it was loaded from."""
     private = ("_name_or_path", "transformers_version")
     return {name: repr(value) for name, value in config.to_dict().items() if name not in private}

@@ -1,4 +1,4 @@
-"""Settings of likelihoods and of generation, and the seeds of requests."""
+"""Settings of likelihoods and of generation, and the keys and seeds of requests."""
 
 import hashlib
 import json
@@ -11,23 +11,23 @@ from dlm_lens.sampling.settings import at_least_one, not_negative
 
 
 def request_key(kind: str, arguments: Sequence[Any], repeat: int = 0) -> str:
-    """A name for a request that is the same in every run."""
+    """A key of a request, the same in every run."""
     text = json.dumps([kind, list(arguments), repeat], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def request_seed(seed: int, context: str, repeat: int = 0) -> int:
-    """The seed of a request, from the run's and from its context.
+    """The seed of a request, derived from the evaluation's seed and the context.
 
-    Continuations of one context share it: answers of equal length then get equal masks, which sharpens their
-    comparison.
+    Continuations of one context share their seed: answers of equal length get equal masks, which reduces the
+    variance of their comparison.
     """
     digest = hashlib.sha256(json.dumps([seed, context, repeat]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def repeats(requests: Sequence[Hashable]) -> list[int]:
-    """How often each request stood in the list before: the harness asks for k draws by k copies."""
+    """How often each request occurred earlier in the list: the harness requests k draws by k copies."""
     seen: Counter[Hashable] = Counter()
     found = []
     for request in requests:
@@ -48,9 +48,9 @@ class LikelihoodSettings:
         samples: random masks per request, for "mc".
         strata: samples of one stratified draw; None as in `log_likelihood`.
         cfg_scale: classifier-free guidance.
-        is_greedy: whether greedy decoding would write the continuation, which costs one forward per token. None
-            asks only where the harness's metrics read it: for documents with a single request (LAMBADA), not for
-            those with several (multiple choice, unless its metric is exact_match), which then say False.
+        is_greedy: whether to compute if greedy decoding yields the continuation, which costs one forward pass per
+            token. None computes it only where the harness's metrics read it: for documents with a single request
+            (LAMBADA), not for multiple choice, unless its metric is exact_match; the others return False.
         append_eos: the continuation ends with the end-of-text token, as Dream's authors evaluate (their masks
             spare the last position of the text, which then is that token).
         options: further settings of the method (LLaDA: rounding; Dream, SMDM: eps, protect_ends, scope;
@@ -75,19 +75,19 @@ class LikelihoodSettings:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of `generate_until`, which win over the task's; None leaves it to the task, then to the model.
+    """Settings of `generate_until`, which override the task's; None for the task's setting, then the model's.
 
     Args:
-        gen_length: tokens of the answer. The task's word for it is max_gen_toks.
+        gen_length: tokens of the answer (max_gen_toks in tasks).
         steps: denoising steps; one per token by default.
         block_length: tokens of a block.
         temperature: 0 takes the most likely token.
         cfg_scale: classifier-free guidance.
-        remasking: the family's rule of what is written.
-        canvas_length: prompt and answer together have this many tokens (gen_length is then what is left).
+        remasking: the family's rule for the choice of positions.
+        canvas_length: tokens of prompt and answer together; gen_length is then the rest.
         stages: 2 generates, reads the text as a new prompt, and generates again (the GSM8K evaluation of
             2601.19657's code: a chain of thought, then the answer); the result is the second stage's whole text.
-        stop: cut the text at the task's stop sequences; without, only at the end of the text.
+        stop: cut the text at the task's stop sequences; False: only at the end-of-text token.
         options: further settings of the family's sampler (Dream: top_p, top_k, alg_temp, eps; ...).
 
     Raises:
@@ -118,17 +118,17 @@ class GenerationSettings:
             )
 
     def sampler(self) -> dict[str, Any]:
-        """What of it goes to `denoise` under its own name."""
+        """The settings that are arguments of `denoise`."""
         names = ("steps", "block_length", "temperature", "cfg_scale", "remasking")
         given = {name: getattr(self, name) for name in names}
         return {name: value for name, value in given.items() if value is not None} | dict(self.options)
 
 
 def read_settings(kind: type[Settings], value: Any) -> Settings:
-    """Settings from what a caller has: themselves, a mapping of their names, or nothing.
+    """Settings from an instance, a mapping of their names, or None.
 
     Raises:
-        ValueError: a name that they do not have.
+        ValueError: an unknown name.
     """
     if isinstance(value, kind):
         return value
@@ -141,6 +141,6 @@ def read_settings(kind: type[Settings], value: Any) -> Settings:
 
 
 def changed(settings: LikelihoodSettings | GenerationSettings) -> dict[str, Any]:
-    """What differs from the defaults, for records."""
+    """The settings that differ from the defaults, for records."""
     usual = asdict(type(settings)())
     return {name: value for name, value in asdict(settings).items() if value != usual[name]}

@@ -40,7 +40,7 @@ def wilson(correct: Sequence[Any], z: float = Z) -> Interval:
     """
     n, successes = len(correct), sum(map(bool, correct))
     if n < 1:
-        raise ValueError("a share needs at least one case, got none")
+        raise ValueError("a share needs at least one case, got n = 0")
     p, scale = successes / n, 1 + z**2 / n
     centre = (p + z**2 / (2 * n)) / scale
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / scale

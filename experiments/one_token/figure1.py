@@ -23,12 +23,12 @@ FULL: dict[str, Any] = {
     **SMALL, "models": ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"], "task": "gsm8k.jsonl",
     "prompts": 32, "batch": 4, "chat": True, "sampler": {"gen_length": 128, "steps": 128}, "late": 64,
 }  # fmt: skip
-"""The paper: 10K sinks and 10K other tokens of GSM8K and HumanEval, steps 0 and 64; how a sink is told is not
-said."""
+"""The paper: 10K sinks and 10K other tokens of GSM8K and HumanEval, steps 0 and 64; the rule for sinks is not
+given."""
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Norms of sinks and of others per prompt, matched two ways; of the first prompt two attention maps."""
+    """Norms of sinks and of others per prompt, matched in two ways; two attention maps of the first prompt."""
     import dlm_lens as dl
     from dlm_lens.probes import value_norms
 
@@ -36,10 +36,10 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     found = dl.find_sinks(recording, dl.AboveMean(settings["eps"]))
     result: dict[str, Any] = {"found": int(found.is_sink.sum()), "patterns": found.is_sink[..., 0].numel()}
     kinds: tuple[ValueMatch, ...] = ("any", "masked")
-    for alike in kinds if result["found"] else ():
-        norms = value_norms(recording, found, samples=settings["pairs"], match=alike)
-        result[alike] = [_sums(norms, prompt) for prompt in range(recording.run.tokens.shape[0])]
-        result[f"{alike}_counts"] = _counts(norms)
+    for match in kinds if result["found"] else ():
+        norms = value_norms(recording, found, samples=settings["pairs"], match=match)
+        result[match] = [_sums(norms, prompt) for prompt in range(recording.run.tokens.shape[0])]
+        result[f"{match}_counts"] = _counts(norms)
     main = found.scores.nan_to_num(nan=-1.0).argmax(-1)
     result["moved"] = rounded((main[0] != main[-1]).double().flatten(1).mean(-1))
     if item["start"] == 0:
@@ -48,7 +48,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 
 def _sums(norms: Any, prompt: int) -> list[float]:
-    """Sum of the sinks' norms, of the others', and how many pairs."""
+    """The sum of the sinks' norms, of the others' norms, and the number of pairs."""
     own = norms.prompt == prompt
     return [round(float(norms.sink[own].sum()), 4), round(float(norms.other[own].sum()), 4), int(own.sum())]
 
@@ -68,7 +68,7 @@ def _maps(model: Any, run: Any, scores: Any, settings: Settings) -> dict[str, An
     """
     steps = (0, min(settings["late"], run.steps - 1))
     values, places = scores[list(steps), 0].nan_to_num(nan=-1.0).max(-1)
-    # Where no head's main sink moves, all are below zero alike and the first is shown.
+    # Where no head's main sink moves, all are below zero match and the first is shown.
     weight = values.amin(0).masked_fill(places[0] == places[1], -1.0)
     layer, head = divmod(int(weight.argmax()), weight.shape[-1])
     return {
@@ -92,15 +92,15 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     return [steps, Cost(2, 1, steps.positions, item["model"])]
 
 
-def ratio(results: Results, model: str, alike: str) -> Interval:
+def ratio(results: Results, model: str, match: str) -> Interval:
     """Mean norm of sinks over mean norm of others; bootstrap over prompts."""
-    sums = [row for record in results.where(model=model) for row in record.value.get(alike, ()) if row[2]]
+    sums = [row for record in results.where(model=model) for row in record.value.get(match, ()) if row[2]]
     return ratio_over_prompts([row[0] for row in sums], [row[1] for row in sums])
 
 
-def mean_norms(results: Results, model: str, alike: str) -> tuple[Interval, Interval]:
+def mean_norms(results: Results, model: str, match: str) -> tuple[Interval, Interval]:
     """Mean norms of sinks and of others."""
-    sums = [row for record in results.where(model=model) for row in record.value.get(alike, ()) if row[2]]
+    sums = [row for record in results.where(model=model) for row in record.value.get(match, ()) if row[2]]
     pairs = [row[2] for row in sums]
     return ratio_over_prompts([row[0] for row in sums], pairs), ratio_over_prompts([row[1] for row in sums], pairs)
 

@@ -1,4 +1,4 @@
-"""What is measured at a trained network: validation loss, exact match, sinks."""
+"""Metrics of a trained network: validation loss, exact match, sinks."""
 
 import hashlib
 import json
@@ -15,26 +15,26 @@ from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.locks import alone
 
 SAMPLER: dict[str, Any] = {"gen_length": 32, "steps": 32}
-"""One token per step, the length that the language needs; the rest is the family's own."""
+"""One token per step, and the answer length of the language; other settings are the family's."""
 
 MASKS = 4
-"""Per sequence of the validation loss."""
+"""Masks per sequence of the validation loss."""
 
 
 VERSION = 1
-"""Of this file's numbers; stored ones of another version are measured again."""
+"""Version of the stored metrics; those of another version are computed again."""
 
 
 def measured(run: Miniature, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a run, which is trained and measured unless it is already; a second process waits for it.
+    """The metrics of a run, which is trained and measured first where needed; a second process waits for it.
 
-    They are kept beside the checkpoint, so that tables which share a network measure it once.
+    They are stored in the run's directory, so that tables which share a network measure it once.
     """
     directory = Path(settings["trained"]) / run.name
-    asked = [VERSION, EPS, MASKS, SAMPLER, *(settings[name] for name in ("prompts", "watched", "validation"))]
+    request = [VERSION, EPS, MASKS, SAMPLER, *(settings[name] for name in ("prompts", "watched", "validation"))]
     if run.text:
-        asked = text_metrics.requested(settings)
-    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
+        request = text_metrics.requested(settings)
+    digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:8]
     path = directory / f"measured-{digest}.json"
     with alone(directory):
         if not path.is_file():
@@ -46,7 +46,7 @@ def measured(run: Miniature, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All numbers of one trained network, as JSON."""
+    """All metrics of one trained network, as JSON values."""
     import dlm_lens as dl
     from dlm_lens.training.checkpoints import read_run
 
@@ -69,11 +69,11 @@ def validation_loss(model: Any, settings: Mapping[str, Any]) -> float:
     from dlm_lens.training.trainer import EVALUATION_SEED
 
     text = validation(settings["validation"], settings["corpus"])
-    asked = replace(toy("train").DIFFUSION, logit_shift=None, low_discrepancy=True, group=MASKS)
+    objective = replace(toy("train").DIFFUSION, logit_shift=None, low_discrepancy=True, group=MASKS)
     return evaluation_loss(
         model,
         take(text, len(text)),
-        asked.for_model(model, settings["batch_size"]),
+        objective.for_model(model, settings["batch_size"]),
         length=text.length,
         samples=MASKS,
         batch_size=64,
@@ -82,7 +82,7 @@ def validation_loss(model: Any, settings: Mapping[str, Any]) -> float:
 
 
 def graded(model: Any, examples: Sequence[Any]) -> list[int]:
-    """1 for every example whose final answer is exact."""
+    """1 for each example with an exact final answer, else 0."""
     import dlm_lens as dl
 
     answers = dl.denoise(model, [one.prompt for one in examples], seed=0, **SAMPLER).answers

@@ -1,4 +1,4 @@
-"""`Miniature`: one network of the miniature, trained once and kept."""
+"""`Miniature`: one trained network of the miniature tables; `VARIANTS`: the networks that the paper compares."""
 
 import hashlib
 import json
@@ -128,7 +128,7 @@ class Miniature:
 
     @property
     def text_digest(self) -> str:
-        """Of the text, wherever it lies."""
+        """Digest of the text, whatever its path."""
         from dlm_lens.experiments.one_token.text_corpus import read_text
 
         return read_text(self.text).digest
@@ -139,7 +139,7 @@ class Miniature:
 
     @property
     def name(self) -> str:
-        """Of its directory; other settings have another."""
+        """Name of the directory, with a digest of the settings."""
         values = asdict(self)
         text = values.pop("text")
         if text:
@@ -149,7 +149,7 @@ class Miniature:
         return f"{start}-{self.variant}-{self.steps}steps-seed{self.seed}-{digest}"
 
     def settings(self, output: Path) -> Any:
-        """As the trainer wants them; on the synthetic language those of `experiments/toy` with another batch."""
+        """The trainer's settings; on the synthetic language those of `experiments/toy` with another batch size."""
         from dlm_lens.training.settings import ModelSettings
 
         start = self.start if self.converted else ""
@@ -172,7 +172,7 @@ class Miniature:
 
 
 def trained(run: Miniature, directory: Path) -> Path:
-    """The last checkpoint of a run; trained first, or gone on with, where it is not there."""
+    """The last checkpoint of a run, which is trained (or resumed) first where it is not complete."""
     from dlm_lens.training import MaskedDiffusionTrainer
     from dlm_lens.training.checkpoints import last_checkpoint, step_of
 

@@ -113,7 +113,7 @@ def cells(table: str, benchmarks: tuple[str, ...]) -> list[str]:
 
 
 def table(results: Results) -> Table:
-    """What was evaluated, in the paper's form."""
+    """The evaluated cells, in the form of the paper's table."""
     tasks = list(results.settings["tasks"])
     tasks += [f"{_table(results.settings)}/gsm8k"] if results.settings["sft"] else []
     rows = []

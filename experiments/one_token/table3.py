@@ -1,4 +1,4 @@
-"""Table 3: the sink token in front of the sequence or behind it."""
+"""Table 3: the sink token before or after the sequence."""
 
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import paper, paper_scale, tables

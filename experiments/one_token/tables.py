@@ -1,4 +1,4 @@
-"""What Tables 1 to 5 share: items, one run, the table of results."""
+"""What Tables 1 to 5 share: settings, items, runs, and the tables of results."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,22 +12,22 @@ from dlm_lens.experiments.one_token.text_corpus import LENGTH
 from dlm_lens.experiments.results import Item, Results, Settings
 
 POSITIONS = 64
-"""Of a canvas of the synthetic language."""
+"""Positions of a canvas of the synthetic language."""
 
 TEXT_SHAPE = "one-token-text"
-"""The networks of real English, in a plan."""
+"""Name of the networks on real English in cost estimates."""
 
 SMALL: dict[str, Any] = {
     "configs": [], "tasks": [], "overrides": [], "sft": "", "limit": None, "variants": ["plain", "sink", "gated"],
     "start": SCRATCH, "seeds": 2, "steps": 150, "batch_size": 16, "corpus": 20_000, "optimizer": "muon",
     "prompts": 8, "watched": 4, "validation": 64, "trained": "runs/one-token", "text": "",
 }  # fmt: skip
-"""A few minutes. `configs` empty: networks of 0.8 million parameters on the synthetic language, or, where `text`
-names real English (`read_text`), of 2.2 million on that; `trained`: where networks are kept, so that tables which
-share one train it once."""
+"""Settings of a few minutes. Without `configs`: networks of 0.8 million parameters on the synthetic language, or of
+2.2 million on the text that `text` names (`read_text`). `trained` is the directory of the networks; tables that
+share a network train it once."""
 
 METRIC = "validation loss in nats (Eq. 3 and 4, fixed masks); differences paired by seed, intervals 95% Student's t"
-"""Exact match beside it has an interval over prompts (`exact_match`), which all seeds' networks are asked alike."""
+"""Exact match has an interval over prompts (`exact_match`), which are the same for all seeds' networks."""
 
 SHORT = (
     "The budget is short: the networks are still learning, so a lower loss says that a network learns faster, not "
@@ -57,10 +57,10 @@ def full(variants: Sequence[str], configs: Sequence[str], tasks: Sequence[str]) 
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Seed by seed, so that a run that is cut short leaves pairs.
+    """All variants of one seed after the other, so that an unfinished run holds pairs.
 
     Raises:
-        ValueError: a text beside configs, which name their own.
+        ValueError: a text is given with configs, which name their own.
     """
     if settings["configs"]:
         if settings.get("text"):
@@ -76,7 +76,7 @@ def items(settings: Settings) -> Iterator[Item]:
 
 
 def run(item: Item, settings: Settings, bench: Any) -> Mapping[str, Any]:
-    """Train, unless it is trained, and measure."""
+    """Train the network where it is not trained yet, and measure it."""
     if "config" in item:
         return paper_scale.run(item, settings)
     from dlm_lens.experiments.one_token.metrics import measured
@@ -101,7 +101,7 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 
 
 def text_cost(item: Item, settings: Settings) -> list[Cost]:
-    """Likewise on a text; the first item of a conversion pays for the AR model that all share."""
+    """The cost on a text; the first item of a conversion includes the AR model that all items share."""
     first = item == next(items(settings))
     shared = LONGER * settings["steps"] if first and settings["start"] != SCRATCH else 0
     return [
@@ -170,9 +170,9 @@ def _quality(results: Results, variant: str, baseline: str) -> list[str]:
 
 
 def right(results: Results, variant: str, task: str) -> dict[Prompt, float]:
-    """By prompt, the part of the seeds' networks that answer it right; all are asked the same."""
-    asked = zip(*(record.value["right"][task] for record in results.where(variant=variant)), strict=True)
-    return {(task, place): sum(seeds) / len(seeds) for place, seeds in enumerate(asked)}
+    """Per prompt, the share of the seeds' networks that answer it correctly; all get the same prompts."""
+    answers = zip(*(record.value["right"][task] for record in results.where(variant=variant)), strict=True)
+    return {(task, place): sum(seeds) / len(seeds) for place, seeds in enumerate(answers)}
 
 
 def _sinks(results: Results, variant: str) -> list[str]:

@@ -105,8 +105,8 @@ def _verses() -> list[str]:
             "the program that prints it is GPL-2+), and it is not installed: `apt-get install bible-kjv`, or give "
             "a .txt file or a folder of them with --set text=PATH"
         )
-    asked = [program, "-f", "gen1:1-rev22:21"]
-    done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    command = [program, "-f", "gen1:1-rev22:21"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     lines = done.stdout.decode("utf-8", "replace").splitlines()
     if done.returncode or len(lines) != VERSES:
         raise ValueError(

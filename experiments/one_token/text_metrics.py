@@ -1,4 +1,4 @@
-"""What is measured at a network that was trained on a text: validation loss per token and per byte, and sinks."""
+"""Metrics of a network trained on a text: validation loss per token and per byte, and sinks."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,22 +15,22 @@ from dlm_lens.experiments.one_token.text_network import diffusion
 from dlm_lens.experiments.one_token.text_rows import encoded
 
 STEPS = 16
-"""Canvases of the sink statistics, from all masked to one in sixteen."""
+"""Canvases of the sink statistics, from all positions masked to one in sixteen."""
 
 MASKS = 4
-"""Per row of the validation loss."""
+"""Masks per row of the validation loss."""
 
 VERSION = 1
-"""Of this file's numbers; stored ones of another version are measured again."""
+"""Version of the stored metrics; those of another version are computed again."""
 
 
 def requested(settings: Mapping[str, Any]) -> list[Any]:
-    """What the numbers depend on, beside the network."""
+    """The values besides the network that the metrics depend on."""
     return ["text", VERSION, EPS, MASKS, STEPS, settings["watched"], settings["validation"]]
 
 
 def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All numbers of one trained network, as JSON."""
+    """All metrics of one trained network, as JSON values."""
     import dlm_lens as dl
     from dlm_lens.training.checkpoints import read_run
 
@@ -43,7 +43,7 @@ def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         "loss_per_byte": per_byte(loss, rows.numel(), text.bytes_of(rows)),
         "tokens": rows.numel(),
         "bytes": text.bytes_of(rows),
-        **sink_numbers(watched(model, text.held_out(settings["watched"]))),
+        **sink_numbers(record_canvases(model, text.held_out(settings["watched"]))),
         "text": read_text(settings["text"]).digest,
         "tokenizer": text.digest,
         "training_seconds": round(read_run(checkpoint)["seconds"], 1),
@@ -72,8 +72,8 @@ def per_byte(loss: float, tokens: int, size: int) -> float:
     return loss * tokens / size
 
 
-def watched(model: Any, rows: Int[Tensor, "row position"]) -> Any:
-    """A Recording of canvases of the text itself, whose masks are taken away as in denoising."""
+def record_canvases(model: Any, rows: Int[Tensor, "row position"]) -> Any:
+    """A Recording of canvases of the text, with fewer masks from step to step as in denoising."""
     import dlm_lens as dl
 
     with torch.inference_mode(), dl.record_forward(model, [dl.ReceivedAttention(), dl.ValueNorm()]) as recorded:
@@ -85,7 +85,7 @@ def watched(model: Any, rows: Int[Tensor, "row position"]) -> Any:
 def canvases(
     rows: Int[Tensor, "row position"], mask: int, steps: int = STEPS
 ) -> Iterator[Int[Tensor, "row position"]]:
-    """Rows under ever fewer masks: ceil((1 - s/T) S) of S positions at step s of T, in an order drawn per row."""
+    """Rows with ceil((1 - s/T) S) of S positions masked at step s of T, in a random order per row."""
     orders = [np.random.default_rng((0, row)).permutation(rows.shape[1]) for row in range(len(rows))]
     rank = torch.from_numpy(np.stack(orders)).argsort(-1)
     for step in range(steps):

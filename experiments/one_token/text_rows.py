@@ -40,7 +40,7 @@ def build_tokenizer(documents: Sequence[str], size: int = VOCABULARY) -> Any:
         vocab_size=size - 1, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(documents, trainer)
-    # Behind all others, so that a conversion, which gives the mask the mean of the rows before it, means all words.
+    # Last, so that a conversion, which sets the mask's row to the mean of the rows before it, averages all tokens.
     backend.add_special_tokens([MASK])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -55,7 +55,7 @@ def build_tokenizer(documents: Sequence[str], size: int = VOCABULARY) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A text as full rows, `<eos>` behind every document; what does not fill a row is left out.
+    """A text as full rows, with `<eos>` after every document; an incomplete last row is dropped.
 
     Args:
         tokenizer: of the training part.

@@ -18,7 +18,7 @@ TASKS = {
 }
 DESCRIPTIONS = {
     "toy": "A masked diffusion language model: Qwen2 layers with bidirectional attention, from scratch.",
-    "toy-sink": "`toy` with one learned sink token in front of the canvas.",
+    "toy-sink": "`toy` with one learned sink token before the canvas.",
     "toy-gated": "`toy` with gated attention.",
     "toy-ar": "The autoregressive baseline of `toy`: the same layers with causal attention, data and budget.",
 }

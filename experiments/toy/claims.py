@@ -1,6 +1,6 @@
-"""What the two papers say of sinks, and whether the measured numbers of the embedded models agree.
+"""The two papers' claims about sinks, compared with the measured numbers of the embedded models.
 
-A verdict follows from the intervals by rule, so that no sentence of a card can outlive its numbers.
+A verdict follows from the intervals by a rule, so that a card's sentences always match its numbers.
 """
 
 from collections.abc import Callable, Mapping

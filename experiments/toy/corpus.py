@@ -39,14 +39,14 @@ class Corpus:
 
     @property
     def padding(self) -> int:
-        """An id for positions behind a canvas; nobody sees them."""
+        """An id for the positions after a canvas, which no position sees."""
         return int(self.tokens.flatten()[-1])
 
     def read(self, cursor: Cursor | None, seed: int) -> Iterator[tuple[Build, Cursor]]:
         """The training sequences without end: a `Source` of dlm_lens.training. Epochs are reshuffled."""
         for sample in count((cursor or {}).get("sample", 0)):
-            epoch, place = divmod(sample, len(self))
-            row = int(_epoch_order(len(self), seed, epoch)[place])
+            epoch, index = divmod(sample, len(self))
+            row = int(_epoch_order(len(self), seed, epoch)[index])
             yield partial(self.canvas, row, sample, seed), {"sample": sample + 1}
 
     def canvas(self, row: int, sample: int, seed: int) -> Canvas:

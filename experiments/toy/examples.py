@@ -26,8 +26,8 @@ DRAWN = 400
 
 
 @dataclass(frozen=True)
-class Example:
-    """The example.
+class MovingSinkExample:
+    """The example of the README: prompts, their run, and the head whose sinks move in most of them.
 
     Args:
         examples: the prompts.
@@ -52,47 +52,50 @@ def drawn_examples(prompts: int = 16) -> tuple[Example, ...]:
     return tuple(one for one in drawn if len(one.answer.split()) == LENGTH)[:prompts]
 
 
-def choose(model: Any, examples: tuple[Example, ...]) -> Example:
-    """The head whose sinks move in most of the prompts; of equals the one in front."""
+def choose(model: Any, examples: tuple[Example, ...]) -> MovingSinkExample:
+    """The head whose sinks move in most of the prompts; the first of equal ones."""
     prompts = [one.prompt for one in examples]
     rec = dlm_lens.record(model, prompts, gen_length=LENGTH, block_length=BLOCK)
     paths = dlm_lens.trajectories(rec, RULE)
     summary = paths.summary(by="head")
     best = summary.iloc[int(summary["moving"].to_numpy().argmax())]
     kinds = paths.kinds[:, int(best["layer"]), int(best["head"])]
-    return Example(examples, rec.run, paths, int(best["layer"]), int(best["head"]), int((kinds == "moving").sum()))
+    layer, head, moving = int(best["layer"]), int(best["head"]), int((kinds == "moving").sum())
+    return MovingSinkExample(examples, rec.run, paths, layer, head, moving)
 
 
-def knock_out(model: Any, shown: Example, control: int | None = None) -> Comparison:
-    """The prompts with the head's sinks hidden, or (with the seed of a control) columns of the same mass."""
-    hook = at_layers(at_heads(mask_sinks(RULE), [shown.head]), [shown.layer])
+def knock_out(model: Any, example: MovingSinkExample, control: int | None = None) -> Comparison:
+    """Compare the run with the head's sinks hidden, or (with a control's seed) random columns of the same mass."""
+    hook = at_layers(at_heads(mask_sinks(RULE), [example.head]), [example.layer])
     hooks = [hook if control is None else mask_random(like=hook, match="mass", seed=control)]
-    prompts = [one.prompt for one in shown.examples]
+    prompts = [one.prompt for one in example.examples]
     return dlm_lens.compare(model, prompts, hooks=hooks, gen_length=LENGTH, block_length=BLOCK)
 
 
 def right(run: DenoisingRun, examples: tuple[Example, ...]) -> int:
-    """How many answers are the expected ones, word for word."""
+    """The number of answers that equal the expected ones."""
     return sum(run.answers[i].strip() == one.answer.strip() for i, one in enumerate(examples))
 
 
 def main(prompts: Annotated[int, typer.Option(help="Test prompts.")] = 16) -> None:
-    """Choose the example and print what the README says of it."""
+    """Choose the example and print the numbers of the README."""
     torch.set_num_threads(1)
     model = dlm_lens.load(MODEL)
-    shown = choose(model, drawn_examples(prompts))
-    typer.echo(f"prompt: {shown.examples[0].prompt}\nanswer: {shown.run.answers[0]}")
-    typer.echo(f"layer {shown.layer}, head {shown.head}: moving in {shown.moving} of {len(shown.examples)} prompts")
-    table = shown.paths.table()
-    here = (table["batch"] == 0) & (table["layer"] == shown.layer) & (table["head"] == shown.head)
+    example = choose(model, drawn_examples(prompts))
+    typer.echo(f"prompt: {example.examples[0].prompt}\nanswer: {example.run.answers[0]}")
+    typer.echo(
+        f"layer {example.layer}, head {example.head}: moving in {example.moving} of {len(example.examples)} prompts"
+    )
+    table = example.paths.table()
+    here = (table["batch"] == 0) & (table["layer"] == example.layer) & (table["head"] == example.head)
     typer.echo(
         table[here][["position", "token", "first_step", "last_step", "peak", "main_steps"]].to_string(index=False)
     )
-    typer.echo(f"right, plain: {right(shown.run, shown.examples)} of {len(shown.examples)}")
+    typer.echo(f"right, plain: {right(example.run, example.examples)} of {len(example.examples)}")
     for control in (None, 0, 1, 2):
-        pair = knock_out(model, shown, control)
+        pair = knock_out(model, example, control)
         name = "its sinks hidden" if control is None else f"columns of the same mass hidden, seed {control}"
-        typer.echo(f"{name}: {right(pair.hooked, shown.examples)} right; the first: {pair.hooked.answers[0]}")
+        typer.echo(f"{name}: {right(pair.hooked, example.examples)} right; the first: {pair.hooked.answers[0]}")
 
 
 if __name__ == "__main__":

@@ -195,6 +195,6 @@ def _lookup_problem(rng: random.Random) -> Example:
     values = [rng.choice(COLOURS if asks_colour else PLACES) for _ in animals]
     link = "is" if asks_colour else "is in the"
     facts = [f"the {animal} {link} {value} ." for animal, value in zip(animals, values, strict=True)]
-    asked = rng.randrange(3)
-    question = f"{'what colour' if asks_colour else 'where'} is the {animals[asked]} ? :"
-    return Example("F", " ".join([*facts, question]), f"{facts[asked]} answer {values[asked]} .", values[asked])
+    chosen = rng.randrange(3)
+    question = f"{'what colour' if asks_colour else 'where'} is the {animals[chosen]} ? :"
+    return Example("F", " ".join([*facts, question]), f"{facts[chosen]} answer {values[chosen]} .", values[chosen])

@@ -34,7 +34,7 @@ class Variant:
         return self.classes == AUTOREGRESSIVE
 
 
-# 32 answer positions behind at most 32 of the prompt: the trained length, 64.
+# 32 answer positions after at most 32 prompt positions: the trained length, 64.
 ANSWER_LENGTH = 32
 LOW_CONFIDENCE = {
     "steps": ANSWER_LENGTH,

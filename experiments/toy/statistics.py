@@ -1,6 +1,5 @@
 """Intervals: Wilson's for accuracies, a bootstrap over prompts for everything that comes many to a prompt."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-RESAMPLES = 2000
+from dlm_lens.experiments import intervals
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,8 @@ def wilson(successes: int, n: int, z: float = 1.959964) -> Estimate:
 
     Raises ValueError for n < 1.
     """
-    if n < 1:
-        raise ValueError(f"a proportion needs at least one trial, got n = {n}")
-    p, scale = successes / n, 1 + z**2 / n
-    centre = (p + z**2 / (2 * n)) / scale
-    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / scale
-    # The exact ends at p = 0 and 1; rounding would put them a hair outside.
-    return Estimate(p, 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half, n)
+    share = intervals.wilson([True] * successes + [False] * (n - successes), z)
+    return Estimate(share.value, share.low, share.high, n)
 
 
 def clustered_ratio(
@@ -47,13 +41,8 @@ def clustered_ratio(
     """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     n = int(np.sum(bottom if counts is None else counts))
-    if bottom.sum() == 0:
-        return Estimate(math.nan, math.nan, math.nan, n, len(top))
-    draws = np.random.default_rng(seed).integers(len(top), size=(RESAMPLES, len(top)))
-    sums = bottom[draws].sum(axis=1)
-    ratios = top[draws].sum(axis=1)[sums > 0] / sums[sums > 0]
-    low, high = np.quantile(ratios, (0.025, 0.975))
-    return Estimate(float(top.sum() / bottom.sum()), float(low), float(high), n, len(top))
+    found = intervals.ratio_over_prompts(top, bottom, seed)
+    return Estimate(found.value, found.low, found.high, n, len(top))
 
 
 def interval(estimate: Mapping[str, Any], digits: int = 2) -> str:

@@ -63,7 +63,7 @@ class Settings:
     compiled: bool = True
 
     def full(self, directory: Path) -> TrainingSettings:
-        """As the trainer wants them."""
+        """The trainer's settings."""
         compiled = self.compiled and any(map(shutil.which, ("g++", "c++", "clang++")))
         return TrainingSettings(
             output=str(directory),
@@ -107,7 +107,7 @@ def train(settings: Settings, directory: Path, corpus: Corpus | None = None) -> 
 
 
 def record(settings: Settings, directory: Path) -> dict[str, Any]:
-    """What a card tells of a run: settings, mean loss of each 50 steps, seconds over all sittings."""
+    """The numbers of a run for its card: settings, mean loss per 50 steps, seconds over all starts."""
     checkpoint = last_checkpoint(directory)
     if checkpoint is None:
         raise FileNotFoundError(f"{directory} holds no checkpoint; train first")

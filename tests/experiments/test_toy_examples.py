@@ -11,11 +11,11 @@ pytestmark = pytest.mark.long  # its fixture generates and measures sixteen answ
 
 
 @pytest.fixture(scope="module")
-def shown() -> examples.Example:
+def shown() -> examples.MovingSinkExample:
     return examples.choose(dl.load(examples.MODEL), examples.drawn_examples(16))
 
 
-def test_the_head_and_the_prompt_are_those_of_the_rule(shown: examples.Example) -> None:
+def test_the_head_and_the_prompt_are_those_of_the_rule(shown: examples.MovingSinkExample) -> None:
     assert (shown.layer, shown.head, shown.moving) == (2, 3, 16)
     assert shown.examples[0].prompt == PROMPT
     assert {"gen_length": examples.LENGTH, "block_length": examples.BLOCK} == EXAMPLE
@@ -26,7 +26,7 @@ def test_the_head_and_the_prompt_are_those_of_the_rule(shown: examples.Example) 
 
 
 def test_the_library_calls_it_moving_and_the_sink_stands_on_the_running_total(
-    shown: examples.Example,
+    shown: examples.MovingSinkExample,
 ) -> None:
     summary = shown.paths.summary(by="pattern")
     here = summary[(summary["batch"] == 0) & (summary["layer"] == 2) & (summary["head"] == 3)].iloc[0]
@@ -40,7 +40,7 @@ def test_the_library_calls_it_moving_and_the_sink_stands_on_the_running_total(
     assert not shown.run.masked[[3, 10, 17], 0][range(3), main[[3, 10, 17]]].any()
 
 
-def test_hiding_the_heads_sinks_has_an_effect_and_as_much_mass_elsewhere_has_none(shown: examples.Example) -> None:
+def test_hiding_the_heads_sinks_has_an_effect_and_as_much_mass_elsewhere_has_none(shown: examples.MovingSinkExample) -> None:
     model = dl.load(examples.MODEL)
     pair = examples.knock_out(model, shown)
     assert examples.right(pair.hooked, shown.examples) == 9
