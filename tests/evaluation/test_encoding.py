@@ -136,8 +136,8 @@ def test_a_model_without_a_tokenizer_is_refused() -> None:
         HarnessLM(model)
 
 
-def test_what_cannot_be_heeded_is_refused() -> None:
-    with pytest.raises(ValueError, match="loaded already, so device_map cannot be heeded"):
+def test_arguments_that_cannot_be_used_are_refused() -> None:
+    with pytest.raises(ValueError, match="loaded already, so device_map cannot be used"):
         HarnessLM(tiny("llada"), device="cpu")
     hook = mask_positions(0)
     assert HarnessLM(tiny("llada"), hooks=hook).hooks == HarnessLM(tiny("llada"), hooks="mask_positions(0)").hooks

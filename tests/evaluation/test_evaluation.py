@@ -106,7 +106,7 @@ def test_the_ratio_error_is_the_bootstrap_of_the_documents() -> None:
 
 def test_what_a_task_fixes_is_told(toy: Any, caplog: pytest.LogCaptureFixture) -> None:
     evaluate(toy, "toy_lists", limit=1, num_fewshot=2, generation={"steps": 1, "block_length": 32})
-    assert "num_fewshot=2 is not heeded by toy_lists" in caplog.text
+    assert "num_fewshot=2 is ignored by toy_lists" in caplog.text
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
             evaluate(toy, "toy_lists", limit=limit)
     with pytest.raises(ValueError, match="GenerationSettings has no setting 'lenght'"):
         evaluate(toy, "toy_lists", generation={"lenght": 3})
-    with pytest.raises(ValueError, match="beside a HarnessLM"):
+    with pytest.raises(ValueError, match="given with a HarnessLM"):
         evaluate(HarnessLM(toy), "toy_lists", seed=3)
 
 

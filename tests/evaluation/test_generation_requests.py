@@ -278,12 +278,12 @@ def test_two_stages_read_what_stands_behind_an_end_too_whoever_is_in_the_batch(t
 
 def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
     generator = Generator(llada)
-    assert generator._settled({})
+    assert generator._blocks_are_final({})
     for settings in ({"temperature": 0.5}, {"cfg_scale": 1.0}, {"remasking": "random"}):
-        assert not generator._settled(settings)
-    assert not Generator(tiny("dream"))._settled({})
-    assert Generator(tiny("mmada"))._settled({"remasking": "low_confidence"})
-    assert not Generator(tiny("mmada"))._settled({"remasking": "low_confidence", "eot_token": 5})
+        assert not generator._blocks_are_final(settings)
+    assert not Generator(tiny("dream"))._blocks_are_final({})
+    assert Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence"})
+    assert not Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence", "eot_token": 5})
 
 
 def test_what_tasks_ask_for_is_not_mixed(llada: Any) -> None:

@@ -19,7 +19,7 @@ def test_the_harness_default_device_is_the_cpu_where_there_is_no_other(caplog: p
         SharedLMOfArguments.create_from_arg_obj({"a": 1}, {"device": "cuda:0", "batch_size": None}),
     ):
         assert lm.given == {"a": 1, "device": "cpu"}
-    assert caplog.text.count("asks for cuda:0") == 2
+    assert caplog.text.count("requests cuda:0") == 2
     assert SharedLMOfArguments.create_from_arg_obj({}, {"device": "cpu"}).given == {"device": "cpu"}
     with pytest.raises(ValueError, match="0 CUDA devices"):
         HarnessLM("toy", device="cuda:0")  # asked for by name, it is refused

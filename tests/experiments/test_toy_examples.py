@@ -40,7 +40,9 @@ def test_the_library_calls_it_moving_and_the_sink_stands_on_the_running_total(
     assert not shown.run.masked[[3, 10, 17], 0][range(3), main[[3, 10, 17]]].any()
 
 
-def test_hiding_the_heads_sinks_has_an_effect_and_as_much_mass_elsewhere_has_none(shown: examples.MovingSinkExample) -> None:
+def test_hiding_the_heads_sinks_has_an_effect_and_as_much_mass_elsewhere_has_none(
+    shown: examples.MovingSinkExample,
+) -> None:
     model = dl.load(examples.MODEL)
     pair = examples.knock_out(model, shown)
     assert examples.right(pair.hooked, shown.examples) == 9
