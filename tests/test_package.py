@@ -72,8 +72,8 @@ def test_every_room_exports_what_it_lists() -> None:
     for room in ("attention", "adapters", "sampling", "sinks", "hooks", "viz", "testing"):
         module = getattr(dlm_lens, room)
         assert all(hasattr(module, name) for name in module.__all__)
-        files = {path.stem for path in Path(module.__file__).parent.glob("*.py")}
-        assert not files & set(module.__all__)
+        modules = {path.stem for path in Path(module.__file__).parent.iterdir() if path.suffix in ("", ".py")}
+        assert not modules & set(module.__all__)
 
 
 def test_hooks_are_the_top_level_folder() -> None:

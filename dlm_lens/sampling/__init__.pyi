@@ -1,5 +1,5 @@
-from .algorithms import Algorithm as Algorithm
-from .algorithms import algorithms as algorithms
+from .algorithm_registry import Algorithm as Algorithm
+from .algorithm_registry import algorithms as algorithms
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .denoising import denoise as denoise

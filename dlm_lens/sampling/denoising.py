@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
 from dlm_lens.attention import HookLike, checked, exclusive
-from dlm_lens.sampling.algorithms import Algorithm, algorithms
+from dlm_lens.sampling.algorithm_registry import Algorithm, algorithms
 from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise

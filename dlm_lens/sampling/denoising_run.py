@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import padding_before
-from dlm_lens.sampling.algorithms import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithms
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import HookLike
 from dlm_lens.placement import input_device
-from dlm_lens.sampling.algorithms import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.observers import HookRunner, RunObserver

@@ -13,7 +13,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import exclusive
 from dlm_lens.printable import shown
-from dlm_lens.sampling.algorithms import Algorithm, algorithms
+from dlm_lens.sampling.algorithm_registry import Algorithm, algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlm_lens.sampling.algorithms import Algorithm
+from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.samplers.base import Sampler, Select
 from dlm_lens.sampling.settings import answer_settings
