@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from dlm_lens.sinks import Received, Trajectories
 
 GROUPINGS = ("pattern", "head", "layer", "all")
-TABLES = ("lifetimes", "moves", "switches", "summary")
+TABLES = ("lives", "moves", "switches", "summary")
 
 _OPTIONS = {"batch": "row"}
 """Columns whose option has another name."""
 
 _SHOWN = {
-    "lifetimes": ("batch layer head position token masked first_step last_step steps peak main_steps transient "
+    "lives": ("batch layer head position token masked first_step last_step steps peak main_steps transient "
                   "trajectory came_from moved_by"),
-    "summary": ("batch layer head kind patterns none static moving unsettled with_sink sinks lifetimes "
-                "mean_lifetime transient moves moves_right jump switches displacement drift"),
+    "summary": ("batch layer head kind patterns none static moving unsettled with_sink sinks lives "
+                "life transient moves moves_right jump switches displacement drift"),
 }  # fmt: skip
 """Columns of a table in a terminal; JSON and CSV have all."""
 
@@ -62,7 +62,7 @@ def paths_command(
     ] = 20,
     as_json: Annotated[bool, JSON] = False,
     csv: Annotated[
-        str | None, typer.Option(help="Print one table as CSV instead: lifetimes, moves, switches or summary.")
+        str | None, typer.Option(help="Print one table as CSV instead: lives, moves, switches or summary.")
     ] = None,
 ) -> None:
     """Follow the sinks of a recording over its steps: how long they last, where they move, and what the heads do.
@@ -114,12 +114,12 @@ def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]")
             those in the tables.
     """
     lifetimes = paths.table()
-    tables = {"summary": paths.summary(by=by), "lifetimes": lifetimes, "switches": paths.switches()}  # type: ignore[arg-type]
+    tables = {"summary": paths.summary(by=by), "lives": lifetimes, "switches": paths.switches()}  # type: ignore[arg-type]
     for table in tables.values():
         for name in ("batch", "head"):
             if place[name] is not None and name in table:
                 table[name] = place[name]
-    return {"summary": tables["summary"], "lifetimes": lifetimes, "moves":
+    return {"summary": tables["summary"], "lives": lifetimes, "moves":
     lifetimes[lifetimes["came_from"].notna()],
             "switches": tables["switches"]}  # fmt: skip
 

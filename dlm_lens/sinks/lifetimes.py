@@ -281,9 +281,9 @@ def count_lifetimes(lifetimes: SinkLifetimes, before: Ints, trajectory: Ints, pa
     count, moves = per_pattern(np.ones(len(lifetimes))), per_pattern(moved)
     with np.errstate(invalid="ignore"):
         return {
-            "lifetimes": count,
+            "lives": count,
             "trajectories": np.bincount(owners, minlength=patterns).astype(float),
-            "mean_lifetime": per_pattern(lifetimes.steps) / count,
+            "life": per_pattern(lifetimes.steps) / count,
             "transient": per_pattern(lifetimes.steps <= TRANSIENT_STEPS) / count,
             "moves": moves,
             "moves_right": per_pattern(jump > 0) / moves,

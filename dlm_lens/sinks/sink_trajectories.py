@@ -55,7 +55,7 @@ class Trajectories:
     its index counts over them in this order.
 
     Args:
-        lifetimes: every active interval of a position, ordered by pattern, first step and position.
+        lives: every active interval of a position, ordered by pattern, first step and position.
         before: predecessor of each lifetime by a move; -1 for none.
         trajectory: trajectory of each lifetime; lifetimes linked by moves share one.
         main: position of the largest sink; -1 where there is none.
@@ -76,7 +76,7 @@ class Trajectories:
         ValueError: the shapes contradict each other.
     """
 
-    lifetimes: SinkLifetimes
+    lives: SinkLifetimes
     before: Ints
     trajectory: Ints
     main: Int[Tensor, "step batch layer head"]
@@ -103,18 +103,18 @@ class Trajectories:
 
     def __post_init__(self) -> None:
         check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
-        if not len(self.lifetimes) == len(self.before) == len(self.trajectory):
+        if not len(self.lives) == len(self.before) == len(self.trajectory):
             raise ValueError(
-                f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories and {len(self.lifetimes)} "
+                f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories and {len(self.lives)} "
                 "lifetimes"
             )
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{int((self.kinds == kind).sum())} {kind}" for kind in KINDS)
-        transient = int((self.lifetimes.steps <= TRANSIENT_STEPS).sum())
+        transient = int((self.lives.steps <= TRANSIENT_STEPS).sum())
         patterns = f"{self.kinds.size} patterns over {len(self.main)} steps: {counts}"
         return (
-            f"Trajectories({len(self.lifetimes)} lifetimes ({transient} transient), "
+            f"Trajectories({len(self.lives)} lifetimes ({transient} transient), "
             f"{int((self.before >= 0).sum())} moves, {int(self.switched.sum())} switches; {patterns}; {self.rule})"
         )
 
@@ -132,7 +132,7 @@ class Trajectories:
     @cached_property
     def kinds(self) -> NDArray[np.str_]:
         """Kind of each pattern: "none", "static", "moving" or "unsettled" (appear and vanish without a move)."""
-        moves = np.bincount(self.lifetimes.pattern, weights=self.before >= 0, minlength=self.static_share.numel())
+        moves = np.bincount(self.lives.pattern, weights=self.before >= 0, minlength=self.static_share.numel())
         steps = (self.counts > 0).sum(0).numpy()
         shape = self.static_share.shape
         return kinds_of(steps, self.static_share.numpy(), np.asarray(moves, dtype=float).reshape(shape))
@@ -155,7 +155,7 @@ class Trajectories:
         linked by moves share; `came_from` (on the canvas `canvas_came_from`) and `moved_by`, the position before
         the move and the distance (positive to the right), NA without a move.
         """
-        lifetimes = self.lifetimes
+        lifetimes = self.lives
         columns: dict[str, Any] = dict(self.place(lifetimes.pattern))
         row = np.unravel_index(lifetimes.pattern, self.static_share.shape)[0]
         position = pd.Series(lifetimes.position, dtype="Int64")
@@ -210,7 +210,7 @@ class Trajectories:
         """Means over patterns, per pattern, per (layer, head), per layer, or over all.
 
         Columns: `patterns`, how many; `with_sink`, share of the steps that have a sink; `sinks`, how many are
-        active; `lifetimes`, `trajectories`, `moves`, `switches` per pattern; `mean_lifetime` in steps;
+        active; `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, their mean length in steps;
         `transient`, share of the lifetimes; `move_rate` and `switch_rate`, per pair of neighbouring steps;
         `moves_right`, share of the moves; `jump`, mean distance of a move; `static_share`, the share of the steps
         with a sink at which the most persistent position is active, which a pattern's line names as
@@ -244,7 +244,7 @@ class Trajectories:
         defined = self.defined.sum(0).flatten().numpy()
         pairs = np.where(defined > 1, defined - 1, np.nan)
         sink_steps = (self.counts > 0).sum(0).flatten().numpy()
-        lifetimes = count_lifetimes(self.lifetimes, self.before, self.trajectory, len(index))
+        lifetimes = count_lifetimes(self.lives, self.before, self.trajectory, len(index))
         switches = self.switched.sum(0).flatten().numpy()
         path = main_path(self.main.flatten(1).numpy(), self.canvas, self.defined.flatten(1).numpy())
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -317,7 +317,7 @@ def trajectories(
     gathered: dict[str, Any] = {name: _gathered(found, name, shape) for name in _PER_STEP + _PER_PATTERN}
     before, trajectory = link_lifetimes(lifetimes, lifetimes.position < shape[-1] - given.context["sinks"])
     return Trajectories(
-        lifetimes=lifetimes,
+        lives=lifetimes,
         before=before,
         trajectory=trajectory,
         **gathered,

@@ -17,7 +17,7 @@ from experiments.toy.corpus import TEST_SEED, held_out, training_prompts
 from experiments.toy.statistics import markdown_table
 
 MODELS = ("toy", "toy-sink", "toy-gated", "toy-ar")
-COLUMNS = ("patterns", "none", "static", "moving", "unsettled", "mean_lifetime", "transient", "moves",
+COLUMNS = ("patterns", "none", "static", "moving", "unsettled", "life", "transient", "moves",
 "moves_right", "jump",
            "switches", "moved_over_run", "drift", "drift_right", "variance")  # fmt: skip
 RULE = AboveMean(3.0)

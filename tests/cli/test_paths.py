@@ -39,10 +39,10 @@ def test_paths_are_those_of_the_library(saved: tuple[str, Any]) -> None:
     paths = dl.trajectories(rec, dl.AboveMean(2.0))
     assert found["rule"] == paths.rule
     lifetimes, summary = paths.table(), paths.summary(by="pattern")
-    assert len(found["lifetimes"]) == len(lifetimes) > 20
+    assert len(found["lives"]) == len(lifetimes) > 20
     for name in ("batch", "layer", "head", "position", "token", "first_step", "last_step", "trajectory"):
-        assert [line[name] for line in found["lifetimes"]] == lifetimes[name].tolist(), name
-    assert [line["peak"] for line in found["lifetimes"]] == pytest.approx(lifetimes["peak"].tolist())
+        assert [line[name] for line in found["lives"]] == lifetimes[name].tolist(), name
+    assert [line["peak"] for line in found["lives"]] == pytest.approx(lifetimes["peak"].tolist())
     moved = lifetimes[lifetimes["came_from"].notna()]
     assert [line["moved_by"] for line in found["moves"]] == moved["moved_by"].tolist()
     assert len(moved) > 0
@@ -83,10 +83,10 @@ def test_a_row_a_layer_and_a_head_alone(saved: tuple[str, Any]) -> None:
     whole = dl.trajectories(rec, dl.AboveMean(3.0)).table()
     part = whole[(whole["layer"] == 2) & (whole["head"] == 3) & (whole["batch"] == 0)]
     found = json.loads(output("paths", path, "--layer", "2", "--head", "3", "--row", "0", "--by", "all", "--json"))
-    assert [line["position"] for line in found["lifetimes"]] == part["position"].tolist()
-    assert {(line["batch"], line["layer"], line["head"]) for line in found["lifetimes"]} == {(0, 2, 3)}
+    assert [line["position"] for line in found["lives"]] == part["position"].tolist()
+    assert {(line["batch"], line["layer"], line["head"]) for line in found["lives"]} == {(0, 2, 3)}
     assert found["summary"][0]["patterns"] == 1
-    assert found["summary"][0]["lifetimes"] == len(part)
+    assert found["summary"][0]["lives"] == len(part)
     assert (found["row"], found["layer"], found["head"]) == (0, 2, 3)
     for option, value in (("--layer", "9"), ("--head", "4"), ("--row", "2")):
         with pytest.raises(ValueError, match=f"{option} {value}: the recording has"):
@@ -97,12 +97,12 @@ def test_text_lists_the_first_ones_and_csv_all(saved: tuple[str, Any]) -> None:
     path, rec = saved
     count = len(dl.trajectories(rec, dl.AboveMean(3.0)).table())
     text = output("paths", path, "--top", "3")
-    assert f"lifetimes: 3 of {count}" in text
-    for part in ("summary", "lifetimes", "moves", "switches", "AboveMean(eps=3.0), off below 0.75"):
+    assert f"lives: 3 of {count}" in text
+    for part in ("summary", "lives", "moves", "switches", "AboveMean(eps=3.0), off below 0.75"):
         assert part in text
-    assert len(pd.read_csv(io.StringIO(output("paths", path, "--csv", "lifetimes", "--top", "3")))) == count
+    assert len(pd.read_csv(io.StringIO(output("paths", path, "--csv", "lives", "--top", "3")))) == count
     with pytest.raises(ValueError, match="give one of the two"):
-        CliRunner().invoke(cli.app, ["paths", path, "--csv", "lifetimes", "--json"], catch_exceptions=False)
+        CliRunner().invoke(cli.app, ["paths", path, "--csv", "lives", "--json"], catch_exceptions=False)
     with pytest.raises(ValueError, match="reads hidden states"):
         CliRunner().invoke(cli.app, ["paths", path, "--detector", "low-key-norm"], catch_exceptions=False)
 

@@ -47,7 +47,7 @@ def received_of(values, **fields):
 
 
 def spells(paths, pattern=0):
-    lifetimes = paths.lifetimes
+    lifetimes = paths.lives
     mine = lifetimes.pattern == pattern
     return sorted(
         zip(
@@ -60,7 +60,7 @@ def spells(paths, pattern=0):
 
 
 def links(paths, pattern=0):
-    lifetimes, found = paths.lifetimes, []
+    lifetimes, found = paths.lives, []
     for index in np.flatnonzero((lifetimes.pattern == pattern) & (paths.before >= 0)):
         a, b = paths.before[index], index
         found.append(
@@ -134,7 +134,7 @@ def test_precision_and_recall_under_noise(noise, precision):
     paths = trajectories(received, RULE)
     found = torch.zeros(16, steps, keys, dtype=torch.bool)
     for pattern, position, first, last in zip(
-        paths.lifetimes.pattern, paths.lifetimes.position, paths.lifetimes.first, paths.lifetimes.last, strict=True
+        paths.lives.pattern, paths.lives.position, paths.lives.first, paths.lives.last, strict=True
     ):
         found[pattern, first : last + 1, position] = True
     wanted = torch.stack([truth(plan, steps, keys) for plan in chosen]).repeat(2, 1, 1)
@@ -223,7 +223,7 @@ def test_life_statistics_and_the_main_path_equal_plain_loops(seed):
             sum(steps) / len(steps)
         )
     lifetimes = paths.table()
-    assert measures.lifetimes == len(lifetimes)
+    assert measures.lives == len(lifetimes)
     assert measures.with_sink == pytest.approx(len(points) / 11)
     assert measures.sinks == pytest.approx(lifetimes.steps.sum() / 11)
     assert measures.move_rate == pytest.approx(lifetimes.came_from.notna().sum() / 10)
@@ -287,8 +287,8 @@ def test_steps_without_any_score_cut_lives_and_are_no_death():
     values[5:, 4], values[5:, 7] = 0.5, 10
     paths = trajectories(received_of(values), RULE)
     assert spells(paths) == [(4, 0, 2), (7, 5, 8)]
-    assert paths.lifetimes.died.tolist() == [False, False]
-    assert paths.lifetimes.born.tolist() == [False, False]
+    assert paths.lives.died.tolist() == [False, False]
+    assert paths.lives.born.tolist() == [False, False]
     assert paths.summary("all")["with_sink"].item() == 1  # of the steps that have scores
     assert paths.defined.flatten().tolist() == [True] * 3 + [False] * 2 + [True] * 4
 
@@ -322,7 +322,7 @@ def test_a_recording_is_followed_like_a_replay_of_its_run():
     prompts = [[5, 9, 11, 3, 17, 20, 8], [6, 2, 40]]
     recorded = trajectories(record(model, prompts, **settings), AboveStd(1.5))
     replayed = trajectories(received_over_steps(model, denoise(model, prompts, **settings)), AboveStd(1.5))
-    assert len(recorded.lifetimes) > 10
+    assert len(recorded.lives) > 10
     # float32 sums in another order: to the last digits of a score.
     pd.testing.assert_frame_equal(recorded.table(), replayed.table(), rtol=1e-4)
 
@@ -334,7 +334,7 @@ def test_levels_follow_the_mean_pattern():
         other = trajectories(find_sinks(received, AboveMean(1.0), level=level))
         assert paths.level == level
         assert "head" not in paths.table().columns
-        assert len(paths.lifetimes) > 0
+        assert len(paths.lives) > 0
         pd.testing.assert_frame_equal(paths.table(), other.table())
         assert len(paths.summary()) == (2 if level == "layer" else 1)
 
@@ -387,7 +387,7 @@ def test_means_of_a_summary_are_means_over_sequences():
     paths = trajectories(received, RULE)
     each, mean = paths.summary("pattern"), paths.summary("head").set_index(["layer", "head"])
     for (layer, head), group in each.groupby(["layer", "head"]):
-        for column in ("lifetimes", "moves", "variance", "jump", "drift", "mean_lifetime"):
+        for column in ("lives", "moves", "variance", "jump", "drift", "life"):
             values = [v for v in group[column] if not math.isnan(v)]
             if values:
                 assert mean.loc[(layer, head), column] == pytest.approx(sum(values) / len(values))

@@ -208,7 +208,7 @@ def _lines(names: tuple[str, ...], seen: Floats, base: Floats, total: Floats) ->
 
 def sink_steps(paths: Trajectories) -> tuple[Ints, Ints, Ints]:
     """Step, pattern and position of every sink at every step of its lifetime."""
-    lifetimes = paths.lifetimes
+    lifetimes = paths.lives
     owner = np.repeat(np.arange(len(lifetimes)), lifetimes.steps)
     start = np.cumsum(lifetimes.steps) - lifetimes.steps
     step = np.arange(len(owner)) - start[owner] + lifetimes.first[owner]
