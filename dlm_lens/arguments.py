@@ -188,6 +188,7 @@ def checked_arguments(
     """
 
     def decorate(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """The function with its arguments checked."""
         signature = inspect.signature(call)
         rules = {name: rule for name, rule in {**RULES, **own}.items() if rule is not None}
 
