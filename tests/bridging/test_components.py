@@ -50,7 +50,7 @@ def test_an_edit_of_resid_mid_is_an_edit_of_the_stream(tl: Any) -> None:
         tl(IDS), tl.run_with_hooks(IDS, fwd_hooks=[("blocks.0.hook_resid_mid", lambda t, hook: None)])
     )
     assert not tl.blocks[0].mlp._forward_hooks
-    assert tl.blocks[0].ln2.passed is None
+    assert tl.blocks[0].ln2.on_input is None
 
 
 def test_the_gradient_at_resid_mid_is_that_of_the_stream(tl: Any) -> None:
@@ -76,7 +76,7 @@ def test_an_error_in_a_layer_leaves_nothing(tl: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         tl.run_with_hooks(IDS, fwd_hooks=[("blocks.0.hook_resid_mid", edit), ("blocks.0.mlp.hook_in", fail)])
     assert not tl.blocks[0].mlp._forward_hooks
-    assert tl.blocks[0].ln2.passed is None
+    assert tl.blocks[0].ln2.on_input is None
     assert not tl.blocks[0]._kept
 
 
