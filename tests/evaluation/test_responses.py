@@ -84,7 +84,7 @@ def test_answers_of_another_evaluation_are_not_mixed_in(llada: Any, tmp_path: Pa
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text('{"mine": 1}\n')
-    with pytest.raises(ValueError, match="holds no answers"):
+    with pytest.raises(ValueError, match="does not hold answers"):
         Responses(path, {})
     assert path.read_text() == '{"mine": 1}\n'
 
@@ -147,7 +147,7 @@ def test_a_process_that_was_killed_loses_and_repeats_nothing(tmp_path: Path) -> 
 def test_a_file_of_somebody_else_is_left_as_it_is(text: str, tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match="holds no answers of an evaluation; choose another file"):
+    with pytest.raises(ValueError, match="exists and does not hold answers of an evaluation; choose another file"):
         Responses(path, {"seed": 3})
     assert path.read_text() == text
 

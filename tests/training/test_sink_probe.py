@@ -116,12 +116,12 @@ def test_the_picture_holds_the_numbers() -> None:
     assert moves.get_lines()[1].get_xdata().tolist() == [10, 20]
     assert loss.get_lines()[0].get_xydata().tolist() == [[1, 3], [11, 2], [21, 1]]
     assert "learned" in share.get_title()
-    assert "receives most" in sink_emergence(history(learned=False)).axes[0].get_title()
+    assert "received by the largest key" in sink_emergence(history(learned=False)).axes[0].get_title()
     figure.savefig(io.BytesIO(), format="png")
 
 
 def test_a_history_without_probes_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="train with probe_steps above 0"):
         sink_emergence([{"step": 1, "loss": 2.0}])
-    with pytest.raises(FileNotFoundError, match=r"trainer_state\.json is not there"):
+    with pytest.raises(FileNotFoundError, match=r"trainer_state\.json does not exist"):
         sink_emergence(tmp_path)
