@@ -19,7 +19,12 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page) and page not in RECIPES], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=() if page.name == "README.md" else pytest.mark.long)
+        for page in PAGES
+        if blocks(page) and page not in RECIPES
+    ],
 )
 def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

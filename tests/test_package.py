@@ -31,6 +31,7 @@ def test_importing_is_quick() -> None:
     assert best < 0.05
 
 
+@pytest.mark.long
 def test_without_a_host_the_core_works() -> None:
     """The rooms up to hooks import neither nnsight nor TransformerLens."""
     code = (

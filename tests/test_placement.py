@@ -69,7 +69,8 @@ CALLS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("what", [pytest.param("layers", marks=pytest.mark.slow), "rest", "all"])
+@pytest.mark.long
+@pytest.mark.parametrize("what", [pytest.param("layers", marks=pytest.mark.long), "rest", "all"])
 def test_calls_on_a_model_offloaded_to_the_disk_equal_those_on_the_cpu(what: str, tmp_path: Path) -> None:
     plain, model = offloaded(saved("sink_llama", tmp_path), what)
     assert any(weight.device.type == "meta" for weight in model.parameters())

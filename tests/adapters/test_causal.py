@@ -33,7 +33,7 @@ FULL = ("qwen3", "olmo2", "gpt2", "gpt_neox", "granite", "qwen3_moe", "mixtral",
 SOME: tuple[Any, ...] = tuple(
     kind
     if kind in ("gemma2", "gpt2", "granite", "gpt_oss", "mixtral")
-    else pytest.param(kind, marks=pytest.mark.slow)
+    else pytest.param(kind, marks=pytest.mark.long)
     for kind in KINDS
 )
 
@@ -74,6 +74,7 @@ def until_end(row: Tensor, end: int) -> list[int]:
     return written[: written.index(end) + 1] if end in written else written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_and_denoise_are_transformers_own_model_and_greedy_generate(kind: str) -> None:
     model, loaded = checkpoint(kind)

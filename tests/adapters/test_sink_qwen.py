@@ -51,6 +51,7 @@ def test_every_combination_equals_float64(options: dict[str, Any]) -> None:
         torch.testing.assert_close(got[content], expected[content], **CLOSE)
 
 
+@pytest.mark.long
 @given(
     count=st.integers(0, 5), place=st.sampled_from(["front", "end"]), zero=st.booleans(), gated=st.booleans(),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (4, 1)]), layers=st.integers(1, 3), length=st.integers(1, 12),

@@ -214,6 +214,7 @@ def bare(directory: Path, name: str = "mdm-tiny.safetensors", path: Path = SINK,
     return directory / name
 
 
+@pytest.mark.long
 def test_weights_alone_are_described_by_a_size_or_a_json_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

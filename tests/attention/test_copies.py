@@ -79,6 +79,7 @@ def test_a_model_with_listeners_is_not_copied(way: Callable[[Any], Any]) -> None
     way(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_copy_of_a_model_with_a_host(way: Callable[[Any], Any]) -> None:
     model = tiny("llada")

@@ -85,7 +85,7 @@ def compiled(way: Callable[[Any], None]) -> Any:
 
 def slow_but(*quick: Any) -> list[Any]:
     """All ways to compile; tracing takes seconds for each."""
-    return [way if way in quick else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+    return [way if way in quick else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
 
 
 @pytest.mark.long
@@ -116,6 +116,7 @@ def test_hooks_and_readers_act_on_a_compiled_model(model: Any, way: Any) -> None
     assert torch.equal(dl.denoise(held, IDS, logits="all", **RUN).confidence, plain.confidence)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", slow_but(as_decoder))
 def test_the_hosts_see_a_compiled_model(model: Any, way: Any) -> None:
     held, ids = compiled(way), dl.denoise(model, IDS, **RUN).canvases[0]
@@ -141,7 +142,7 @@ def test_the_hosts_see_a_compiled_model(model: Any, way: Any) -> None:
     assert bridge.denoise(IDS, hooks=hooks, **RUN).tokens.equal(dl.denoise(model, IDS, hooks=hooks, **RUN).tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hooks_act_on_a_compiled_bridge(model: Any) -> None:
     bridge, ids = dl.bridge(model), dl.denoise(model, IDS, **RUN).canvases[0]
     bridge.original_model.model.compile(backend="eager")

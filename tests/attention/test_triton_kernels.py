@@ -137,7 +137,7 @@ def test_the_dispatcher_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPat
 _POINTERS = {"q": "*bf16", "k": "*bf16", "visible": "*u8", "lse": "*fp32", "weights": "*fp32", "received": "*fp32"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_triton
 @pytest.mark.parametrize("kernel", ["_lse_kernel", "_received_kernel"])
 @pytest.mark.parametrize("capability", [80, 90])

@@ -172,7 +172,7 @@ def test_hook_points_come_after_lora_too() -> None:
     assert all(hasattr(attention, "hook_q") for attention in hooked_attentions(wrapped))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_idle_hook_points_compile_into_one_graph(kind: str, tmp_path: Path) -> None:
     """The eager backend: what torch traced runs as it is, so that the logits are the same to the bit."""

@@ -80,6 +80,7 @@ def test_head_results_are_values_through_w_o(folded: Any) -> None:
     torch.testing.assert_close(heads, want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_patching_restores_the_clean_answer(folded: Any) -> None:
     """The activation-patching helper: position and layer where a clean residual stream repairs a corrupted run."""
@@ -146,6 +147,7 @@ def test_attention_patterns_by_tutorial_code(folded: Any) -> None:
     torch.testing.assert_close(pattern, raw["pattern", 2], atol=1e-4, rtol=1e-4)  # folding changes no pattern
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["toy", "toy-gated", "toy-ar"])
 @torch.no_grad()
 def test_head_detector_runs(name: str) -> None:

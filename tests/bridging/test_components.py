@@ -117,6 +117,7 @@ def test_the_norms_points_fire_for_every_way_of_hooking(tl: Any, norm: str, poin
     assert tl.denoise_with_cache([5, 9], names_filter=name, **run)[1][name].shape[0] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"num_sinks": 2}, {"num_sinks": 3, "sink_placement": "end"}], ids=str)
 def test_the_patching_helpers_patch_the_token_s_own_position(options: dict[str, Any]) -> None:
     tl = bridge_of("sink_qwen", **options)

@@ -1,9 +1,12 @@
 """The outputs of docs/notebooks/transformerlens.ipynb agree with its text."""
 
+import pytest
+
 from tests.tracing.notebook import NOTEBOOKS, executed
 from tests.tracing.test_notebook import printed
 
 
+@pytest.mark.long
 def test_the_donor_s_digits_are_sorted_until_a_late_layer() -> None:
     (path,) = [path for path in NOTEBOOKS if path.name == "transformerlens.ipynb"]
     outputs = printed(executed(path))

@@ -72,6 +72,7 @@ def test_the_silent_points_are_those_of_the_page(case: str) -> None:
     assert silent(tl, ids) == want
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Backward hooks on hook_scale")  # the norm is computed in Python for them
 def test_the_points_without_a_gradient_are_those_of_the_page(case: str) -> None:

@@ -56,6 +56,7 @@ def test_a_step_is_the_cache_of_its_canvas(case: str) -> None:
     assert all(torch.equal(at[name], want[name]) for name in want if isinstance(want[name], torch.Tensor))
 
 
+@pytest.mark.long
 def test_names_and_steps() -> None:
     tl = dl.bridge("toy-sink")
     _, cache = tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=range(10, 14))
@@ -90,6 +91,7 @@ def test_one_activation_answers_to_all_its_names() -> None:
     assert len(cache.values) == 4
 
 
+@pytest.mark.long
 def test_nothing_outside_the_filter_is_kept() -> None:
     """The bytes of the cache are those of the requested activations, as computed in advance."""
     tl = dl.bridge("toy")
@@ -103,6 +105,7 @@ def test_nothing_outside_the_filter_is_kept() -> None:
     assert cache["blocks.1.hook_resid_post"].shape == (2, 1, 2, 128)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["llada", "sink", "sinks-end", "gated-sink"])
 def test_the_cost_of_a_name_is_known_beforehand(case: str) -> None:
     tl = dl.bridge(model_of(case, torch.bfloat16))

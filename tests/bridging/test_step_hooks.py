@@ -34,6 +34,7 @@ def test_a_run_without_hooks_is_the_native_run(case: str) -> None:
     assert {name: value for name, value in got.settings.items() if name != "use_cache"} == same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["llada", "dream", "smdm-sink", "zero-sinks", "gated-sink", "llama"])
 @pytest.mark.parametrize("stage", ["before_softmax", "after"])
 def test_a_hook_of_ours_does_the_same_natively_and_in_the_bridge(case: str, stage: Any) -> None:

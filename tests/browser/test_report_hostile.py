@@ -76,6 +76,7 @@ def page_file(tmp_path_factory):
     )
 
 
+@pytest.mark.long
 def test_hostile_tokens_are_text(page_file, opened):
     page = opened(page_file)
     for step in (0, 2):
@@ -92,6 +93,7 @@ def test_hostile_tokens_are_text(page_file, opened):
     assert HOSTILE[0] in page.text("table.facts >> nth=0")
 
 
+@pytest.mark.long
 def test_what_hostile_tokens_look_like(page_file, opened):
     page = opened(page_file)
     page.set("#step", 2)
@@ -120,6 +122,7 @@ def test_what_hostile_tokens_look_like(page_file, opened):
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
+@pytest.mark.long
 def test_the_policy_stops_what_would_get_in(chromium, page_file):
     """Were markup to get through, its script would not run, and nothing would be fetched."""
     page = chromium.new_page()
@@ -141,6 +144,7 @@ def test_the_policy_stops_what_would_get_in(chromium, page_file):
     page.close()
 
 
+@pytest.mark.long
 def test_a_damaged_file_says_so(chromium, page_file, tmp_path):
     damaged = tmp_path / "damaged.html"
     text = page_file.read_text()

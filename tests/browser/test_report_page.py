@@ -93,6 +93,7 @@ RULES += [dl.TopK(1), dl.TopK(5), SoftSigmoid(), SoftSigmoid(2.0)]
 RULES += [AttentionShare(), MeanReceived()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["toy", "toy-sink", "toy-ar"])
 def test_the_page_finds_what_find_sinks_finds(recordings, files, opened, name):
     page = opened(files[name])
@@ -106,6 +107,7 @@ def test_the_page_finds_what_find_sinks_finds(recordings, files, opened, name):
     assert total > 1000
 
 
+@pytest.mark.long
 def test_stored_rules_are_chosen_in_the_page_and_say_what_they_are(opened, tmp_path):
     reducers = [dl.ReceivedAttention(), dl.KeyNorm()]
     recording = dl.record(dl.load("toy"), PROMPTS, reducers, steps=STEPS, gen_length=16)
@@ -131,6 +133,7 @@ def test_stored_rules_are_chosen_in_the_page_and_say_what_they_are(opened, tmp_p
     assert "what find_sinks finds" in page.text("#limit")
 
 
+@pytest.mark.long
 def test_a_cut_file_is_exact_from_its_limit_on_and_says_so(recordings, opened, tmp_path, monkeypatch):
     monkeypatch.setattr("dlm_lens.viz.reporting.page.BUDGET", 12_000)
     page = opened(dl.viz.report(recordings["toy"], tmp_path / "cut.html", row=1))
@@ -157,6 +160,7 @@ def test_a_cut_file_is_exact_from_its_limit_on_and_says_so(recordings, opened, t
     assert "or more sinks" in page.text(".count")
 
 
+@pytest.mark.long
 def test_numbers_shown_are_those_of_the_recording(recordings, files, opened):
     page = opened(files["toy"])
     values = received_of(recordings["toy"]).values[:, 1]
@@ -179,6 +183,7 @@ def test_numbers_shown_are_those_of_the_recording(recordings, files, opened):
     assert len(lines) == 16
 
 
+@pytest.mark.long
 def test_colours_and_bins_hold_the_scores(recordings, files, opened):
     page = opened(files["toy"])
     bins = page.evaluate(
@@ -197,6 +202,7 @@ def test_colours_and_bins_hold_the_scores(recordings, files, opened):
     assert len(grounds) > 5
 
 
+@pytest.mark.long
 def test_the_slider_moves_and_the_canvas_changes(recordings, files, opened):
     page = opened(files["toy"])
     run = recordings["toy"].run
@@ -214,6 +220,7 @@ def test_the_slider_moves_and_the_canvas_changes(recordings, files, opened):
             assert text.strip() == ("" if hidden else word if len(word) <= 14 else f"{word[:13]}…")
 
 
+@pytest.mark.long
 def test_paths_change_with_the_head_and_the_line_with_the_step(files, opened):
     page = opened(files["toy"])
     picture = "e => e.toDataURL()"
@@ -228,6 +235,7 @@ def test_paths_change_with_the_head_and_the_line_with_the_step(files, opened):
     assert page.eval_on_selector("canvas.grid", picture) != second["grid"]
 
 
+@pytest.mark.long
 def test_play_goes_to_the_end_and_stops(files, opened):
     page = opened(files["toy"])
     page.set("#step", STEPS - 3)
@@ -241,6 +249,7 @@ def test_play_goes_to_the_end_and_stops(files, opened):
     assert page.evaluate("dlmLens.state.timer") is None
 
 
+@pytest.mark.long
 def test_keyboard(files, opened):
     page = opened(files["toy"])
     at = "[dlmLens.state.step, dlmLens.state.layer, dlmLens.state.head]"
@@ -271,6 +280,7 @@ def test_keyboard(files, opened):
     assert page.eval_on_selector("canvas.grid", outline) != "none"
 
 
+@pytest.mark.long
 def test_every_control_is_reached_with_tab_and_named(files, opened):
     page = opened(files["both"])
     seen, name = set(), "document.activeElement.id || document.activeElement.className"
@@ -287,6 +297,7 @@ def test_every_control_is_reached_with_tab_and_named(files, opened):
     assert unnamed == []
 
 
+@pytest.mark.long
 def test_clicks_in_the_grid_and_the_path(files, opened):
     page = opened(files["toy"])
     box = page.locator("canvas.grid").bounding_box()
@@ -301,6 +312,7 @@ def test_clicks_in_the_grid_and_the_path(files, opened):
     assert page.evaluate("dlmLens.state.step") == STEPS - 1
 
 
+@pytest.mark.long
 def test_the_tables_list_the_sinks_of_the_step(recordings, files, opened):
     page = opened(files["toy"])
     page.set("#step", 4)
@@ -332,6 +344,7 @@ def test_the_tables_list_the_sinks_of_the_step(recordings, files, opened):
     assert "standard deviations" in page.text("#limit")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 480])
 @pytest.mark.parametrize("name", ["toy-sink", "both"])
@@ -348,6 +361,7 @@ def test_nothing_is_wider_than_the_window(files, opened, name, width, scheme):
     assert page.eval_on_selector("body", ground) != before
 
 
+@pytest.mark.long
 def test_a_comparison_is_linked_by_progress_and_by_step(recordings, files, opened):
     page = opened(files["both"])
     assert page.text("#panes .pane:nth-child(1) h2") == "masked"
@@ -374,6 +388,7 @@ def test_a_comparison_is_linked_by_progress_and_by_step(recordings, files, opene
     assert page.evaluate("dlmLens.panes[1].step") == 0
 
 
+@pytest.mark.long
 def test_tokens_that_differ_are_marked(recordings, opened, tmp_path):
     base = recordings["toy"].select(batch=[1])
     run = base.run
@@ -391,6 +406,7 @@ def test_tokens_that_differ_are_marked(recordings, opened, tmp_path):
     assert torch.equal(base.received.nan_to_num(), other.received.nan_to_num())
 
 
+@pytest.mark.long
 def test_a_menu_shows_every_prompt_of_a_recording(recordings, tmp_path, opened):
     rec = recordings["toy"]
     page = opened(dl.viz.report(rec, tmp_path / "all.html"))
@@ -410,6 +426,7 @@ def test_a_menu_shows_every_prompt_of_a_recording(recordings, tmp_path, opened):
     assert "row 1 of 2" in one.text(".about")
 
 
+@pytest.mark.long
 def test_the_grid_marks_the_heads_whose_sinks_move(tmp_path, opened):
     rec = dl.record(dl.load("toy"), MOVING, gen_length=21, block_length=7)
     page = opened(dl.viz.report(rec, tmp_path / "moving.html"))
@@ -448,6 +465,7 @@ def test_the_grid_marks_the_heads_whose_sinks_move(tmp_path, opened):
 MOVING = "leo has 26 stones . leo breaks 6 . leo loses 9 . he picks 12 stones . how many stones now ? :"
 
 
+@pytest.mark.long
 def test_the_controls_stay_on_a_phone(files, opened):
     page = opened(files["toy"], width=390, height=844)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

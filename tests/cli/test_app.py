@@ -27,6 +27,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     result = CliRunner().invoke(cli.app, ["demo", str(checkpoint), "--prompt", "w1 w2 w3", "--out", str(out)])
@@ -53,6 +54,7 @@ def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path
     assert run.texts[0].split()[-1] in result.output
 
 
+@pytest.mark.long
 def test_words_that_the_model_does_not_know_are_named(tmp_path: Path) -> None:
     prompt = "tom has 5 zebras . tom buys 4 more . how many zebras ? :"
     output = CliRunner().invoke(cli.app, ["demo", "--prompt", prompt, "--out", str(tmp_path)]).output
@@ -229,6 +231,7 @@ def run(*arguments):
     return subprocess.run([sys.executable, "-c", begin + script], capture_output=True, text=True, cwd=tmp_path)
 
 
+@pytest.mark.long
 def test_help_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = """
 from typer.main import get_command
@@ -337,6 +340,7 @@ USAGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_wrong_arguments_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     script = f"""
@@ -390,6 +394,7 @@ def test_no_error_of_a_command_gives_advice_for_python(tmp_path: Path) -> None:
     assert not list((tmp_path / "o").rglob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_the_demo_takes_steps_and_a_length_and_shows_progress(checkpoint: Path, tmp_path: Path) -> None:
     command = ["demo", str(checkpoint), "--prompt", "w1 w2", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(cli.app, [*command, "--steps", "2", "--gen-length", "4"], catch_exceptions=False)

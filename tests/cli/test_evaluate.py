@@ -20,6 +20,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
     asked = ["toy", "--tasks", "toy_arithmetic,toy_choice", "--limit", "3", "--batch-size", "2"]
     asked += ["--hooks", "mask_positions(5)", "--likelihood", "method=chain_rule", "--out", str(tmp_path / "run")]
@@ -42,6 +43,7 @@ def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
         run(*asked, "--seed", "1")
 
 
+@pytest.mark.long
 def test_it_records_every_request(tmp_path: Path) -> None:
     asked = ["toy", "--tasks", "toy_lists", "--limit", "2", "--generation", "steps=4,block_length=32"]
     asked += [

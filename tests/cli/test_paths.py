@@ -125,6 +125,7 @@ def test_sinks_of_one_layer_and_head(saved: tuple[str, Any]) -> None:
         CliRunner().invoke(cli.app, ["sinks", path, "--layer", "4"], catch_exceptions=False)
 
 
+@pytest.mark.long
 def test_a_run_is_recorded_under_hooks(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     text = "at_layers(mask_positions(0), [1]), mask_top_sinks(1)"

@@ -32,6 +32,7 @@ def plot(*arguments):
     return result, str(result.exception) if result.exception else ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", plots())
 def test_every_kind_writes_its_file(files, tmp_path, kind):
     for suffix in plots()[kind].formats[-1:]:

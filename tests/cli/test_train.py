@@ -38,6 +38,7 @@ def scalars(output: Path) -> dict[str, list[float]]:
     return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.long
 def test_train_writes_checkpoints_and_curves(config: Path) -> None:
     result = RUN.invoke(app, ["train", str(config)], catch_exceptions=False)
     assert result.exit_code == 0, result.output

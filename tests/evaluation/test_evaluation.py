@@ -28,6 +28,7 @@ def lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (TASKS / name).read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_problems_are_scored_as_the_corpus_scores_them(toy: Any) -> None:
     result = evaluate(toy, "toy_arithmetic", limit=12, generation={"block_length": 32, "steps": 4})
     documents = lines("problems.jsonl")[:12]
@@ -40,6 +41,7 @@ def test_problems_are_scored_as_the_corpus_scores_them(toy: Any) -> None:
     assert score.standard_error == pytest.approx(np.std(right, ddof=1) / 12**0.5)
 
 
+@pytest.mark.long
 def test_choices_take_the_likeliest(toy: Any) -> None:
     settings = {"method": "chain_rule"}
     result = evaluate(toy, ["toy_choice"], limit=6, likelihood=settings, hooks="mask_positions(0)")
@@ -53,6 +55,7 @@ def test_choices_take_the_likeliest(toy: Any) -> None:
     assert result.settings["hooks"] == ["mask_positions(0)"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["toy", "toy-ar", "toy-sink", "toy-gated"])
 def test_every_embedded_model_runs_every_kind_of_task(name: str) -> None:
     tasks = ["toy_lists", "toy_last_word", "toy_choice", "toy_text"]
@@ -67,6 +70,7 @@ def test_every_embedded_model_runs_every_kind_of_task(name: str) -> None:
     assert set(result.table().task) == {*tasks}
 
 
+@pytest.mark.long
 def test_the_harness_itself_takes_the_model(toy: Any) -> None:
     manager = find_tasks(["toy_lists"])
     results = lm_eval.simple_evaluate(model=HarnessLM(toy), tasks=["toy_lists"], limit=3, task_manager=manager)
@@ -80,6 +84,7 @@ def test_the_harness_itself_takes_the_model(toy: Any) -> None:
     assert by_name["config"]["dlm_lens"]["seed"] == 3
 
 
+@pytest.mark.long
 def test_worked_examples_and_chats_reach_the_prompt(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy.tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %} .")
     lm = HarnessLM(toy, max_length=200)
@@ -104,6 +109,7 @@ def test_the_ratio_error_is_the_bootstrap_of_the_documents() -> None:
     assert math.isnan(ratio_error("acc", 0.5, samples))
 
 
+@pytest.mark.long
 def test_what_a_task_fixes_is_told(toy: Any, caplog: pytest.LogCaptureFixture) -> None:
     evaluate(toy, "toy_lists", limit=1, num_fewshot=2, generation={"steps": 1, "block_length": 32})
     assert "num_fewshot=2 is ignored by toy_lists" in caplog.text
@@ -142,12 +148,14 @@ def test_hooks_that_need_steps_are_refused_before_any_work(
         lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("tom has",)))
 
 
+@pytest.mark.long
 def test_hooks_that_need_none_are_not_refused(toy: Any) -> None:
     hooks = "mask_positions(30), mask_top_sinks(1), at_layers(zero_value(0), 0), at_heads(mask_positions(0), 1)"
     HarnessLM(toy, hooks=hooks).check_likelihoods()
     evaluate(toy, "toy_lists", limit=1, hooks="at_steps(mask_positions(0), 3)")
 
 
+@pytest.mark.long
 def test_tags_and_groups_keep_their_tasks(toy: Any) -> None:
     result = evaluate(toy, ["toy_problems", "toy_text"], limit=1, likelihood={"samples": 4})
     assert {one.task for one in result.scores} == {"toy_arithmetic", "toy_lists", "toy_facts", "toy_text"}
@@ -202,6 +210,7 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
         evaluate(HarnessLM(toy), "toy_lists", seed=3)
 
 
+@pytest.mark.long
 def test_an_error_that_is_not_known_is_null(toy: Any, tmp_path: Path) -> None:
     result = evaluate(toy, "toy_last_word", limit=2, likelihood={"samples": 2}, bootstrap_iters=0)
     assert any(math.isnan(one.standard_error) for one in result.scores)

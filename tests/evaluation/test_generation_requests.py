@@ -49,6 +49,7 @@ def until(model: Any, tokens: list[int], *stops: str) -> str:
     return text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 3, None])
 @pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal", "mmada"])
 def test_every_text_is_what_its_prompt_gives_alone(family: str, batch: int | None) -> None:
@@ -130,6 +131,7 @@ def late(progress: torch.Tensor) -> torch.Tensor:
     return progress > 0.3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hook", "blocks"),
     [
@@ -174,6 +176,7 @@ def test_hooked_rows_share_runs_and_leave_early_where_the_hook_allows_it(
         assert len(rows) >= 4 * len(lengths)
 
 
+@pytest.mark.long
 def test_no_padding_stands_beside_a_hook_that_counts_from_the_beginning(llada: Any) -> None:
     prompts = [*texts(3, 4, 4), *texts(2, 7, 7)]
     hook, padded = mask_positions(1), []
@@ -258,6 +261,7 @@ def test_the_first_of_two_stages_heeds_no_stop(llada: Any) -> None:
     assert found == llada.tokenizer.decode(second, skip_special_tokens=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_two_stages_read_what_stands_behind_an_end_too_whoever_is_in_the_batch(temperature: float) -> None:
     settings = {"steps": 16, "gen_length": 16, "block_length": 4}

@@ -78,6 +78,7 @@ class TestTwo:
         assert {one.name for one in tmp_path.iterdir()} == {"a.1.jsonl", "recordings"}
         assert {one.name for one in (tmp_path / "recordings").iterdir()} == {"requests.1.jsonl", "task"}
 
+    @pytest.mark.long
     def test_what_the_harness_pads_a_share_with_is_not_recorded(self, lm: Any, tmp_path: Any) -> None:
         # Two documents of this process, two draws each; the largest share has four documents.
         requests = [

@@ -198,6 +198,7 @@ class TestLLaDAsScript:
         assert (preset.num_fewshot, preset.chat) == (None, False)
 
 
+@pytest.mark.long
 def test_mmadas_script_puts_everything_into_one_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gen-Verse/MMaDA, evaluation/lm/eval.sh and eval_llada.py."""
     preset = find_preset("attention-sinks/table1/mmada/gsm8k")
@@ -215,6 +216,7 @@ def test_mmadas_script_puts_everything_into_one_turn(tmp_path: Path, monkeypatch
     assert seen == ["user : assistant : user : assistant : user : ", "user : "]
 
 
+@pytest.mark.long
 def test_the_tasks_exist_and_code_stays_locked(few_tasks: None) -> None:
     manager = find_tasks([preset.task for preset in list_presets()])
     assert {preset.task for preset in list_presets()} <= {*manager.all_tasks}

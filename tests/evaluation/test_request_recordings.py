@@ -42,6 +42,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 class TestGeneration:
+    @pytest.mark.long
     @pytest.mark.parametrize("hooks", [(), (mask_top_sinks(2), mask_positions(1))], ids=["plain", "hooks"])
     @pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal", "mmada", "sink_qwen"])
     def test_a_recording_is_the_one_of_record(self, family: str, hooks: Any, tmp_path: Path) -> None:
@@ -207,6 +208,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 class TestGoingOn:
+    @pytest.mark.long
     @pytest.mark.parametrize("kind", [*ARGUMENTS])
     @pytest.mark.parametrize("kept", [False, True], ids=["recordings", "and answers"])
     def test_a_killed_evaluation_asks_no_recorded_request_again(

@@ -28,6 +28,7 @@ def lines(name: str) -> list[dict]:
     return [line for line in found if "item" in line]
 
 
+@pytest.mark.long
 def test_the_page_is_what_the_results_say() -> None:
     assert page.make_page()[0] == PAGE
 

@@ -71,6 +71,7 @@ def test_a_model_beside_itself_has_its_sinks_at_the_same_places(compared: Any) -
         assert row["other head"][0] < row["other head"][1] / 10
 
 
+@pytest.mark.long
 def test_counts_of_a_prompt_by_hand(compared: Any) -> None:
     found, other = compared
     model, given = dl.load("toy"), settings(prompts=2, batch=2, sampler=SAMPLER)
@@ -107,6 +108,7 @@ def test_models_without_common_positions_are_refused() -> None:
         instruct_sinks.compare({"base": "toy", "instruct": "toy-sink", "start": 0}, given, Bench())
 
 
+@pytest.mark.long
 def test_twins_differ_in_what_is_masked_and_are_trained_once(tmp_path: Path) -> None:
     given = settings(trained=str(tmp_path), sft_steps=2, sft_batch=2)
     shares = {

@@ -106,6 +106,7 @@ def test_the_papers_tables_repeat_the_same_run() -> None:
 # Networks
 
 
+@pytest.mark.long
 def test_variants_begin_with_the_plain_networks_weights() -> None:
     plain = network(Miniature("plain", 3)).state_dict()
     for name, variant in VARIANTS.items():
@@ -174,6 +175,7 @@ def test_moved_counts_maps_whose_main_sink_is_another() -> None:
     assert moved(scores) == 0.25
 
 
+@pytest.mark.long
 def test_the_validation_loss_of_a_trained_model_is_small_and_the_same_twice() -> None:
     asked = settings(Path("x"), validation=16)
     untrained = validation_loss(network(Miniature("plain", 0)), asked)
@@ -204,6 +206,7 @@ def test_sinks_of_a_model_without_attention_to_choose() -> None:
 # Runs
 
 
+@pytest.mark.long
 def test_a_run_is_trained_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = settings(tmp_path)
     run = Miniature.of({"variant": "sink", "seed": 0}, asked)
@@ -236,6 +239,7 @@ def test_a_second_process_waits(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_tables_share_networks_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {**TINY, "trained": str(tmp_path / "models"), "variants": ["sink"]}
     table3 = find_experiment("one-token-table3")

@@ -109,7 +109,7 @@ def test_the_table_of_real_results() -> None:
     assert table.rows == [["qwen2.5-0.5b-end, seed 0", "64.31 (1.12)", "-"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_real_path_with_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     text = tmp_path / "text.txt"

@@ -29,6 +29,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> str:
 # Pairs
 
 
+@pytest.mark.long
 def test_variants_begin_with_the_plain_networks_weights(story: str) -> None:
     plain = network(Miniature("plain", 3, text=story)).state_dict()
     for name, variant in VARIANTS.items():
@@ -85,6 +86,7 @@ def test_names_on_the_synthetic_language_are_those_of_before() -> None:
 # Conversion
 
 
+@pytest.mark.long
 def test_a_conversion_begins_with_the_one_ar_model_of_the_text(story: str, tmp_path: Path) -> None:
     given = {**tables.SMALL, "steps": 2, "batch_size": 4, "text": story, "start": "toy-ar"}
     runs = [Miniature.of({"variant": name, "seed": seed}, given) for name in ("plain", "gated") for seed in (0, 1)]

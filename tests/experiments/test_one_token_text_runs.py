@@ -64,6 +64,7 @@ def test_table1_trains_converts_and_measures(story: str, tmp_path: Path) -> None
     assert "No comparison with the paper: gated has no results." in page
 
 
+@pytest.mark.long
 def test_tables_share_networks_on_a_text(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = settings(story, tmp_path / "models", variants=["end"])
     first = run_experiment(find_experiment("one-token-table3"), tmp_path / "three", small=True, settings=given)

@@ -61,6 +61,7 @@ def test_example_of_the_readme_is_solved(shipped: Any) -> None:
     assert run.answers[0].startswith("5 + 4 = 9 .")
 
 
+@pytest.mark.long
 def test_held_out_word_problems_are_solved(shipped: Any) -> None:
     _, model = shipped
     # A seed that neither the choice of a run nor its card used.

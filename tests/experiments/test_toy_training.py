@@ -70,6 +70,7 @@ def test_held_out_prompts_are_new_and_distinct() -> None:
     assert unfiltered.seen_in_training == 0
 
 
+@pytest.mark.long
 def test_list_prompts_really_collide_with_a_large_corpus() -> None:
     _, prompts = build_corpus(20_000)
     assert held_out("L", 200, prompts).seen_in_training > 0
@@ -126,6 +127,7 @@ def test_training_is_in_bfloat16_with_the_rates_of_the_twins(corpus: Corpus, tmp
     assert matrices == {id(p) for p in layers.parameters() if p.ndim == 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "optimizer"), [("toy", "muon"), ("toy-ar", "muon"), ("toy", "adamw")])
 def test_a_few_steps_reduce_the_loss(model: str, optimizer: str, corpus: Corpus, tmp_path: Path) -> None:
     trainer = new_run(corpus, tmp_path, model, optimizer)

@@ -66,6 +66,7 @@ def same_mass(one: float | None, other: float | None) -> None:
     assert one == (None if other is None else pytest.approx(other, rel=1e-4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) -> None:
     model, options = model_of(name), settings_of(name)
@@ -84,6 +85,7 @@ def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) 
     assert changed >= len(HOOKS) - 3  # Dream's confidence is random, so that only other proposals show a change
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llada", "mmada", "smdm", "front"])
 def test_guidance_masks_both_halves_alike(name: str) -> None:
     model, options = model_of(name), settings_of(name, guided=True)
@@ -94,6 +96,7 @@ def test_guidance_masks_both_halves_alike(name: str) -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llada", "dream", "front", "end", "llama"])
 def test_a_padded_row_is_what_it_is_alone(name: str) -> None:
     model, options = model_of(name), settings_of(name)
@@ -109,6 +112,7 @@ def test_a_padded_row_is_what_it_is_alone(name: str) -> None:
             assert content[: alone.tokens.shape[1]].equal(alone.tokens[0]), key
 
 
+@pytest.mark.long
 def test_two_column_hooks_see_each_other_alike_with_and_without_a_pattern() -> None:
     model, options = model_of("llada"), settings_of("llada")
     pairs = [
@@ -124,6 +128,7 @@ def test_two_column_hooks_see_each_other_alike_with_and_without_a_pattern() -> N
         assert not streamed.confidence.equal(dl.denoise(model, PROMPTS, hooks=[first], **options).confidence)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llada", "front", "llama"])
 def test_a_transformerlens_bridge_gives_the_same(name: str) -> None:
     model, options = model_of(name), settings_of(name)
@@ -136,6 +141,7 @@ def test_a_transformerlens_bridge_gives_the_same(name: str) -> None:
         same_mass(ours.settings["mass_hidden"][0], theirs.settings["mass_hidden"][0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llada", "front", "llama"])
 def test_an_nnsight_trace_gives_the_same(name: str) -> None:
     model, options = model_of(name), settings_of(name)

@@ -41,6 +41,7 @@ def ran(wrap: Any, name: str = "llada") -> list[tuple[int, int]]:
     return sorted(add.ran)
 
 
+@pytest.mark.long
 def test_steps_and_layers_are_those_asked_for_in_any_order_of_wrappers() -> None:
     every = [(step, layer) for step in range(4) for layer in range(2)]
     for steps, wanted in (

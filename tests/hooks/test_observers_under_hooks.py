@@ -77,6 +77,7 @@ def test_a_trace_of_several_prompts_gives_each_its_own() -> None:
         assert not alone.confidence.equal(dl.denoise(model, [prompt], **options).confidence)
 
 
+@pytest.mark.long
 def test_a_pass_without_hooks_sees_the_canvas_that_a_trace_edited() -> None:
     model = tiny("llada")
     lm = dl.DiffusionLM(model, check=False)

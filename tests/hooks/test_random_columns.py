@@ -53,6 +53,7 @@ def nearest(order: list[int], received: Tensor, gone: set[int]) -> set[int]:
     return taken
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "per"), [("llada", "head"), ("llada", "layer"), ("front", "head"), ("llama", "head")]
 )

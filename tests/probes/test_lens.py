@@ -180,6 +180,7 @@ def test_what_hooks_change_is_the_divergence_of_two_lenses() -> None:
     assert not lens.hooked.top_probabilities.equal(lens.top_probabilities)
 
 
+@pytest.mark.long
 def test_what_sinks_write_is_that_of_loops() -> None:
     for name in ("llada", "sinks in front", "ar"):
         model, run = started(name)

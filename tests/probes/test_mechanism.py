@@ -19,6 +19,7 @@ RUN: dict[str, Any] = {"steps": 4, "gen_length": 8, "temperature": 0.5, "seed": 
 RULE = dl.AboveMean(1.0)
 
 
+@pytest.mark.long
 def test_every_part_is_that_of_replays_and_runs_by_hand() -> None:
     model = tiny("llada")
     found = sink_mechanism(model, PROMPTS, RULE, controls=(1, 2), **RUN)

@@ -1,5 +1,7 @@
 """The notebook shows what its text says."""
 
+import pytest
+
 from tests.tracing.notebook import NOTEBOOKS, executed
 from tests.tracing.test_notebook import printed
 
@@ -9,6 +11,7 @@ def estimate_in(line: str, after: str) -> tuple[float, float, float]:
     return float(value), float(low), float(high)
 
 
+@pytest.mark.long
 def test_the_claims_are_in_the_numbers() -> None:
     (path,) = [path for path in NOTEBOOKS if path.name == "moving_sinks.ipynb"]
     text, _, moves, norms, lens, mechanism = printed(executed(path))

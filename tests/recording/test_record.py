@@ -61,6 +61,7 @@ def untouched(model):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_is_the_run_of_denoise_and_the_statistics_of_its_replay(family):
     model, given = build(tiny, family), settings(family)
@@ -115,6 +116,7 @@ def test_of_guidance_the_conditional_half(family):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_batches_become_one_recording(batch_size, tmp_path):
     prompts = [*PROMPTS, [7, 7, 7, 1, 2], [9, 4]]

@@ -65,6 +65,7 @@ def test_a_model_with_a_weight_of_lladas_size_is_recorded_evaluated_and_tuned(
         assert Recording.load(tmp_path / "requests/task/00000-0").run.steps == 2
 
 
+@pytest.mark.long
 def test_an_embedding_above_2_to_24_entries_in_use(tmp_path: Path) -> None:
     # The network itself: 600,000 words of width 32 are 19.2 million entries.
     model = tiny("causal", vocab_size=600_000)

@@ -47,6 +47,7 @@ def test_tables_of_sinks_show_the_stored_words(saved):
     assert {"mask", "words"} & set(enrichment["class"])
 
 
+@pytest.mark.long
 def test_probes_of_a_loaded_run_show_words(saved):
     model, rec, loaded, _ = saved
     ours, theirs = logit_lens(model, rec.run, steps=[0, 2]), logit_lens(model, loaded.run, steps=[0, 2])

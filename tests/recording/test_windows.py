@@ -230,6 +230,7 @@ def test_files_from_before_windows_load(tmp_path: Path) -> None:
     assert torch.equal(loaded.expected(), recording.expected())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "window", "padding"), [(40, 7, 0), (40, 7, 5), (40, 40, 3), (40, 39, 3), (3000, 128, 900)]
 )

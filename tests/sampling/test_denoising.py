@@ -43,6 +43,7 @@ def denoise(run: dict[str, Any], **changes: Any) -> dlm_lens.DenoisingRun:
     return dlm_lens.denoise(MODELS[arguments.pop("family")], **arguments)
 
 
+@pytest.mark.long
 @given(run=runs())
 @settings(max_examples=40, deadline=None)
 def test_every_mask_is_filled_once_and_nothing_else_is_touched(run: dict[str, Any]) -> None:
@@ -60,6 +61,7 @@ def test_every_mask_is_filled_once_and_nothing_else_is_touched(run: dict[str, An
     assert (got.step_of[~got.masked[0]] == -1).all()
 
 
+@pytest.mark.long
 @given(run=runs())
 @settings(max_examples=25, deadline=None)
 def test_blocks_are_written_from_left_to_right(run: dict[str, Any]) -> None:
@@ -76,6 +78,7 @@ def test_blocks_are_written_from_left_to_right(run: dict[str, Any]) -> None:
     assert (got.progress.diff(dim=0) >= 0).all()
 
 
+@pytest.mark.long
 @given(run=runs())
 @settings(max_examples=25, deadline=None)
 def test_the_same_seed_gives_the_same_run_and_a_row_is_what_it_is_alone(run: dict[str, Any]) -> None:
@@ -91,6 +94,7 @@ def test_the_same_seed_gives_the_same_run_and_a_row_is_what_it_is_alone(run: dic
         assert together.unmasked[:, row, kept].equal(alone.unmasked[:, 0])
 
 
+@pytest.mark.long
 @given(run=runs())
 @settings(max_examples=15, deadline=None)
 def test_evaluating_the_head_everywhere_changes_nothing(run: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dlm_lens
 from dlm_lens.testing import tiny
+from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "dream"
 SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
@@ -19,7 +20,7 @@ MASK = SAMPLING["mask_token_id"]
 
 
 def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, Tensor]]:
-    model = dlm_lens.load(GOLDEN)
+    model = loaded(GOLDEN)
     prefix = setting["name"] + "."
     stored = load_file(GOLDEN / "sampling.safetensors")
     golden = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}

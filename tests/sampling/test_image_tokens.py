@@ -177,6 +177,7 @@ def masks_expected(steps: int, image: int, masks: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     steps=st.integers(1, 7),

@@ -122,6 +122,7 @@ def test_without_strata_the_mean_is_the_same() -> None:
     assert float(got.value) == pytest.approx(exact, abs=4 * float(got.standard_error))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_the_standard_error_is_the_spread_of_independent_estimates(family: str) -> None:
     model, runs = tiny(family), 300

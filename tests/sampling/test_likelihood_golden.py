@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 import dlm_lens
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.corruption import CountCorruption, RateCorruption
+from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 METHODS = {"chain_rule": {}, "ar_ftb": {"order": "left_to_right"}, "ar_btf": {"order": "right_to_left"}, "mc": {}}
@@ -25,7 +26,7 @@ def entries(*families: str) -> list[Any]:
 
 
 def run(family: str, entry: dict[str, Any], **options: Any) -> dlm_lens.LogLikelihood:
-    model = dlm_lens.load(GOLDEN / family)
+    model = loaded(GOLDEN / family)
     kind = entry.get("nll_type", "mc")
     settings: dict[str, Any] = dict(METHODS[kind])
     if kind == "mc":

@@ -72,6 +72,7 @@ def test_the_authors_shares_of_two_masks_are_those_of_the_issue() -> None:
         CountCorruption("up")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [2, 8])
 def test_the_mean_is_the_exact_bound_on_toy_and_the_authors_is_not(n: int) -> None:
     """n tokens, 65,536 samples in groups of 16: 4,096 independent estimates, an interval of 4 standard errors."""

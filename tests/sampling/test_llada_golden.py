@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import dlm_lens
+from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llada"
 SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
@@ -16,7 +17,7 @@ SETTINGS = SAMPLING["settings"]
 
 
 def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, torch.Tensor]]:
-    model = dlm_lens.load(GOLDEN, eos_token_id=SAMPLING["eos_token_id"], eot_token_id=SAMPLING["eot_token_id"])
+    model = loaded(GOLDEN, eos_token_id=SAMPLING["eos_token_id"], eot_token_id=SAMPLING["eot_token_id"])
     stored = load_file(GOLDEN / "sampling.safetensors")
     prefix = setting["name"] + "."
     golden = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}

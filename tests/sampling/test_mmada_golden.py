@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dlm_lens
 from dlm_lens.testing import tiny
+from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "mmada"
 SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
@@ -26,9 +27,7 @@ def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun,
     # The original's mask covers prompt and answer.
     mask = golden.get("attention_mask")
     return (
-        dlm_lens.denoise(
-            dlm_lens.load(GOLDEN), golden["prompt"], mask, seed=setting["seed"] or 0, **arguments, **options
-        ),
+        dlm_lens.denoise(loaded(GOLDEN), golden["prompt"], mask, seed=setting["seed"] or 0, **arguments, **options),
         golden,
     )
 

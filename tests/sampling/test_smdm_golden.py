@@ -12,6 +12,7 @@ from torch import Tensor
 import dlm_lens
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SETTINGS = [
@@ -32,7 +33,7 @@ def run(path: Path, setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.D
         "gen_length": setting["args"]["context_length"] - golden["prompt"].shape[1],
     }
     seed = setting["seed"] or 0
-    return dlm_lens.denoise(dlm_lens.load(path), golden["prompt"], seed=seed, **arguments, **options), golden
+    return dlm_lens.denoise(loaded(path), golden["prompt"], seed=seed, **arguments, **options), golden
 
 
 @pytest.mark.parametrize(("path", "setting"), SETTINGS)
@@ -45,7 +46,7 @@ def test_reference_quirks_reproduce_the_original(path: Path, setting: dict[str, 
     finite = golden["confidence"].isfinite()
     assert got.confidence.isfinite().equal(finite)
     torch.testing.assert_close(got.confidence[finite], golden["confidence"][finite].float(), atol=1e-5, rtol=1e-5)
-    mask = dlm_lens.load(path).config.mask_token_id
+    mask = loaded(path).config.mask_token_id
     proposed = (golden["x0"] >= 0) & (golden["x0"] != mask)
     assert proposed.any()
     assert got.proposals[proposed].equal(golden["x0"][proposed])
@@ -62,13 +63,14 @@ def test_without_noise_and_neighbours_the_default_is_the_original(path: Path, se
     assert correct.canvases.equal(golden["trajectory"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("path", "setting"), SETTINGS)
 def test_the_default_leaves_no_mask_and_touches_nothing_else(path: Path, setting: dict[str, Any]) -> None:
     got, golden = run(path, setting)
     assert got.masks_left.sum() == 0
     assert (got.unmasked.sum(0) == got.masked[0]).all()
     assert got.tokens[:, : golden["prompt"].shape[1]].equal(golden["prompt"])
-    assert got.tokens.max() < dlm_lens.load(path).config.vocab_size
+    assert got.tokens.max() < loaded(path).config.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_rows_that_the_original_couples_are_here_what_they_are_alone(path: Path)
     arguments = setting["args"]
     for row in range(2):
         alone = dlm_lens.denoise(
-            dlm_lens.load(path), golden["prompt"][row : row + 1], gen_length=8, steps=5, temperature=0.0,
+            loaded(path), golden["prompt"][row : row + 1], gen_length=8, steps=5, temperature=0.0,
             cfg_scale=0.0, remasking="greedy", eps=arguments["eps"], reference_quirks=True,
         )  # fmt: skip
         assert alone.canvases[:, 0].equal(got.canvases[:, row])

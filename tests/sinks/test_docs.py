@@ -15,6 +15,7 @@ def blocks():
     return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 def test_every_block_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # What is checked here is the page, not the embedded model.

@@ -105,6 +105,7 @@ def test_changed_canvases_move_what_they_say(case, monkeypatch):
                 assert new[p] == old[p]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llada", "sink_qwen", "causal"])
 def test_real_models_run_through(family):
     model = tiny(family)

@@ -210,6 +210,7 @@ def test_shapes_without_computing(lm: Any) -> None:
     assert tuple(logits) == (1, 3, 64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen", "causal"])
 def test_shapes_of_a_run(family: str) -> None:
     lm: Any = dl.DiffusionLM(tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {})))

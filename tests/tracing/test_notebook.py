@@ -18,6 +18,7 @@ def printed(notebook: dict[str, Any]) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs_and_its_outputs_are_stored(path: Path) -> None:
     fresh, stored = executed(path), json.loads(path.read_text(encoding="utf-8"))

@@ -36,6 +36,7 @@ def test_files_have_the_mode_of_the_umask(trained: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
+@pytest.mark.long
 def test_one_trainer_per_directory(tmp_path: Path) -> None:
     told: list[str] = []
 
@@ -71,6 +72,7 @@ def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(trained: Path, tm
     assert not (tmp_path / "run" / PARTIAL).exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", range(6))
 def test_a_kill_while_old_checkpoints_go_leaves_no_half(
     place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -173,6 +173,7 @@ def test_a_plan_needs_no_weights_and_no_network_for_the_shipped_configs() -> Non
     assert planned_config(read_settings("smdm-472m-sink")).num_sinks == 1
 
 
+@pytest.mark.long
 def test_every_shipped_config_is_planned_on_any_machine() -> None:
     from dlm_lens.training.cost_estimate import MOST_DEVICES
 
@@ -260,6 +261,7 @@ def test_bases_that_go_in_a_circle_are_refused(tmp_path: Path) -> None:
         read_settings(tmp_path / "a.yaml")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data", "message"),
     [

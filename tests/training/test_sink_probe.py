@@ -106,6 +106,7 @@ def history(learned: bool = True) -> list[dict]:
     return entries
 
 
+@pytest.mark.long
 def test_the_picture_holds_the_numbers() -> None:
     figure = sink_emergence(history())
     share, norm, moves, loss = [axis for axis in figure.axes if axis.get_gid() == "emergence"]

@@ -60,6 +60,7 @@ def test_the_loss_of_the_first_step_is_the_objective(unbroken: MaskedDiffusionTr
     assert bool((batch["input_ids"].flatten()[batch["outputs"]] == 63).all())
 
 
+@pytest.mark.long
 def test_training_learns(tmp_path: Path) -> None:
     trainer = job(tmp_path, steps=100, eval_dataset=ROWS, eval_steps=50, optimisation=Optimisation(rate=3e-3))
     before = trainer.evaluate()["eval_loss"]
@@ -70,6 +71,7 @@ def test_training_learns(tmp_path: Path) -> None:
     assert logged[-1][1] < 0.8 * before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_accumulated_passes_are_one_batch(optimizer: str, tmp_path: Path) -> None:
     settings = {"steps": 4, "optimisation": Optimisation(rate=1e-2, optimizer=optimizer)}
@@ -81,6 +83,7 @@ def test_accumulated_passes_are_one_batch(optimizer: str, tmp_path: Path) -> Non
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4 if optimizer == "adamw" else 2e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [{"workers": 1}, {"checkpointing": True}])
 def test_batches_prepared_beside_and_recomputed_activations_change_nothing(
     how: dict, tmp_path: Path, unbroken: MaskedDiffusionTrainer
@@ -144,6 +147,7 @@ class Signal(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "error", "sentence"),
     [
@@ -170,6 +174,7 @@ def test_a_second_interruption_does_not_wait(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_signal_at_the_last_step_is_no_interruption(tmp_path: Path) -> None:
     trainer = job(tmp_path, callbacks=(Signal(signal.SIGINT, STEPS - 1),))
     trainer.train()
@@ -187,6 +192,7 @@ def test_a_checkpoint_loads_and_holds_nothing_pickled(unbroken: MaskedDiffusionT
     assert (read_run(path)["step"], read_run(path)["total_steps"]) == (STEPS, STEPS)
 
 
+@pytest.mark.long
 def test_a_resumed_run_opens_no_pickle_beside_its_checkpoint(
     tmp_path: Path, unbroken: MaskedDiffusionTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,12 +220,14 @@ def test_a_resumed_run_opens_no_pickle_beside_its_checkpoint(
     assert not marker.exists()
 
 
+@pytest.mark.long
 def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:
     trainer = job(tmp_path, save_steps=1, keep=2)
     trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{STEPS - 1}", f"checkpoint-{STEPS}"]
 
 
+@pytest.mark.long
 def test_checkpoints_come_by_the_clock(tmp_path: Path) -> None:
     trainer = job(tmp_path, save_minutes=1e-9)
     trainer.train()
@@ -236,6 +244,7 @@ def poison(trainer: MaskedDiffusionTrainer, step: int) -> None:
     trainer.compute_loss = compute_loss
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     trainer = job(tmp_path, save_steps=2)
     poison(trainer, 5)
@@ -245,6 +254,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tmp_path: 
     assert all(bool(value.isfinite().all()) for value in weights(tmp_path / "checkpoint-4").values())
 
 
+@pytest.mark.long
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     trainer = job(tmp_path, save_steps=4)
     usual = trainer.create_optimizer
@@ -267,6 +277,7 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["model", "moments", "record"])
 def test_a_full_disk_leaves_the_checkpoint_before(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,12 +341,14 @@ def test_the_learning_rate_warms_up_and_falls_to_its_least() -> None:
     assert rates[1000] == pytest.approx(1e-5)
 
 
+@pytest.mark.long
 def test_an_autoregressive_baseline_trains_on_the_same_rows(tmp_path: Path) -> None:
     trainer = job(tmp_path, family="causal", objective=NextToken(), steps=60)
     trainer.train()
     assert losses(trainer)[-1] < 0.8 * losses(trainer)[0]
 
 
+@pytest.mark.long
 def test_the_evaluation_loss_is_the_same_every_time_and_close_to_many_masks(tmp_path: Path) -> None:
     trainer = job(tmp_path)
     model = tiny("sink_qwen", num_sinks=1)

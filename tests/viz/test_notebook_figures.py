@@ -61,6 +61,7 @@ def ipython():
     return pytest.importorskip("IPython", reason="IPython is not installed; pip install -e '.[dev]'")
 
 
+@pytest.mark.long
 def test_a_shell_shows_a_figure_once(ipython):
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output

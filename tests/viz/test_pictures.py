@@ -101,6 +101,7 @@ def test_a_snapshot_of_what_is_not_there(model, recording, wrong, message):
         snapshot(model, recording, step=0, layer=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("head", [2, None])
 def test_maps_hold_the_patterns_and_mark_the_sinks(model, recording, head):
     rule = TopK(3)
@@ -209,6 +210,7 @@ def test_the_sweep_has_a_line_per_length(recording):
     rendered(figure)
 
 
+@pytest.mark.long
 def test_region_mass_is_the_mean_over_sequences_and_its_base_even_attention(recording):
     figure = dl.viz.region_mass(recording, queries=("masked", "prompt"), layer=1, head=3)
     mass = recording.region_mass[:, :, 1, 3].double()
@@ -246,6 +248,7 @@ def test_region_mass_of_what_has_none(recording):
         dl.viz.region_mass(received_of(recording))
 
 
+@pytest.mark.long
 def test_norms_are_drawn_as_they_are(recording):
     norms = value_norms(recording, find_sinks(recording, RULE))
     figure = dl.viz.value_norm_scatter(norms)
@@ -292,6 +295,7 @@ def test_the_lens_table_names_the_likeliest_tokens(model, recording):
             dl.viz.lens_table(lens, **wrong)
 
 
+@pytest.mark.long
 def test_models_side_by_side_take_whatever_tells_their_sinks(recording):
     received = received_of(recording)
     sinks = find_sinks(received, RULE)

@@ -121,6 +121,7 @@ def test_a_map_of_a_step_behind_the_end_is_refused(ended):
     assert [axes.get_title().split(":")[0] for axes in figure.axes[:2]] == ["step 2", "step 3"]
 
 
+@pytest.mark.long
 def test_commands_choose_steps_of_the_row(ended, monkeypatch, tmp_path):
     model, rec, _, path = ended
     monkeypatch.setattr("dlm_lens.adapters.load", lambda *_, **__: model)

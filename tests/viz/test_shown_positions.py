@@ -42,6 +42,7 @@ def of_row(table, names):
     return table.drop(columns=["batch", *(f"canvas_{name}" for name in names)]).reset_index(drop=True)
 
 
+@pytest.mark.long
 def test_tables_do_not_depend_on_what_stands_beside(pair):
     model, beside, alone, _ = pair
     for make, names in (
@@ -73,6 +74,7 @@ def texts(figure):
     return "\n".join(artist.get_text() for artist in figure.findobj(lambda a: hasattr(a, "get_text")))
 
 
+@pytest.mark.long
 def test_figures_do_not_depend_on_what_stands_beside(pair):
     model, beside, alone, _ = pair
     for make in (

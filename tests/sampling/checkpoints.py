@@ -1,0 +1,14 @@
+"""Checkpoints that several tests of a process read and none changes."""
+
+from functools import cache
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+import dlm_lens
+
+
+@cache
+def loaded(path: Path, **ids: int) -> PreTrainedModel:
+    """`dlm_lens.load`, once in a process."""
+    return dlm_lens.load(path, **ids)
