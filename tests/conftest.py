@@ -1,7 +1,12 @@
+import os
+
+# The models are tiny, and tests run side by side: more than one thread in a process, or in one that a test starts,
+# costs time. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
-# The models are tiny: more threads only get in each other's way.
 torch.set_num_threads(1)
 
 

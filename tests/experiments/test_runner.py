@@ -150,7 +150,7 @@ def test_a_run_alone_beside_a_process_of_an_unfinished_torchrun(tmp_path: Path) 
             assert process.poll() is None
             time.sleep(0.01)
         with pytest.raises(
-            ValueError, match=r"another process writes .*results-00001.jsonl, in a run of 2 processes"
+            ValueError, match=r"another process writes .*results-00001.jsonl in a run of 2 processes"
         ):
             run_experiment(squares(), tmp_path)
         assert process.poll() is None

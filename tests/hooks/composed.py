@@ -119,7 +119,7 @@ def draw(rng: random.Random, sinks: int, *, control: bool = True) -> Drawn:
     if rng.random() < 0.2:
         wraps.append(("layers", (rng.choice([0, 1, -1]),)))
     if rng.random() < 0.15 and kind not in ("zero_value", "scale"):
-        wraps.append(("when", rng.choice([(0.0, 0.5), (0.3, 1.0)])))
+        wraps.append(("progress", rng.choice([(0.0, 0.5), (0.3, 1.0)])))
     rng.shuffle(wraps)
     return replace(chosen, wraps=tuple(wraps))
 
@@ -158,7 +158,7 @@ def built(drawn: Drawn) -> Any:
         like = library.mask_sinks(detector, **judged, **shared, **kept)
         hook = library.mask_random(like=like, match=drawn.match, seed=drawn.seed)
     for what, value in drawn.wraps:
-        wrap = {"steps": "at_steps", "heads": "at_heads", "layers": "at_layers", "when": "when"}[what]
+        wrap = {"steps": "at_steps", "heads": "at_heads", "layers": "at_layers", "progress": "at_progress"}[what]
         hook = getattr(library, wrap)(hook, value)
     return hook
 
@@ -453,7 +453,7 @@ class Network:
         for what, given in one.wraps:
             if what == "heads":
                 acting = acting & torch.tensor([h in {g % 4 for g in given} for h in range(4)])
-            if what == "when":
+            if what == "progress":
                 low, high = given
                 rows = (step.progress >= low) & ((step.progress < high) | (high >= 1))
                 acting = acting & rows[:, None]
