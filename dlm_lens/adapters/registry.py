@@ -1,7 +1,5 @@
 """Model families: `Family`, and the registry of the files in `families/`, each of which defines `FAMILY`."""
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,6 +19,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+
+from dlm_lens.declarations import defined_in
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names of a checkpoint's tensors -> their shapes."""
@@ -132,11 +132,7 @@ def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | Non
 @cache
 def families() -> tuple[Family, ...]:
     """Every family, registered with transformers, in alphabetical order of the files."""
-    package = importlib.import_module("dlm_lens.adapters.families")
-    modules = [
-        importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)
-    ]
-    found = tuple(module.FAMILY for module in modules if isinstance(getattr(module, "FAMILY", None), Family))
+    found = tuple(defined_in("dlm_lens.adapters.families", "FAMILY", Family))
     for family in found:
         family.register()
     return found

@@ -4,7 +4,7 @@ import ast
 import json
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dlm_lens.declarations import declarations
 from dlm_lens.experiments.results import Item, Results, Settings
 
 if TYPE_CHECKING:
@@ -262,20 +263,9 @@ def declared_experiments() -> tuple[Declared, ...]:
         package = f"dlm_lens.experiments.{paper}"
         spec = find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            for file in sorted(Path(folder).glob("*.py")):
-                found += _declared_in(file, f"{package}.{file.stem}")
+            declared = [one for one in declarations(Path(folder), package) if one.assigned == "EXPERIMENT"]
+            found += [Declared(one.module, **one.arguments("name", "shows", "title")[1]) for one in declared]
     return tuple(found)
-
-
-def _declared_in(file: Path, module: str) -> Iterator[Declared]:
-    """The experiment that a file assigns to `EXPERIMENT`, if it does."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        named = any(isinstance(target, ast.Name) and target.id == "EXPERIMENT" for target in targets)
-        if isinstance(node, ast.Assign) and named and isinstance(node.value, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
-            texts = {name: ast.literal_eval(given[name]) for name in ("name", "shows", "title")}
-            yield Declared(module, **texts)
 
 
 def check_experiment(name: str) -> Declared:

@@ -4,14 +4,13 @@ A reducer is a class in a file of `reducers/` with a `ReducerEntry` beside it. T
 source of those files, which are imported only when a reducer is built: a command line is checked without torch.
 """
 
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from dlm_lens.declarations import Declaration, by_name, declarations
 from dlm_lens.option_values import whole_number, words
 from dlm_lens.recording.query_classes import QUERY_CLASSES
 
@@ -82,30 +81,17 @@ class ReducerEntry:
 _FOLDER = Path(__file__).parent / "reducers"
 
 
-def _entries() -> Iterator[ReducerEntry]:
-    for file in sorted(_FOLDER.glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ReducerEntry":
-                yield _entry(file, node)
-
-
-def _entry(file: Path, call: ast.Call) -> ReducerEntry:
-    try:
-        settings = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return ReducerEntry(**settings, module=f"dlm_lens.recording.reducers.{file.stem}")
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{file}, line {call.lineno}: {error}; a ReducerEntry takes keyword arguments that are literals"
-        ) from None
-
-
 def _registry() -> Mapping[str, ReducerEntry]:
-    found: dict[str, ReducerEntry] = {}
-    for entry in _entries():
-        if entry.name in found:
-            raise ValueError(f"two reducers are named {entry.name!r}: {found[entry.name].module}, {entry.module}")
-        found[entry.name] = entry
-    return MappingProxyType(dict(sorted(found.items())))
+    found = [one for one in declarations(_FOLDER, "dlm_lens.recording.reducers") if one.callee == "ReducerEntry"]
+    return by_name((_entry(one) for one in found), "reducers")
+
+
+def _entry(declared: Declaration) -> ReducerEntry:
+    settings = declared.arguments()[1]
+    try:
+        return ReducerEntry(**settings, module=declared.module)
+    except TypeError as error:
+        raise ValueError(declared.error(error)) from None
 
 
 REDUCERS: Mapping[str, ReducerEntry] = _registry()

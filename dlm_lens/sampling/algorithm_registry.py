@@ -1,11 +1,11 @@
 """The sampling algorithms of `denoise`. An algorithm is one file of `samplers/` that defines `ALGORITHM`."""
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from dlm_lens.declarations import defined_in
 
 Resolve = Callable[[Mapping[str, Any], Mapping[str, Any], int], dict[str, Any]]
 """Settings of a run from (defaults of the checkpoint, arguments of the caller, masks in the prompt)."""
@@ -35,10 +35,5 @@ class Algorithm:
 @cache
 def algorithms() -> Mapping[str, Algorithm]:
     """Every algorithm by its name, in alphabetical order of the files."""
-    package = importlib.import_module("dlm_lens.sampling.samplers")
-    modules = [
-        importlib.import_module(f"{package.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(package.__path__)
-    ]
-    found = [getattr(module, "ALGORITHM", None) for module in modules]
-    return {algorithm.name: algorithm for algorithm in found if isinstance(algorithm, Algorithm)}
+    found = defined_in("dlm_lens.sampling.samplers", "ALGORITHM", Algorithm)
+    return {algorithm.name: algorithm for algorithm in found}

@@ -5,14 +5,14 @@ the source of those files, which are imported only when a detector is built, so 
 before torch loads.
 """
 
-import ast
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
+
+from dlm_lens.declarations import Declaration, by_name, declarations
 
 Range = Literal["not negative", "positive", "fraction", "count"]
 """The values that a setting takes: x >= 0, x > 0, 0 < x < 1, or whole numbers of at least 1."""
@@ -96,31 +96,17 @@ class DetectorEntry:
 _FOLDER = Path(__file__).parent / "detectors"
 
 
-def _entries() -> Iterator[DetectorEntry]:
-    for file in sorted(_FOLDER.glob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            call = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "DetectorEntry":
-                yield _entry(file, call)
-
-
-def _entry(file: Path, call: ast.Call) -> DetectorEntry:
-    try:
-        settings = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return DetectorEntry(**settings, module=f"dlm_lens.sinks.detectors.{file.stem}")
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{file}, line {call.lineno}: {error}; a DetectorEntry takes keyword arguments that are literals"
-        ) from None
-
-
 def _registry() -> Mapping[str, DetectorEntry]:
-    found: dict[str, DetectorEntry] = {}
-    for entry in _entries():
-        if entry.name in found:
-            raise ValueError(f"two detectors are named {entry.name!r}: {found[entry.name].module}, {entry.module}")
-        found[entry.name] = entry
-    return MappingProxyType(found)
+    found = [one for one in declarations(_FOLDER, "dlm_lens.sinks.detectors") if one.callee == "DetectorEntry"]
+    return by_name((_entry(one) for one in found), "detectors")
+
+
+def _entry(declared: Declaration) -> DetectorEntry:
+    settings = declared.arguments()[1]
+    try:
+        return DetectorEntry(**settings, module=declared.module)
+    except TypeError as error:
+        raise ValueError(declared.error(error)) from None
 
 
 DETECTORS: Mapping[str, DetectorEntry] = _registry()

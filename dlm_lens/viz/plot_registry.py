@@ -4,14 +4,14 @@ Declarations are read from the source of the files, so that `dlm-lens plot` can 
 before a model library is imported.
 """
 
-import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dlm_lens.declarations import Declaration, by_name, declarations
 from dlm_lens.files.paths import check_file
 from dlm_lens.viz.plot_options import PLOT_OPTIONS
 
@@ -86,34 +86,20 @@ def plot(
 
 
 @cache
-def plots() -> dict[str, Plot]:
+def plots() -> Mapping[str, Plot]:
     """Every picture by its name, in alphabetical order.
 
     Raises:
         ValueError: two files declare the same name.
     """
-    found: dict[str, Plot] = {}
-    for folder in FOLDERS:
-        for file in sorted((Path(__file__).parent / folder).glob("*.py")):
-            for one in _declared_in(file, f"dlm_lens.viz.{folder}.{file.stem}"):
-                if one.name in found:
-                    raise ValueError(f"{one.module} and {found[one.name].module} both declare {one.name!r}")
-                found[one.name] = one
-    return dict(sorted(found.items()))
+    room = Path(__file__).parent
+    found = [one for folder in FOLDERS for one in declarations(room / folder, f"dlm_lens.viz.{folder}")]
+    return by_name((_plot(one) for one in found if one.callee == "plot" and one.function), "pictures")
 
 
-def _declared_in(file: Path, module: str) -> Iterator[Plot]:
-    functions = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
-    for node in functions:
-        for decorator in node.decorator_list:
-            if (
-                isinstance(decorator, ast.Call)
-                and isinstance(decorator.func, ast.Name)
-                and decorator.func.id == "plot"
-            ):
-                name, about = (ast.literal_eval(argument) for argument in decorator.args)
-                settings = {str(one.arg): ast.literal_eval(one.value) for one in decorator.keywords}
-                yield Plot(name, about, **settings, module=module, function=node.name)
+def _plot(declared: Declaration) -> Plot:
+    (name, about), settings = declared.arguments()
+    return Plot(name, about, **settings, module=declared.module, function=declared.function)
 
 
 def find_plot(name: str) -> Plot:
