@@ -11,17 +11,15 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dlm_lens.declarations import declarations
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import Judged
+from dlm_lens.experiments.verdicts import Verdict as Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-Verdict = Literal["agrees", "disagrees", "undecided", "no counterpart"]
-"""Agreement of a measured number with the paper's; "undecided" where the interval allows both."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,21 @@ class Finding:
         here: the measurement, with its interval.
         verdict: whether the two agree, by a rule on the numbers.
         why: the rule, or the reason of a disagreement where it is known.
+        null: what would be measured without the effect, with its number.
+        p: p-value of the comparison that decides the verdict; a page corrects its verdicts by it.
     """
 
     paper: str
     here: str
     verdict: Verdict
     why: str = ""
+    null: str = ""
+    p: float | None = None
+
+    @classmethod
+    def of(cls, paper: str, here: str, judged: Judged, why: str = "", null: str = "") -> "Finding":
+        """A finding with the verdict of `is_above`, `is_below` or `is_within`."""
+        return cls(paper, here, judged.verdict, why, null, judged.p)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""95% intervals: Wilson's for shares, a bootstrap over prompts for per-prompt numbers, Student's t over seeds."""
+"""95% intervals: Wilson's for shares, bootstraps over prompts, Student's t over seeds and networks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,6 @@ RESAMPLES = 2000
 
 Z = 1.959964
 """Quantile of the normal distribution, two-sided 95%."""
-
-QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Quantiles of Student's t, two-sided 95%, for 1 to 9 degrees of freedom; more seeds use the last of them."""
 
 
 class Interval(NamedTuple):
@@ -58,7 +55,7 @@ def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0) -> Int
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     n = len(top)
     if n == 0 or bottom.sum() == 0:
-        return Interval(math.nan, math.nan, math.nan, n)
+        return _unknown(n)
     value = float(top.sum() / bottom.sum())
     if n < 2:
         return Interval(value, math.nan, math.nan, n)
@@ -89,6 +86,69 @@ def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -
     return found._replace(low=low, high=high)
 
 
+def student_quantile(degrees: float) -> float:
+    """Quantile of Student's t, two-sided 95%; the degrees of freedom need not be whole."""
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, degrees))
+
+
+def over_networks(
+    per_network: Sequence[tuple[Sequence[float], Sequence[float]]],
+    seed: int = 0,
+    bounds: tuple[float, float] | None = None,
+) -> Interval:
+    """Mean over networks of a ratio of sums over prompts, with an interval over both networks and prompts.
+
+    All M networks see the same n prompts, so that both are crossed random effects. With theta_m = sum_i a_mi /
+    sum_i b_mi, the estimate is theta = mean_m theta_m and its variance
+
+        v = s^2 / M + v_P,
+
+    s^2 the variance of theta_m between the networks, v_P the variance of theta in a bootstrap that draws prompts,
+    the same for all networks. The part of v that is due to both together is counted twice, which widens the
+    interval. Half its width is t(nu) sqrt(v), with Welch and Satterthwaite's nu = v^2 / ((s^2 / M)^2 / (M - 1) +
+    v_P^2 / (n - 1)). With one network it is `ratio_over_prompts`, which says nothing about other networks.
+
+    Args:
+        per_network: per network its numerators a and denominators b, one of each per prompt.
+        seed: of the bootstrap.
+        bounds: the smallest and largest possible value; the interval is cut there.
+
+    Raises:
+        ValueError: no network, or networks with different numbers of prompts.
+    """
+    if not per_network:
+        raise ValueError("an interval over networks needs at least one, got none")
+    if len(per_network) == 1:
+        return ratio_over_prompts(*per_network[0], seed)
+    lengths = sorted({len(part) for network in per_network for part in network})
+    if len(lengths) > 1:
+        raise ValueError(f"the networks have {lengths[0]} and {lengths[-1]} prompts; give each the same prompts")
+    top, bottom = np.asarray(per_network, float).transpose(1, 0, 2)
+    known = bottom.sum(1) > 0
+    networks, n = int(known.sum()), lengths[0]
+    if networks < 2:
+        return ratio_over_prompts(top[known].sum(0), bottom[known].sum(0), seed) if networks else _unknown(n)
+    top, bottom = top[known], bottom[known]
+    each = top.sum(1) / bottom.sum(1)
+    value, between = float(each.mean()), float(each.var(ddof=1)) / networks
+    draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
+    drawn = bottom[:, draws].sum(-1)
+    with np.errstate(invalid="ignore"):
+        within = float(np.nanvar((top[:, draws].sum(-1) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
+    spread = between**2 / (networks - 1) + (within**2 / (n - 1) if n > 1 else 0.0)
+    if not spread:
+        return Interval(value, value, value, n)
+    half = student_quantile((between + within) ** 2 / spread) * math.sqrt(between + within)
+    least, most = bounds or (-math.inf, math.inf)
+    return Interval(value, max(least, value - half), min(most, value + half), n)
+
+
+def _unknown(n: int) -> Interval:
+    return Interval(math.nan, math.nan, math.nan, n)
+
+
 def over_seeds(values: Sequence[float]) -> Interval:
     """Mean with its 95% interval, mean +- t s / sqrt(n); no interval for a single seed.
 
@@ -100,8 +160,7 @@ def over_seeds(values: Sequence[float]) -> Interval:
     centre = mean(values)
     if len(values) < 2:
         return Interval(centre, math.nan, math.nan, 1)
-    quantile = QUANTILES[min(len(values) - 2, len(QUANTILES) - 1)]
-    half = quantile * stdev(values) / math.sqrt(len(values))
+    half = student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(centre, centre - half, centre + half, len(values))
 
 

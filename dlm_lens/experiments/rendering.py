@@ -61,7 +61,7 @@ def describe(experiment: Experiment, results: Results, rendering: Rendering) -> 
         yield f"Here, {table.title}:"
         yield markdown(table.head, table.rows)
     if rendering.findings:
-        yield markdown(["the paper", "here", "", "why"], [_row(finding) for finding in rendering.findings])
+        yield markdown(["the paper", "here", "null", "", "rule"], [_row(finding) for finding in rendering.findings])
     yield from rendering.notes
 
 
@@ -76,4 +76,4 @@ def _cell(text: str) -> str:
 
 
 def _row(finding: Finding) -> list[str]:
-    return [finding.paper, finding.here, f"**{finding.verdict}**", finding.why]
+    return [finding.paper, finding.here, finding.null, f"**{finding.verdict}**", finding.why]

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtyping import Float
 
+from dlm_lens.experiments.attention_sinks import twin_networks
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of, networks_of
 from dlm_lens.experiments.experiment import Bench, Cost, Experiment, Rendering, Table
+from dlm_lens.experiments.intervals import Interval, over_networks
 from dlm_lens.experiments.results import Item, Results, Settings
 
 if TYPE_CHECKING:
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 SMALL: dict[str, Any] = {
     "models": ["toy", "toy-sink", "toy-ar"], "task": "toy_arithmetic", "prompts": 4, "batch": 4, "sampler": {},
-    "eps": 3.0, "chat": False, "keep": None,
+    "eps": 3.0, "chat": False, "keep": None, **twin_networks.SETTINGS,
 }  # fmt: skip
 """Settings that all figures share, with the embedded models."""
 
@@ -43,10 +46,12 @@ class PromptRun(NamedTuple):
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Each model in turn; each item has up to `batch` prompts."""
+    """Each model and each of its networks in turn; each item has up to `batch` prompts."""
     for model in settings["models"]:
-        for start in starts(settings):
-            yield {"model": model, "start": start}
+        for network in networks_of(model, settings):
+            for start in starts(settings):
+                # Results stored before twins existed have no network.
+                yield {"model": model, **({"network": network} if "networks" in settings else {}), "start": start}
 
 
 def record_prompts(
@@ -58,13 +63,13 @@ def record_prompts(
     """
     import dlm_lens as dl
 
-    model = bench.model(item["model"])
+    model = model_of(item, settings, bench)
     texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
     reducers = [dl.ReceivedAttention(queries=kind) for kind in queries]  # type: ignore[arg-type]
     to = None
     if settings["keep"]:
         name = item["model"].replace("/", "--")
-        to = Path(settings["keep"]) / f"{name}-{item['start']}-{'-'.join(queries)}"
+        to = Path(settings["keep"]) / f"{name}-{item.get('network', 0)}-{item['start']}-{'-'.join(queries)}"
     recording = dl.record(model, texts, reducers, to=to, **settings["sampler"])
     found = {kind: dl.received_of(recording, kind) for kind in queries}  # type: ignore[arg-type]
     return [
@@ -138,6 +143,32 @@ def sink_rule(settings: Settings) -> Any:
     from dlm_lens.sinks import AboveMean
 
     return AboveMean(settings["eps"])
+
+
+def per_network(results: Results, name: str, **wanted: Any) -> list[list[Any]]:
+    """The values of all prompts, one list per network of the records whose items match."""
+    numbers = sorted({record.item.get("network", 0) for record in results.where(**wanted)})
+    if numbers == [0]:
+        return [results.listed(name, **wanted)]
+    return [results.listed(name, network=number, **wanted) for number in numbers]
+
+
+def ratio(
+    results: Results, model: str, top: str, bottom: str, bounds: tuple[float, float] | None = None, **wanted: Any
+) -> Interval:
+    """Ratio of the sums of two values over prompts, mean over networks; interval over networks and prompts."""
+    tops, bottoms = (per_network(results, name, model=model, **wanted) for name in (top, bottom))
+    return over_networks(list(zip(tops, bottoms, strict=True)) or [([], [])], bounds=bounds)
+
+
+def average(results: Results, model: str, name: str, **wanted: Any) -> Interval:
+    """Mean of one value per prompt over prompts and networks; None and NaN are left out."""
+    found = []
+    for values in per_network(results, name, model=model, **wanted):
+        known = [value is not None and value == value for value in values]
+        tops = [float(value) if there else 0.0 for value, there in zip(values, known, strict=True)]
+        found.append((tops, [float(there) for there in known]))
+    return over_networks(found or [([], [])])
 
 
 def rounded(values: Any, digits: int = 4) -> Any:

@@ -1,53 +1,70 @@
-"""Verdicts of the figures, on planted results: each needs its whole interval on one side."""
+"""Rules on intervals, their p-values, and the correction for many verdicts."""
 
-from pathlib import Path
+import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from dlm_lens.experiments import find_experiment, render_experiment
-from dlm_lens.experiments.attention_sinks import beyond_future, fig1_incoming, fig6_kinds, page
-from dlm_lens.experiments.results import Record, Results
-
-
-def results_of(model: str, **values: list) -> Results:
-    return Results({"settings": {}}, [Record({"model": model, "start": 0}, values, 0.0)])
+from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.verdicts import adjusted, expected_by_chance, is_above, is_below, is_within, p_value
 
 
 @pytest.mark.parametrize(
-    ("moved", "verdict"),
-    [([0] * 8, "agrees"), ([5] * 8, "disagrees"), ([0, 0, 0, 4, 0, 0, 0, 4], "undecided"), ([0] * 2, "undecided")],
+    ("low", "high", "above", "below"),
+    [
+        (0.2, 0.4, "agrees", "disagrees"),
+        (-0.4, -0.2, "disagrees", "agrees"),
+        (-0.1, 0.4, "undecided", "undecided"),
+        (0.0, 0.4, "undecided", "undecided"),
+        (math.nan, math.nan, "undecided", "undecided"),
+    ],
 )
-def test_an_ar_model_s_sinks_do_not_shift(moved: list[int], verdict: str) -> None:
-    # Ten patterns a prompt; two prompts have fewer than 30.
-    (finding,) = fig1_incoming._findings(results_of("toy-ar", moved=moved, compared=[10] * len(moved)))
-    assert finding.verdict == verdict
+def test_a_claim_needs_its_whole_interval(low: float, high: float, above: str, below: str) -> None:
+    found = Interval((low + high) / 2, low, high, 9)
+    assert is_above(found, 0.0).verdict == above
+    assert is_below(found, 0.0).verdict == below
 
 
-@pytest.mark.parametrize(
-    ("transient", "verdict"),
-    [([1, 2, 1, 2], "agrees"), ([0] * 4, "undecided"), ([9, 8, 9, 8], "disagrees"), ([1, 9, 1, 7], "undecided")],
-)
-def test_transient_sinks_are_edge_cases(transient: list[int], verdict: str) -> None:
-    found = results_of("toy", both=[[4]] * 4, differ=[[1]] * 4, lives=[10] * 4, transient=transient)
-    assert [one.verdict for one in fig6_kinds._findings(found) if "vanish" in one.paper] == [verdict]
+def test_p_is_below_a_twentieth_exactly_where_the_interval_excludes_the_bound() -> None:
+    found = Interval(0.3, 0.1, 0.6, 40)
+    assert p_value(found, 0.1) == pytest.approx(0.05)
+    assert p_value(found, 0.6) == pytest.approx(0.05)
+    assert p_value(found, 0.0999) < 0.05 < p_value(found, 0.1001)
+    # z = 0.3 / (0.2 / 1.96) on the lower side, by scipy.
+    assert p_value(found, 0.0) == pytest.approx(2 * stats.norm.sf(0.3 / 0.2 * stats.norm.ppf(0.975)))
+    assert p_value(Interval(0.3, math.nan, math.nan, 1), 0.0) is None
+    assert p_value(Interval(0.3, 0.3, 0.3, 9), 0.0) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("shares", "verdict"),
-    [([0.5, 0.6, 0.5], "agrees"), ([0.1, 0.2, 0.1], "disagrees"), ([0.1, 0.9, 0.2], "undecided")],
-)
-def test_more_future_sinks_than_a_random_key(shares: list[float], verdict: str) -> None:
-    places = [{place: [share, 0.3] for place in beyond_future.PLACES} for share in shares]
-    lens = [{group: [[0, 0.0, 1]] for group in beyond_future.GROUPS}] * len(shares)
-    finding, *_ = beyond_future._findings(results_of("toy", places=places, lens=lens))
-    assert finding.verdict == verdict
-    assert f"{sum(shares) / 3:.3f} of the sinks" in finding.here
+def test_equivalence_is_two_one_sided_tests() -> None:
+    inside, across, outside = (
+        Interval(0.01, -0.02, 0.04, 5),
+        Interval(0.01, -0.2, 0.2, 5),
+        Interval(0.3, 0.2, 0.4, 5),
+    )
+    assert is_within(inside, -0.05, 0.05).verdict == "agrees"
+    # The nearer bound decides: 0.04 from 0.01, where the half width is 0.03.
+    assert is_within(inside, -0.05, 0.05).p == pytest.approx(2 * stats.norm.sf(0.04 / 0.03 * stats.norm.ppf(0.975)))
+    assert is_within(across, -0.05, 0.05).verdict == "undecided"
+    assert is_within(outside, -0.05, 0.05).verdict == "disagrees"
+    assert is_within(outside, -0.05, 0.05).p == p_value(outside, 0.05)
+    with pytest.raises(ValueError, match=r"the bounds are 0.1 and 0.1"):
+        is_within(inside, 0.1, 0.1)
 
 
-@pytest.mark.parametrize("name", ["beyond-context", "beyond-freezing", "beyond-places", "table1-masking"])
-def test_an_unfinished_run_is_rendered(name: str, tmp_path: Path) -> None:
-    whole = (page.RESULTS / name / "results-00000.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "results-00000.jsonl").write_text("".join(whole[:6]))
-    text = render_experiment(find_experiment(name), tmp_path).read_text()
-    assert "**Unfinished: " in text
-    assert "| toy |" in text
+def test_the_correction_is_benjamini_and_hochberg_s() -> None:
+    ps = np.random.default_rng(0).uniform(size=71) ** 3
+    np.testing.assert_allclose(adjusted(ps.tolist()), stats.false_discovery_control(ps), rtol=1e-12)
+    assert adjusted([]) == []
+
+
+def test_comparisons_at_their_bound_are_decided_for_one_side_in_a_fortieth() -> None:
+    draws = np.random.default_rng(1).normal(size=(4000, 30))
+    half = stats.t.ppf(0.975, 29) * draws.std(1, ddof=1) / math.sqrt(30)
+    decided = sum(
+        is_above(Interval(m, m - h, m + h, 30), 0.0).verdict == "agrees"
+        for m, h in zip(draws.mean(1), half, strict=True)
+    )
+    # Binomial: 100 expected, standard deviation 9.9.
+    assert abs(decided - expected_by_chance(4000)) < 40

@@ -1,0 +1,88 @@
+"""Verdicts: a rule on an interval, its p-value, and the correction for many verdicts on one page."""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+from dlm_lens.experiments.intervals import Interval
+
+Verdict = Literal["agrees", "disagrees", "undecided", "no counterpart"]
+"""Agreement of a measured number with the paper's; "undecided" where the interval allows both."""
+
+RATE = 0.05
+"""Two-sided error rate of the intervals, and the false discovery rate of the correction."""
+
+
+class Judged(NamedTuple):
+    """A verdict and the p-value of the comparison that decides it; None where nothing was compared."""
+
+    verdict: Verdict
+    p: float | None = None
+
+
+def is_above(found: Interval, bound: float) -> Judged:
+    """The claim "above the bound": "agrees" if the whole interval is above it, "disagrees" if it is below."""
+    return _judged(found.low > bound, found.high < bound, p_value(found, bound))
+
+
+def is_below(found: Interval, bound: float) -> Judged:
+    """The claim "below the bound": "agrees" if the whole interval is below it, "disagrees" if it is above."""
+    return _judged(found.high < bound, found.low > bound, p_value(found, bound))
+
+
+def is_within(found: Interval, low: float, high: float) -> Judged:
+    """The claim "between the bounds", an equivalence: "agrees" if the whole interval lies between them.
+
+    "disagrees" if it lies wholly outside. p is that of the two one-sided tests for equivalence, the larger of the
+    two bounds' p-values; outside the bounds, that of the nearer bound.
+
+    Raises:
+        ValueError: low is not below high.
+    """
+    if not low < high:
+        raise ValueError(f"the bounds are {low} and {high}; the first must be the smaller")
+    inside, outside = low < found.low and found.high < high, found.high < low or found.low > high
+    nearer = low if abs(found.value - low) < abs(found.value - high) else high
+    both = [p for p in (p_value(found, low), p_value(found, high)) if p is not None]
+    return _judged(inside, outside, max(both, default=None) if low < found.value < high else p_value(found, nearer))
+
+
+def _judged(agrees: bool, disagrees: bool, p: float | None) -> Judged:
+    return Judged("agrees" if agrees else "disagrees" if disagrees else "undecided", p)
+
+
+def p_value(found: Interval, bound: float) -> float | None:
+    """Two-sided p-value of "the true value is the bound", by the normal approximation.
+
+    The standard error is the distance from the value to the end of the 95% interval on the bound's side, over 1.96:
+    p = 2 (1 - Phi(|value - bound| / se)). So p < 0.05 exactly where the interval excludes the bound. None without
+    an interval.
+    """
+    if any(map(math.isnan, (found.value, found.low, found.high))):
+        return None
+    distance = abs(found.value - bound)
+    half = found.value - found.low if bound < found.value else found.high - found.value
+    if half <= 0:
+        return 0.0 if distance else 1.0
+    normal = NormalDist()
+    return 2 * normal.cdf(-distance / half * normal.inv_cdf(1 - RATE / 2))
+
+
+def adjusted(ps: Sequence[float]) -> list[float]:
+    """Benjamini and Hochberg's (1995) adjusted p-values: min over k >= rank of p_(k) m / k.
+
+    Verdicts with an adjusted p-value of at most q have a false discovery rate of at most q, if the comparisons are
+    independent or positively dependent.
+    """
+    order = sorted(range(len(ps)), key=ps.__getitem__, reverse=True)
+    found, least = [1.0] * len(ps), 1.0
+    for place, index in enumerate(order):
+        least = min(least, ps[index] * len(ps) / (len(ps) - place))
+        found[index] = least
+    return found
+
+
+def expected_by_chance(decided: int) -> float:
+    """How many of so many comparisons would be decided for one given side if every true value were at its bound."""
+    return decided * RATE / 2
