@@ -68,12 +68,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Rendering:
-    """The tables, figures, findings and notes of an experiment's results."""
+    """The tables, figures, findings and notes of an experiment's results; captions say what to see in a figure."""
 
     tables: Sequence[Table] = ()
     figures: Mapping[str, "Figure"] = field(default_factory=dict)
     findings: Sequence[Finding] = ()
     notes: Sequence[str] = ()
+    captions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

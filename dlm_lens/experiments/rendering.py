@@ -7,6 +7,7 @@ from typing import Any
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering
 from dlm_lens.experiments.results import Item, Results, read_results
 from dlm_lens.experiments.runner import list_items
+from dlm_lens.experiments.verdicts import RATE
 from dlm_lens.files.atomic_writes import write_file
 
 
@@ -48,21 +49,46 @@ def _items(experiment: Experiment, config: Mapping[str, Any], directory: Path) -
 
 
 def describe(experiment: Experiment, results: Results, rendering: Rendering) -> Iterable[str]:
-    """Paragraphs of the page: scale, the paper's tables, the measured tables, findings, notes."""
-    scale = "small" if results.config["small"] else "full"
-    settings = ", ".join(f"{name}={value!r}" for name, value in results.settings.items())
-    yield f"Metric: {experiment.metric}. Scale: {scale} ({settings})."
+    """Paragraphs of a run's own page: metric, scale, verdicts, measured tables, the paper's tables, notes."""
+    yield f"Metric: {experiment.metric}. {scale_of(results)}"
     if results.missing:
         yield f"**Unfinished: {results.missing} of {len(results.records) + results.missing} items are missing.**"
-    for table in experiment.paper:
-        yield f"In the paper, {table.title}:"
-        yield markdown(table.head, table.rows)
-    for table in rendering.tables:
-        yield f"Here, {table.title}:"
-        yield markdown(table.head, table.rows)
     if rendering.findings:
-        yield markdown(["the paper", "here", "null", "", "rule"], [_row(finding) for finding in rendering.findings])
+        yield findings_table(rendering.findings)
+    yield from number_tables(experiment, rendering)
     yield from rendering.notes
+
+
+def scale_of(results: Results) -> str:
+    """Scale and settings of a run, in a sentence."""
+    scale = "small" if results.config["small"] else "full"
+    return f"Scale: {scale} ({', '.join(f'{name}={value!r}' for name, value in results.settings.items())})."
+
+
+def number_tables(experiment: Experiment, rendering: Rendering) -> Iterable[str]:
+    """The measured tables, then the paper's."""
+    for said, tables in (("Here", rendering.tables), ("In the paper", experiment.paper)):
+        for table in tables:
+            yield f"{said}, {table.title}:"
+            yield markdown(table.head, table.rows)
+
+
+def findings_table(findings: Sequence[Finding], after: Mapping[Finding, float] | None = None) -> str:
+    """Claims, measurements, nulls, verdicts and rules.
+
+    Args:
+        findings: the rows.
+        after: p-values after a correction for many comparisons; a verdict above the error rate is marked.
+    """
+    rows = [
+        [one.paper, one.here, one.null, f"**{one.verdict}**{_lost(one, after or {})}", one.why] for one in findings
+    ]
+    return markdown(["the paper", "here", "null", "verdict", "rule"], rows)
+
+
+def _lost(finding: Finding, after: Mapping[Finding, float]) -> str:
+    lost = finding.verdict in ("agrees", "disagrees") and after.get(finding, 0.0) > RATE
+    return " (not after the correction)" if lost else ""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -73,7 +99,3 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())
-
-
-def _row(finding: Finding) -> list[str]:
-    return [finding.paper, finding.here, finding.null, f"**{finding.verdict}**", finding.why]

@@ -3,9 +3,11 @@
 Tables, intervals and verdicts are computed from the stored results; no model runs. Writing needs the repository.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dlm_lens.experiments.appendix import Entry, corrected, entries, glance, on_correction, section
 from dlm_lens.experiments.attention_sinks import (
     beyond_confidence,
     beyond_future,
@@ -16,15 +18,11 @@ from dlm_lens.experiments.attention_sinks import (
     table1,
 )
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS
-from dlm_lens.experiments.experiment import Experiment, Rendering, list_experiments
-from dlm_lens.experiments.rendering import describe, load_results, markdown
-from dlm_lens.experiments.results import PATTERN, Results
+from dlm_lens.experiments.experiment import Experiment, list_experiments
+from dlm_lens.experiments.results import Results
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-
-DRAWN = {"table1-masking", "fig1-incoming", "fig4-moving", "fig7-paths", "beyond-confidence"}
-"""Experiments whose figures are on the page."""
 
 INTRODUCTION = """# Results: attention sinks in diffusion language models
 
@@ -62,33 +60,27 @@ run; a command with other settings is refused. `--set name=value` replaces a set
 """
 
 
-def make_page(results: Path = RESULTS) -> tuple[str, dict[str, Rendering]]:
-    """The page, and every experiment's rendering.
+def make_page(results: Path = RESULTS) -> tuple[str, list[Entry]]:
+    """The page and its entries, in the order of the paper.
 
     Raises:
         FileNotFoundError: no experiment has results.
     """
-    sections, glance = [], []
-    renderings: dict[str, Rendering] = {}
-    held: dict[str, Results] = {}
-    for experiment in list_experiments():
-        directory = results / experiment.name
-        if not any(directory.glob(PATTERN)):
-            continue
-        found = load_results(experiment, directory)
-        rendering = experiment.render(found)
-        renderings[experiment.name], held[experiment.name] = rendering, found
-        verdicts = [finding.verdict for finding in rendering.findings]
-        glance.append([
-            f"[{experiment.name}](#{experiment.name})", experiment.shows,
-            *(str(verdicts.count(kind)) for kind in ("agrees", "disagrees", "undecided", "no counterpart")),
-        ])  # fmt: skip
-        sections.append("\n\n".join(_section(experiment, found, rendering)))
-    if not sections:
-        raise FileNotFoundError(f"{results} holds no results")
-    head = ["experiment", "shows", "agrees", "disagrees", "undecided", "no counterpart"]
-    parts = [INTRODUCTION + "\n## At a glance", *summary(held), markdown(head, glance), *sections]
-    return "\n\n".join(parts) + "\n", renderings
+    here = [one for one in list_experiments() if "2510.15731" in one.shows]
+    found = entries(sorted(here, key=_order), results)
+    held, after = {one.experiment.name: one.results for one in found}, corrected(found)
+    parts = [INTRODUCTION + "\n## At a glance", *summary(held), glance(found), on_correction(found)]
+    for one in found:
+        pictures = {name: f"images/results/{one.experiment.name}-{name}.png" for name in one.rendering.figures}
+        parts += section(one, pictures, after)
+    return "\n\n".join(parts) + "\n", found
+
+
+def _order(experiment: Experiment) -> tuple[int, int]:
+    """Figures by number, then Table 1, then what the paper does not measure."""
+    kind = next(place for place, name in enumerate(("fig", "table", "")) if experiment.name.startswith(name))
+    number = re.search(r"\d+", experiment.name)
+    return kind, int(number[0]) if number else 0
 
 
 SUMMARISED = {
@@ -175,28 +167,6 @@ def _tuned(found: Results) -> str:
     )
 
 
-def _section(experiment: Experiment, results: Results, rendering: Rendering) -> Iterator[str]:
-    yield f"## {experiment.name}"
-    yield f"{experiment.shows}: {experiment.title}."
-    yield f"```bash\n{command(experiment, results)}\n```"
-    yield from describe(experiment, results, rendering)
-    if experiment.name in DRAWN:
-        for name in rendering.figures:
-            yield f"![{experiment.name}: {name}](images/results/{experiment.name}-{name}.png)"
-
-
-def command(experiment: Experiment, results: Results) -> str:
-    """The command that computes these results."""
-    small = bool(results.config["small"])
-    defaults = experiment.config(small)["settings"]
-    changed = {name: value for name, value in results.settings.items() if value != defaults[name]}
-    parts = [f"dlm-lens experiment {experiment.name}" + (" --small" if small else "")]
-    for name, value in changed.items():
-        text = f"{name}={value!r}".replace("'", '"')
-        parts.append(f"--set '{text}'" if any(sign in text for sign in ' ["') else f"--set {text}")
-    return " ".join(parts)
-
-
 def write_page() -> None:
     """Write docs/results.md and its pictures.
 
@@ -205,11 +175,12 @@ def write_page() -> None:
     """
     if not DOCS.is_dir():
         raise FileNotFoundError(f"{DOCS} is not there; run this in the repository")
-    page, renderings = make_page()
-    (DOCS / "images" / "results").mkdir(parents=True, exist_ok=True)
-    for name in DRAWN & set(renderings):
-        for figure, drawn in renderings[name].figures.items():
-            drawn.savefig(DOCS / "images" / "results" / f"{name}-{figure}.png", bbox_inches="tight", dpi=110)
+    page, found = make_page()
+    folder = DOCS / "images" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in found:
+        for name, figure in one.rendering.figures.items():
+            figure.savefig(folder / f"{one.experiment.name}-{name}.png", bbox_inches="tight", dpi=110)
     (DOCS / "results.md").write_text(page, encoding="utf-8")
 
 
