@@ -91,6 +91,44 @@ def heat_maps(
     return figure
 
 
+def forest_plot(
+    rows: Mapping[str, Any],
+    points: Mapping[str, Sequence[float]] | None = None,
+    *,
+    x: str,
+    null: float = 0.0,
+    shaded: tuple[float, float] | None = None,
+) -> Figure:
+    """One line per name: a number with its interval, and small circles for the cases that it is the mean of.
+
+    Args:
+        rows: Interval by name, the first on top.
+        points: the single cases by name.
+        x: label of the axis.
+        null: where the vertical line is drawn, the number without an effect.
+        shaded: ends of the grey range, such as a margin of equivalence.
+    """
+    figure = Figure(figsize=(6.0, 0.8 + 0.38 * max(1, len(rows))), layout="constrained")
+    axes = figure.add_subplot()
+    if shaded is not None:
+        axes.axvspan(*shaded, color="#e6e6e6", zorder=0)
+    axes.axvline(null, color="black", linewidth=0.8, zorder=1)
+    for place, (name, found) in enumerate(rows.items()):
+        low, high = _ends(found)
+        single = list((points or {}).get(name, ()))
+        axes.plot(single, [place + 0.22] * len(single), "o", color=COLOURS[0], markersize=3, fillstyle="none", zorder=3)
+        if np.isfinite([low, high]).all():
+            axes.plot([low, high], [place, place], color=COLOURS[1], linewidth=1.5, zorder=2)
+        axes.plot([_centre(found)], [place], "D", color=COLOURS[1], markersize=5, zorder=4)
+    axes.set_yticks(range(len(rows)), list(rows))
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(x, fontsize=8)
+    axes.tick_params(labelsize=8)
+    return figure
+
+
 def _centre(value: Any) -> float:
     return float(getattr(value, "value", value))
 

@@ -20,8 +20,10 @@ SAMPLER: dict[str, Any] = {"gen_length": 32, "steps": 32}
 MASKS = 4
 """Masks per sequence of the validation loss."""
 
+GROUP = 16
+"""Sequences of a group, whose mean loss is stored: enough groups for an interval over held-out text."""
 
-VERSION = 1
+VERSION = 2
 """Version of the stored metrics; those of another version are computed again."""
 
 
@@ -54,31 +56,43 @@ def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     rows = settings["corpus"]
     right = {task: graded(model, tests(task, settings["prompts"], rows)) for task in TASKS}
     watched = [one.prompt for one in tests("A", settings["watched"], rows)]
+    losses = validation_losses(model, settings)
     return {
-        "loss": validation_loss(model, settings),
+        "loss": sum(losses) / len(losses),
+        "losses": [round(loss, 6) for loss in losses],
         "right": right,
         **sinks(model, watched, **SAMPLER),
         "training_seconds": round(read_run(checkpoint)["seconds"], 1),
     }
 
 
-def validation_loss(model: Any, settings: Mapping[str, Any]) -> float:
-    """The objective's loss on held-out text, in nats; the same sequences and masks for every network."""
+def validation_losses(model: Any, settings: Mapping[str, Any]) -> list[float]:
+    """The objective's loss on groups of held-out sequences, in nats; the same sequences and masks for every network.
+
+    Group g of G has the sequences g, g + G, ..., so that each has the three tasks in the text's proportions.
+    """
     from dlm_lens.training.losses import evaluation_loss
     from dlm_lens.training.sources import take
     from dlm_lens.training.trainer import EVALUATION_SEED
 
     text = validation(settings["validation"], settings["corpus"])
+    examples = take(text, len(text))
+    groups = max(1, len(examples) // GROUP)
+    # The rows of a group share the trainer's spread of masks over a batch; each has `MASKS` of them.
     objective = replace(toy("train").DIFFUSION, logit_shift=None, low_discrepancy=True, group=MASKS)
-    return evaluation_loss(
-        model,
-        take(text, len(text)),
-        objective.for_model(model, settings["batch_size"]),
-        length=text.length,
-        samples=MASKS,
-        batch_size=64,
-        seed=EVALUATION_SEED,
-    )
+    prepared = objective.for_model(model, settings["batch_size"])
+    return [
+        evaluation_loss(
+            model,
+            examples[group::groups],
+            prepared,
+            length=text.length,
+            samples=MASKS,
+            batch_size=64,
+            seed=EVALUATION_SEED + group,
+        )
+        for group in range(groups)
+    ]
 
 
 def graded(model: Any, examples: Sequence[Any]) -> list[int]:

@@ -11,7 +11,7 @@ def sink_numbers(recording: Any) -> dict[str, Any]:
 
     Returns:
         moved, share of (prompt, layer, head) whose key with most attention is another at the last step than at the
-        first (canvas and learned sinks); found, sinks by Eq. 3 per pattern; found_norm and found_other, mean value
+        first (canvas and learned sinks), and moved_prompts, the same per prompt; found, sinks by Eq. 3 per pattern; found_norm and found_other, mean value
         norm of those sinks and of others in the same state (masked or not); with learned sinks also norm, other and
         share, lists over layers.
     """
@@ -19,7 +19,9 @@ def sink_numbers(recording: Any) -> dict[str, Any]:
     from dlm_lens.probes import value_norms
 
     found = dl.find_sinks(recording, dl.AboveMean(EPS))
-    result: dict[str, Any] = {"moved": moved(found.scores), "found": float(found.is_sink.sum(-1).float().mean())}
+    each = moved(found.scores)
+    result: dict[str, Any] = {"moved": sum(each) / len(each), "moved_prompts": [round(value, 4) for value in each]}
+    result |= {"found": float(found.is_sink.sum(-1).float().mean())}
     result |= {"found_norm": None, "found_other": None, "found_percentile": None}
     if bool(found.is_sink.any()):
         norms = value_norms(recording, found, match="masked")
@@ -33,7 +35,8 @@ def sink_numbers(recording: Any) -> dict[str, Any]:
     return result
 
 
-def moved(scores: Any) -> float:
-    """Share of (prompt, layer, head) whose largest key differs between the first and the last step."""
+def moved(scores: Any) -> list[float]:
+    """Per prompt, the share of (layer, head) whose largest key differs between the first and the last step."""
     main = scores.nan_to_num(nan=-1.0).argmax(-1)
-    return float((main[0] != main[-1]).double().mean())
+    shares: list[float] = (main[0] != main[-1]).double().flatten(1).mean(-1).tolist()
+    return shares

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
-from dlm_lens.experiments.intervals import paired_over_seeds, plus_minus
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.one_token.miniature import SCRATCH
 from dlm_lens.experiments.results import Results
@@ -16,20 +15,22 @@ CONFIGS = ("qwen2.5-0.5b", "qwen2.5-0.5b-sink", "qwen2.5-0.5b-gated",
 
 def findings(results: Results) -> list[Finding]:
     """The sink token helps; the gate helps the small model and harms the large one."""
-    sink, gate = (tables.difference(results, name, "plain") for name in ("sink", "gated"))
+    gate = tables.difference(results, "gated", "plain")
     found = [
         tables.improves(
+            results,
             f"the sink token is better: {_gain(paper.TABLE1_SMALL, SINK):+.2f} points over eight benchmarks at "
             f"0.5B, {_gain(paper.TABLE1_LARGE, SINK):+.2f} at 1.5B",
-            "sink token - DLM", sink,
+            "sink token - DLM", "sink", "plain",
         ),
         Finding(
             f"the gate helps at 0.5B ({_gain(paper.TABLE1_SMALL, GATE):+.2f} points) and harms at 1.5B "
             f"({_gain(paper.TABLE1_LARGE, GATE):+.2f})",
-            f"gate - DLM: {plus_minus(gate, sign=True)} nats, {gate.n} seeds",
+            tables.said("gate - DLM", gate),
             "no counterpart",
             "in the paper the sign depends on the size, and there is one size here; a new gate halves every z at "
             "the start, a new sink token takes a little attention",
+            tables.noise(results),
         ),
     ]  # fmt: skip
     return [*found, sink_against_gate(results)]
@@ -37,11 +38,10 @@ def findings(results: Results) -> list[Finding]:
 
 def sink_against_gate(results: Results) -> Finding:
     """Which of the two is better."""
-    apart = paired_over_seeds(tables.losses(results, "sink"), tables.losses(results, "gated"))
     table = paper.TABLE2 if results.settings["start"] == SCRATCH else paper.TABLE1_SMALL
     gain = paper.mean_gain(table, SINK, GATE)
     said = f"the sink token is better than the gate ({gain:+.2f} points)"
-    return tables.improves(said, "sink token - gate", apart)
+    return tables.improves(results, said, "sink token - gate", "sink", "gated")
 
 
 def _gain(rows: paper.Rows, name: str) -> float:
