@@ -116,7 +116,9 @@ def forest_plot(
     for place, (name, found) in enumerate(rows.items()):
         low, high = _ends(found)
         single = list((points or {}).get(name, ()))
-        axes.plot(single, [place + 0.22] * len(single), "o", color=COLOURS[0], markersize=3, fillstyle="none", zorder=3)
+        axes.plot(
+            single, [place + 0.22] * len(single), "o", color=COLOURS[0], markersize=3, fillstyle="none", zorder=3
+        )
         if np.isfinite([low, high]).all():
             axes.plot([low, high], [place, place], color=COLOURS[1], linewidth=1.5, zorder=2)
         axes.plot([_centre(found)], [place], "D", color=COLOURS[1], markersize=5, zorder=4)

@@ -67,7 +67,7 @@ def measure(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validation_losses(model: Any, settings: Mapping[str, Any]) -> list[float]:
-    """The objective's loss on groups of held-out sequences, in nats; the same sequences and masks for every network.
+    """The objective's loss on groups of held-out sequences, in nats; all networks get the same sequences and masks.
 
     Group g of G has the sequences g, g + G, ..., so that each has the three tasks in the text's proportions.
     """

@@ -11,9 +11,9 @@ def sink_numbers(recording: Any) -> dict[str, Any]:
 
     Returns:
         moved, share of (prompt, layer, head) whose key with most attention is another at the last step than at the
-        first (canvas and learned sinks), and moved_prompts, the same per prompt; found, sinks by Eq. 3 per pattern; found_norm and found_other, mean value
-        norm of those sinks and of others in the same state (masked or not); with learned sinks also norm, other and
-        share, lists over layers.
+        first (canvas and learned sinks), and moved_prompts, the same per prompt; found, sinks by Eq. 3 per pattern;
+        found_norm and found_other, mean value norm of those sinks and of others in the same state (masked or not);
+        with learned sinks also norm, other and share, lists over layers.
     """
     import dlm_lens as dl
     from dlm_lens.probes import value_norms

@@ -35,7 +35,9 @@ def fixed(results: Results) -> Finding:
     apart = moved_less(results, "sink", "plain")
     found = over_seeds(tables.number(results, "plain", lambda value: value["found"]))
     judged = is_below(apart, 0.0)
-    why = f"agrees: the whole interval below 0. The plain network has {plus_minus(found)} sinks per pattern by Eq. 3"
+    why = (
+        f"agrees: the whole interval below 0. The plain network has {plus_minus(found)} sinks per pattern by Eq. 3"
+    )
     if found.value < ENOUGH:
         judged = Judged("undecided")
         keys = "most main sinks are then only the largest of nearly even keys"

@@ -1,5 +1,7 @@
 """Table 3: the sink token before or after the sequence."""
 
+from dataclasses import replace
+
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.results import Results
@@ -31,7 +33,8 @@ def findings(results: Results) -> list[Finding]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings; differences are to the token in front."""
-    return tables.rendering(results, "sink", findings, VARIANTS)
+    made = tables.rendering(results, "sink", findings, VARIANTS)
+    return replace(made, notes=[*tables.ablated(results), *made.notes])
 
 
 EXPERIMENT = Experiment(

@@ -1,5 +1,7 @@
 """Table 4: none, one, two or four sink tokens."""
 
+from dataclasses import replace
+
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.results import Results
@@ -34,7 +36,8 @@ def findings(results: Results) -> list[Finding]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings."""
-    return tables.rendering(results, "plain", findings, VARIANTS)
+    made = tables.rendering(results, "plain", findings, VARIANTS)
+    return replace(made, notes=[*tables.ablated(results), *made.notes])
 
 
 EXPERIMENT = Experiment(

@@ -1,5 +1,7 @@
 """Table 5: the sink token's value forced to zero; beside it the softmax that leaves room for nothing."""
 
+from dataclasses import replace
+
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.results import Results
@@ -38,7 +40,8 @@ def findings(results: Results) -> list[Finding]:
 
 def render(results: Results) -> Rendering:
     """Tables and findings; differences are to the plain network."""
-    return tables.rendering(results, "plain", findings, VARIANTS)
+    made = tables.rendering(results, "plain", findings, VARIANTS)
+    return replace(made, notes=[*tables.ablated(results), *made.notes])
 
 
 EXPERIMENT = Experiment(

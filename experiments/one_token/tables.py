@@ -32,8 +32,8 @@ SMALL: dict[str, Any] = {
 share a network train it once."""
 
 METRIC = (
-    "validation loss in nats per masked token (Eq. 3 and 4, fixed masks); differences paired by seed; intervals 95%, "
-    "of means Student's t over seeds, of differences over seeds and held-out sequences"
+    "validation loss in nats per masked token (Eq. 3 and 4, fixed masks); differences paired by seed; intervals "
+    "95%, of means Student's t over seeds, of differences over seeds and held-out sequences"
 )
 """Exact match has an interval over prompts (`exact_match`), which are the same for all seeds' networks."""
 
@@ -151,14 +151,13 @@ def difference(results: Results, variant: str, baseline: str) -> Interval:
     Results without the losses of groups of sequences (`metrics.GROUPS`) have an interval over seeds alone.
     """
     one, other = (
-        {record.item["seed"]: record.value for record in results.where(variant=name)} for name in (variant, baseline)
+        {record.item["seed"]: record.value for record in results.where(variant=name)}
+        for name in (variant, baseline)
     )
     seeds = sorted(one.keys() & other.keys())
     if len(seeds) < 2 or any("losses" not in values[seed] for values in (one, other) for seed in seeds):
         return paired_over_seeds(losses(results, variant), losses(results, baseline))
-    apart = [
-        [a - b for a, b in zip(one[seed]["losses"], other[seed]["losses"], strict=True)] for seed in seeds
-    ]
+    apart = [[a - b for a, b in zip(one[seed]["losses"], other[seed]["losses"], strict=True)] for seed in seeds]
     return over_networks([(values, [1.0] * len(values)) for values in apart])._replace(n=len(seeds))
 
 
@@ -176,6 +175,16 @@ def on_text(results: Results) -> bool:
 def variants(results: Results) -> list[str]:
     """Those that have results, in order."""
     return list(dict.fromkeys(record.item["variant"] for record in results.records))
+
+
+def ablated(results: Results) -> Sequence[str]:
+    """Where the ablations of Tables 3 to 5 start, and what the paper says of it."""
+    if results.settings["configs"]:
+        return ()
+    quote = 'The paper ablates the converted model ("we utilize the Qwen2.5-0.5B checkpoint as the initialization",'
+    if results.settings["start"] == SCRATCH:
+        return (f"{quote} Section 4.3); these networks start from scratch, an earlier and weaker comparison.",)
+    return (f"{quote} Section 4.3); so do these networks.",)
 
 
 def tables(results: Results, baseline: str) -> list[Table]:
@@ -260,10 +269,8 @@ def no_better(results: Results, paper: str, name: str, one: str, other: str) -> 
     return _beside_gain(results, paper, name, found, is_above(found, -MARGIN), NO_BETTER)
 
 
-def _beside_gain(
-    results: Results, paper: str, name: str, found: Interval, judged: Judged, why: str
-) -> Finding:
-    """A verdict that says something only where the sink token's own gain is not zero; p is the larger of the two."""
+def _beside_gain(results: Results, paper: str, name: str, found: Interval, judged: Judged, why: str) -> Finding:
+    """A verdict that stands only where the sink token's own gain is not zero; p is the larger of the two."""
     gain = difference(results, "sink", "plain")
     null = f"{noise(results)}; gain of one sink token in front: {plus_minus(gain, sign=True)}"
     known = is_below(gain, 0.0)

@@ -12,9 +12,9 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import finish_model
 from dlm_lens.experiments import find_experiment, list_experiments, run_experiment
 from dlm_lens.experiments.attention_sinks.prompt_scores import exact_match
-from dlm_lens.experiments.intervals import Interval, over_seeds, paired_over_seeds, plus_minus, wilson
+from dlm_lens.experiments.intervals import over_seeds, paired_over_seeds, plus_minus, wilson
 from dlm_lens.experiments.one_token import metrics, paper, tables, toy_language
-from dlm_lens.experiments.one_token.metrics import measured, validation_loss
+from dlm_lens.experiments.one_token.metrics import measured, validation_losses
 from dlm_lens.experiments.one_token.miniature import VARIANTS, Miniature, network
 from dlm_lens.experiments.one_token.sink_statistics import moved
 from dlm_lens.experiments.results import Record, Results
@@ -52,31 +52,77 @@ def test_differences_are_paired_over_the_seeds_of_both() -> None:
     assert plus_minus(found, sign=True) == "+0.375 ± 1.588"  # 12.706 * 0.125
 
 
+def losses_of(centres: dict[str, float], spread: float) -> Results:
+    """Three seeds whose paired differences to the plain network are centre - spread, centre, centre + spread."""
+    values = {("plain", seed): 1.0 + seed for seed in range(3)}
+    for name, centre in centres.items():
+        values |= {(name, seed): 1.0 + seed + centre + spread * (seed - 1) for seed in range(3)}
+    return made(values)
+
+
+@pytest.mark.parametrize(("centre", "verdict"), [(-0.3, "agrees"), (0.3, "disagrees"), (-0.2, "undecided")])
+def test_a_comparison_needs_its_whole_interval(centre: float, verdict: str) -> None:
+    # Half the interval is 4.303 * 0.1 / sqrt(3) = 0.248.
+    found = tables.improves(losses_of({"sink": centre}, 0.1), "", "", "sink", "plain")
+    assert found.verdict == verdict
+    assert found.p is not None
+    assert (found.p < 0.05) == (verdict != "undecided")
+    assert "standard deviation of 1.000" in found.null
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [(-0.4, -0.1, "agrees"), (0.1, 0.4, "disagrees"), (-0.1, 0.2, "undecided"), (-0.2, 0.1, "undecided")],
+    ("apart", "verdict"), [(0.004, "agrees"), (0.009, "undecided"), (0.013, "disagrees"), (-0.013, "disagrees")]
 )
-def test_a_comparison_needs_its_whole_interval(low: float, high: float, verdict: str) -> None:
-    assert tables.improves("", "", Interval((low + high) / 2, low, high, 3)).verdict == verdict
+@pytest.mark.parametrize("gain", [-0.02, -5.0])
+def test_alike_is_within_the_margin_in_nats(apart: float, verdict: str, gain: float) -> None:
+    # Half the interval is 4.303 * 0.001 / sqrt(3) = 0.0025 around `apart`; the margin is 0.01 whatever the gain.
+    assert tables.MARGIN == 0.01
+    results = losses_of({"sink": gain}, 0.0)
+    end = losses_of({"end": gain + apart}, 0.001).records[3:]
+    found = tables.alike(Results(results.config, [*results.records, *end]), "", "", "end", "sink")
+    assert found.verdict == verdict
+    assert found.p is not None
+    assert (found.p < 0.05) == (verdict != "undecided")
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [(-0.04, 0.04, "agrees"), (0.06, 0.2, "disagrees"), (-0.2, -0.06, "disagrees"), (-0.01, 0.06, "undecided"),
-     (math.nan, math.nan, "undecided")],
-)  # fmt: skip
-def test_alike_is_within_half_of_the_gain(low: float, high: float, verdict: str) -> None:
-    gain = Interval(-0.1, -0.2, 0.0, 3)
-    assert tables.alike("", "", Interval((low + high) / 2, low, high, 3), gain).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [(-0.04, 0.3, "agrees"), (-0.04, -0.01, "agrees"), (-0.06, -0.01, "disagrees"), (-0.06, 0.01, "undecided")],
+    ("apart", "verdict"), [(0.5, "agrees"), (-0.006, "agrees"), (-0.009, "undecided"), (-0.02, "disagrees")]
 )
-def test_no_better_is_one_sided(low: float, high: float, verdict: str) -> None:
-    gain = Interval(-0.1, -0.2, 0.0, 3)
-    assert tables.no_better("", "", Interval((low + high) / 2, low, high, 3), gain).verdict == verdict
+def test_no_better_is_one_sided(apart: float, verdict: str) -> None:
+    results = losses_of({"sink": -0.1}, 0.0)
+    more = losses_of({"sinks2": -0.1 + apart}, 0.001).records[3:]
+    both = Results(results.config, [*results.records, *more])
+    assert tables.no_better(both, "", "", "sinks2", "sink").verdict == verdict
+
+
+def test_where_the_sink_token_gains_nothing_nothing_is_like_it() -> None:
+    # The gain is -0.2 ± 0.248; end and front differ by exactly nothing.
+    both = losses_of({"sink": -0.2, "end": -0.2, "sinks2": -0.2}, 0.1)
+    for rule, name in ((tables.alike, "end"), (tables.no_better, "sinks2")):
+        found = rule(both, "", "", name, "sink")
+        assert (found.verdict, found.p) == ("undecided", None)
+        assert "holds 0" in found.why
+
+
+def test_a_difference_is_over_seeds_and_held_out_sequences() -> None:
+    generator = np.random.default_rng(0)
+    own = {name: generator.normal(size=(4, 32)) for name in ("plain", "sink")}
+    records = [
+        Record({"variant": name, "seed": seed}, {"loss": float(row.mean()), "losses": row.tolist()}, 1.0)
+        for name, rows in own.items() for seed, row in enumerate(rows)
+    ]  # fmt: skip
+    found = tables.difference(Results({"settings": {}}, records), "sink", "plain")
+    apart = own["sink"] - own["plain"]
+    assert (found.value, found.n) == (pytest.approx(apart.mean()), 4)
+    # Crossed random effects by hand: variance between seeds, and of the mean over groups of the groups' means.
+    seeds, groups = apart.mean(1).var(ddof=1) / 4, apart.mean(0).var(ddof=1) / 32
+    degrees = (seeds + groups) ** 2 / (seeds**2 / 3 + groups**2 / 31)
+    half = stats.t.ppf(0.975, degrees) * np.sqrt(seeds + groups)
+    assert found.high - found.value == pytest.approx(half, rel=0.05)  # the variance over groups is a bootstrap's
+    # Without the groups' losses the interval is over seeds alone.
+    bare = [Record(one.item, {"loss": one.value["loss"]}, 1.0) for one in records]
+    alone = tables.difference(Results({"settings": {}}, bare), "sink", "plain")
+    assert alone == pytest.approx(over_seeds(apart.mean(1).tolist()))
 
 
 # The paper's numbers
@@ -170,15 +216,15 @@ def test_moved_counts_maps_whose_main_sink_is_another() -> None:
     scores[1, ..., 2] = 5.0  # in between does not count
     scores[2, 0, 0, 1, 3] = 2.0
     scores[..., 0] = torch.nan
-    assert moved(scores) == 0.25
+    assert moved(scores) == [0.5, 0.0]
 
 
 @pytest.mark.long
 def test_the_validation_loss_of_a_trained_model_is_small_and_the_same_twice() -> None:
     asked = settings(Path("x"), validation=16)
-    untrained = validation_loss(network(Miniature("plain", 0)), asked)
-    toy = validation_loss(dl.load("toy"), asked)
-    assert toy == validation_loss(dl.load("toy"), asked)
+    (untrained,) = validation_losses(network(Miniature("plain", 0)), asked)
+    (toy,) = validation_losses(dl.load("toy"), asked)
+    assert [toy] == validation_losses(dl.load("toy"), asked)
     # Uniform over 118 tokens: log 118 = 4.77; the floor of the loss is the entropy of what cannot be known.
     assert untrained == pytest.approx(math.log(118), abs=0.3)
     assert toy < 0.6

@@ -15,6 +15,9 @@ from dlm_lens.experiments.one_token.text_rows import encoded
 
 TABLES = [f"table{number}" for number in range(1, 6)]
 ENGLISH = "-text"
+MARGIN = 0.01
+"""Nats, fixed before the networks of 1,500 steps were trained."""
+
 BOTH = [f"{table}{ending}" for ending in ("", ENGLISH) for table in TABLES]
 
 
@@ -50,6 +53,12 @@ def told(mean: float, half: float, sign: str = "") -> str:
 def difference(what: str, one: str, other: str) -> tuple[float, float]:
     both = losses(what)
     return interval([both[one][seed] - both[other][seed] for seed in sorted(both[one].keys() & both[other].keys())])
+
+
+def gains(what: str) -> bool:
+    """Whether one sink token changes the loss at all: its interval leaves 0 out."""
+    mean, half = difference(what, "sink", "plain")
+    return abs(mean) > half
 
 
 def row(text: str, start: str, table: int = 0) -> list[str]:
@@ -119,11 +128,10 @@ def test_who_is_better(what: str, claim: str, one: str, other: str, ending: str)
 def test_who_is_alike(what: str, claim: str, one: str, other: str, ending: str) -> None:
     what += ending
     mean, half = difference(what, one, other)
-    limit = abs(difference(what, "sink", "plain")[0]) / 2
     expected = "undecided"
-    if abs(mean) + half < limit:
+    if gains(what) and abs(mean) + half < MARGIN:
         expected = "agrees"
-    elif abs(mean) - half > limit:
+    elif gains(what) and abs(mean) - half > MARGIN:
         expected = "disagrees"
     assert verdict(section(what), claim) == expected
 
@@ -132,8 +140,8 @@ def test_who_is_alike(what: str, claim: str, one: str, other: str, ending: str) 
 @pytest.mark.parametrize("what", ["table4", f"table4{ENGLISH}"])
 def test_more_sinks_are_no_better(claim: str, one: str, what: str) -> None:
     mean, half = difference(what, one, "sink")
-    limit = abs(difference(what, "sink", "plain")[0]) / 2
-    expected = "agrees" if mean - half > -limit else "disagrees" if mean + half < 0 else "undecided"
+    expected = "agrees" if mean - half > -MARGIN else "disagrees" if mean + half < -MARGIN else "undecided"
+    expected = expected if gains(what) else "undecided"
     assert verdict(section(what), claim) == expected
 
 
