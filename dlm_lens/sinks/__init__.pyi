@@ -10,6 +10,8 @@ from .analysis.frontiers import frontier_alignment as frontier_alignment
 from .analysis.position_probe import PositionOrToken as PositionOrToken
 from .analysis.position_probe import position_or_token as position_or_token
 from .analysis.query_classes import compare_query_classes as compare_query_classes
+from .analysis.query_splits import SplitAttention as SplitAttention
+from .analysis.query_splits import received_of_split as received_of_split
 from .detection import Sinks as Sinks
 from .detection import find_sinks as find_sinks
 from .detectors.above_mean import AboveMean as AboveMean
@@ -54,6 +56,7 @@ __all__ = [
     "SinkProfile",
     "Sinks",
     "SoftSigmoid",
+    "SplitAttention",
     "TopK",
     "Trajectories",
     "as_detector",
@@ -68,6 +71,7 @@ __all__ = [
     "position_or_token",
     "received_from_pattern",
     "received_of",
+    "received_of_split",
     "received_over_steps",
     "sink_consistency",
     "sink_profile",

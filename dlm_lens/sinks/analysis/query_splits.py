@@ -1,0 +1,128 @@
+"""`SplitAttention`: received attention of random parts of the queries, the null of "separate sinks" (Figure 6a)."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dlm_lens.attention import MIN_VIEWERS, received_by_class
+from dlm_lens.recording import Recording
+from dlm_lens.recording.reducers.base import LayerStep, Reducer
+from dlm_lens.sinks.from_recording import received_of
+from dlm_lens.sinks.received import Received
+
+SplitBy = Literal["random", "position"]
+"""At random, or by position: the last queries of the canvas against the others."""
+
+PARTS = ("masked", "unmasked")
+
+
+@dataclass(frozen=True)
+class SplitAttention(Reducer):
+    """Received attention of both parts of a split of the queries that ignores which of them are masked.
+
+    A step with m masked and u unmasked queries is split into parts of m and u queries, with the same split in all
+    layers and heads: score_j = r_j / e_j of each part, as `ReceivedAttention` has it for the two classes. Sinks of
+    the parts differ as far as any m and u queries differ; only what the classes differ beyond that is due to the
+    masks. Record it together with `ReceivedAttention(queries=("masked", "unmasked"))`; `received_of_split` reads
+    it. Not for causal models, in which a masked position is no query.
+
+    Args:
+        draws: how many random splits; 1 for a split by position.
+        by: "random", or "position": the last m queries against the first u.
+        seed: of the random splits, which depend on the prompt, the step and the draw alone.
+        min_viewers: in a part of fewer queries all keys are undefined (NaN).
+
+    Raises:
+        ValueError: no draw, several draws by position, or no such split.
+    """
+
+    draws: int = 8
+    by: SplitBy = "random"
+    seed: int = 0
+    min_viewers: int = MIN_VIEWERS
+
+    dims = ("step", "batch", "layer", "head", "key", "draw", "part")
+    unit = "relative to uniform"
+    formula = "sum_i A_ij / e_j over each part of a split of the queries"
+
+    def __post_init__(self) -> None:
+        if self.by not in get_args(SplitBy) or self.draws < 1 or (self.by == "position" and self.draws > 1):
+            raise ValueError(f"{self}: by is 'random' with at least 1 draw, or 'position' with 1")
+
+    @property
+    def name(self) -> str:
+        """The array: split_random or split_position."""
+        return f"split_{self.by}"
+
+    @property
+    def labels(self) -> Mapping[str, tuple[str, ...]]:
+        """The class whose size each part has."""
+        return {"part": PARTS}
+
+    def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head key draw part"]:
+        """The scores of both parts of every draw.
+
+        Raises:
+            ValueError: a causal model.
+        """
+        if layer.facts.causal:
+            raise ValueError(f"{self}: in a causal model masked positions are no queries, so nothing is split")
+        weights: Tensor = layer.run.once((self, layer.run.step), lambda: self._weights(layer))
+        sums = received_by_class(layer.inputs, weights.float())
+        sums = sums.unflatten(1, (self.draws, len(PARTS))).permute(0, 3, 4, 1, 2)
+        expected = torch.stack([layer.facts.expected(name) for name in PARTS], -1)[:, None, :, None]
+        undefined = torch.stack([layer.undefined(name, self.min_viewers) for name in PARTS], -1)  # type: ignore[arg-type]
+        return (sums / expected).masked_fill(undefined[:, None, :, None], torch.nan)
+
+    def _weights(self, layer: LayerStep) -> Bool[Tensor, "batch klass query"]:
+        """The two parts of every draw, one after the other."""
+        present, count = layer.facts.present, layer.facts.queries("masked").sum(-1)
+        rows = []
+        for row, inside in enumerate(present):
+            order = self._order(layer, row, inside)
+            first = (order < count[row]) & inside
+            rows.append(torch.stack([first, ~first & inside], 1).flatten(0, 1))
+        return torch.stack(rows)
+
+    def _order(self, layer: LayerStep, row: int, inside: Bool[Tensor, "query"]) -> Tensor:
+        """Per draw, the place of each query in the order whose first m queries are the first part."""
+        if self.by == "position":
+            place = torch.arange(len(inside), device=inside.device)
+            keys = torch.where(inside, -place, len(inside))[None]
+        else:
+            run = layer.run
+            prompt = run.tokens[row][run.prompt[row]].tolist()
+            seed = zlib.crc32(repr((self.seed, run.step, prompt)).encode())
+            drawn = torch.rand(self.draws, int(inside.sum()), generator=torch.Generator().manual_seed(seed))
+            keys = torch.full((self.draws, len(inside)), 2.0)
+            keys[:, inside.cpu()] = drawn
+            keys = keys.to(inside.device)
+        return keys.argsort(-1).argsort(-1)
+
+
+def received_of_split(recording: Recording, by: SplitBy = "random", draw: int = 0) -> tuple[Received, Received]:
+    """Received attention of the two parts of one recorded split: as many queries as are masked, and the others.
+
+    Args:
+        recording: with `SplitAttention(by=by)` and `ReceivedAttention(queries=("masked", "unmasked"))`.
+        by: "random" or "position".
+        draw: index of the split.
+
+    Raises:
+        ValueError: one of the three was not recorded.
+        IndexError: no such draw.
+    """
+    name = f"split_{by}"
+    if name not in recording.specs:
+        raise ValueError(f"this recording has no {name}; record with SplitAttention(by={by!r})")
+    values = getattr(recording, name)[..., draw, :]
+    first, second = (
+        replace(received_of(recording, kind), values=values[..., part])  # type: ignore[arg-type]
+        for part, kind in enumerate(PARTS)
+    )
+    return first, second

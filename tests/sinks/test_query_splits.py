@@ -1,0 +1,81 @@
+"""`SplitAttention`: the parts are splits of the queries, of the sizes of the classes, and the scores are theirs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.recording import AttentionPattern
+from dlm_lens.sinks import SplitAttention, received_of_split
+
+PROMPTS = ["w3 w4 w5 w6 w7 w8 w9", "w9 w8 w7"]
+CLASSES = dl.ReceivedAttention(queries=("masked", "unmasked"), min_viewers=1)
+
+
+@pytest.fixture
+def recording(tiny_llada: Any) -> Any:
+    reducers = [CLASSES, SplitAttention(3, min_viewers=1), SplitAttention(1, "position", min_viewers=1),
+                AttentionPattern()]  # fmt: skip
+    return dl.record(tiny_llada, PROMPTS, reducers, gen_length=6, steps=6)
+
+
+def part_of(recording: Any, by: str, draw: int, step: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """The queries of each part, solved for from the patterns of all layers and heads in float64."""
+    inside = recording.run.attention_mask[row].numpy()
+    pattern = recording.pattern[step, row].double().numpy()[..., inside, :][..., inside]
+    equations = np.moveaxis(pattern, -2, -1).reshape(-1, inside.sum())
+    found = []
+    for one in received_of_split(recording, by, draw):
+        sums = one.column_sums[step, row].double().numpy()[..., inside].ravel()
+        weights, *_ = np.linalg.lstsq(equations, sums, rcond=None)
+        assert abs(equations @ weights - sums).max() < 1e-5
+        assert abs(weights - weights.round()).max() < 1e-2
+        found.append(weights.round().astype(int))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("by", ["random", "position"])
+def test_split_attention_is_that_of_two_parts_of_the_queries(recording: Any, by: str) -> None:
+    masked = recording.masked.numpy()
+    for step in (0, 3):
+        for row in range(2):
+            inside = recording.run.attention_mask[row].numpy()
+            for draw in range(3 if by == "random" else 1):
+                first, second = part_of(recording, by, draw, step, row)
+                assert {*first, *second} == {0, 1}
+                assert (first + second == 1).all()
+                assert first.sum() == masked[step, row][inside].sum()
+                if by == "position":
+                    assert (np.diff(first) >= 0).all()
+
+
+def test_random_splits_differ_between_draws_and_steps(recording: Any) -> None:
+    drawn = [tuple(part_of(recording, "random", draw, step, 0)[0]) for draw in range(3) for step in (2, 3)]
+    assert len({*drawn}) == len(drawn)
+
+
+def test_a_row_s_splits_do_not_depend_on_its_batch(tiny_llada: Any, recording: Any) -> None:
+    alone = dl.record(tiny_llada, PROMPTS[1:], [CLASSES, SplitAttention(3, min_viewers=1)], gen_length=6, steps=6)
+    width = alone.masked.shape[-1]
+    for mine, theirs in zip(received_of_split(alone, draw=2), received_of_split(recording, draw=2), strict=True):
+        np.testing.assert_allclose(
+            mine.values[:, 0].numpy(), theirs.values[:, 1, ..., -width:].numpy(), atol=1e-5, equal_nan=True
+        )
+
+
+def test_the_split_by_position_is_the_split_by_state_while_the_answer_is_masked(recording: Any) -> None:
+    state = dl.received_of(recording, "masked").values[0, 0]
+    split = received_of_split(recording, "position")[0].values[0, 0]
+    np.testing.assert_allclose(state.numpy(), split.numpy(), atol=1e-6, equal_nan=True)
+
+
+def test_split_attention_says_what_it_cannot_do(tiny_causal: Any, tiny_llada: Any) -> None:
+    for wrong in ({"draws": 0}, {"by": "token"}, {"by": "position", "draws": 2}):
+        with pytest.raises(ValueError, match="by is 'random' with at least 1 draw"):
+            SplitAttention(**{"draws": 1, **wrong})
+    with pytest.raises(ValueError, match="causal model"):
+        dl.record(tiny_causal, PROMPTS, [SplitAttention()], gen_length=3)
+    plain = dl.record(tiny_llada, PROMPTS, [CLASSES], gen_length=2, steps=2)
+    with pytest.raises(ValueError, match="no split_random; record with"):
+        received_of_split(plain)
