@@ -48,6 +48,23 @@ def is_within(found: Interval, low: float, high: float) -> Judged:
     return _judged(inside, outside, max(both, default=None) if low < found.value < high else p_value(found, nearer))
 
 
+def all_of(*judged: Judged) -> Judged:
+    """A claim of several parts: "agrees" if all of them do, "disagrees" if one does, else "undecided".
+
+    p is the largest of the parts' p-values where no part disagrees (an intersection-union test), else the smallest
+    among those that disagree times their number (Bonferroni). None where a part that counts has none.
+    """
+    verdicts = [one.verdict for one in judged]
+    if "disagrees" in verdicts:
+        ps = [one.p for one in judged if one.verdict == "disagrees"]
+        return Judged(
+            "disagrees", None if None in ps else min(1.0, len(judged) * min(p for p in ps if p is not None))
+        )
+    ps = [one.p for one in judged]
+    agrees = all(verdict == "agrees" for verdict in verdicts)
+    return Judged("agrees" if agrees else "undecided", None if None in ps else max(p for p in ps if p is not None))
+
+
 def _judged(agrees: bool, disagrees: bool, p: float | None) -> Judged:
     return Judged("agrees" if agrees else "disagrees" if disagrees else "undecided", p)
 

@@ -1,100 +1,201 @@
-"""Figure 3: distribution of received attention over tokens, for each third of a run."""
+"""Figure 3: distribution of received attention over tokens, beside what it would be without sinks."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dlm_lens.experiments.attention_sinks import recorded_runs
-from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded
+from dlm_lens.experiments.attention_sinks.recorded_runs import average, per_prompt, record_prompts, rounded
+from dlm_lens.experiments.attention_sinks.score_nulls import EDGES, MARGIN, TOP, concentration, nulls
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, mean_over_prompts
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import all_of, is_above, is_below
 
-EDGES = [0.0, *np.round(np.geomspace(0.01, 100, 25), 4).tolist(), 1e6]
-"""Edges of the bins of received attention, relative to uniform."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PARTS = ("first third", "second third", "last third")
-TOP = 0.04
-"""The largest share of tokens that are sinks at eps = 3, according to the paper."""
+SCALES = ("relative", "raw")
+STATISTICS = ("top", "median", "gini", "exponential top", "exponential median", "exponential gini",
+              "lognormal top", "lognormal gini", "uniform top")  # fmt: skip
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: score counts per third of the run, the median score, and the attention of the top 4% of keys."""
-    found: dict[str, Any] = {"counts": [], "median": [], "top": [], "below": []}
+    """Per prompt: means over patterns on both scales, of the model and of the nulls; counts of A-bar per third."""
+    found: dict[str, list[Any]] = {"counts": [], "exponential_counts": [], "lognormal_counts": []}
+    found |= {f"{scale} {name}": [] for scale in SCALES for name in STATISTICS}
     for prompt_run in record_prompts(item, settings, bench):
-        received = prompt_run.received["all"]
-        scores, shares = received.values[:, 0].float(), received.shares[:, 0].float()
-        thirds = scores.tensor_split(3)
-        found["counts"].append([np.histogram(part[~part.isnan()].numpy(), EDGES)[0].tolist() for part in thirds])
-        known = scores[~scores.isnan()]
-        found["median"].append(rounded(known.median()))
-        found["below"].append(rounded((known < 1).float().mean()))
-        defined = ~shares.isnan()
-        count = (defined.sum(-1, keepdim=True) * TOP).round().clamp(min=1)
-        rank = shares.nan_to_num(nan=-1).argsort(-1, descending=True).argsort(-1)
-        top = shares.nan_to_num().masked_fill(rank >= count, 0).sum(-1)
-        found["top"].append(rounded(top[defined.any(-1)].mean()))
+        for name, value in describe(prompt_run.received["all"]).items():
+            found[name].append(value)
     return found
 
 
-def render(results: Results) -> Rendering:
-    """Histograms, and the share of attention that the top 4% of the keys receive."""
-    from dlm_lens.experiments.attention_sinks.charts import line_chart
+def describe(received: Any) -> dict[str, Any]:
+    """The statistics of one prompt's patterns, each judged beside nulls of as many keys."""
+    values = received.values[:, 0].double().numpy()
+    expected = np.broadcast_to(received.expected[:, 0].double().numpy(), values.shape)
+    steps, layers, heads, _ = values.shape
+    sums = {f"{scale} {name}": 0.0 for scale in SCALES for name in STATISTICS}
+    counts, patterns = np.zeros((len(PARTS), len(EDGES) - 1)), 0
+    without = {name: np.zeros(len(EDGES) - 1) for name in ("exponential_counts", "lognormal_counts")}
+    for step in range(steps):
+        for layer in range(layers):
+            known = ~np.isnan(values[step, layer, 0])
+            if known.sum() < 2:
+                continue
+            scores, even = values[step, layer][:, known], expected[step, layer, 0, known]
+            raw = scores * even
+            flat = bool(np.ptp(even) <= 1e-4 * even.max())
+            relative = concentration(scores)
+            for scale, given, keys in (
+                ("relative", relative, len(even)),
+                ("raw", relative if flat else concentration(raw), len(even) if flat else _key(even)),
+            ):
+                null = nulls(keys)
+                top, gini = null.conditional(relative.median)
+                for name, value in {
+                    "top": given.top, "median": given.median, "gini": given.gini,
+                    "exponential top": null.exponential.top, "exponential median": null.exponential.median,
+                    "exponential gini": null.exponential.gini, "lognormal top": top, "lognormal gini": gini,
+                    "uniform top": null.uniform.top,
+                }.items():  # fmt: skip
+                    sums[f"{scale} {name}"] += float(np.broadcast_to(value, heads).sum())
+            patterns += heads
+            counts[step * len(PARTS) // steps] += np.histogram(raw / raw.sum(-1, keepdims=True), EDGES)[0]
+            without["exponential_counts"] += heads * null.exponential_counts
+            without["lognormal_counts"] += null.lognormal_counts(relative.median)
+    return {
+        **{name: rounded(value / patterns) for name, value in sums.items()},
+        "counts": counts.astype(int).tolist(),
+        **{name: rounded(value.tolist(), 2) for name, value in without.items()},
+    }
 
-    curves = {}
+
+def _key(even: Any) -> tuple[float, ...]:
+    """Expectations as a key that equal canvases share."""
+    return tuple(float(f"{value:.6g}") for value in even)
+
+
+def render(results: Results) -> Rendering:
+    """The histogram with the nulls' curves, and the statistics beside theirs."""
     rows = []
     for model in results.models:
-        counts = np.sum(results.listed("counts", model=model), 0)
-        shares = counts / np.clip(counts.sum(1, keepdims=True), 1, None)
-        for name, part in zip(PARTS, shares, strict=True):
-            curves[f"{model}, {name}"] = list(zip([max(edge, 0.005) for edge in EDGES[:-1]], part, strict=True))
-        rows.append([
-            model, str(mean_over_prompts(results.listed("median", model=model))),
-            str(mean_over_prompts(results.listed("below", model=model))), str(top_share(results, model)),
-            str(len(results.listed("median", model=model))),
-        ])  # fmt: skip
+        for scale in scales_of(results, model):
+            cells = {name: average(results, model, f"{scale} {name}") for name in STATISTICS}
+            rows.append([
+                model, named(scale, results, model), str(cells["top"]),
+                *(f"{cells[name].value:.2f}" for name in ("uniform top", "exponential top", "lognormal top")),
+                str(cells["median"]), f"{cells['exponential median'].value:.2f}",
+                str(cells["gini"]), f"{cells['exponential gini'].value:.2f}",
+                f"{cells['lognormal gini'].value:.2f}",
+                str(cells["top"].n),
+            ])  # fmt: skip
     head = [
-        "model",
-        "median score (1: uniform)",
-        "keys below uniform",
-        "attention of the top 4% of keys",
-        "n prompts",
-    ]
-    table = Table("every head, step and key; scale: relative to uniform; 95% intervals over prompts", head, rows)
-    figure = line_chart(
-        curves, x="received attention (1: uniform; bins of equal ratio)", y="share of keys", log=True
-    )
-    return Rendering([table], {"distribution": figure}, list(findings(results)))
+        "model", "scale", f"attention of the top {TOP:.0%} of the keys", "uniform", "exponential", "lognormal",
+        "median score (1: uniform)", "exponential", "Gini coefficient", "exponential", "lognormal", "n",
+    ]  # fmt: skip
+    table = Table(
+        "means over every head and step, beside the same for uniform attention, for exponential scores and for "
+        "lognormal scores with the same median and mean, of as many keys; 95% intervals",
+        head, rows,
+    )  # fmt: skip
+    return Rendering([table], {"distribution": histogram(results)}, list(findings(results)))
 
 
-def top_share(results: Results, model: str) -> Interval:
-    """The share of all attention that the top 4% of the keys of a pattern receive."""
-    return mean_over_prompts(results.listed("top", model=model))
+def scales_of(results: Results, model: str) -> tuple[str, ...]:
+    """Both scales for AR models; in a DLM every key has the same e_j, and they give the same numbers."""
+    return SCALES if results.is_causal(model) else SCALES[:1]
+
+
+def named(scale: str, results: Results, model: str) -> str:
+    """The scale in words."""
+    if not results.is_causal(model):
+        return "both (equal)"
+    return "relative to uniform" if scale == "relative" else "column sums"
+
+
+def excess(results: Results, model: str, scale: str, name: str) -> Interval:
+    """A statistic minus its null, as "top - lognormal top", paired by prompt."""
+    one, other = name.split(" - ")
+    return per_prompt(results, model, [f"{scale} {one}", f"{scale} {other}"], lambda a, b: (a - b, 1.0))
+
+
+def histogram(results: Results) -> "Figure":
+    """Per model, the share of keys over A-bar with a logarithmic axis: thirds of the run, and both nulls."""
+    from matplotlib.figure import Figure
+
+    from dlm_lens.experiments.attention_sinks.charts import COLOURS, STYLES
+
+    models = results.models
+    columns = min(2, len(models))
+    rows = -(-len(models) // columns)
+    figure = Figure(figsize=(4.0 * columns, 3.0 * rows + 0.5), layout="constrained")
+    edges = np.minimum(EDGES, 1.0)
+    most = max(edges[1:][np.sum(results.listed("counts", model=model), (0, 1)) > 0].max() for model in models)
+    for number, model in enumerate(models, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        counts = np.sum(results.listed("counts", model=model), 0)
+        curves = {f"{part} of the steps": counts[place] for place, part in enumerate(PARTS)}
+        keys = counts.sum()
+        for name in ("exponential", "lognormal"):
+            curves[f"{name} scores (null)"] = np.sum(results.listed(f"{name}_counts", model=model), 0)
+        for place, (name, values) in enumerate(curves.items()):
+            null = "null" in name
+            axes.stairs(
+                np.where(values > 0, values, np.nan) / values.sum(), edges, label=name if number == 1 else None,
+                color="black" if null else COLOURS[place], linestyle=STYLES[1 + place % 2] if null else "-",
+                linewidth=1.1,
+            )  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_ylim(0.3 / max(1, keys), 1.5)
+        axes.set_xlim(0, min(1.0, most + 0.1))
+        axes.set_title(model, loc="left", fontsize=8, parse_math=False)
+        axes.set_xlabel("share of a pattern's attention that a key receives", fontsize=7)
+        axes.set_ylabel("share of the keys", fontsize=7)
+        axes.tick_params(labelsize=6)
+    figure.legend(loc="outside lower left", ncols=3, fontsize=7, frameon=False)
+    return figure
 
 
 def findings(results: Results) -> Iterator[Finding]:
-    """Whether few tokens receive much of the attention."""
+    """Whether few tokens receive much, the majority little, and more than a smooth heavy tail would give."""
     for model in results.models:
-        top, median = top_share(results, model), mean_over_prompts(results.listed("median", model=model))
-        yield Finding(
-            "only a few tokens receive a very high score, the majority close to zero",
-            f"{model}: the top 4% receive {top}; the median key {median}",
-            "agrees"
-            if top.low > 3 * TOP and median.high < 1
-            else "disagrees"
-            if top.high < 3 * TOP
-            else "undecided",
-            "agreement is taken as three times their part and a median below uniform; "
-            "the paper's figure has no numbers to compare with",
-        )
+        for scale in scales_of(results, model):
+            where = f"{model}, {named(scale, results, model)}" if results.is_causal(model) else model
+            top, median = (average(results, model, f"{scale} {name}") for name in ("top", "median"))
+            exponential, centre, lognormal, flat = (
+                average(results, model, f"{scale} {name}").value
+                for name in ("exponential top", "exponential median", "lognormal top", "uniform top")
+            )
+            judged = all_of(
+                is_above(excess(results, model, scale, "top - exponential top"), 0),
+                is_below(excess(results, model, scale, "median - exponential median"), 0),
+            )
+            yield Finding.of(
+                "only a few tokens receive a very high score, the majority close to zero",
+                f"{where}: the top {TOP:.0%} receive {top}; the median key {median}",
+                judged,
+                why="agreement: more in the top and a lower median than for exponential scores of as many keys",
+                null=f"exponential scores: {exponential:.2f} and {centre:.2f}; uniform attention: {flat:.2f}",
+            )
+            more = excess(results, model, scale, "top - lognormal top")
+            yield Finding.of(
+                "these few are sinks: a group that the other scores do not lead up to",
+                f"{where}: the top {TOP:.0%} receive {top}, {more} more than in a lognormal",
+                is_above(more, MARGIN),
+                why="agreement: more in the top than for lognormal scores with the same median and mean, by the "
+                f"{MARGIN} that this estimate may err by",
+                null=f"lognormal scores: {lognormal:.2f}",
+            )
 
 
 EXPERIMENT = recorded_runs.experiment(
     name="fig3-distribution",
     shows="2510.15731, Figure 3",
     title="distribution of attention scores over tokens and steps",
-    metric="received attention relative to uniform; share of attention that the top 4% of the keys receive",
+    metric="share of attention that the top 4% of the keys of a pattern receive; median score; Gini coefficient",
     small={"models": ["toy", "toy-ar"]},
     full={"models": ["GSAI-ML/LLaDA-8B-Instruct"]},
     run=run,

@@ -171,6 +171,21 @@ def average(results: Results, model: str, name: str, **wanted: Any) -> Interval:
     return over_networks(found or [([], [])])
 
 
+def per_prompt(
+    results: Results,
+    model: str,
+    names: Sequence[str],
+    terms: Callable[..., tuple[float, float]],
+    bounds: tuple[float, float] | None = None,
+    **wanted: Any,
+) -> Interval:
+    """As `ratio`, of a numerator and a denominator that `terms` computes from several values of each prompt."""
+    columns = [per_network(results, name, model=model, **wanted) for name in names]
+    pairs = [[terms(*values) for values in zip(*network, strict=True)] for network in zip(*columns, strict=True)]
+    found = [([top for top, _ in pair], [bottom for _, bottom in pair]) for pair in pairs]
+    return over_networks(found or [([], [])], bounds=bounds)
+
+
 def rounded(values: Any, digits: int = 4) -> Any:
     """Tensors, arrays and numbers as rounded JSON values; NaN and infinities become None."""
     if hasattr(values, "tolist"):

@@ -7,7 +7,16 @@ import pytest
 from scipy import stats
 
 from dlm_lens.experiments.intervals import Interval
-from dlm_lens.experiments.verdicts import adjusted, expected_by_chance, is_above, is_below, is_within, p_value
+from dlm_lens.experiments.verdicts import (
+    Judged,
+    adjusted,
+    all_of,
+    expected_by_chance,
+    is_above,
+    is_below,
+    is_within,
+    p_value,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +77,12 @@ def test_comparisons_at_their_bound_are_decided_for_one_side_in_a_fortieth() -> 
     )
     # Binomial: 100 expected, standard deviation 9.9.
     assert abs(decided - expected_by_chance(4000)) < 40
+
+
+def test_all_of_several_parts() -> None:
+    yes, no, open_ = Judged("agrees", 0.01), Judged("disagrees", 0.02), Judged("undecided", 0.3)
+    assert all_of(yes, Judged("agrees", 0.04)) == ("agrees", 0.04)
+    assert all_of(yes, open_) == ("undecided", 0.3)
+    assert all_of(yes, no, open_) == ("disagrees", pytest.approx(0.06))
+    assert all_of(yes, Judged("agrees")) == ("agrees", None)
+    assert all_of(Judged("disagrees", 0.9), yes).p == 1.0
