@@ -94,8 +94,8 @@ class Nulls:
 def nulls(expected: tuple[float, ...] | int) -> Nulls:
     """The nulls of n keys (relative to uniform), or of keys with these expectations e_j (raw column sums).
 
-    Monte Carlo with a fixed seed, `DRAWS` patterns per sigma. The lognormal top share that is estimated from the ratio
-    of median to mean is the mean over simulated patterns of all sigmas with about this ratio.
+    Monte Carlo with a fixed seed, `DRAWS` patterns per sigma. The lognormal top share that belongs to a ratio of
+    median to mean is the mean over simulated patterns of all sigmas with about this ratio.
     """
     weights = np.ones(expected) if isinstance(expected, int) else np.asarray(expected)
     n = len(weights)
