@@ -55,12 +55,13 @@ def describe(received: Any) -> dict[str, Any]:
             ):
                 null = nulls(keys)
                 top, gini = null.conditional(relative.median)
-                for name, value in {
+                cells: dict[str, Any] = {
                     "top": given.top, "median": given.median, "gini": given.gini,
                     "exponential top": null.exponential.top, "exponential median": null.exponential.median,
                     "exponential gini": null.exponential.gini, "lognormal top": top, "lognormal gini": gini,
                     "uniform top": null.uniform.top,
-                }.items():  # fmt: skip
+                }  # fmt: skip
+                for name, value in cells.items():
                     sums[f"{scale} {name}"] += float(np.broadcast_to(value, heads).sum())
             patterns += heads
             counts[step * len(PARTS) // steps] += np.histogram(raw / raw.sum(-1, keepdims=True), EDGES)[0]

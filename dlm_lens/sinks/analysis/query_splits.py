@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, received_by_class
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.recording.reducers.base import LayerStep, Reducer
 from dlm_lens.sinks.from_recording import received_of
 from dlm_lens.sinks.received import Received
@@ -18,7 +18,7 @@ from dlm_lens.sinks.received import Received
 SplitBy = Literal["random", "position"]
 """At random, or by position: the last queries of the canvas against the others."""
 
-PARTS = ("masked", "unmasked")
+PARTS: tuple[QueryClass, ...] = ("masked", "unmasked")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SplitAttention(Reducer):
         sums = received_by_class(layer.inputs, weights.float())
         sums = sums.unflatten(1, (self.draws, len(PARTS))).permute(0, 3, 4, 1, 2)
         expected = torch.stack([layer.facts.expected(name) for name in PARTS], -1)[:, None, :, None]
-        undefined = torch.stack([layer.undefined(name, self.min_viewers) for name in PARTS], -1)  # type: ignore[arg-type]
+        undefined = torch.stack([layer.undefined(name, self.min_viewers) for name in PARTS], -1)
         return (sums / expected).masked_fill(undefined[:, None, :, None], torch.nan)
 
     def _weights(self, layer: LayerStep) -> Bool[Tensor, "batch klass query"]:
@@ -122,7 +122,6 @@ def received_of_split(recording: Recording, by: SplitBy = "random", draw: int = 
         raise ValueError(f"this recording has no {name}; record with SplitAttention(by={by!r})")
     values = getattr(recording, name)[..., draw, :]
     first, second = (
-        replace(received_of(recording, kind), values=values[..., part])  # type: ignore[arg-type]
-        for part, kind in enumerate(PARTS)
+        replace(received_of(recording, kind), values=values[..., part]) for part, kind in enumerate(PARTS)
     )
     return first, second
