@@ -116,9 +116,11 @@ def section(one: Entry, pictures: Mapping[str, str], after: Mapping[Finding, flo
 
 
 def command(experiment: Experiment, results: Results) -> str:
-    """The command that computes these results: the settings that differ from the defaults are given."""
-    small = bool(results.config["small"])
-    defaults = experiment.config(small)["settings"]
+    """The command that computes these results: the settings that differ from the defaults of the models."""
+    small, models = bool(results.config["small"]), results.settings.get("models", ())
+    defaults = experiment.config(small, models)["settings"]
+    if models:
+        defaults["models"] = experiment.config(small)["settings"]["models"]
     changed = {name: value for name, value in results.settings.items() if value != defaults.get(name)}
     parts = [f"dlm-lens experiment {experiment.name}" + (" --small" if small else "")]
     for name, value in changed.items():

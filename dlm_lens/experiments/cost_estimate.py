@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_lens.experiments.experiment import Cost, Experiment
+from dlm_lens.experiments.model_settings import settings_of_item
 from dlm_lens.experiments.runner import list_items
 
 UTILISATION = 0.4
@@ -100,8 +101,9 @@ def plan_experiment(
         raise ValueError(f"device is {device!r}; it must be cpu (this machine) or one of {', '.join(DEVICES)}")
     config = experiment.config(small, models, settings)
     items = list_items(experiment, config)
+    settings_by_item = [(item, settings_of_item(config["settings"], item)) for item in items]
     costs = [
-        cost for item in items for cost in (experiment.cost(item, config["settings"]) if experiment.cost else ())
+        cost for item, own in settings_by_item for cost in (experiment.cost(item, own) if experiment.cost else ())
     ]
     lines = [f"{experiment.name} ({'small' if small else 'full'}): {len(items)} items, {experiment.shows}"]
     total, largest = 0.0, 0.0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.declarations import declarations
+from dlm_lens.experiments.model_settings import check_models, is_by_model, with_own
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import Judged
 from dlm_lens.experiments.verdicts import Verdict as Verdict
@@ -149,6 +150,7 @@ class Experiment:
         render: results -> tables and figures; it reads nothing else.
         cost: (item, settings) -> forward passes; None if it runs no model.
         paper: the paper's own numbers.
+        own: model -> its own default of some settings, such as the task of a model that reads English.
 
     Raises:
         ValueError: settings of different names, or a name that cannot be a folder's.
@@ -165,6 +167,7 @@ class Experiment:
     render: Callable[[Results], Rendering]
     cost: Callable[[Item, Settings], Sequence[Cost]] | None = None
     paper: Sequence[Table] = ()
+    own: Mapping[str, Settings] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").isalnum():
@@ -178,16 +181,27 @@ class Experiment:
     ) -> dict[str, Any]:
         """The config of a run: the defaults with some settings replaced. A resumed run must have an equal config.
 
+        A setting of `dlm_lens.experiments.model_settings.BY_MODEL` may be a mapping model -> value, with "" for the
+        models that it does not name.
+
         Raises:
-            ValueError: an unknown setting, a value of the wrong kind, or models for an experiment without models.
+            ValueError: an unknown setting, a value of the wrong kind, models for an experiment without models, or a
+                value for a model that is not in the run.
         """
         settings: dict[str, Any] = dict(self.small if small else self.full)
         given = dict(given or {}) | ({"models": list(models)} if models else {})
         for name in given:
             if name not in settings:
                 raise ValueError(f"{self.name} has no setting {name!r}; it has {', '.join(settings)}")
-            _check_kind(name, given[name], (self.small[name], self.full[name]))
-        found: dict[str, Any] = json.loads(json.dumps({**settings, **given}))
+            mapped = "models" in settings and is_by_model(name, given[name])
+            for value in given[name].values() if mapped else (given[name],):
+                _check_kind(name, value, (self.small[name], self.full[name]))
+        settings |= given
+        if "models" in settings:
+            for name in filter(lambda name: is_by_model(name, given[name]), given):
+                check_models(name, given[name], settings["models"])
+            settings = with_own(settings, self.own, list(given), settings["models"])
+        found: dict[str, Any] = json.loads(json.dumps(settings))
         return {"experiment": self.name, "small": small, "settings": found}
 
 

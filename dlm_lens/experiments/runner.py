@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.experiments.experiment import Bench, Experiment
+from dlm_lens.experiments.model_settings import is_by_model, settings_of, settings_of_item
 from dlm_lens.experiments.results import Item, Record, Results, ResultsFile, key_of, read_results
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def run_experiment(
         ) as bar:
             for item in left:
                 start = time.perf_counter()
-                value = experiment.run(item, config["settings"], bench)
+                value = experiment.run(item, settings_of_item(config["settings"], item), bench)
                 file.append(Record(item, value, time.perf_counter() - start))
                 bar.update()
     return read_results(Path(out), lambda found: list_items(experiment, found))
@@ -70,7 +71,12 @@ def list_items(experiment: Experiment, config: Mapping[str, Any]) -> list[Item]:
     Raises:
         ValueError: two items are equal, so that a resumed run could not distinguish them.
     """
-    items = list(experiment.items(config["settings"]))
+    settings = config["settings"]
+    if any(is_by_model(name, value) for name, value in settings.items()):
+        every = ({**settings_of(settings, model), "models": [model]} for model in settings["models"])
+        items = [item for one in every for item in experiment.items(one)]
+    else:
+        items = list(experiment.items(settings))
     keys = [key_of(item) for item in items]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)

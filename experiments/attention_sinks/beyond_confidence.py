@@ -26,7 +26,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     from dlm_lens.hooks import mask_random, mask_top_sinks
 
     model = bench.model(item["model"])
-    texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
+    texts = chat(model, problems_of(settings, item["start"]), settings)
     done = dl.denoise(model, texts, **settings["sampler"])
     mask = mask_top_sinks(settings["columns"])
     hooks = dict(zip(KINDS, (mask, mask_random(like=mask), mask_random(like=mask, match="mass")), strict=True))

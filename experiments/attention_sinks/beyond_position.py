@@ -19,7 +19,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     import dlm_lens as dl
 
     model = bench.model(item["model"])
-    texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
+    texts = chat(model, problems_of(settings, item["start"]), settings)
     done = dl.denoise(model, texts, **settings["sampler"])
     trials = dl.sinks.position_or_token(model, done, sink_rule(settings), steps=[0, done.steps // 2, -1]).trials
     counts = trials.groupby(["batch", "change", "outcome"]).size()

@@ -1,6 +1,7 @@
 """The prompts of the experiments: shipped problems, or a JSONL file of prompts."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,15 +9,27 @@ from typing import Any, NamedTuple
 import dlm_lens.evaluation
 from dlm_lens.experiments.results import Settings
 
-SHIPPED = {"toy_arithmetic": "A", "toy_lists": "L", "toy_facts": "F"}
-"""Tasks that come with the package, in the language of the embedded models; task names of problems.jsonl."""
+SHIPPED = {
+    "toy_arithmetic": ("problems.jsonl", "A"), "toy_lists": ("problems.jsonl", "L"),
+    "toy_facts": ("problems.jsonl", "F"), "english_arithmetic": ("english_arithmetic.jsonl", None),
+    "english_prompts": ("english_prompts.jsonl", None),
+}  # fmt: skip
+"""Tasks that come with the package: file, and the task's name in it. The embedded models know the toy language
+only; `english_prompts` has no correct answers."""
 
 
 class Problem(NamedTuple):
-    """A prompt and its correct answer."""
+    """A prompt and its correct answer.
+
+    Args:
+        prompt: the user's text.
+        target: the correct answer; empty where there is none.
+        begun: the beginning of the answer, which the model continues.
+    """
 
     prompt: str
     target: str
+    begun: str = ""
 
 
 def problems(task: str) -> list[Problem]:
@@ -26,17 +39,33 @@ def problems(task: str) -> list[Problem]:
         FileNotFoundError: neither a shipped task nor a file.
     """
     if task in SHIPPED:
-        file, wanted = Path(dlm_lens.evaluation.__path__[0]) / "tasks" / "problems.jsonl", SHIPPED[task]
+        name, wanted = SHIPPED[task]
+        file = Path(dlm_lens.evaluation.__path__[0]) / "tasks" / name
     elif Path(task).is_file():
         file, wanted = Path(task), None
     else:
         raise FileNotFoundError(f"{task!r} is neither a file of prompts nor one of {', '.join(SHIPPED)}")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
-        Problem(line["prompt"], line.get("target", ""))
+        Problem(line["prompt"], line.get("target", ""), line.get("begun", ""))
         for line in lines
         if wanted is None or line["task"] == wanted
     ]
+
+
+def is_right(task: str, answer: str, problem: Problem) -> bool:
+    """Whether an answer of a shipped task is correct: its first number in English, its last answer else."""
+    from dlm_lens.evaluation.tasks.toy import final_answer
+
+    if task.startswith("toy_"):
+        return final_answer(answer) == problem.target
+    return first_number(answer) == problem.target
+
+
+def first_number(text: str) -> str | None:
+    """The first whole number of a text, or None."""
+    found = re.search(r"\d+", text)
+    return found.group() if found else None
 
 
 def problems_of(settings: Settings, start: int = 0) -> list[Problem]:
@@ -59,8 +88,22 @@ def starts(settings: Settings) -> range:
     return range(0, settings["prompts"], settings["batch"])
 
 
-def chat(model: Any, prompts: Sequence[str], settings: Settings) -> list[Any]:
-    """The prompts as text, or as chats where the setting `chat` is True."""
+def chat(model: Any, these: Sequence[Problem], settings: Settings) -> list[Any]:
+    """The prompts as text; where the setting `chat` is True as chats, or ids of chats with a begun answer.
+
+    Raises:
+        ValueError: a begun answer for a model without a chat template.
+    """
     if not settings.get("chat"):
-        return list(prompts)
-    return [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return [" ".join(filter(None, (problem.prompt, problem.begun))) for problem in these]
+    chats = [[{"role": "user", "content": problem.prompt}] for problem in these]
+    if not any(problem.begun for problem in these):
+        return chats
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise ValueError("the model's tokenizer has no chat template; run with chat=False")
+    texts = model.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    # The template writes its own special tokens.
+    return [
+        model.tokenizer(text + problem.begun, add_special_tokens=False)["input_ids"]
+        for text, problem in zip(texts, these, strict=True)
+    ]

@@ -30,6 +30,11 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 """Settings with the paper's models. The paper gives neither the prompts of its figures nor their number."""
 
+OWN: dict[str, dict[str, Any]] = {
+    "smollm2": {"task": "english_prompts", "chat": True, "sampler": {"gen_length": 16}, "batch": 8}
+}
+"""A model that reads English answers English prompts, in its chat template."""
+
 
 class PromptRun(NamedTuple):
     """The run of one prompt.
@@ -64,7 +69,7 @@ def record_prompts(
     import dlm_lens as dl
 
     model = model_of(item, settings, bench)
-    texts = chat(model, [problem.prompt for problem in problems_of(settings, item["start"])], settings)
+    texts = chat(model, problems_of(settings, item["start"]), settings)
     reducers = [dl.ReceivedAttention(queries=kind) for kind in queries]  # type: ignore[arg-type]
     to = None
     if settings["keep"]:
@@ -135,6 +140,7 @@ def experiment(
         render=render,
         cost=cost,
         paper=paper,
+        own=OWN,
     )
 
 

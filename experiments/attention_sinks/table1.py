@@ -5,9 +5,10 @@ from typing import Any
 
 from dlm_lens.experiments.attention_sinks.masking_conditions import CONTROLS, VARIANTS, condition_cells, conditions
 from dlm_lens.experiments.attention_sinks.masking_findings import accuracy, findings, has
-from dlm_lens.experiments.attention_sinks.problems import SHIPPED, problems, problems_of, starts
+from dlm_lens.experiments.attention_sinks.problems import SHIPPED, chat, is_right, problems, problems_of, starts
 from dlm_lens.experiments.attention_sinks.prompt_scores import correct_by_prompt, difference, exact_match
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table, run_script
+from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
 
 
@@ -72,7 +73,7 @@ def eps_for(model: Any, columns: float, settings: Settings) -> float:
     import dlm_lens as dl
     from dlm_lens.sinks import AboveMean
 
-    prompts = [problem.prompt for problem in _calibration(settings)]
+    prompts = chat(model, _calibration(settings), settings)
     received = dl.received_of(dl.record(model, prompts, **settings["sampler"]))
     scores = received.values.float()
     defined = ~scores.isnan()
@@ -90,14 +91,13 @@ def _calibration(settings: Settings) -> Sequence[Any]:
 
 def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool]:
     import dlm_lens as dl
-    from dlm_lens.evaluation.tasks.toy import final_answer
 
     these = problems_of(settings, item["start"])
     hooks = [] if mask is None else [mask]
-    done = dl.denoise(
-        model, [problem.prompt for problem in these], hooks=hooks, seed=item["seed"], **settings["sampler"]
-    )
-    return [final_answer(text) == problem.target for text, problem in zip(done.answers, these, strict=True)]
+    prompts = chat(model, these, settings)
+    done = dl.denoise(model, prompts, hooks=hooks, seed=item["seed"], **settings["sampler"])
+    task = settings["task"]
+    return [is_right(task, text, problem) for text, problem in zip(done.answers, these, strict=True)]
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
@@ -111,8 +111,10 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 
 def render(results: Results) -> Rendering:
     """Exact match of every condition, its difference to the unmasked model, and the paper's claims."""
-    title = f"exact match of {results.settings['task']}, 95% intervals (Wilson; differences paired by prompt)"
-    rows = [row for model in results.models for row in rows_of(results, model, conditions(results.settings))]
+    own = {model: settings_of(results.settings, model) for model in results.models}
+    tasks = ", ".join(dict.fromkeys(one["task"] for one in own.values()))
+    title = f"exact match of {tasks}, 95% intervals (Wilson; differences paired by prompt)"
+    rows = [row for model in results.models for row in rows_of(results, model, conditions(own[model]))]
     notes = list(_notes(results))
     return Rendering([Table(title, HEAD, rows)], {"accuracy": _figure(results)}, list(findings(results)), notes)
 
@@ -176,8 +178,7 @@ def _figure(results: Results) -> Any:
             ]
             if len(points) > 1:
                 curves[f"{model}, {name}"], styles[f"{model}, {name}"] = points, (colour, line)
-    y = f"exact match, {results.settings['task']}"
-    return line_chart(curves, x="sinks hidden per head, or matched", y=y, styles=styles)
+    return line_chart(curves, x="sinks hidden per head, or matched", y="exact match", styles=styles)
 
 
 PAPER = (
@@ -197,6 +198,11 @@ PAPER = (
     ),
 )
 
+OWN = {
+    "smollm2": {"task": "english_arithmetic", "chat": True, "sampler": {"gen_length": 4}, "batch": 16},
+}  # fmt: skip
+"""A model that reads English answers English word problems, whose sum the prompt begins."""
+
 EXPERIMENT = Experiment(
     name="table1-masking",
     shows="2510.15731, Table 1",
@@ -205,20 +211,22 @@ EXPERIMENT = Experiment(
     small={
         "models": ["toy", "toy-sink", "toy-ar"], "task": "toy_arithmetic", "prompts": 8, "batch": 8,
         "columns": [1, 5, 10], "varied": [1], "variants": ["random", "mass", "eps", "raw"], "seeds": [0],
-        "calibration": 4, "sampler": {},
+        "calibration": 4, "sampler": {}, "chat": False,
         "confirm_run_unsafe_code": False,
     },
     full={
         "models": ["Dream-org/Dream-v0-Instruct-7B", "GSAI-ML/LLaDA-8B-Instruct", "Gen-Verse/MMaDA-8B-MixCoT",
                    "meta-llama/Llama-3.1-8B-Instruct"],
         "task": "gsm8k", "prompts": 1319, "batch": 64, "columns": [1, 5, 10], "varied": [1, 5, 10],
-        "variants": list(VARIANTS), "seeds": [0], "calibration": 8, "sampler": {}, "confirm_run_unsafe_code": False,
+        "variants": list(VARIANTS), "seeds": [0], "calibration": 8, "sampler": {}, "chat": False,
+        "confirm_run_unsafe_code": False,
     },
     items=items,
     run=run,
     render=render,
     cost=cost,
     paper=PAPER,
+    own=OWN,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ EXPERIMENT = Experiment(
     run=run,
     render=render,
     cost=cost,
+    own=recorded_runs.OWN,
     paper=[
         Table("Figure 1, mean value norms of 10K tokens each", ["", "sinks", "others"],
               [[name, f"{sink:.2f}", f"{other:.2f}"] for name, (sink, other) in FIGURE1.items()]),

