@@ -131,6 +131,46 @@ def forest_plot(
     return figure
 
 
+def path_panels(
+    panels: Mapping[str, Mapping[str, Sequence[float | None]]],
+    *,
+    x: str,
+    y: str,
+    bands: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+    columns: int = 3,
+) -> Figure:
+    """Paths over steps, several in every panel; None interrupts a path.
+
+    Args:
+        panels: by the panel's title, the paths by their names.
+        x: label of the horizontal axes.
+        y: label of the vertical axes.
+        bands: per panel, the positions (start, stop) that are shaded at every step.
+        columns: panels in a row.
+    """
+    rows, width = -(-len(panels) // columns), min(columns, len(panels))
+    figure = Figure(figsize=(3.4 * width + 0.3, 2.9 * rows + 0.2), layout="constrained")
+    for number, (name, paths) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, width, number)
+        for step, (start, stop) in enumerate((bands or {}).get(name, ())):
+            axes.fill_between((step - 0.5, step + 0.5), start - 0.5, stop - 0.5, color="#e8e8e8", linewidth=0)
+        for index, (label, path) in enumerate(paths.items()):
+            points = [float("nan") if place is None else place for place in path]
+            axes.plot(
+                range(len(points)), points, label=label, color=COLOURS[index % 8], marker=MARKS[index % 8],
+                linestyle=STYLES[index % 4], markersize=2.5, linewidth=0.9,
+            )  # fmt: skip
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(name, loc="left", fontsize=8, parse_math=False)
+        axes.set_xlabel(x, fontsize=7)
+        axes.set_ylabel(y, fontsize=7)
+        axes.tick_params(labelsize=6)
+        if paths:
+            axes.legend(fontsize=6, frameon=False)
+    return figure
+
+
 def _centre(value: Any) -> float:
     return float(getattr(value, "value", value))
 

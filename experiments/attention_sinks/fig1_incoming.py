@@ -3,89 +3,159 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from dlm_lens.experiments.attention_sinks import recorded_runs
-from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
+from dlm_lens.experiments.attention_sinks.recorded_runs import average, ratio, record_prompts, rounded, sink_rule
+from dlm_lens.experiments.attention_sinks.two_scales import (
+    NAMED,
+    PLOTTED,
+    SCALES,
+    bounded_share,
+    difference,
+    differ_in_random_order,
+    followed,
+    pairs,
+    uniform_attention,
+)
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import is_above
+
+NO_EXCESS = 0.0
+"""Bound of "sinks shift as tokens are unmasked": more often than between two random steps of the same run."""
+
+NO_DIFFERENCE = 0.0
+"""Bound of "unlike autoregressive models": the DLM's share minus the AR model's."""
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: positions of the strongest key over the run, and patterns whose largest sink ends elsewhere."""
-    import dlm_lens as dl
+    """Per prompt and scale: patterns whose largest sink ends elsewhere, the same by chance and under uniform attention.
 
-    found: dict[str, Any] = {"distinct": [], "moved": [], "compared": [], "strongest": []}
+    Of the first prompt also the maps of the figure.
+    """
+    names = ("moved", "compared", "chance", "beyond", "distinct", "strongest", "uniform moved", "uniform compared")
+    found: dict[str, Any] = {f"{scale} {name}": [] for scale in SCALES for name in names}
     for number, prompt_run in enumerate(record_prompts(item, settings, bench)):
         received = prompt_run.received["all"]
-        mean = received.at_level("model").values[:, 0, 0, 0]
-        best = mean.nan_to_num(nan=-1.0)
-        known = best.amax(-1) >= 0
-        found["distinct"].append(len(set(best.argmax(-1)[known].tolist())))
-        found["strongest"].append(rounded(best.amax(-1)[known].mean()))
-        measures = dl.trajectories(received, sink_rule(settings)).measures
-        found["moved"].append(int(measures["moved_over_run"].sum()))
-        found["compared"].append(int(measures["moved_over_run"].count()))
-        if item["start"] == 0 and number == 0:
-            there = ~mean.isnan().all(0)
-            found["map"] = rounded(mean[:, there], 2)
+        paths = followed(received, sink_rule(settings))
+        even = followed(uniform_attention(received), sink_rule(settings))
+        for scale, unit in SCALES.items():
+            best = received.on_scale(unit).at_level("model").values[:, 0, 0, 0].nan_to_num(nan=-1.0)
+            known = best.amax(-1) >= 0
+            main = paths[scale].main.flatten(1).numpy()
+            ends = paths[scale].measures["moved_over_run"].to_numpy()
+            compared = np.isfinite(ends)
+            chance = float(differ_in_random_order(main[:, compared]).sum())
+            values = {
+                "moved": int(ends[compared].sum()), "compared": int(compared.sum()), "chance": chance,
+                "beyond": float(ends[compared].sum()) - chance,
+                "distinct": len(set(best.argmax(-1)[known].tolist())), "strongest": float(best.amax(-1)[known].mean()),
+                "uniform moved": int(even[scale].measures["moved_over_run"].sum()),
+                "uniform compared": int(even[scale].measures["moved_over_run"].count()),
+            }  # fmt: skip
+            for name, value in values.items():
+                found[f"{scale} {name}"].append(rounded(value))
+        if item["start"] == 0 and number == 0 and not item.get("network", 0):
+            found["maps"] = _maps(received, paths)
+    return found
+
+
+def _maps(received: Any, paths: Any) -> list[dict[str, Any]]:
+    """Maps [step, position] of the mean of all heads and of one head; relative too where the scales differ.
+
+    The head: of those whose largest sink ends elsewhere the one with the largest smaller end; where there is none,
+    the one whose largest sink is strongest on average.
+    """
+    sums = received.on_scale(SCALES[PLOTTED])
+    there = ~sums.at_level("model").values[:, 0, 0, 0].isnan().all(0)
+    score = paths[PLOTTED].main_score[:, 0].nan_to_num(nan=0.0)
+    moved = paths[PLOTTED].measures["moved_over_run"].to_numpy().reshape(score.shape[1:]) == 1
+    # A step without a score, such as the first of an AR prefix, is no end.
+    steps = paths[PLOTTED].defined[:, 0].flatten(1).any(1).nonzero().flatten()
+    ends = np.minimum(score[steps[0]].numpy(), score[steps[-1]].numpy())
+    rank = np.where(moved, ends, -1) if moved.any() else score.mean(0).numpy()
+    layer, head = (int(n) for n in np.unravel_index(int(rank.argmax()), rank.shape))
+    named = {"mean of all heads": None, f"layer {received.layers[layer]}, head {head}": (layer, head)}
+    differ = not bool((received.values.isnan() | (received.expected - 1).abs().lt(0.1)).all())
+    found = []
+    for scale in SCALES if differ else (PLOTTED,):
+        held = received.on_scale(SCALES[scale])
+        for name, place in named.items():
+            values = held.at_level("model").values[:, 0, 0, 0] if place is None else held.values[:, 0, *place]
+            found.append({"scale": scale, "of": name, "values": rounded(values[:, there], 2)})
     return found
 
 
 def render(results: Results) -> Rendering:
-    """The map of each model's first prompt, and how often the largest sink moves."""
-    rows = [
-        [
-            model,
-            str(mean_over_prompts(results.listed("distinct", model=model))),
-            str(mean_over_prompts(results.listed("strongest", model=model))),
-            f"{moved(results, model)} of {sum(results.listed('compared', model=model))}",
-            str(len(results.listed("distinct", model=model))),
-        ]
-        for model in results.models
-    ]
-    head = ["model", "places of the strongest key over the run", "its score (1: uniform)",
-            "patterns whose largest sink ends elsewhere", "n prompts"]  # fmt: skip
-    firsts = {model: results.where(model=model, start=0) for model in results.models}
-    maps = {model: found[0].value["map"] for model, found in firsts.items() if found}
+    """The maps of each model's first prompt, and how often the largest sink moves."""
     from dlm_lens.experiments.attention_sinks.charts import heat_maps
 
-    figure = heat_maps(
-        {name: _with_nan(rows) for name, rows in maps.items()},
-        x="position",
-        y="step",
-        bar="received, model mean (1: uniform)",
-    )
-    table = Table("scale: relative to uniform; mean pattern for places and score, every head for the last column; "
-                  "95% intervals over prompts", head, rows)  # fmt: skip
-    return Rendering([table], {"incoming": figure}, list(_findings(results)))
+    rows, panels = [], {}
+    for model in results.models:
+        for scale in SCALES:
+            rows.append([
+                model, NAMED[scale], str(average(results, model, f"{scale} distinct")),
+                str(average(results, model, f"{scale} strongest")),
+                f"{moved(results, model, scale)} of {sum(results.listed(f'{scale} compared', model=model))}",
+                str(chance(results, model, scale)), _uniform(results, model, scale),
+                str(len(results.listed(f"{scale} compared", model=model))),
+            ])  # fmt: skip
+        for record in results.where(model=model, start=0):
+            for one in record.value.get("maps", ()):
+                panels[f"{model}, {one['of']}: {NAMED[one['scale']]}"] = _with_nan(one["values"])
+    head = ["model", "scale", "places of the strongest key over the run", "its score (1: uniform, without a mask)",
+            "patterns whose largest sink ends elsewhere", "between random steps", "uniform attention", "n runs"]  # fmt: skip
+    table = Table("mean pattern for places and score, every head for the other columns; 95% intervals over prompts "
+                  "(and networks)", head, rows)  # fmt: skip
+    figures = {"incoming": heat_maps(panels, x="position", y="step", bar="received attention")} if panels else {}
+    return Rendering([table], figures, list(_findings(results)), [
+        "What to see: a sink is a vertical line; it ends, and another begins, where a sink moves. The paper plots "
+        "column sums. In the AR model's column sums the first keys are bright by the causal mask alone; relative to "
+        "uniform attention they are not.",
+    ])  # fmt: skip
 
 
-def moved(results: Results, model: str) -> Interval:
+def moved(results: Results, model: str, scale: str = PLOTTED) -> Interval:
     """Of the patterns with a sink at the first and the last step, the share whose largest sink moved."""
-    return ratio_over_prompts(results.listed("moved", model=model), results.listed("compared", model=model))
+    return bounded_share(ratio(results, model, f"{scale} moved", f"{scale} compared", bounds=(0, 1)))
+
+
+def chance(results: Results, model: str, scale: str = PLOTTED) -> Interval:
+    """The same share for two random steps of the run, `differ_in_random_order`."""
+    return ratio(results, model, f"{scale} chance", f"{scale} compared", bounds=(0, 1))
+
+
+def _uniform(results: Results, model: str, scale: str) -> str:
+    """The same for uniform attention under the model's mask, one pattern per prompt."""
+    moving, n = (sum(results.listed(f"{scale} uniform {name}", model=model)) for name in ("moved", "compared"))
+    return f"{moving / n:.2f} of {n}" if n else "no sink"
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    for model in results.models:
-        here, n = moved(results, model), sum(results.listed("compared", model=model))
-        if results.is_causal(model):
-            yield Finding(
-                "an AR model's sinks do not shift",
-                f"{model}: {n} patterns have a sink at both ends of the run, of which {here} moved",
-                "agrees"
-                if n >= 30 and here.high < 0.1
-                else "disagrees"
-                if n >= 30 and here.low > 0.1
-                else "undecided",
-                "on the relative scale the first token of an AR prefix is no sink by its mask alone; undecided "
-                "below 30 patterns",
-            )
-            continue
-        yield Finding(
+    for model in results.diffusion_models:
+        n = sum(results.listed(f"{PLOTTED} compared", model=model))
+        beyond = ratio(results, model, f"{PLOTTED} beyond", f"{PLOTTED} compared")
+        yield Finding.of(
             "DLM sinks shift across the sequence as tokens are unmasked (caption)",
-            f"{model}: in {here} of {n} patterns the largest sink ends elsewhere",
-            "agrees" if here.low > 0.1 else "disagrees" if here.high < 0.1 else "undecided",
-            "agreement is taken as more than a tenth; the paper's caption has no number",
+            f"{model}: in {moved(results, model)} of {n} patterns the largest sink ends elsewhere, "
+            f"{beyond} more than between two random steps of the run",
+            is_above(beyond, NO_EXCESS),
+            why="more often than between random steps; both scales are one in a DLM",
+            null=f"steps in random order: {chance(results, model)}",
+        )
+    for model, baseline, scale in pairs(results):
+        one, other = (moved(results, name, scale) for name in (model, baseline))
+        n = sum(results.listed(f"{scale} compared", model=baseline))
+        apart = difference(one, other)
+        yield Finding.of(
+            "unlike autoregressive models (caption)",
+            f"{NAMED[scale]}: {model} {one}, {baseline} {other} of {n} patterns; difference {apart}",
+            is_above(apart, NO_DIFFERENCE),
+            why="the DLM's share minus the AR model's is above 0"
+            + ("" if n else "; the AR model has no pattern with a sink at both ends of the run"),
+            null=f"{baseline}'s mask with uniform attention: {_uniform(results, baseline, scale)}",
         )
 
 
@@ -97,7 +167,7 @@ EXPERIMENT = recorded_runs.experiment(
     name="fig1-incoming",
     shows="2510.15731, Figure 1",
     title="incoming attention of every token over the denoising steps",
-    metric="received attention relative to uniform; share of patterns whose largest sink moved over the run",
+    metric="received attention on both scales; share of patterns whose largest sink moved over the run",
     run=run,
     render=render,
 )

@@ -7,33 +7,62 @@ from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import (
     PromptRun,
     head_pattern,
+    model_of,
+    ratio,
     record_prompts,
     rounded,
     sink_rule,
 )
+from dlm_lens.experiments.attention_sinks.two_scales import (
+    NAMED,
+    PLOTTED,
+    SCALES,
+    bounded_share,
+    difference,
+    followed,
+    moving_at_random_times,
+    pairs,
+    uniform_attention,
+)
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import is_above
+
+NO_EXCESS = 0.0
+"""Bound of "DLMs have moving sinks": more moving patterns than if the same sinks came and went at random times."""
+
+NO_DIFFERENCE = 0.0
+"""Bound of "not observed in ARMs": the DLM's share of moving patterns minus the AR model's."""
+
+KINDS = ("static", "moving", "unsettled")
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt: patterns of each kind, moves and switches; of the first prompt also the clearest move."""
-    import dlm_lens as dl
-
-    names = ("patterns", "static", "moving", "unsettled", "moves", "switches", "pairs")
-    found: dict[str, Any] = {name: [] for name in names}
-    diffusion = getattr(bench.model(item["model"]).config, "mask_token_id", None) is not None
+    """Per prompt and scale: patterns of each kind, moves, both at random times; of the first prompt a clear move."""
+    names = (*KINDS, "with sink", "moves", "switches", "chance moving", "chance moves", "beyond",
+             *(f"uniform {kind}" for kind in KINDS))  # fmt: skip
+    found: dict[str, Any] = {f"{scale} {name}": [] for scale in SCALES for name in names}
+    found |= {"patterns": [], "pairs": []}
     for number, prompt_run in enumerate(record_prompts(item, settings, bench)):
-        paths = dl.trajectories(prompt_run.received["all"], sink_rule(settings))
-        kinds = paths.kinds.flatten().tolist()
-        found["patterns"].append(len(kinds))
-        for kind in ("static", "moving", "unsettled"):
-            found[kind].append(kinds.count(kind))
-        found["moves"].append(int((paths.before >= 0).sum()))
-        found["switches"].append(int(paths.switched.sum()))
+        received = prompt_run.received["all"]
+        followed_on = followed(received, sink_rule(settings))
+        even = followed(uniform_attention(received), sink_rule(settings))
+        for scale, paths in followed_on.items():
+            kinds = paths.kinds.flatten().tolist()
+            moving, moves = moving_at_random_times(paths, seed=item["start"] + number)
+            values = {kind: kinds.count(kind) for kind in KINDS} | {
+                "with sink": len(kinds) - kinds.count("none"), "moves": int((paths.before >= 0).sum()),
+                "switches": int(paths.switched.sum()), "chance moving": moving, "chance moves": moves,
+                "beyond": kinds.count("moving") - moving,
+            } | {f"uniform {kind}": even[scale].kinds.flatten().tolist().count(kind) for kind in KINDS}  # fmt: skip
+            for name, value in values.items():
+                found[f"{scale} {name}"].append(rounded(value))
+        found["patterns"].append(int(paths.kinds.size))
         found["pairs"].append(int((paths.defined.sum(0) - 1).clamp(min=0).sum()))
-        if item["start"] == 0 and number == 0 and diffusion:
-            found["example"] = _example(bench.model(item["model"]), prompt_run, paths)
+        first = item["start"] == 0 and number == 0 and not item.get("network", 0)
+        if first and not prompt_run.run.autoregressive:
+            found["example"] = _example(model_of(item, settings, bench), prompt_run, followed_on[PLOTTED])
     return found
 
 
@@ -73,12 +102,13 @@ def render(results: Results) -> Rendering:
 
     rows, panels, marks = [], {}, {}
     for model in results.models:
-        count = len(results.listed("patterns", model=model))
-        rate = ratio_over_prompts(results.listed("moves", model=model), results.listed("pairs", model=model))
-        rows.append([
-            model, *(str(share(results, model, kind)) for kind in ("static", "moving", "unsettled")),
-            f"{100 * rate.value:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]", str(count),
-        ])  # fmt: skip
+        for scale in SCALES:
+            rows.append([
+                model, NAMED[scale], *(str(share(results, model, kind, scale)) for kind in KINDS),
+                str(chance(results, model, scale)), _rate(results, model, f"{scale} moves"),
+                _rate(results, model, f"{scale} chance moves"), uniform(results, model, scale),
+                str(len(results.listed("patterns", model=model))),
+            ])  # fmt: skip
         for record in results.where(model=model, start=0):
             example = record.value.get("example") or {}
             names = ("steps", "positions", "maps")
@@ -86,38 +116,66 @@ def render(results: Results) -> Rendering:
                 title = f"{model}, layer {example['layer']}, head {example['head']}, step {step}"
                 panels[title] = values
                 marks[title] = [(place, -0.5)]
-    head = [
-        "model",
-        "static patterns",
-        "moving",
-        "unsettled",
-        "moves per 100 pairs of steps of a pattern",
-        "n prompts",
-    ]
-    table = Table("parts of all patterns (layer x head x prompt), the rest have none; 95% intervals over prompts",
-                  head, rows)  # fmt: skip
+    head = ["model", "scale", "static patterns", "moving", "unsettled", "moving at random times",
+            "moves per 100 pairs of steps of a pattern", "at random times", "uniform attention", "n runs"]  # fmt: skip
+    table = Table("parts of all patterns (layer x head x prompt), the rest have none; 95% intervals over prompts (and "
+                  "networks)", head, rows)  # fmt: skip
     figures = {"maps": heat_maps(panels, x="key", y="query", bar="attention", marks=marks)} if panels else {}
-    return Rendering([table], figures, list(_findings(results)))
+    return Rendering([table], figures, list(_findings(results)), [
+        "What to see: left and right are two neighbouring steps of one head. The triangle marks the sink of the step: "
+        "its bright column ends and the other begins. Chosen: the move of the first prompt whose smaller peak is largest.",
+        '"At random times": every sink keeps its position and its number of steps, and begins at a random step, so that '
+        "the end of one and the onset of another coincide by chance only.",
+    ])  # fmt: skip
 
 
-def share(results: Results, model: str, kind: str) -> Interval:
-    """The share of the patterns of this kind."""
-    return ratio_over_prompts(results.listed(kind, model=model), results.listed("patterns", model=model))
+def share(results: Results, model: str, kind: str, scale: str = PLOTTED) -> Interval:
+    """The share of the patterns of this kind, "static", "moving" or "unsettled", on a scale of `two_scales.SCALES`."""
+    return bounded_share(ratio(results, model, f"{scale} {kind}", "patterns", bounds=(0, 1)))
+
+
+def chance(results: Results, model: str, scale: str = PLOTTED) -> Interval:
+    """The share of moving patterns if the same sinks came and went at random times."""
+    return ratio(results, model, f"{scale} chance moving", "patterns", bounds=(0, 1))
+
+
+def apart(results: Results, model: str, baseline: str, scale: str) -> Interval:
+    """A model's share of moving patterns minus another's."""
+    return difference(*(share(results, name, "moving", scale) for name in (model, baseline)))
+
+
+def uniform(results: Results, model: str, scale: str) -> str:
+    """What uniform attention under the model's mask gives, one pattern per prompt."""
+    counts = {kind: results.listed(f"{scale} uniform {kind}", model=model) for kind in KINDS}
+    n = len(counts["static"])
+    found = ", ".join(f"{sum(values) / n:.2f} {kind}" for kind, values in counts.items() if sum(values))
+    return found or "no sink"
+
+
+def _rate(results: Results, model: str, name: str) -> str:
+    rate = ratio(results, model, name, "pairs")
+    return f"{100 * rate.value:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]"
 
 
 def _findings(results: Results) -> Iterator[Finding]:
-    baseline = next((model for model in results.models if results.is_causal(model)), None)
-    for model in results.models:
-        if model == baseline:
-            continue
-        here = share(results, model, "moving")
-        other = None if baseline is None else share(results, baseline, "moving")
-        yield Finding(
-            "DLMs have moving sinks, which AR models do not",
-            f"{model}: {here} of the patterns" + ("" if other is None else f"; {baseline}: {other}"),
-            "disagrees" if here.high < 0.01 or (other is not None and other.low >= here.low)
-            else "agrees" if other is not None and here.low > other.high else "undecided",
-            "moving as defined in docs/trajectories.md; in an AR run every step brings a new key",
+    for model in results.diffusion_models:
+        beyond = ratio(results, model, f"{PLOTTED} beyond", "patterns")
+        yield Finding.of(
+            "DLMs have moving sinks (4.2)",
+            f"{model}: {share(results, model, 'moving')} of the patterns, {beyond} more than at random times",
+            is_above(beyond, NO_EXCESS),
+            why="more moving patterns than the same sinks at random times; both scales are one in a DLM",
+            null=f"at random times: {chance(results, model)}",
+        )
+    for model, baseline, scale in pairs(results):
+        one, other = (share(results, name, "moving", scale) for name in (model, baseline))
+        yield Finding.of(
+            "moving sinks are not observed in ARMs (4.2)",
+            f"{NAMED[scale]}: {model} {one} moving, {baseline} {other}, with {share(results, baseline, 'static', scale)} "
+            f"static; difference {apart(results, model, baseline, scale)}",
+            is_above(apart(results, model, baseline, scale), NO_DIFFERENCE),
+            why="the DLM's share minus the AR model's is above 0",
+            null=f"{baseline}'s mask with uniform attention: {uniform(results, baseline, scale)}",
         )  # fmt: skip
 
 
@@ -125,7 +183,7 @@ EXPERIMENT = recorded_runs.experiment(
     name="fig4-moving",
     shows="2510.15731, Figure 4",
     title="sinks that move between two steps",
-    metric="share of (layer, head, prompt) patterns whose sink moves; moves per pair of steps",
+    metric="share of (layer, head, prompt) patterns whose sink moves, on both scales; moves per pair of steps",
     run=run,
     render=render,
 )
