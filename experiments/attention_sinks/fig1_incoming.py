@@ -12,8 +12,8 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     PLOTTED,
     SCALES,
     bounded_share,
-    difference,
     differ_in_random_order,
+    difference,
     followed,
     pairs,
     uniform_attention,
@@ -31,7 +31,7 @@ NO_DIFFERENCE = 0.0
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt and scale: patterns whose largest sink ends elsewhere, the same by chance and under uniform attention.
+    """Per prompt and scale: patterns whose largest sink ends elsewhere, also by chance and under uniform attention.
 
     Of the first prompt also the maps of the figure.
     """
@@ -51,7 +51,8 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
             values = {
                 "moved": int(ends[compared].sum()), "compared": int(compared.sum()), "chance": chance,
                 "beyond": float(ends[compared].sum()) - chance,
-                "distinct": len(set(best.argmax(-1)[known].tolist())), "strongest": float(best.amax(-1)[known].mean()),
+                "distinct": len(set(best.argmax(-1)[known].tolist())),
+                "strongest": float(best.amax(-1)[known].mean()),
                 "uniform moved": int(even[scale].measures["moved_over_run"].sum()),
                 "uniform compared": int(even[scale].measures["moved_over_run"].count()),
             }  # fmt: skip
@@ -94,27 +95,31 @@ def render(results: Results) -> Rendering:
 
     rows, panels = [], {}
     for model in results.models:
-        for scale in SCALES:
-            rows.append([
-                model, NAMED[scale], str(average(results, model, f"{scale} distinct")),
-                str(average(results, model, f"{scale} strongest")),
-                f"{moved(results, model, scale)} of {sum(results.listed(f'{scale} compared', model=model))}",
-                str(chance(results, model, scale)), _uniform(results, model, scale),
-                str(len(results.listed(f"{scale} compared", model=model))),
-            ])  # fmt: skip
+        rows += [_row(results, model, scale) for scale in SCALES]
         for record in results.where(model=model, start=0):
             for one in record.value.get("maps", ()):
-                panels[f"{model}, {one['of']}: {NAMED[one['scale']]}"] = _with_nan(one["values"])
-    head = ["model", "scale", "places of the strongest key over the run", "its score (1: uniform, without a mask)",
-            "patterns whose largest sink ends elsewhere", "between random steps", "uniform attention", "n runs"]  # fmt: skip
+                panels[f"{model}, {one['of']}: {SCALES[one['scale']]}"] = _with_nan(one["values"])
+    head = ["model", "scale", "places of the strongest key over the run", "its score",
+            "patterns whose largest sink ends elsewhere", "between random steps", "uniform attention",
+            "n runs"]  # fmt: skip
     table = Table("mean pattern for places and score, every head for the other columns; 95% intervals over prompts "
                   "(and networks)", head, rows)  # fmt: skip
     figures = {"incoming": heat_maps(panels, x="position", y="step", bar="received attention")} if panels else {}
     return Rendering([table], figures, list(_findings(results)), [
         "What to see: a sink is a vertical line; it ends, and another begins, where a sink moves. The paper plots "
-        "column sums. In the AR model's column sums the first keys are bright by the causal mask alone; relative to "
-        "uniform attention they are not.",
+        "column sums (1: uniform attention without a mask). In the AR model's column sums the first keys are "
+        "bright by the causal mask alone; relative to uniform attention they are not. A learned sink token is "
+        "the last column.",
     ])  # fmt: skip
+
+
+def _row(results: Results, model: str, scale: str) -> list[str]:
+    compared = results.listed(f"{scale} compared", model=model)
+    return [
+        model, NAMED[scale], str(average(results, model, f"{scale} distinct")),
+        str(average(results, model, f"{scale} strongest")), f"{moved(results, model, scale)} of {sum(compared)}",
+        str(chance(results, model, scale)), _uniform(results, model, scale), str(len(compared)),
+    ]  # fmt: skip
 
 
 def moved(results: Results, model: str, scale: str = PLOTTED) -> Interval:
@@ -130,7 +135,7 @@ def chance(results: Results, model: str, scale: str = PLOTTED) -> Interval:
 def _uniform(results: Results, model: str, scale: str) -> str:
     """The same for uniform attention under the model's mask, one pattern per prompt."""
     moving, n = (sum(results.listed(f"{scale} uniform {name}", model=model)) for name in ("moved", "compared"))
-    return f"{moving / n:.2f} of {n}" if n else "no sink"
+    return f"{moving / n:.2f} of {n}" if n else "no sink at both ends"
 
 
 def _findings(results: Results) -> Iterator[Finding]:

@@ -7,12 +7,12 @@ from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import (
     PromptRun,
     head_pattern,
-    model_of,
     ratio,
     record_prompts,
     rounded,
     sink_rule,
 )
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.attention_sinks.two_scales import (
     NAMED,
     PLOTTED,
@@ -39,7 +39,7 @@ KINDS = ("static", "moving", "unsettled")
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt and scale: patterns of each kind, moves, both at random times; of the first prompt a clear move."""
+    """Per prompt and scale: patterns of each kind and moves, as measured and at random times; one clear move."""
     names = (*KINDS, "with sink", "moves", "switches", "chance moving", "chance moves", "beyond",
              *(f"uniform {kind}" for kind in KINDS))  # fmt: skip
     found: dict[str, Any] = {f"{scale} {name}": [] for scale in SCALES for name in names}
@@ -102,13 +102,7 @@ def render(results: Results) -> Rendering:
 
     rows, panels, marks = [], {}, {}
     for model in results.models:
-        for scale in SCALES:
-            rows.append([
-                model, NAMED[scale], *(str(share(results, model, kind, scale)) for kind in KINDS),
-                str(chance(results, model, scale)), _rate(results, model, f"{scale} moves"),
-                _rate(results, model, f"{scale} chance moves"), uniform(results, model, scale),
-                str(len(results.listed("patterns", model=model))),
-            ])  # fmt: skip
+        rows += [_line(results, model, scale) for scale in SCALES]
         for record in results.where(model=model, start=0):
             example = record.value.get("example") or {}
             names = ("steps", "positions", "maps")
@@ -117,20 +111,31 @@ def render(results: Results) -> Rendering:
                 panels[title] = values
                 marks[title] = [(place, -0.5)]
     head = ["model", "scale", "static patterns", "moving", "unsettled", "moving at random times",
-            "moves per 100 pairs of steps of a pattern", "at random times", "uniform attention", "n runs"]  # fmt: skip
-    table = Table("parts of all patterns (layer x head x prompt), the rest have none; 95% intervals over prompts (and "
-                  "networks)", head, rows)  # fmt: skip
+            "moves per 100 pairs of steps of a pattern", "at random times", "uniform attention",
+            "n runs"]  # fmt: skip
+    table = Table("parts of all patterns (layer x head x prompt), the rest have none; 95% intervals over prompts "
+                  "(and networks)", head, rows)  # fmt: skip
     figures = {"maps": heat_maps(panels, x="key", y="query", bar="attention", marks=marks)} if panels else {}
     return Rendering([table], figures, list(_findings(results)), [
-        "What to see: left and right are two neighbouring steps of one head. The triangle marks the sink of the step: "
-        "its bright column ends and the other begins. Chosen: the move of the first prompt whose smaller peak is largest.",
-        '"At random times": every sink keeps its position and its number of steps, and begins at a random step, so that '
-        "the end of one and the onset of another coincide by chance only.",
+        "What to see: left and right are two neighbouring steps of one head. The triangle marks the sink of the "
+        "step: one bright column fades and another brightens. Chosen: the move of the first prompt whose smaller "
+        "peak is largest.",
+        '"At random times": every sink keeps its position and its number of steps, and begins at a random step, so '
+        "that the end of one and the onset of another coincide by chance only.",
     ])  # fmt: skip
 
 
+def _line(results: Results, model: str, scale: str) -> list[str]:
+    return [
+        model, NAMED[scale], *(str(share(results, model, kind, scale)) for kind in KINDS),
+        str(chance(results, model, scale)), _rate(results, model, f"{scale} moves"),
+        _rate(results, model, f"{scale} chance moves"), uniform(results, model, scale),
+        str(len(results.listed("patterns", model=model))),
+    ]  # fmt: skip
+
+
 def share(results: Results, model: str, kind: str, scale: str = PLOTTED) -> Interval:
-    """The share of the patterns of this kind, "static", "moving" or "unsettled", on a scale of `two_scales.SCALES`."""
+    """The share of the patterns of this kind ("static", "moving", "unsettled"), on a scale of `SCALES`."""
     return bounded_share(ratio(results, model, f"{scale} {kind}", "patterns", bounds=(0, 1)))
 
 
@@ -171,8 +176,9 @@ def _findings(results: Results) -> Iterator[Finding]:
         one, other = (share(results, name, "moving", scale) for name in (model, baseline))
         yield Finding.of(
             "moving sinks are not observed in ARMs (4.2)",
-            f"{NAMED[scale]}: {model} {one} moving, {baseline} {other}, with {share(results, baseline, 'static', scale)} "
-            f"static; difference {apart(results, model, baseline, scale)}",
+            f"{NAMED[scale]}: {model} {one} moving, {baseline} {other}; difference "
+            f"{apart(results, model, baseline, scale)}; {baseline}'s static patterns: "
+            f"{share(results, baseline, 'static', scale)}",
             is_above(apart(results, model, baseline, scale), NO_DIFFERENCE),
             why="the DLM's share minus the AR model's is above 0",
             null=f"{baseline}'s mask with uniform attention: {uniform(results, baseline, scale)}",

@@ -24,7 +24,7 @@ from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 
 NO_DIRECTION = 0.5
-"""Bound of "the sink shifts right" and "from right to left": of the patterns that drift, half go right by chance."""
+"""Bound of "the sink shifts right" and "from right to left": by chance half of the drifting patterns go right."""
 
 MOSTLY = 0.5
 """Bound of "mostly static": more than half of the patterns with a sink."""
@@ -47,7 +47,9 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
             values = _orders(prompt_run, seed=item["start"] + number)
             paths = followed(prompt_run.received["all"], sink_rule(settings))
             for scale, one in paths.items():
-                values |= {f"{scale} {name}": value for name, value in _measured(one, item["start"] + number).items()}
+                values |= {
+                    f"{scale} {name}": value for name, value in _measured(one, item["start"] + number).items()
+                }
             for name, value in values.items():
                 found.setdefault(f"{order}: {name}", []).append(rounded(value))
             if item["start"] == 0 and number == 0 and not item.get("network", 0):
@@ -70,7 +72,7 @@ def _measured(paths: Any, seed: int) -> dict[str, float]:
 
 
 def _orders(prompt_run: PromptRun, seed: int) -> dict[str, float]:
-    """Drift of a random written position of the current block, and of a random written position of the prompt or answer."""
+    """Drift of a random written position of the current block, and of one of the whole canvas, prompt included."""
     run, row = prompt_run.run, prompt_run.row
     written = run.attention_mask[row].numpy() & ~run.masked[: len(run.spans), row].numpy()
     position = np.arange(written.shape[1])
@@ -100,7 +102,7 @@ def _example(prompt_run: PromptRun, paths: Any) -> dict[str, Any]:
 
 
 def _most_variable(place: Any) -> list[int]:
-    """Up to `HEADS` patterns with a sink in enough of the steps, by falling variance of the largest sink's position."""
+    """Up to `HEADS` patterns with a sink in enough of the steps, by falling variance of the position."""
     there = place >= 0
     enough = there.mean(0) >= LEAST_STEPS
     spread = np.where(enough, np.ma.masked_array(place, ~there).var(0).filled(0), -1.0)
@@ -115,22 +117,16 @@ def render(results: Results) -> Rendering:
     rows, panels, bands = [], {}, {}
     for model in results.models:
         for order in orders_of(results, model):
-            for scale in SCALES:
-                rows.append([
-                    model, order, NAMED[scale], str(drift(results, model, order, scale)),
-                    str(to_the_right(results, model, order, scale)),
-                    str(sum(results.listed(f"{order}: {scale} directed", model=model))),
-                    str(static_share(results, model, order, scale)),
-                    str(static_by_chance(results, model, order, scale)),
-                    str(len(results.listed(f"{order}: {scale} drift", model=model))),
-                ])  # fmt: skip
+            rows += [_row(results, model, order, scale) for scale in SCALES]
             for record in results.where(model=model, start=0):
                 example = record.value.get(f"{order}: example")
                 for scale in SCALES if example and results.is_causal(model) else (PLOTTED,):
-                    title = f"{model}, {order}" + (f", {NAMED[scale]}" if results.is_causal(model) else "")
+                    title = f"{model}, {order}" + (f", {SCALES[scale]}" if results.is_causal(model) else "")
                     if example and example[scale]:
                         panels[title] = {
-                            f"layer {one['layer']}, head {one['head']}": [p if p >= 0 else None for p in one["path"]]
+                            f"layer {one['layer']}, head {one['head']}": [
+                                p if p >= 0 else None for p in one["path"]
+                            ]
                             for one in example[scale]
                         }
                         bands[title] = example["spans"] if order == "blocks" else []
@@ -139,8 +135,8 @@ def render(results: Results) -> Rendering:
     tables = [
         Table("path of the largest sink of every head; 95% intervals over prompts (and networks)", head, rows),
         Table("what the order of decoding gives: paths that jump to a random written position at every step",
-              ["model", "order", "of the current block: to the right", "drift", "of the prompt and the answer: to the "
-               "right", "drift"], list(_order_rows(results))),
+              ["model", "order", "of the current block: to the right", "drift",
+               "of the prompt and the answer: to the right", "drift"], list(_order_rows(results))),
     ]  # fmt: skip
     figures = {}
     if panels:
@@ -148,11 +144,22 @@ def render(results: Results) -> Rendering:
             panels, x="step", y="position of the largest sink (prompt starts at 0)", bands=bands
         )
     return Rendering(tables, figures, list(_findings(results)), [
-        f"What to see: per model the heads of the first prompt whose largest sink varies most, of those with a sink in "
-        f"at least {LEAST_STEPS:.0%} of the steps. A static sink is a horizontal line. Shaded: the block that is decoded.",
-        "Without blocks (`block_length` is the length of the answer) the sampler writes any open position, as Dream's "
-        "does; the models were trained without blocks.",
+        "What to see: per model the heads of the first prompt whose largest sink varies most, of those with a sink "
+        f"in at least {LEAST_STEPS:.0%} of the steps. A static sink is a horizontal line. Shaded: the block that "
+        "is decoded.",
+        "Without blocks (`block_length` is the length of the answer) the sampler may write any open position, as "
+        "Dream's does.",
     ])  # fmt: skip
+
+
+def _row(results: Results, model: str, order: str, scale: str) -> list[str]:
+    name = f"{order}: {scale}"
+    return [
+        model, order, NAMED[scale], str(drift(results, model, order, scale)),
+        str(to_the_right(results, model, order, scale)), str(sum(results.listed(f"{name} directed", model=model))),
+        str(static_share(results, model, order, scale)), str(static_by_chance(results, model, order, scale)),
+        str(len(results.listed(f"{name} drift", model=model))),
+    ]  # fmt: skip
 
 
 def _order_rows(results: Results) -> Iterator[list[str]]:
@@ -191,8 +198,9 @@ def _findings(results: Results) -> Iterator[Finding]:
         for order in orders_of(results, model):
             right, static = to_the_right(results, model, order), static_share(results, model, order)
             null = (
-                f"half; a random written position of the block: {average(results, model, f'{order}: block right')}; "
-                f"of the prompt and answer: {average(results, model, f'{order}: any right')}"
+                f"half; a random written position of the block: "
+                f"{average(results, model, f'{order}: block right')}; of the prompt and the answer: "
+                f"{average(results, model, f'{order}: any right')}"
             )
             here = f"{model}, {order}: {right} of the drifting patterns go right"
             if order == "blocks":
@@ -200,8 +208,8 @@ def _findings(results: Results) -> Iterator[Finding]:
                     "LLaDA: the sink shifts right as more blocks are denoised",
                     here,
                     is_above(right, NO_DIRECTION),
-                    why="more than half; the order of the blocks alone, from left to right, gives this direction to "
-                    "every sink at a written position",
+                    why="more than half; the order of the blocks, from left to right, gives this direction to any "
+                    "sink that is at some written position",
                     null=null,
                 )
             else:

@@ -8,13 +8,12 @@ import numpy as np
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import (
     PromptRun,
-    average,
     head_pattern,
-    model_of,
     ratio,
     rounded,
     sink_rule,
 )
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.attention_sinks.two_scales import (
     NAMED,
     PLOTTED,
@@ -35,7 +34,7 @@ BEGINNING = 4
 """Number of first positions that count as the beginning."""
 
 NO_EXCESS = 0.0
-"""Bound of "at the beginning" and "originate at the rightmost mask": the measured share minus that of a random key."""
+"""Bound of "at the beginning" and "originate at the rightmost mask": measured minus a random key's share."""
 
 UNRELATED = 1.0
 """Bound of "follow the frontier": distance to it over the distance with the steps in random order."""
@@ -49,7 +48,7 @@ LEAST_STEPS = 0.5
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Per prompt, order of decoding and scale: static sinks at the beginning; of a DLM also distances to the masks.
 
-    Of the first prompt also attention maps: of a static sink at the beginning, and of a sink that follows the masks.
+    Of the first prompt also attention maps of a static sink at the beginning and of a sink that follows the masks.
     """
     found: dict[str, Any] = {}
     for order, prompt_runs in runs_in_every_order(item, settings, bench).items():
@@ -64,10 +63,12 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
                 static, first = _at_beginning(one, shift)
                 there = (one.main >= 0) & (one.main < one.canvas)
                 begun = there & (one.main - shift < BEGINNING)
+                alone, alone_first = _at_beginning(even[scale], shift)
                 mine = {
                     "static": static, "first": first, "by chance": base * static, "beyond": first - base * static,
-                    "steps": int(there.sum()), "first steps": int(begun.sum()),
-                } | dict(zip(("uniform static", "uniform first"), _at_beginning(even[scale], shift), strict=True))  # fmt: skip
+                    "steps": int(there.sum()), "first steps": int(begun.sum()), "uniform static": alone,
+                    "uniform first": alone_first,
+                }  # fmt: skip
                 values |= {f"{scale} {name}": value for name, value in mine.items()}
             if not prompt_run.run.autoregressive:
                 values |= _frontier(paths[PLOTTED])
@@ -92,7 +93,7 @@ def _base(paths: Any, shift: int) -> float:
 
 
 def _frontier(paths: Any) -> dict[str, float]:
-    """Onsets near the rightmost mask, and distances of largest sinks that change place to either end of the masks."""
+    """Onsets near the rightmost mask; distances to both ends of the masks of largest sinks that change place."""
     masked = paths.masked[:, 0, : paths.canvas].numpy()
     some = masked.any(-1)
     ends = {
@@ -121,12 +122,12 @@ def _frontier(paths: Any) -> dict[str, float]:
 
 
 def _examples(model: Any, prompt_run: PromptRun, paths: Any) -> dict[str, Any]:
-    """Attention maps of a static sink at the beginning, and of the sink that follows the rightmost mask most closely.
+    """Attention maps of a static sink at the beginning, and of a sink that follows the rightmost mask.
 
-    (a) Of the static patterns whose sink is among the first positions the strongest, relative to uniform attention, at
-    the first and the last step. (b) Of the DLM's patterns with a sink in enough of the steps and a largest sink that
-    changes place, the one nearest to the rightmost mask, over the distance in random order, at the two steps between
-    which its largest sink moves furthest to the left (or furthest, if it never moves left).
+    (a) Of the static patterns whose sink is among the first positions the strongest, relative to uniform
+    attention, at the first and the last step. (b) Of the DLM's patterns with a sink in enough of the steps and a
+    largest sink that changes place, the one nearest to the rightmost mask, over the distance in random order, at
+    the two steps between which its largest sink moves furthest to the left (or furthest, if it never moves left).
     """
     found = {}
     if (one := _static_example(paths["relative"], int(prompt_run.run.padding[prompt_run.row]))) is not None:
@@ -137,11 +138,13 @@ def _examples(model: Any, prompt_run: PromptRun, paths: Any) -> dict[str, Any]:
     for one in found.values():
         whole = [head_pattern(model, run, step=step, row=row, layer=one["layer"], head=one["head"])
                  for step in one["steps"]]  # fmt: skip
-        kept = [int((run.attention_mask[row] & ~run.masked[step, row]).sum()) if run.autoregressive else len(pattern)
-                for step, pattern in zip(one["steps"], whole, strict=True)]  # fmt: skip
+        decoded = [run.attention_mask[row] & ~run.masked[step, row] for step in one["steps"]]
         # Without learned sink tokens; of an AR prefix what is decoded.
+        kept = [int(written.sum()) if run.autoregressive else len(pattern)
+                for written, pattern in zip(decoded, whole, strict=True)]  # fmt: skip
         one["maps"] = [rounded(pattern[:n, :n], 2) for n, pattern in zip(kept, whole, strict=True)]
-        one["positions"] = [int(place - run.padding[row]) for place in one["positions"]]
+        names = [name for name in ("positions", "last masks") if name in one]
+        one |= {name: [int(place - run.padding[row]) for place in one[name]] for name in names}
     return found
 
 
@@ -171,62 +174,77 @@ def _following_example(paths: Any) -> dict[str, Any] | None:
     step = int(jump.argmin()) if jump.min() < 0 else int(jump.argmax())
     heads = paths.main.shape[-1]
     return {"layer": at // heads, "head": at % heads, "steps": [step, step + 1],
-            "positions": [int(main[step, at]), int(main[step + 1, at])]}  # fmt: skip
+            "positions": [int(main[step, at]), int(main[step + 1, at])],
+            "last masks": [int(right[step]), int(right[step + 1])]}  # fmt: skip
 
 
 def render(results: Results) -> Rendering:
     """Sinks at the beginning, distances to the frontier, and attention maps of both."""
     from dlm_lens.experiments.attention_sinks.charts import heat_maps
 
-    rows: list[list[str]] = []
-    aside: list[list[str]] = []
+    runs = [(model, order) for model in results.models for order in orders_of(results, model)]
+    rows = [_beginning_row(results, model, order, scale) for model, order in runs for scale in SCALES]
+    aside = [_frontier_row(results, model, order) for model, order in runs if not results.is_causal(model)]
     figures = {}
-    for model in results.models:
-        for order in orders_of(results, model):
-            count = str(len(results.listed(f"{order}: {PLOTTED} static", model=model)))
-            for scale in SCALES:
-                name = f"{order}: {scale}"
-                rows.append([
-                    model, order, NAMED[scale], str(at_beginning(results, model, order, scale)),
-                    str(sum(results.listed(f"{name} static", model=model))),
-                    str(by_chance(results, model, order, scale)), uniform(results, model, order, scale),
-                    str(ratio(results, model, f"{name} first steps", f"{name} steps", bounds=(0, 1))), count,
-                ])  # fmt: skip
-            if not results.is_causal(model):
-                aside.append([
-                    model, order, str(originating(results, model, order)),
-                    str(ratio(results, model, f"{order}: onsets by chance", f"{order}: onsets")),
-                    *(str(following(results, model, order, name)) for name in REFERENCES),
-                    str(sum(results.listed(f"{order}: rightmost mask n", model=model))), count,
-                ])  # fmt: skip
-    for kind, title in {"static": "(a) static", "following": "(b)"}.items():
-        panels, marks = {}, {}
-        for model in results.models:
-            for order in orders_of(results, model):
-                if kind == "following" and order == "blocks" and "no blocks" in orders_of(results, model):
-                    continue
-                for record in results.where(model=model, start=0):
-                    one = (record.value.get(f"{order}: examples") or {}).get(kind)
-                    for step, place, values in zip(*(one[name] for name in ("steps", "positions", "maps")), strict=True) if one else ():
-                        name = f"{title} {model}, {order}, layer {one['layer']}, head {one['head']}, step {step}"
-                        panels[name] = values
-                        marks[name] = [(place, -0.5)]
+    for kind in ("static", "following"):
+        panels, marks = _panels(results, kind)
         if panels:
             figures[kind] = heat_maps(panels, x="key", y="query", bar="attention", marks=marks)
     tables = [
         Table(f"(a) static sinks among the first {BEGINNING} positions; 95% intervals over prompts (and networks)",
               ["model", "order", "scale", "of the static patterns", "n static", "a random key",
                "uniform attention", "largest sink there, of steps with a sink", "n runs"], rows),
-        Table("(b) share of the onsets at most one position from the rightmost mask; distance of largest sinks that "
-              "change place to the last and the first mask, over the same distance with the steps in random order "
-              "(below 1: they follow it)",
-              ["model", "order", "onsets at the rightmost mask", "a random key", *REFERENCES, "n patterns", "n runs"], aside),
+        Table("(b) share of the onsets at most one position from the rightmost mask; distance of largest sinks "
+              "that change place to the last and the first mask, over the same distance with the steps in random "
+              "order (below 1: they follow it)",
+              ["model", "order", "onsets at the rightmost mask", "a random key", *REFERENCES, "n patterns",
+               "n runs"], aside),
     ]  # fmt: skip
     return Rendering(tables, figures, list(_findings(results)), [
         "What to see: (a) the column of the first positions is bright at the first and at the last step. (b) The "
-        "triangle marks the largest sink of the head, at two neighbouring steps; the masks end where the frontier is.",
-        "Both heads are chosen by a rule from the first prompt, given in the experiment's file; they are the best cases.",
+        "triangle marks the largest sink of the head, at two neighbouring steps; a sink that follows the frontier "
+        "is near the last mask, whose position is in the title.",
+        "Both heads are chosen by a rule from the first prompt, given in the experiment's file: they are the best "
+        "cases of that prompt.",
     ])  # fmt: skip
+
+
+def _beginning_row(results: Results, model: str, order: str, scale: str) -> list[str]:
+    name = f"{order}: {scale}"
+    static = results.listed(f"{name} static", model=model)
+    return [
+        model, order, NAMED[scale], str(at_beginning(results, model, order, scale)), str(sum(static)),
+        str(by_chance(results, model, order, scale)), uniform(results, model, order, scale),
+        str(ratio(results, model, f"{name} first steps", f"{name} steps", bounds=(0, 1))), str(len(static)),
+    ]  # fmt: skip
+
+
+def _frontier_row(results: Results, model: str, order: str) -> list[str]:
+    patterns = results.listed(f"{order}: rightmost mask n", model=model)
+    return [
+        model, order, str(originating(results, model, order)),
+        str(ratio(results, model, f"{order}: onsets by chance", f"{order}: onsets")),
+        *(str(following(results, model, order, name)) for name in REFERENCES),
+        str(sum(patterns)), str(len(patterns)),
+    ]  # fmt: skip
+
+
+def _panels(results: Results, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Maps and marks of one kind: static sinks in the usual order of decoding, moving ones without blocks."""
+    panels: dict[str, Any] = {}
+    marks: dict[str, Any] = {}
+    for model in results.models:
+        order = orders_of(results, model)[0 if kind == "static" else -1]
+        for record in results.where(model=model, start=0):
+            one = (record.value.get(f"{order}: examples") or {}).get(kind)
+            if one is None:
+                continue
+            for number, values in enumerate(one["maps"]):
+                last = f" (last mask: {one['last masks'][number]})" if kind == "following" else ""
+                head = f"layer {one['layer']}, head {one['head']}"
+                panels[name := f"{model}, {order}, {head}, step {one['steps'][number]}{last}"] = values
+                marks[name] = [(one["positions"][number], -0.5)]
+    return panels, marks
 
 
 def at_beginning(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
@@ -242,7 +260,9 @@ def by_chance(results: Results, model: str, order: str, scale: str = PLOTTED) ->
 
 def uniform(results: Results, model: str, order: str, scale: str) -> str:
     """The same share under uniform attention, one pattern per prompt."""
-    first, n = (sum(results.listed(f"{order}: {scale} uniform {name}", model=model)) for name in ("first", "static"))
+    first, n = (
+        sum(results.listed(f"{order}: {scale} uniform {name}", model=model)) for name in ("first", "static")
+    )
     return f"{first / n:.2f} of {n}" if n else "no sink"
 
 
@@ -269,7 +289,10 @@ def _findings(results: Results) -> Iterator[Finding]:
 
 def _beginning(results: Results, model: str, order: str, scale: str) -> Finding:
     causal = results.is_causal(model)
-    first, n = at_beginning(results, model, order, scale), sum(results.listed(f"{order}: {scale} static", model=model))
+    first, n = (
+        at_beginning(results, model, order, scale),
+        sum(results.listed(f"{order}: {scale} static", model=model)),
+    )
     beyond = ratio(results, model, f"{order}: {scale} beyond", f"{order}: {scale} static")
     claim = (
         "the typical static sink of ARMs (4.2), at the beginning of the sequence as MMaDA's (8a)"
@@ -278,7 +301,9 @@ def _beginning(results: Results, model: str, order: str, scale: str) -> Finding:
     )
     here = f"{model}, {NAMED[scale]}: {first} of {n} static patterns, {beyond} more than a random key"
     alone = uniform(results, model, order, scale)
-    null = f"random key {by_chance(results, model, order, scale)}" + (f"; uniform attention {alone}" if causal else "")
+    null = f"random key {by_chance(results, model, order, scale)}" + (
+        f"; uniform attention {alone}" if causal else ""
+    )
     if causal and alone != "no sink":
         return Finding(claim, here, "no counterpart", "the causal mask alone gives this on column sums", null)
     return Finding.of(claim, here, is_above(beyond, NO_EXCESS), why="more often than a random key", null=null)
@@ -295,8 +320,8 @@ def _moving(results: Results, model: str, order: str) -> Iterator[Finding]:
          "more often than a random key",
          f"random key {ratio(results, model, f'{order}: onsets by chance', f'{order}: onsets')}"),
         ("Dream's sinks follow the unmasking frontier (8b)",
-         f"{model}, {order}: distance to the rightmost mask {follow} of that in random order "
-         f"({sum(results.listed(f'{order}: rightmost mask n', model=model))} patterns)", is_below(follow, UNRELATED),
+         f"{model}, {order}: distance to the rightmost mask {follow} of that in random order, "
+         f"{sum(results.listed(f'{order}: rightmost mask n', model=model))} patterns", is_below(follow, UNRELATED),
          "nearer to the rightmost mask than with the steps in random order", "1"),
     )  # fmt: skip
     for claim, here, judged, why, null in claims:

@@ -142,14 +142,21 @@ def _elsewhere(held: Mapping[str, Results]) -> str:
         hook_conditions.difference(held["beyond-context"], "toy", f"window 8{more}", "unmasked")
         for more in ("", " and sinks")
     )
-    moving, baseline = (fig4_moving.share(held["fig4-moving"], m, "moving") for m in ("toy", "toy-ar"))
+    shares = {
+        scale: [fig4_moving.share(held["fig4-moving"], model, "moving", scale) for model in ("toy", "toy-ar")]
+        for scale in ("sums", "relative")
+    }
+    static = fig4_moving.share(held["fig4-moving"], "toy-ar", "static", "sums")
+    alone = fig4_moving.uniform(held["fig4-moving"], "toy-ar", "sums")
     return (
         f"- **Future sinks are rare here**: {future[0]:.2f} of toy's sinks are on masked positions, which are "
         f"{future[1]:.2f} of the keys.\n"
         f"- **Past context is not dispensable** for these problems: with a window of 8 toy changes by {lost}; with "
         f"the four strongest sinks kept by {kept}, which restores most of it.\n"
-        f"- **Moving sinks do not distinguish diffusion here**: {moving} of toy's patterns move, {baseline} of "
-        "toy-ar's."
+        "- **Whether moving sinks distinguish diffusion depends on the scale.** On column sums, which the paper "
+        f"plots, {shares['sums'][0]} of toy's patterns move and {shares['sums'][1]} of toy-ar's; {static} of "
+        f"toy-ar's are static. The causal mask alone gives that: uniform attention has {alone}. Relative to "
+        f"uniform attention {shares['relative'][0]} of toy's patterns move and {shares['relative'][1]} of toy-ar's."
     )
 
 

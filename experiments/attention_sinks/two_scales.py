@@ -1,8 +1,8 @@
 """The two scales of received attention, and what either shows without the effect that a figure claims.
 
-The paper plots A-bar, the column sums r_j divided by the number of queries (2510.15731, section 4.1). Under a causal
-mask the column sums of uniform attention are H_S - H_j: the first key is a sink by the mask alone. Relative to uniform,
-r_j / e_j, uniform attention has no sink under any mask. In a bidirectional pass the two scales are one.
+The paper plots A-bar, the column sums r_j divided by the number of queries (2510.15731, section 4.1). Under a
+causal mask the column sums of uniform attention are H_S - H_j: the first key is a sink by the mask alone. Relative
+to uniform, r_j / e_j, uniform attention has no sink under any mask. In a bidirectional pass the two scales are one.
 """
 
 import math
@@ -75,7 +75,7 @@ def pairs(results: Results) -> Iterator[tuple[str, str, str]]:
 
 
 def difference(one: Interval, other: Interval) -> Interval:
-    """one - other of two independent estimates, with the interval that their own intervals imply.
+    """The difference one - other of two independent estimates, with the interval that their own intervals imply.
 
     d -+ sqrt(squared distances of each estimate to the end of its interval that widens d): the method of variance
     estimates recovery (Zou and Donner 2008, "Construction of confidence limits about effect measures"). For two
@@ -167,7 +167,7 @@ def moving_at_random_times(paths: "Trajectories", seed: int) -> tuple[float, flo
         first, last = _placed(lives, exists, len(scored), rng)
         placed = replace(lives, first=first, last=last)
         before, _ = link_lifetimes(placed, movable)
-        moved = np.bincount(lives.pattern, weights=before >= 0, minlength=patterns)
+        moved = np.bincount(lives.pattern, weights=before >= 0, minlength=patterns).astype(float)
         steps, share = _persistence(lives.pattern, lives.position, first, last, len(scored), patterns)
         moving.append(float((kinds_of(steps, share, moved) == "moving").sum()))
         moves.append(float(moved.sum()))
@@ -241,8 +241,8 @@ def drift_of_random_positions(open_to: NDArray[np.bool_], seed: int) -> dict[str
     rng = np.random.default_rng(seed)
     draws = np.where(open_to[:, None], rng.random((len(open_to), DRAWS, open_to.shape[1])), -1.0)
     main = np.where(open_to.any(1)[:, None], draws.argmax(-1), -1)
-    drift = main_path(main, open_to.shape[1], np.ones_like(main, bool))["drift"]
-    known = drift[np.isfinite(drift)]
+    drift = np.asarray(main_path(main, open_to.shape[1], np.ones_like(main, bool))["drift"], float)
+    known = drift[~np.isnan(drift)]
     return {
         "drift": float(known.mean()) if len(known) else float("nan"),
         "right": float((known > 0).mean()) if len(known) else float("nan"),

@@ -136,8 +136,10 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     assert more.value == pytest.approx(share - base)
     assert more.high < 0
     assert hook_conditions.difference(held["beyond-context"], "toy", "window 8 and sinks", "window 8").low > 0
-    assert fig4_moving.share(held["fig4-moving"], "toy", "moving").low < fig4_moving.share(
-        held["fig4-moving"], "toy-ar", "moving").high  # fmt: skip
+    moves = held["fig4-moving"]
+    assert fig4_moving.apart(moves, "toy", "toy-ar", "sums").low > 0
+    assert fig4_moving.apart(moves, "toy", "toy-ar", "relative").low < 0
+    assert fig4_moving.share(moves, "toy-ar", "static", "sums").low > 0.75
 
 
 def test_base_and_tuned_by_hand() -> None:

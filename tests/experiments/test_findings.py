@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from dlm_lens.experiments import find_experiment, render_experiment
-from dlm_lens.experiments.attention_sinks import beyond_future, fig1_incoming, fig6_kinds, page
+from dlm_lens.experiments.attention_sinks import (
+    beyond_future,
+    fig1_incoming,
+    fig4_moving,
+    fig6_kinds,
+    fig7_paths,
+    fig8_static,
+    page,
+    two_scales,
+)
 from dlm_lens.experiments.results import Record, Results
 
 
@@ -13,14 +22,91 @@ def results_of(model: str, **values: list) -> Results:
     return Results({"settings": {}}, [Record({"model": model, "start": 0}, values, 0.0)])
 
 
+def scales(**values: list) -> dict[str, list]:
+    """The same values on both scales."""
+    return {f"{scale} {name}": value for scale in two_scales.SCALES for name, value in values.items()}
+
+
+def beside(dlm: dict[str, list], baseline: dict[str, list]) -> Results:
+    records = [
+        Record({"model": model, "start": 0}, values, 0.0) for model, values in (("toy", dlm), ("toy-ar", baseline))
+    ]
+    return Results({"settings": {}}, records)
+
+
 @pytest.mark.parametrize(
-    ("moved", "verdict"),
-    [([0] * 8, "agrees"), ([5] * 8, "disagrees"), ([0, 0, 0, 4, 0, 0, 0, 4], "undecided"), ([0] * 2, "undecided")],
+    ("sums", "relative", "verdicts"),
+    [([0] * 40, [3] * 40, ("agrees", "undecided")), ([3, 4] * 20, [9] * 40, ("undecided", "disagrees"))],
 )
-def test_an_ar_model_s_sinks_do_not_shift(moved: list[int], verdict: str) -> None:
-    # Ten patterns a prompt; two prompts have fewer than 30.
-    (finding,) = fig1_incoming._findings(results_of("toy-ar", moved=moved, compared=[10] * len(moved)))
-    assert finding.verdict == verdict
+def test_sinks_that_move_unlike_an_ar_model_s_on_each_scale(
+    sums: list[int], relative: list[int], verdicts: tuple[str, str]
+) -> None:
+    # Ten patterns a prompt; the DLM's move in three or four of them.
+    n = [10] * 40
+    dlm = scales(moved=[3, 4] * 20, compared=n, chance=[1] * 40, beyond=[2, 3] * 20)
+    even = scales(**{"uniform moved": [0] * 40, "uniform compared": [1] * 40})
+    baseline = even | {"sums moved": sums, "relative moved": relative, "sums compared": n, "relative compared": n}
+    if relative == [3] * 40:
+        baseline["relative moved"] = [3, 4] * 20
+    first, *others = fig1_incoming._findings(beside(dlm, baseline))
+    assert first.verdict == "agrees"
+    assert "0.25 [" in first.here
+    assert "random order: 0.10" in first.null
+    assert tuple(one.verdict for one in others) == verdicts
+    assert all("0.00 of 40" in one.null for one in others)
+
+
+def test_an_ar_model_without_sinks_at_both_ends_decides_nothing() -> None:
+    dlm = scales(moved=[3, 4], compared=[10, 10], chance=[1, 1], beyond=[2, 3])
+    none = scales(**{"moved": [0, 0], "compared": [0, 0], "uniform moved": [0, 0], "uniform compared": [0, 0]})
+    others = list(fig1_incoming._findings(beside(dlm, none)))[1:]
+    assert [one.verdict for one in others] == ["undecided"] * 2
+    assert all("no pattern with a sink at both ends" in one.why for one in others)
+
+
+def test_moving_patterns_need_more_than_coincidence_and_an_ar_model_is_judged_on_each_scale() -> None:
+    n = 40
+    common = {"patterns": [16] * n, "pairs": [400] * n}
+    even = {f"{scale} uniform {kind}": [0] * n for scale in two_scales.SCALES for kind in fig4_moving.KINDS}
+    dlm = common | even | scales(**{"moving": [1, 2] * 20, "static": [9, 10] * 20, "chance moving": [0.5] * n,
+                                    "beyond": [0.5, 1.5] * 20})  # fmt: skip
+    baseline = common | even | scales(moving=[0] * n, static=[14, 13] * 20)
+    baseline |= {"relative moving": [3, 4] * 20, "relative static": [3, 4] * 20, "sums uniform static": [1] * n}
+    first, on_sums, relative = fig4_moving._findings(beside(dlm, baseline))
+    assert (first.verdict, on_sums.verdict, relative.verdict) == ("agrees", "agrees", "disagrees")
+    assert "uniform attention: 1.00 static" in on_sums.null
+    assert "uniform attention: no sink" in relative.null
+    by_chance = dlm | scales(beyond=[-0.5, 0.5] * 20)
+    assert next(fig4_moving._findings(beside(by_chance, baseline))).verdict == "undecided"
+
+
+@pytest.mark.parametrize(("right", "verdicts"), [(6, ("agrees", "disagrees")), (2, ("disagrees", "agrees"))])
+def test_direction_of_the_drift_in_each_order(right: int, verdicts: tuple[str, str]) -> None:
+    n = 20
+    values: dict[str, list] = {}
+    for order in ("blocks", "no blocks"):
+        values |= {f"{order}: {kind} {name}": [0.9] * n for kind in ("block", "any") for name in ("right", "drift")}
+        values |= {f"{order}: {name}": value for name, value in scales(**{
+            "drift": [1.0] * n, "drifting": [8] * n, "right": [right, right + 1] * 10, "directed": [8] * n,
+            "static": [7, 8] * 10, "with sink": [10] * n, "static at random": [1] * n,
+        }).items()}  # fmt: skip
+    found = list(fig7_paths._findings(results_of("toy", **values)))
+    assert tuple(one.verdict for one in found if "static" not in one.paper) == verdicts
+    assert ["LLaDA" in one.paper for one in found] == [True, False, False, False]
+    assert [one.verdict for one in found if "static" in one.paper] == ["agrees"] * 2
+
+
+def test_what_the_causal_mask_alone_gives_is_no_evidence() -> None:
+    n = 20
+    values = {f"left to right: {name}": value for name, value in scales(**{
+        "static": [10] * n, "first": [9, 10] * 10, "by chance": [1.0] * n, "beyond": [8.0, 9.0] * 10,
+        "uniform static": [1] * n, "uniform first": [1] * n,
+    }).items()}  # fmt: skip
+    values["left to right: relative uniform static"] = values["left to right: relative uniform first"] = [0] * n
+    on_sums, relative = fig8_static._findings(results_of("toy-ar", **values))
+    assert on_sums.verdict == "no counterpart"
+    assert "uniform attention 1.00 of 20" in on_sums.null
+    assert relative.verdict == "agrees"
 
 
 @pytest.mark.parametrize(
