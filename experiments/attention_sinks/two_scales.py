@@ -240,7 +240,7 @@ def drift_of_random_positions(open_to: NDArray[np.bool_], seed: int) -> dict[str
 
     rng = np.random.default_rng(seed)
     draws = np.where(open_to[:, None], rng.random((len(open_to), DRAWS, open_to.shape[1])), -1.0)
-    main = np.where(open_to.any(1)[:, None], draws.argmax(-1), -1)
+    main = np.where(open_to.any(1, keepdims=True), draws.argmax(-1), -1)
     drift = np.asarray(main_path(main, open_to.shape[1], np.ones_like(main, bool))["drift"], float)
     known = drift[~np.isnan(drift)]
     return {
