@@ -1,0 +1,297 @@
+"""From AR to masked diffusion: statistics against float64 patterns, planted changes, kept and resumed weights."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.experiments import find_experiment, list_items, plan_experiment
+from dlm_lens.experiments.attention_sinks import conversion_tables, conversion_training
+from dlm_lens.experiments.attention_sinks.conversion_statistics import prompt_statistics, row_losses
+from dlm_lens.experiments.results import Record, Results
+from dlm_lens.testing import tiny
+from dlm_lens.training import convert
+from tests.reference import forward64
+
+EXPERIMENT = find_experiment("beyond-conversion")
+PROMPTS = [[3, 9, 27, 17, 51, 29, 23, 5], [1, 2, 4, 8, 16, 32, 11, 22]]
+EPS = 0.7
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    found: dict[str, Any] = EXPERIMENT.config(True, given=changed)["settings"]
+    return found
+
+
+def test_a_conversion_with_a_causal_mask_has_the_logits_of_its_parent() -> None:
+    # SmolLM2's layout: 9 query heads on 3 key heads, tied embeddings.
+    layout = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    parent = tiny("causal", model_type="llama", **layout)
+    dlm = convert(parent, sinks=0)
+    ids = torch.tensor(PROMPTS)
+    visible = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(2, 1, 8, 8)
+    with torch.no_grad():
+        states = dlm.get_decoder()(input_ids=ids, attention_mask=visible).last_hidden_state
+        logits = dlm.get_output_embeddings()(states)[..., : parent.config.vocab_size]
+        torch.testing.assert_close(logits, parent(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+        free = dlm(input_ids=ids).logits[..., : parent.config.vocab_size]
+    assert float((free - logits).abs().max()) > 0.1
+    assert dlm.get_output_embeddings().weight is dlm.get_input_embeddings().weight
+
+
+def by_hand(model: Any, recording: Any, row: int, *, causal: bool) -> dict[str, list[float]]:
+    """The sums of one prompt, from float64 patterns and values of every canvas, one map at a time."""
+    found: dict[str, list[float]] = {}
+
+    def add(name: str, top: float, bottom: float) -> None:
+        held = found.setdefault(name, [0.0, 0.0])
+        held[0] += top
+        held[1] += bottom
+
+    ends: dict[str, dict[tuple[int, int], list[int | None]]] = {"relative": {}, "columns": {}}
+    run, least = recording.run, dl.attention.MIN_VIEWERS
+    for step in range(run.steps):
+        written = ~run.masked[step, row]
+        ids = run.canvases[step, row][written] if causal else run.canvases[step, row]
+        masked = torch.zeros(len(ids), dtype=torch.bool) if causal else run.masked[step, row]
+        kept = forward64(model, ids[None], causal=causal)
+        size = len(ids)
+        for layer in range(model.config.num_hidden_layers):
+            pattern, values = kept[f"pattern{layer}"][0], kept[f"v{layer}"][0]
+            for head in range(pattern.shape[0]):
+                sums = pattern[head].sum(0)
+                even = torch.tensor([
+                    sum(1 / (query + 1) for query in range(key, size)) if causal else 1.0 for key in range(size)
+                ]).double()  # fmt: skip
+                scored = [key for key in range(size) if not causal or size - key >= least]
+                norms = values[:, head // (pattern.shape[0] // values.shape[1])].norm(dim=-1)
+                add("first", float(sums[0]) / size, 1)
+                add("uniform", float(even[0]) / size, 1)
+                for scale, score in (("relative", sums / even), ("columns", sums)):
+                    sinks = sinks_of(score, scored)
+                    main = max(scored, key=lambda key: float(score[key]))
+                    add(f"first_main_{scale}", main == 0, 1)
+                    add(f"sinks_{scale}", len(sinks), 1)
+                    places = ends[scale].setdefault((layer, head), [])
+                    places.append(main if sinks else None)
+                    for sink in sinks:
+                        others = [k for k in scored if k not in sinks and masked[k] == masked[sink]]
+                        if others:
+                            add(f"norm_{scale}", float(norms[sink]), float(norms[others].mean()))
+    for scale, patterns in ends.items():
+        for places in patterns.values():
+            both = places[0] is not None and places[-1] is not None
+            add(f"moved_{scale}", both and places[0] != places[-1], both)
+    return found
+
+
+def sinks_of(score: Tensor, scored: list[int]) -> list[int]:
+    """Eq. 3: keys whose score exceeds the mean of the others by EPS."""
+    total = float(score[scored].sum())
+    return [key for key in scored if float(score[key]) > (total - float(score[key])) / (len(scored) - 1) + EPS]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_statistics_are_those_of_the_patterns(causal: bool) -> None:
+    parent = tiny("causal", model_type="llama")
+    model = parent if causal else convert(parent, sinks=0)
+    sampler = {"gen_length": 6} if causal else {"gen_length": 6, "steps": 6}
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(), dl.ValueNorm()], **sampler)
+    for row in range(2):
+        ours, wanted = prompt_statistics(recording, row, EPS), by_hand(model, recording, row, causal=causal)
+        assert wanted["sinks_columns"][0] > 5
+        assert wanted["norm_relative"][1] > 0
+        for name, pair in wanted.items():
+            assert ours[name] == pytest.approx(pair, rel=2e-4, abs=2e-3), name
+        maps = recording.run.steps * 2 * 4
+        assert ours["first"][1] == maps
+        kinds = [ours[f"{kind}_columns"][0] for kind in ("static", "moving")]
+        assert sum(kinds) <= ours["static_columns"][1] == 2 * 4
+        if not causal:
+            assert all(ours[f"{name}_relative"] == ours[f"{name}_columns"] for name in ("norm", "static", "moved"))
+
+
+def test_a_learned_sink_is_beside_the_canvas() -> None:
+    model = convert(tiny("causal", model_type="llama"), sinks=1)
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(), dl.ValueNorm()], gen_length=6, steps=6)
+    ours = prompt_statistics(recording, 0, EPS)
+    share = []
+    for canvas in recording.run.canvases[:-1, 0]:
+        kept = forward64(model, canvas[None])
+        # The sink is the first key, and its own row is no query of the canvas.
+        share += [float(kept[f"pattern{layer}"][0, :, 1:, 0].sum(-1).mean()) / len(canvas) for layer in range(2)]
+    assert ours["learned"][0] / ours["learned"][1] == pytest.approx(np.mean(share), abs=1e-4)
+
+
+def test_the_loss_of_a_row_is_the_bound_under_its_masks() -> None:
+    found = conversion_training.material(dl.load("toy-ar").tokenizer, settings(prompts=2, corpus=200))
+    model = convert("toy-ar", sinks=0)
+    losses = row_losses(model, found, 2)
+    assert len(losses) == 2
+    assert losses == row_losses(model, found, 2)
+    objective = replace(found.objective, low_discrepancy=True, group=2).for_model(model, 2)
+    from dlm_lens.training.sources import Rows
+    from dlm_lens.training.trainer import EVALUATION_SEED
+
+    for number, example in enumerate(found.held):
+        rows = Rows.of([example, example], found.length, 0)
+        given = objective.prepare(rows, [0, 1], EVALUATION_SEED + number)
+        logits = forward64(model, given["input_ids"])["logits"].flatten(0, 1)[given["outputs"]]
+        each = -logits.log_softmax(-1)[torch.arange(len(logits)), given["targets"]]
+        wanted = float((each * given["weights"].double()).sum() / given["count"])
+        assert losses[number] == pytest.approx(wanted, rel=1e-3)
+
+
+def planted(before: float, after: float, steps: tuple[int, int] = (0, 100)) -> Results:
+    """Two checkpoints and the parent: every statistic is `before` at first, then `after`, with noise of prompts."""
+    noise = np.random.default_rng(0).normal(0, 0.02, 40)
+    names = ["first", "uniform", "loss"]
+    names += [f"{name}_{scale}" for name in ("first_main", "static", "moving", "moved", "norm") for scale in
+              ("relative", "columns")]  # fmt: skip
+    records = []
+    for variant, step, value in (("ar", 0, 0.9), ("plain", steps[0], before), ("plain", steps[1], after)):
+        item = {"model": "toy-ar", "variant": variant, "seed": 0, "steps": step}
+        stored = {name: [[(value + e) * 10, 10] for e in noise] for name in names}
+        records.append(Record(item, {**stored, "tokens": step * 64}, 1.0))
+    config = EXPERIMENT.config(True)
+    return Results(config, records)
+
+
+def test_changes_are_paired_by_prompt() -> None:
+    results = planted(0.5, 0.4)
+    found = conversion_tables.change(results, "toy-ar", ("plain", 0), ("plain", 100), "first")
+    # The noise of the prompts is common to both, and far larger than the interval.
+    assert found.value == pytest.approx(-0.1)
+    assert found.high - found.low < 1e-9
+    assert found.n == 40
+    alone = conversion_tables.measured(results, "toy-ar", "plain", 100, "first")
+    assert alone.value == pytest.approx(0.4, abs=0.01)
+    assert alone.high - alone.low > 0.005
+
+
+def test_the_change_of_a_ratio_is_the_difference_of_the_ratios() -> None:
+    rng = np.random.default_rng(1)
+    stored = [rng.uniform(1, 3, (30, 2)) for _ in range(2)]
+    records = [
+        Record({"model": "m", "variant": "plain", "seed": 0, "steps": step}, {"norm_columns": part.tolist()}, 1.0)
+        for step, part in zip((0, 10), stored, strict=True)
+    ]
+    results = Results({"settings": {}}, records)
+    found = conversion_tables.change(results, "m", ("plain", 0), ("plain", 10), "norm_columns")
+    one, two = (part[:, 0].sum() / part[:, 1].sum() for part in stored)
+    assert found.value == pytest.approx(two - one)
+    # Against a bootstrap of the difference itself.
+    draws = rng.integers(30, size=(4000, 30))
+    sums = [part[draws].sum(1) for part in stored]
+    low, high = np.quantile(sums[1][:, 0] / sums[1][:, 1] - sums[0][:, 0] / sums[0][:, 1], (0.025, 0.975))
+    assert found.low == pytest.approx(low, abs=0.03)
+    assert found.high == pytest.approx(high, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "word"), [(0.5, 0.4, "falls"), (0.4, 0.5, "rises"), (0.5, 0.5, "undec")]
+)
+def test_findings_name_the_direction(before: float, after: float, word: str) -> None:
+    rendering = EXPERIMENT.render(planted(before, after))
+    training = [one for one in rendering.findings if one.paper.startswith("over the training")]
+    assert len(training) == 7
+    assert {one.verdict for one in rendering.findings} == {"no counterpart"}
+    assert all(f": {word}" in one.here and one.null == "a change of 0" for one in training)
+    expected = [one for one in training if "as expected" in one.here]
+    assert len(expected) == {"falls": 4, "rises": 3, "undec": 0}[word]
+    figure = rendering.figures["toy-ar"]
+    assert len(figure.axes) == 7
+    assert [len(axes.get_lines()) >= 2 for axes in figure.axes] == [True] * 7
+
+
+def test_own_settings_of_a_start_replace_the_shared_ones() -> None:
+    given = settings(models=["toy-ar", "smollm2"], steps=[0, 5], own={"smollm2": {"steps": [0, 7], "text": "kjv"}})
+    found = list_items(EXPERIMENT, {"settings": given})
+    assert [(item["model"], item["variant"], item["steps"]) for item in found] == [
+        ("toy-ar", "ar", 0), ("toy-ar", "plain", 0), ("toy-ar", "plain", 5),
+        ("smollm2", "ar", 0), ("smollm2", "plain", 0), ("smollm2", "plain", 7),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="holds step; there are the settings models"):
+        list_items(EXPERIMENT, {"settings": settings(own={"toy-ar": {"step": [0]}})})
+    with pytest.raises(ValueError, match="steps is"):
+        list_items(EXPERIMENT, {"settings": settings(steps=[-1])})
+
+
+def test_text_rows_are_parted_and_begin_unmasked(tmp_path: Path) -> None:
+    documents = [" ".join(f"w{(7 * i + j) % 50}" for j in range(12)) for i in range(80)]
+    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+    tokenizer = tiny("causal", model_type="llama").tokenizer
+    own = settings(text=str(tmp_path), length=16, prompts=3, prompt_length=5)
+    found = conversion_training.material(tokenizer, own)
+    training = found.source.rows
+    assert found.length == 16
+    assert training.shape[1] == 16
+    assert len(found.held) == 3
+    for example, prompt in zip(found.held, found.prompts, strict=True):
+        assert example.tokens[:5].tolist() == prompt
+        assert example.unmasked is not None
+        assert example.unmasked.tolist() == [True] + [False] * 15
+        assert not bool((training == example.tokens).all(-1).any())
+    with pytest.raises(ValueError, match="prompts=300 are requested; give a longer text"):
+        conversion_training.material(tokenizer, {**own, "prompts": 300})
+
+
+@pytest.mark.long
+def test_a_training_is_kept_resumed_and_independent_of_its_end(tmp_path: Path) -> None:
+    shared = {"corpus": 200, "batch_size": 2, "warm_up": 2}
+    whole = settings(trained=str(tmp_path / "whole"), **shared)
+    conversion_training.train("toy-ar", "plain", 0, [0, 2, 4], whole)
+    parts = settings(trained=str(tmp_path / "parts"), **shared)
+    two = conversion_training.kept("toy-ar", "plain", 0, 2, parts)
+    four = conversion_training.kept("toy-ar", "plain", 0, 4, parts)
+    names = [path.name for path in sorted(two.parent.iterdir())]
+    assert names == ["step-2", "step-4"]
+    weights = {}
+    for step, path in ((0, None), (2, two), (4, four)):
+        at_once = conversion_training.kept("toy-ar", "plain", 0, step, whole)
+        weights[step] = dl.load(at_once).state_dict()
+        if path is not None:
+            other = dl.load(path).state_dict()
+            assert all(torch.equal(weights[step][name], other[name]) for name in other)
+    untrained = convert("toy-ar", sinks=0).state_dict()
+    assert all(torch.equal(weights[0][name], untrained[name]) for name in untrained)
+    moved = [not torch.equal(weights[2][name], weights[4][name]) for name in untrained]
+    assert sum(moved) > 0.9 * len(moved)
+    with pytest.raises(ValueError, match="is at step 4, and the weights after 3 steps were not kept"):
+        conversion_training.kept("toy-ar", "plain", 0, 3, parts)
+    with pytest.raises(ValueError, match="choose from plain, sink, gate"):
+        conversion_training.kept("toy-ar", "gated", 0, 3, parts)
+
+
+@pytest.mark.long
+def test_a_run_ends_in_a_table_for_every_variant(tmp_path: Path) -> None:
+    from dlm_lens.experiments import render_experiment, run_experiment
+
+    given = settings(
+        variants=["plain", "sink", "gate"], steps=[0, 2], corpus=200, batch_size=2, prompts=2, gen_length=8,
+        denoising_steps=8, trained=str(tmp_path / "trained"),
+    )  # fmt: skip
+    results = run_experiment(EXPERIMENT, tmp_path / "out", small=True, settings=given)
+    assert not results.missing
+    assert len(results.records) == 7
+    page = render_experiment(EXPERIMENT, tmp_path / "out").read_text()
+    assert all(f"| toy-ar | {variant} | 2 | 256 |" in page for variant in ("plain", "sink", "gate"))
+    (learned,) = (record for record in results.where(variant="sink", steps=2))
+    assert len(learned.value["learned"]) == 2
+
+
+def test_the_plan_for_a_gpu() -> None:
+    text = plan_experiment(EXPERIMENT, device="h100")
+    # 1,526 steps of 64 rows in passes of 16, for three variants, and the measurements.
+    items = list_items(EXPERIMENT, EXPERIMENT.config(False))
+    costs = [cost for item in items for cost in EXPERIMENT.cost(item, EXPERIMENT.config(False)["settings"])]
+    training = [cost for cost in costs if cost.backward]
+    assert sum(cost.passes for cost in training) == 3 * 1526 * 4
+    assert sum(cost.passes * cost.rows * cost.positions for cost in training) / 3 == pytest.approx(100e6, rel=1e-3)
+    assert f"{sum(cost.passes for cost in costs):,} forward passes" in text
+    assert "h100" in text
