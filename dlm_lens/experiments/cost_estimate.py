@@ -27,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": {"parameters": 0.494e9, "layers": 24, "heads": 14, "width": 896, "vocabulary": 151936},
     "Qwen/Qwen2.5-1.5B": {"parameters": 1.544e9, "layers": 28, "heads": 12, "width": 1536, "vocabulary": 151936},
     "smdm-472M": {"parameters": 0.554e9, "layers": 18, "heads": 10, "width": 1280, "vocabulary": 32000},
+    "smollm2": {"parameters": 0.1345e9, "layers": 30, "heads": 9, "width": 576, "vocabulary": 49152, "itemsize": 4},
     "one-token-text": {"parameters": 2.17e6, "layers": 4, "heads": 4, "width": 192, "vocabulary": 1024,
                        "itemsize": 4},
 }  # fmt: skip

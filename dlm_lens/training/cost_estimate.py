@@ -12,7 +12,7 @@ from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import CHECKPOINTS
 from dlm_lens.training.conversion import TARGETS
 from dlm_lens.training.gpus import DEVICES, Device
-from dlm_lens.training.initialization import SCRATCH, smdm_config
+from dlm_lens.training.initialization import NEW, SCRATCH, smdm_config
 from dlm_lens.training.losses import ELEMENTS
 from dlm_lens.training.objective import NextToken
 from dlm_lens.training.settings import TrainingSettings
@@ -30,6 +30,10 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 for _shape in KNOWN.values():
     _shape.update(model_type="qwen2", vocab_size=151936, tie_word_embeddings=True)
+
+KNOWN["smollm2"] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+                    "num_attention_heads": 9, "num_key_value_heads": 3, "model_type": "llama",
+                    "vocab_size": 49152, "tie_word_embeddings": True}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def planned_config(settings: TrainingSettings) -> PreTrainedConfig:
     chosen = settings.model
     if chosen.start.startswith(SCRATCH):
         return smdm_config(chosen)
-    source = str(CHECKPOINTS / chosen.start) if chosen.start in embedded_models() else chosen.start
+    start = chosen.start.removeprefix(NEW)
+    source = str(CHECKPOINTS / start) if start in embedded_models() else start
     values = dict(KNOWN.get(source) or config_values(source, {}))
     kind = str(values.get("model_type"))
     extra: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """The network that a run starts from: a converted AR model, a DLM, or a new SMDM."""
 
+import copy
 import math
 from dataclasses import fields
 from typing import Any, cast
@@ -18,6 +19,9 @@ from dlm_lens.training.settings import ModelSettings, TrainingSettings
 
 SCRATCH = "smdm-"
 
+NEW = "new:"
+"""Before the name of an AR checkpoint: its layout and tokenizer, with new weights."""
+
 
 def build_model(settings: TrainingSettings) -> PreTrainedModel:
     """The network of the settings, in float32.
@@ -30,7 +34,9 @@ def build_model(settings: TrainingSettings) -> PreTrainedModel:
         raise ValueError("model.start is empty; name an AR checkpoint, a DLM, or a size such as smdm-472M")
     if chosen.start.startswith(SCRATCH):
         return new_smdm(chosen, settings.seed)
-    model = load(chosen.start, dtype=torch.float32)
+    model = load(chosen.start.removeprefix(NEW), dtype=torch.float32)
+    if chosen.start.startswith(NEW):
+        model = _with_new_weights(model, settings.seed)
     if family_of(model.config.model_type).causal:
         if isinstance(settings.objective, NextToken):
             return model
@@ -52,6 +58,21 @@ def build_model(settings: TrainingSettings) -> PreTrainedModel:
             "models: leave them out"
         )
     return model
+
+
+def _with_new_weights(model: Any, seed: int) -> Any:
+    """A network of the same layout as an AR model, with the initial weights of its class.
+
+    Raises:
+        ValueError: the model is a DLM.
+    """
+    family = family_of(model.config.model_type)
+    if not family.causal:
+        raise ValueError(f"model.start begins with {NEW!r}, which takes an AR checkpoint, and this is a DLM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        new = type(model)(copy.deepcopy(model.config))
+    return finish_model(new.to(model.device, torch.float32), family, model.tokenizer)
 
 
 def smdm_config(chosen: ModelSettings) -> SMDMConfig:

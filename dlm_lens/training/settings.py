@@ -23,7 +23,7 @@ class ModelSettings:
 
     Args:
         start: a masked DLM to continue, an AR checkpoint to convert, or a size of SMDM's ("smdm-472M") from
-            scratch; a directory or a hub name.
+            scratch; a directory or a hub name. "new:" before an AR checkpoint: its layout with new weights.
         sinks: learned sink tokens; like the rest, for converted and new models.
         position: "front" or "end".
         zero_value: force the sinks' values to zero.

@@ -19,7 +19,7 @@ from dlm_lens.training import convert
 from tests.reference import forward64
 
 EXPERIMENT = find_experiment("beyond-conversion")
-PROMPTS = [[3, 9, 27, 17, 51, 29, 23, 5], [1, 2, 4, 8, 16, 32, 11, 22]]
+PROMPTS = [[3, 9, 27, 17, 51, 29, 23, 5, 40, 41, 6, 18], [1, 2, 4, 8, 16, 32, 11, 22, 44, 33, 7, 14]]
 EPS = 0.7
 
 
@@ -31,10 +31,11 @@ def settings(**changed: Any) -> dict[str, Any]:
 def test_a_conversion_with_a_causal_mask_has_the_logits_of_its_parent() -> None:
     # SmolLM2's layout: 9 query heads on 3 key heads, tied embeddings.
     layout = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    parent = tiny("causal", model_type="llama", **layout)
+    parent: Any = tiny("causal", model_type="llama", **layout)
+    parent.tokenizer = None  # the mask token then gets a row of its own, as in SmolLM2
     dlm = convert(parent, sinks=0)
     ids = torch.tensor(PROMPTS)
-    visible = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(2, 1, 8, 8)
+    visible = torch.ones(12, 12, dtype=torch.bool).tril()[None, None].expand(2, 1, 12, 12)
     with torch.no_grad():
         states = dlm.get_decoder()(input_ids=ids, attention_mask=visible).last_hidden_state
         logits = dlm.get_output_embeddings()(states)[..., : parent.config.vocab_size]
@@ -54,6 +55,7 @@ def by_hand(model: Any, recording: Any, row: int, *, causal: bool) -> dict[str, 
         held[1] += bottom
 
     ends: dict[str, dict[tuple[int, int], list[int | None]]] = {"relative": {}, "columns": {}}
+    active: dict[tuple[str, int, int], list[int]] = {}
     run, least = recording.run, dl.attention.MIN_VIEWERS
     for step in range(run.steps):
         written = ~run.masked[step, row]
@@ -78,7 +80,11 @@ def by_hand(model: Any, recording: Any, row: int, *, causal: bool) -> dict[str, 
                     add(f"first_main_{scale}", main == 0, 1)
                     add(f"sinks_{scale}", len(sinks), 1)
                     places = ends[scale].setdefault((layer, head), [])
-                    places.append(main if sinks else None)
+                    # A sink stays active until its score falls below the rule with 0.75 eps.
+                    before, low = active.get((scale, layer, head), []), sinks_of(score, scored, 0.75 * EPS)
+                    now = sorted({*sinks, *(key for key in before if key in low)})
+                    active[scale, layer, head] = now
+                    places.append(max(now, key=lambda key: float(score[key])) if now else None)
                     for sink in sinks:
                         others = [k for k in scored if k not in sinks and masked[k] == masked[sink]]
                         if others:
@@ -90,10 +96,10 @@ def by_hand(model: Any, recording: Any, row: int, *, causal: bool) -> dict[str, 
     return found
 
 
-def sinks_of(score: Tensor, scored: list[int]) -> list[int]:
-    """Eq. 3: keys whose score exceeds the mean of the others by EPS."""
+def sinks_of(score: Tensor, scored: list[int], eps: float = EPS) -> list[int]:
+    """Eq. 3: keys whose score exceeds the mean of the others by eps."""
     total = float(score[scored].sum())
-    return [key for key in scored if float(score[key]) > (total - float(score[key])) / (len(scored) - 1) + EPS]
+    return [key for key in scored if float(score[key]) > (total - float(score[key])) / (len(scored) - 1) + eps]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -223,7 +229,8 @@ def test_own_settings_of_a_start_replace_the_shared_ones() -> None:
 
 
 def test_text_rows_are_parted_and_begin_unmasked(tmp_path: Path) -> None:
-    documents = [" ".join(f"w{(7 * i + j) % 50}" for j in range(12)) for i in range(80)]
+    draw = np.random.default_rng(0)
+    documents = [" ".join(f"w{word}" for word in draw.integers(0, 50, 20)) for _ in range(80)]
     (tmp_path / "text.txt").write_text("\n\n".join(documents))
     tokenizer = tiny("causal", model_type="llama").tokenizer
     own = settings(text=str(tmp_path), length=16, prompts=3, prompt_length=5)
