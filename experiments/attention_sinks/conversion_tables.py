@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dlm_lens.experiments.attention_sinks.conversion_statistics import SCALES, STATISTICS, Statistic, pairs
-from dlm_lens.experiments.attention_sinks.conversion_training import AR, settings_of
+from dlm_lens.experiments.attention_sinks.conversion_training import AR
 from dlm_lens.experiments.experiment import Finding, Rendering, Table
 from dlm_lens.experiments.intervals import Interval, over_networks
+from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.verdicts import is_above, is_below
 
@@ -249,7 +250,7 @@ def _notes(results: Results) -> list[str]:
     """What was trained, and how far."""
     found = []
     for model in results.models:
-        own = settings_of(model, results.settings)
+        own = settings_of(results.settings, model)
         text = f"text={own['text']}" if own["text"] else "the synthetic language of the embedded models"
         for variant in variants(results, model):
             last = steps(results, model, variant)[-1]

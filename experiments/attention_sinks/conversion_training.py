@@ -44,19 +44,6 @@ DETERMINE = ("text", "length", "corpus", "rate", "warm_up", "batch_size", "preci
 """Settings that determine the weights."""
 
 
-def settings_of(start: str, settings: Settings) -> dict[str, Any]:
-    """The settings with the start's own values, those of `own`, in place of the shared ones.
-
-    Raises:
-        ValueError: `own` holds a setting that does not exist.
-    """
-    own = settings["own"].get(start, {})
-    unknown = sorted(set(own) - set(settings))
-    if unknown:
-        raise ValueError(f"own[{start!r}] holds {', '.join(unknown)}; there are the settings {', '.join(settings)}")
-    return {**settings, **own}
-
-
 @dataclass(frozen=True, eq=False)
 class Material:
     """What a conversion is trained on, and what its checkpoints are measured on; the two share no document.
@@ -81,7 +68,7 @@ def material(tokenizer: Any, settings: Settings) -> Material:
 
     Args:
         tokenizer: the model's.
-        settings: of the start, from `settings_of`.
+        settings: of its start.
 
     Raises:
         FileNotFoundError: the text is not there.
@@ -227,7 +214,7 @@ def kept(start: str, variant: str, seed: int, step: int, settings: Settings) -> 
         variant: of `VARIANTS`.
         seed: of new weights, the order of the rows, and masks.
         step: of the optimiser; 0 for the untrained conversion.
-        settings: of the experiment.
+        settings: of the start.
 
     Raises:
         ValueError: an unknown variant, another process trains this conversion and has not reached the step, or
@@ -235,8 +222,7 @@ def kept(start: str, variant: str, seed: int, step: int, settings: Settings) -> 
     """
     if variant not in VARIANTS:
         raise ValueError(f"{variant!r} is no variant; choose from {', '.join(VARIANTS)}")
-    own = settings_of(start, settings)
-    directory = Path(own["trained"]) / name_of(start, variant, seed, own)
+    directory = Path(settings["trained"]) / name_of(start, variant, seed, settings)
     found = directory / KEPT / f"step-{step}"
     if found.is_dir():
         return found
@@ -258,8 +244,7 @@ def train(start: str, variant: str, seed: int, steps: Sequence[int], settings: S
     """
     from dlm_lens.training.checkpoints import last_checkpoint, step_of
 
-    own = settings_of(start, settings)
-    directory = Path(own["trained"]) / name_of(start, variant, seed, own)
+    directory = Path(settings["trained"]) / name_of(start, variant, seed, settings)
     missing = [step for step in steps if not (directory / KEPT / f"step-{step}").is_dir()]
     if not missing:
         return
@@ -277,21 +262,21 @@ def train(start: str, variant: str, seed: int, steps: Sequence[int], settings: S
             f"{directory} is at step {done}, and the weights after {', '.join(map(str, passed))} steps were not "
             "kept; measure other steps, or give another directory as trained"
         )
-    _train(model, start, variant, seed, missing, own, directory)
+    _train(model, start, variant, seed, missing, settings, directory)
     if not (directory / KEPT / f"step-{missing[-1]}").is_dir():
         raise RuntimeError(f"{directory} ended before step {missing[-1]}; start the same command again")
 
 
 def _train(
-    model: Any, start: str, variant: str, seed: int, steps: Sequence[int], own: Settings, directory: Path
+    model: Any, start: str, variant: str, seed: int, steps: Sequence[int], settings: Settings, directory: Path
 ) -> None:
     from dataclasses import replace
 
     from dlm_lens.training import MaskedDiffusionTrainer
 
-    found = material(model.tokenizer, own)
+    found = material(model.tokenizer, settings)
     keeper = _keeper(directory, steps)
-    chosen = training_settings(start, variant, seed, own, directory)
+    chosen = training_settings(start, variant, seed, settings, directory)
     trainer = MaskedDiffusionTrainer(
         model, replace(chosen, data=replace(chosen.data, length=found.length)), found.source, callbacks=[keeper]
     )
@@ -389,10 +374,12 @@ def main(
     """Train one conversion up to the last of its steps, keep the weights after each, and measure nothing."""
     from dlm_lens.experiments import find_experiment
     from dlm_lens.experiments.experiment import read_setting
+    from dlm_lens.experiments.model_settings import settings_of
 
     given = dict(read_setting(text) for text in settings or ())
     chosen = find_experiment("beyond-conversion").config(small, [start], given)["settings"]
-    train(start, variant, seed, sorted(settings_of(start, chosen)["steps"]), chosen)
+    own = settings_of(chosen, start)
+    train(start, variant, seed, sorted(own["steps"]), own)
 
 
 if __name__ == "__main__":

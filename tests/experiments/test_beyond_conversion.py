@@ -13,6 +13,7 @@ import dlm_lens as dl
 from dlm_lens.experiments import find_experiment, list_items, plan_experiment
 from dlm_lens.experiments.attention_sinks import conversion_tables, conversion_training
 from dlm_lens.experiments.attention_sinks.conversion_statistics import prompt_statistics, row_losses
+from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.testing import tiny
 from dlm_lens.training import convert
@@ -24,8 +25,8 @@ EPS = 0.7
 
 
 def settings(**changed: Any) -> dict[str, Any]:
-    found: dict[str, Any] = EXPERIMENT.config(True, given=changed)["settings"]
-    return found
+    """The small settings of toy-ar."""
+    return settings_of(EXPERIMENT.config(True, given=changed)["settings"], "toy-ar")
 
 
 def test_a_conversion_with_a_causal_mask_has_the_logits_of_its_parent() -> None:
@@ -215,17 +216,16 @@ def test_findings_name_the_direction(before: float, after: float, word: str) -> 
     assert [len(axes.get_lines()) >= 2 for axes in figure.axes] == [True] * 7
 
 
-def test_own_settings_of_a_start_replace_the_shared_ones() -> None:
-    given = settings(models=["toy-ar", "smollm2"], steps=[0, 5], own={"smollm2": {"steps": [0, 7], "text": "kjv"}})
-    found = list_items(EXPERIMENT, {"settings": given})
-    assert [(item["model"], item["variant"], item["steps"]) for item in found] == [
+def test_items_are_in_the_order_of_training() -> None:
+    steps = {"": [5, 0], "smollm2": [0, 7]}
+    config = EXPERIMENT.config(True, given={"models": ["toy-ar", "smollm2"], "steps": steps})
+    assert [(item["model"], item["variant"], item["steps"]) for item in list_items(EXPERIMENT, config)] == [
         ("toy-ar", "ar", 0), ("toy-ar", "plain", 0), ("toy-ar", "plain", 5),
         ("smollm2", "ar", 0), ("smollm2", "plain", 0), ("smollm2", "plain", 7),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="holds step; there are the settings models"):
-        list_items(EXPERIMENT, {"settings": settings(own={"toy-ar": {"step": [0]}})})
-    with pytest.raises(ValueError, match="steps is"):
-        list_items(EXPERIMENT, {"settings": settings(steps=[-1])})
+    for wrong in ([-1, 3], []):
+        with pytest.raises(ValueError, match="give the numbers of optimiser steps"):
+            list_items(EXPERIMENT, EXPERIMENT.config(True, given={"steps": wrong}))
 
 
 def test_text_rows_are_parted_and_begin_unmasked(tmp_path: Path) -> None:
@@ -279,10 +279,10 @@ def test_a_training_is_kept_resumed_and_independent_of_its_end(tmp_path: Path) -
 def test_a_run_ends_in_a_table_for_every_variant(tmp_path: Path) -> None:
     from dlm_lens.experiments import render_experiment, run_experiment
 
-    given = settings(
-        variants=["plain", "sink", "gate"], steps=[0, 2], corpus=200, batch_size=2, prompts=2, gen_length=8,
-        denoising_steps=8, trained=str(tmp_path / "trained"),
-    )  # fmt: skip
+    given = {
+        "variants": ["plain", "sink", "gate"], "steps": [0, 2], "corpus": 200, "batch_size": 2, "prompts": 2,
+        "gen_length": 8, "denoising_steps": 8, "trained": str(tmp_path / "trained"),
+    }  # fmt: skip
     results = run_experiment(EXPERIMENT, tmp_path / "out", small=True, settings=given)
     assert not results.missing
     assert len(results.records) == 7
