@@ -1,92 +1,221 @@
 """Figure 6: (a) different sinks for masked and unmasked queries; (b) transient sinks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks import recorded_runs
-from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, sink_rule
+from dlm_lens.experiments.attention_sinks import kind_maps, recorded_runs
+from dlm_lens.experiments.attention_sinks.recorded_runs import (
+    per_network,
+    per_prompt,
+    ratio,
+    record_prompts,
+    sink_rule,
+)
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import is_above, is_within
+
+SPLITS = ("random", "position")
+COUNTS = ("both", "differ", *(f"{split}_{name}" for split in SPLITS for name in ("cases", "state", "null")))
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Per prompt and layer: steps at which both query classes have a sink, and at which it differs; lifetimes."""
-    import dlm_lens as dl
-    from dlm_lens.sinks import compare_query_classes
+    """Per prompt and layer: cases in which the classes' main sinks differ, beside splits that ignore the masks.
 
-    found: dict[str, Any] = {"both": [], "differ": [], "lives": [], "transient": []}
-    for prompt_run in record_prompts(item, settings, bench, ("all", "masked", "unmasked")):
-        table = compare_query_classes(
-            prompt_run.received["masked"], prompt_run.received["unmasked"], sink_rule(settings)
-        )
-        table["apart"] = (table["differ"] * table["both"]).fillna(0)
-        layers = table.groupby("layer", sort=True)[["both", "apart"]].sum()
-        found["both"].append([int(value) for value in layers["both"]])
-        found["differ"].append([round(value) for value in layers["apart"]])
-        lives = dl.trajectories(prompt_run.received["all"], sink_rule(settings)).table()
-        # A sink that lasts to the end of the run has no measured lifetime.
-        whole = lives[lives["died"]]
-        found["lives"].append(len(whole))
-        found["transient"].append(int(whole["transient"].sum()))
+    A case is a step and head at which masked and written queries both have a sink. Of the cases in which a split's
+    parts have one too ("cases"), "state" is how often the classes differ and "null" how often the parts do, a mean
+    over the draws of each case. Lives are those of sinks that were seen to end, also with the steps shuffled.
+    """
+    from dlm_lens.sinks import SplitAttention
+
+    names = ("lives", "transient", "shuffled_lives", "shuffled_transient")
+    found: dict[str, Any] = {name: [] for name in (*COUNTS, *names)}
+    splits = [SplitAttention(settings["draws"]), SplitAttention(1, "position")]
+    for number, prompt_run in enumerate(
+        record_prompts(item, settings, bench, ("all", "masked", "unmasked"), reducers=splits)
+    ):
+        for name, value in _separate(prompt_run, settings).items():
+            found[name].append(value)
+        received = prompt_run.received["all"]
+        for prefix, given in (("", received), ("shuffled_", _shuffled(received))):
+            lives, short = _lives(given, settings)
+            found[f"{prefix}lives"].append(lives)
+            found[f"{prefix}transient"].append(short)
+        if item["start"] == 0 and not item.get("network", 0):
+            shown = found.setdefault("examples", {})
+            if number == 0:
+                shown["separate"] = kind_maps.separate(bench.model(item["model"]), prompt_run, sink_rule(settings))
+            if not shown.get("transient"):
+                shown["transient"] = kind_maps.transient(
+                    bench.model(item["model"]), prompt_run, sink_rule(settings)
+                )
     return found
 
 
+def main_sinks_differ(first: Any, second: Any, rule: Any) -> tuple[Any, Any]:
+    """[step, layer, head]: whether both classes of one prompt have a sink, and whether the largest ones differ."""
+    from dlm_lens.sinks import find_sinks
+
+    one, other = (find_sinks(given, rule).main()[:, 0] for given in (first, second))
+    both = (one >= 0) & (other >= 0)
+    return both, both & (one != other)
+
+
+def _separate(prompt_run: Any, settings: Settings) -> dict[str, list[float]]:
+    import torch
+
+    from dlm_lens.sinks import received_of_split
+
+    rule = sink_rule(settings)
+    both, differ = main_sinks_differ(prompt_run.received["masked"], prompt_run.received["unmasked"], rule)
+    found: dict[str, Any] = {"both": both, "differ": differ}
+    row = slice(prompt_run.row, prompt_run.row + 1)
+    for split in SPLITS:
+        draws = [
+            main_sinks_differ(*(part.part(rows=row) for part in parts), rule)
+            for parts in (
+                received_of_split(prompt_run.recording, split, draw)  # type: ignore[arg-type]
+                for draw in range(settings["draws"] if split == "random" else 1)
+            )
+        ]
+        defined, apart = (torch.stack(values).double().sum(0) for values in zip(*draws, strict=True))
+        cases = both & (defined > 0)
+        found[f"{split}_cases"], found[f"{split}_state"] = cases, differ & cases
+        found[f"{split}_null"] = (apart / defined.clamp(min=1)) * cases
+    return {
+        name: [round(float(value), 3) for value in counts.double().sum((0, 2))] for name, counts in found.items()
+    }
+
+
+def _lives(received: Any, settings: Settings) -> tuple[int, int]:
+    """Lifetimes that were seen to end, and how many of them are transient."""
+    import dlm_lens as dl
+
+    lives = dl.trajectories(received, sink_rule(settings)).table()
+    # A sink that lasts to the end of the run has no measured lifetime.
+    whole = lives[lives["died"]]
+    return len(whole), int(whole["transient"].sum())
+
+
+def _shuffled(received: Any) -> Any:
+    """The same steps in a random order."""
+    import torch
+
+    order = torch.randperm(len(received.values), generator=torch.Generator().manual_seed(0))
+    held = {
+        name: getattr(received, name) for name in ("values", "expected", "counted", "tokens", "masked", "viewers")
+    }
+    return replace(received, **{name: value[order] for name, value in held.items() if value is not None})
+
+
 def render(results: Results) -> Rendering:
-    """How often the main sinks differ per layer, and the share of transient lifetimes."""
+    """How often the main sinks differ per layer, by state and by the other splits; lives; maps of chosen heads."""
     from dlm_lens.experiments.attention_sinks.charts import line_chart
 
-    rows, curves, short = [], {}, []
-    for model in results.models:
-        layers = len(results.listed("both", model=model)[0])
-        points = [(layer, differing(results, model, layer)) for layer in range(layers)]
-        curves[model] = points
-        for layer, share in points:
-            rows.append(
-                [model, str(layer), str(share), str(sum(b[layer] for b in results.listed("both", model=model)))]
-            )
-        short.append([model, str(transient(results, model)), str(sum(results.listed("lives", model=model)))])
+    rows, curves, styles, short = [], {}, {}, []
+    for number, model in enumerate(results.models):
+        layers = range(_layers(results, model))
+        for line, (name, split) in enumerate((("by state", None), *((f"by {s}", s) for s in SPLITS))):
+            points = [(layer, differing(results, model, layer, split)) for layer in layers]
+            name = {"by random": "at random"}.get(name, name)
+            curves[f"{model}, split {name}"], styles[f"{model}, split {name}"] = points, (number, line)
+        for layer in layers:
+            cases = sum(sum(one[layer] for one in part) for part in per_network(results, "both", model=model))
+            rows.append([
+                model, str(layer), str(differing(results, model, layer)),
+                *(str(differing(results, model, layer, split)) for split in SPLITS),
+                *(str(excess(results, model, layer, split)) for split in SPLITS), f"{cases:.0f}",
+            ])  # fmt: skip
+        short.append([model, str(transient(results, model)), str(transient(results, model, "shuffled_")),
+                      str(sum(results.listed("lives", model=model)))])  # fmt: skip
     tables = [
-        Table("(a) steps at which the main sink of masked queries is another than that of written ones, of those "
-              "where both have one; 95% intervals over prompts",
-              ["model", "layer", "differ", "n steps of heads"], rows),
-        Table("(b) lives of at most 2 steps, of those that were seen to end",
-              ["model", "transient", "n lives"], short),
+        Table("(a) how often the main sinks of two sets of queries differ, of the steps of heads where both have "
+              "one: masked against written queries, random sets of the same sizes, and the last queries against "
+              "the first; 95% intervals",
+              ["model", "layer", "masked, written", "random sets", "last, first", "by state - at random",
+               "by state - by position", "n steps of heads"], rows),
+        Table("(b) lives of at most 2 steps, of those that were seen to end, and the same with the steps of each "
+              "run in random order",
+              ["model", "transient", "steps shuffled", "n lives"], short),
     ]  # fmt: skip
-    figure = line_chart(curves, x="layer", y="masked and written queries: main sinks differ")
-    return Rendering(tables, {"split": figure}, list(_findings(results)))
+    figures = {"split": line_chart(
+        curves, x="layer", y="main sinks of both sets differ", styles=styles,
+        ticks=[str(layer) for layer in range(max(_layers(results, model) for model in results.models))],
+    )}  # fmt: skip
+    return Rendering(tables, {**kind_maps.figures(results), **figures}, list(findings(results)), [kind_maps.NOTE])
 
 
-def differing(results: Results, model: str, layer: int) -> Interval:
-    """Of a layer's steps where masked and unmasked queries both have a main sink, the share where these differ."""
-    return ratio_over_prompts(
-        [found[layer] for found in results.listed("differ", model=model)],
-        [found[layer] for found in results.listed("both", model=model)],
-    )
+def _layers(results: Results, model: str) -> int:
+    return len(results.listed("both", model=model)[0])
 
 
-def transient(results: Results, model: str) -> Interval:
+def differing(results: Results, model: str, layer: int, split: str | None = None) -> Interval:
+    """Share of a layer's cases in which the main sinks differ: of the classes, or of a split's parts."""
+    names = ["differ", "both"] if split is None else [f"{split}_null", f"{split}_cases"]
+    return per_prompt(results, model, names, lambda top, bottom: (top[layer], bottom[layer]), bounds=(0, 1))
+
+
+def excess(results: Results, model: str, layer: int, split: str = "random") -> Interval:
+    """The share in which the classes differ minus that of a split's parts, paired by step, layer and head."""
+    names = [f"{split}_{name}" for name in ("state", "null", "cases")]
+    return per_prompt(results, model, names, lambda s, n, c: (s[layer] - n[layer], c[layer]), bounds=(-1, 1))
+
+
+def deeper(results: Results, model: str) -> Interval:
+    """Each prompt's excess over random splits in the last layer minus that in the first."""
+
+    def terms(state: list[float], null: list[float], cases: list[float]) -> tuple[float, float]:
+        if not cases[0] or not cases[-1]:
+            return 0.0, 0.0
+        last, first = ((state[layer] - null[layer]) / cases[layer] for layer in (-1, 0))
+        return last - first, 1.0
+
+    names = [f"random_{name}" for name in ("state", "null", "cases")]
+    return per_prompt(results, model, names, terms, bounds=(-2, 2))
+
+
+def transient(results: Results, model: str, prefix: str = "") -> Interval:
     """Share of the ended lifetimes of at most 2 steps."""
-    return ratio_over_prompts(results.listed("transient", model=model), results.listed("lives", model=model))
+    return ratio(results, model, f"{prefix}transient", f"{prefix}lives", bounds=(0, 1))
 
 
-def _findings(results: Results) -> Iterator[Finding]:
+def findings(results: Results) -> Iterator[Finding]:
+    """Figure 6a against random splits of the same sizes, and Figure 6b."""
     for model in results.models:
-        last = len(results.listed("both", model=model)[0]) - 1
-        first, deepest = differing(results, model, 0), differing(results, model, last)
-        yield Finding(
+        last = _layers(results, model) - 1
+        more, null = excess(results, model, last), differing(results, model, last, "random")
+        yield Finding.of(
             "LLaDA, deepest layers: masked and unmasked tokens maintain separate sinks (6a)",
-            f"{model}: they differ in {deepest} of the steps of layer {last}; layer 0: {first}",
-            "agrees" if deepest.low > 0.1 and deepest.low > first.high
-            else "disagrees" if deepest.high < 0.1 or deepest.high < first.low else "undecided",
-            "agreement is taken as more than a tenth, and more than in the first layer",
-        )  # fmt: skip
-        short = transient(results, model)
+            f"{model}, layer {last}: they differ in {differing(results, model, last)} of the cases, {more} more "
+            "than random sets of queries",
+            is_above(more, 0),
+            why="agreement: more often than for random sets of the same sizes, paired by step and head",
+            null=f"random sets: {null}",
+        )
+        yield Finding.of(
+            '"the deepest layers showcase a particular type": separate sinks are a matter of depth (6a)',
+            f"{model}: the excess over random sets is {deeper(results, model)} larger in layer {last} than in 0",
+            is_above(deeper(results, model), 0),
+            why="agreement: a larger excess in the last layer than in the first, paired by prompt",
+            null="0: the same excess in both",
+        )
+        place = excess(results, model, last, "position")
         yield Finding(
+            "whether masks or places separate the sinks is not asked",
+            f"{model}, layer {last}: the classes differ {place} more often than the last queries and the first do, "
+            f"which differ in {differing(results, model, last, 'position')}",
+            "no counterpart",
+            "masked queries are mostly the last ones; above 0: the state matters beyond the place",
+        )
+        short = transient(results, model)
+        yield Finding.of(
             "LLaDA: sinks that appear for one step and vanish exist, as edge cases (6b)",
-            f"{model}: {short} of the ended lives",
-            "agrees" if short.value > 0 and short.high < 0.5 else "disagrees" if short.low > 0.5 else "undecided",
-            "agreement is taken as some, and less than half",
+            f"{model}: {short} of the ended lives have at most 2 steps",
+            is_within(short, 0, 0.5),
+            why="agreement: some, and less than half",
+            null=f"steps in random order: {transient(results, model, 'shuffled_')}",
         )
 
 
@@ -94,9 +223,9 @@ EXPERIMENT = recorded_runs.experiment(
     name="fig6-kinds",
     shows="2510.15731, Figure 6",
     title="sinks of masked against written queries, and transient sinks",
-    metric="share of steps with different main sinks; share of lives of at most 2 steps",
-    small={"models": ["toy", "toy-gated"]},
-    full={"models": ["GSAI-ML/LLaDA-8B-Instruct"]},
+    metric="share of cases with different main sinks, beside random splits; share of lives of at most 2 steps",
+    small={"models": ["toy", "toy-gated"], "draws": 8},
+    full={"models": ["GSAI-ML/LLaDA-8B-Instruct"], "draws": 8},
     run=run,
     render=render,
 )

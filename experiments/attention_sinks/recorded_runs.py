@@ -43,11 +43,13 @@ class PromptRun(NamedTuple):
         run: the DenoisingRun of the item's prompts.
         row: the prompt's row in it.
         received: received attention of this row alone, by class of queries.
+        recording: of all the item's prompts.
     """
 
     run: Any
     row: int
     received: dict[str, Any]
+    recording: Any = None
 
 
 def items(settings: Settings) -> Iterator[Item]:
@@ -60,25 +62,29 @@ def items(settings: Settings) -> Iterator[Item]:
 
 
 def record_prompts(
-    item: Item, settings: Settings, bench: Any, queries: Sequence[str] = ("all",)
+    item: Item, settings: Settings, bench: Any, queries: Sequence[str] = ("all",), reducers: Sequence[Any] = ()
 ) -> list[PromptRun]:
     """Denoise the item's prompts and record the attention that every key receives, per class of queries.
 
-    The setting `keep` names a directory for the recordings. A figure with equal settings reads them again.
+    Further `reducers` are recorded beside it. The setting `keep` names a directory for the recordings. A figure
+    with equal settings reads them again.
     """
     import dlm_lens as dl
 
     model = model_of(item, settings, bench)
     texts = chat(model, problems_of(settings, item["start"]), settings)
-    reducers = [dl.ReceivedAttention(queries=kind) for kind in queries]  # type: ignore[arg-type]
+    classes = [dl.ReceivedAttention(queries=kind) for kind in queries]  # type: ignore[arg-type]
     to = None
     if settings["keep"]:
         name = item["model"].replace("/", "--")
-        to = Path(settings["keep"]) / f"{name}-{item.get('network', 0)}-{item['start']}-{'-'.join(queries)}"
-    recording = dl.record(model, texts, reducers, to=to, **settings["sampler"])
+        kinds = "-".join([*queries, *(reducer.name for reducer in reducers)])
+        to = Path(settings["keep"]) / f"{name}-{item.get('network', 0)}-{item['start']}-{kinds}"
+    recording = dl.record(model, texts, [*classes, *reducers], to=to, **settings["sampler"])
     found = {kind: dl.received_of(recording, kind) for kind in queries}  # type: ignore[arg-type]
     return [
-        PromptRun(recording.run, row, {kind: one.part(rows=slice(row, row + 1)) for kind, one in found.items()})
+        PromptRun(
+            recording.run, row, {kind: one.part(rows=slice(row, row + 1)) for kind, one in found.items()}, recording
+        )
         for row in range(len(texts))
     ]
 

@@ -1,0 +1,118 @@
+"""Figure 6: separate sinks are judged against random sets of queries, on planted and on recorded patterns."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_lens.experiments.attention_sinks import fig6_kinds, kind_maps
+from dlm_lens.experiments.results import Record, Results
+from dlm_lens.sinks import AboveMean, Received
+from dlm_lens.testing import tiny
+
+
+def planted(**counts: list[list[float]]) -> Results:
+    """Four equal prompts of two layers."""
+    lives = {
+        "lives": [10] * 4,
+        "transient": [1, 2, 1, 2],
+        "shuffled_lives": [10] * 4,
+        "shuffled_transient": [6] * 4,
+    }
+    values = {name: [value] * 4 for name, value in counts.items()} | lives
+    return Results({"settings": {}}, [Record({"model": "toy", "start": 0}, values, 0.0)])
+
+
+@pytest.mark.parametrize(
+    ("null", "verdict", "value"), [([4, 6.0], "agrees", "0.30"), ([4, 9.5], "disagrees", "-0.05")]
+)
+def test_separate_sinks_need_more_than_random_sets(null: list[float], verdict: str, value: str) -> None:
+    # The classes differ in 0.9 of the cases; that alone says nothing.
+    found = planted(
+        both=[12, 12], differ=[10, 11], random_cases=[10, 10], random_state=[9, 9], random_null=null,
+        position_cases=[10, 10], position_state=[9, 9], position_null=[9, 9],
+    )  # fmt: skip
+    first, depth, place, life = fig6_kinds.findings(found)
+    assert first.verdict == verdict
+    assert f"{value} [{value}, {value}] more" in first.here
+    assert first.null.startswith(f"random sets: {null[1] / 10:.2f}")
+    assert depth.verdict == "disagrees"  # the null is larger in layer 1
+    assert "differ 0.00 [0.00, 0.00] more often" in place.here
+    assert (place.verdict, life.verdict) == ("no counterpart", "agrees")
+    assert "0.60" in life.null
+
+
+def test_cases_are_counted_as_in_a_loop() -> None:
+    """Against received attention summed in float64 from the patterns."""
+    import dlm_lens as dl
+    from dlm_lens.sinks import SplitAttention, received_of_split
+
+    model = tiny("llada", seed=3)
+    reducers = [dl.ReceivedAttention(queries=("masked", "unmasked"), min_viewers=2),
+                SplitAttention(3, min_viewers=2), SplitAttention(1, "position", min_viewers=2),
+                dl.recording.AttentionPattern()]  # fmt: skip
+    recording = dl.record(model, ["w3 w4 w5 w6 w7 w8 w9"], reducers, gen_length=8, steps=8)
+    classes = {name: dl.received_of(recording, name) for name in ("masked", "unmasked")}
+    run = SimpleNamespace(row=0, received=classes, recording=recording)
+    found = fig6_kinds._separate(run, {"eps": 0.5, "draws": 3})
+
+    def main(sums: np.ndarray, count: int) -> int:
+        """The largest sink of column sums of `count` queries by Eq. 3 relative to uniform, -1 for none."""
+        if count < 2:
+            return -1
+        scores = sums * len(sums) / count
+        others = (scores.sum() - scores) / (len(scores) - 1)
+        best = int(np.argmax(scores))
+        return best if scores[best] > others[best] + 0.5 else -1
+
+    pattern, masked = recording.pattern[:, 0].double().numpy(), recording.masked[:, 0].numpy()
+    both, differ, cases, apart = (np.zeros(2) for _ in range(4))
+    for step in range(8):
+        state = masked[step]
+        for layer in range(2):
+            for head in range(4):
+                a, b = (main(pattern[step, layer, head][part].sum(0), part.sum()) for part in (state, ~state))
+                if a < 0 or b < 0:
+                    continue
+                both[layer] += 1
+                differ[layer] += a != b
+                drawn = []
+                for draw in range(3):
+                    parts = (
+                        (one.column_sums[step, 0, layer, head].double().numpy(), int(one.counted[step, 0]))
+                        for one in received_of_split(recording, "random", draw)
+                    )
+                    ends = [main(*part) for part in parts]
+                    drawn += [ends[0] != ends[1]] if min(ends) >= 0 else []
+                if drawn:
+                    cases[layer] += 1
+                    apart[layer] += np.mean(drawn)
+    assert both.sum() > 20
+    np.testing.assert_allclose(found["both"], both)
+    np.testing.assert_allclose(found["differ"], differ)
+    np.testing.assert_allclose(found["random_cases"], cases)
+    np.testing.assert_allclose(found["random_null"], apart, atol=2e-3)
+
+
+def test_the_clearest_separate_sinks_are_the_planted_ones() -> None:
+    values = torch.full((5, 1, 2, 3, 24), 0.5)
+    first, second = values.clone(), values.clone()
+    first[2, 0, 1, 0, 5], second[2, 0, 1, 0, 9] = 9, 8
+    first[3, 0, 0, 2, 5], second[3, 0, 0, 2, 9] = 12, 6  # a larger score, a smaller contrast
+    first[4, 0, 0, 1, 7], second[4, 0, 0, 1, 7] = 20, 20  # one sink of both
+    fields = {"expected": torch.ones(5, 1, 1, 1, 24), "counted": torch.full((5, 1), 24), "layers": (0, 1)}
+    masked, written = Received(values=first, queries="masked", **fields), Received(values=second, **fields)
+    assert kind_maps.clearest(masked, written, AboveMean(3.0)) == (2, 1, 0, 5, 9)
+    assert kind_maps.clearest(masked, masked, AboveMean(3.0)) is None
+
+
+def test_shuffled_steps_leave_every_step_s_sinks() -> None:
+    values = torch.rand(6, 1, 1, 2, 24, generator=torch.Generator().manual_seed(0))
+    given = Received(
+        values=values, expected=torch.ones(6, 1, 1, 1, 24), counted=torch.full((6, 1), 24), layers=(0,),
+        masked=torch.zeros(6, 1, 24, dtype=torch.bool),
+    )  # fmt: skip
+    found = fig6_kinds._shuffled(given).values
+    assert not torch.equal(found, values)
+    assert sorted(found.sum((1, 2, 3, 4)).tolist()) == sorted(values.sum((1, 2, 3, 4)).tolist())
