@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlm_lens.experiments.attention_sinks import kind_maps, recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import (
@@ -17,7 +17,10 @@ from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_within
 
-SPLITS = ("random", "position")
+if TYPE_CHECKING:
+    from dlm_lens.sinks.analysis.query_splits import SplitBy
+
+SPLITS: "tuple[SplitBy, ...]" = ("random", "position")
 COUNTS = ("both", "differ", *(f"{split}_{name}" for split in SPLITS for name in ("cases", "state", "null")))
 
 
@@ -73,13 +76,10 @@ def _separate(prompt_run: Any, settings: Settings) -> dict[str, list[float]]:
     found: dict[str, Any] = {"both": both, "differ": differ}
     row = slice(prompt_run.row, prompt_run.row + 1)
     for split in SPLITS:
-        draws = [
-            main_sinks_differ(*(part.part(rows=row) for part in parts), rule)
-            for parts in (
-                received_of_split(prompt_run.recording, split, draw)  # type: ignore[arg-type]
-                for draw in range(settings["draws"] if split == "random" else 1)
-            )
-        ]
+        draws = []
+        for draw in range(settings["draws"] if split == "random" else 1):
+            first, second = received_of_split(prompt_run.recording, split, draw)
+            draws.append(main_sinks_differ(first.part(rows=row), second.part(rows=row), rule))
         defined, apart = (torch.stack(values).double().sum(0) for values in zip(*draws, strict=True))
         cases = both & (defined > 0)
         found[f"{split}_cases"], found[f"{split}_state"] = cases, differ & cases

@@ -70,7 +70,7 @@ def transient(model: Any, prompt_run: Any, rule: Any) -> dict[str, Any] | None:
     lives = lives[lives["transient"] & lives["died"] & lives["born"] & lives["position"].notna()]
     if lives.empty:
         return None
-    line = lives.loc[lives["peak"].astype(float).idxmax()]
+    line = lives.sort_values("peak", kind="stable").iloc[-1]
     layer, head, first, last = (int(line[name]) for name in ("layer", "head", "first_step", "last_step"))
     steps = [first - 1, first, last + 1]
     return {

@@ -170,11 +170,11 @@ def test_base_and_tuned_by_hand() -> None:
 
 def test_eps_of_figure_10_by_hand() -> None:
     found = lines("fig10-eps")
-    values = find_experiment("fig10-eps").small["values"]
+    place = find_experiment("fig10-eps").small["values"].index(3.0)
     for model in ("toy", "toy-ar"):
         mine = [line["value"] for line in found if line["item"]["model"] == model]
-        n = [one for value in mine for one in value["head_n"]]
-        kept = [one[values.index(3.0)] for value in mine for one in value["head_kept"]]
+        n = [one for value in mine for one in value["n"]]
+        kept = [one[place] for value in mine for one in value["measured relative"]]
         left_out = 1 - sum(k * m for k, m in zip(kept, n, strict=True)) / sum(n)
         assert left_out >= 0.96
         assert f"{model}: {left_out:.2f} [" in PAGE
