@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 PARTS = ("first third", "second third", "last third")
 SCALES = ("relative", "raw")
+NOTE = (
+    "The statistics are means over single patterns, each a step of a head. The picture is of all patterns at once, "
+    "and so has a heavier tail where heads differ; the nulls' curves are mixtures in the same way, the lognormal "
+    "with each pattern's own ratio of median to mean."
+)
+
 STATISTICS = ("top", "median", "gini", "exponential top", "exponential median", "exponential gini",
               "lognormal top", "lognormal gini", "uniform top")  # fmt: skip
 
@@ -102,7 +108,7 @@ def render(results: Results) -> Rendering:
         "lognormal scores with the same median and mean, of as many keys; 95% intervals",
         head, rows,
     )  # fmt: skip
-    return Rendering([table], {"distribution": histogram(results)}, list(findings(results)))
+    return Rendering([table], {"distribution": histogram(results)}, list(findings(results)), [NOTE])
 
 
 def scales_of(results: Results, model: str) -> tuple[str, ...]:

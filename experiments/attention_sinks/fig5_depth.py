@@ -34,7 +34,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         for scale in SCALES:
             received = prompt_run.received["all"]
             received = received if scale == "relative" else received.on_scale("column sum")
-            own, model = (sink_profile(received, sink_rule(settings), main=main) for main in ("head", "model"))  # type: ignore[arg-type]
+            own, model = (sink_profile(received, sink_rule(settings), main=main) for main in ("head", "model"))
             for name, values in (("score", own.score), ("followed", model.score), ("positions", own.positions)):
                 found[f"{scale} {name}"].append(rounded(values, 3))
     return found
