@@ -199,9 +199,10 @@ PAPER = (
 )
 
 OWN = {
-    "smollm2": {"task": "english_arithmetic", "chat": True, "sampler": {"gen_length": 4}, "batch": 16},
+    "smollm2": {"task": "english_arithmetic", "sampler": {"gen_length": 3}, "batch": 36},
 }  # fmt: skip
-"""A model that reads English answers English word problems, whose sum the prompt begins."""
+"""A model that reads English answers English word problems, as plain text (in its chat template it answers as many,
+with twice the tokens)."""
 
 EXPERIMENT = Experiment(
     name="table1-masking",

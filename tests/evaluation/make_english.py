@@ -41,7 +41,10 @@ TOPICS = (
 
 
 def problems() -> list[dict[str, str]]:
-    """Word problems of one step, half sums and half differences of numbers up to 15; `begun` starts the answer."""
+    """Word problems of one step, half sums and half differences of numbers up to 15.
+
+    `begun` starts the answer, up to its first digit.
+    """
     rng = random.Random(SEED)
     found: dict[str, dict[str, str]] = {}
     while len(found) < PROBLEMS:
@@ -51,7 +54,7 @@ def problems() -> list[dict[str, str]]:
         event = rng.choice(MORE if adds else LESS).format(name, second, things)
         prompt = f"{name} has {first} {things}. {event} How many {things} does {name} have now?"
         target = first + second if adds else first - second
-        begun = f"{first} {'+' if adds else '-'} {second} ="
+        begun = f"{first} {'+' if adds else '-'} {second} = "
         found[prompt] = {"prompt": prompt, "begun": begun, "target": str(target)}
     return list(found.values())
 
