@@ -49,7 +49,8 @@ def experiment_command(
     chosen_models = words("--models", models) if models else []
     for model in chosen_models:
         check_model_name(model)
-    check_device(device)
+    if not plan:  # a plan takes the names of GPUs
+        check_device(device)
     check_dtype(dtype)
     directory = out or Path("runs") / (f"{name}-small" if small else name)
     check_directory(directory)

@@ -34,6 +34,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Sizes of the checkpoints of the full settings, so that a plan needs neither network nor weights, and of networks
 that an experiment trains."""
 
+NEW = "new:"
+"""Before the name of a checkpoint: its layout with new weights, as in `model.start` of `dlm_lens.training`."""
+
 STAND_INS = {"one-token-text": "toy"}
 """Networks that an experiment trains -> the embedded model that is timed in their place."""
 
@@ -65,8 +68,14 @@ class Shape:
         return one * cost.rows * cost.passes * (3 if cost.backward else 1)
 
     def memory(self, cost: Cost) -> float:
-        """Bytes: weights, 12 copies of the residual stream, and the logits and one layer's attention in float32."""
+        """Bytes: weights, 12 copies of the residual stream, and the logits and one layer's attention in float32.
+
+        With backward: 16 per weight (weights, gradients and two moments in float32), 56 per position, layer and
+        unit of the width (what bfloat16 layers keep for the backward pass), and 2 GiB of logits.
+        """
         tokens = cost.rows * cost.positions
+        if cost.backward:
+            return 16 * self.parameters + 56 * tokens * self.layers * self.width + 2**31
         attention = 4 * cost.rows * self.heads * cost.positions**2
         return (
             self.parameters * self.itemsize
@@ -149,6 +158,7 @@ def shape_of(model: str) -> Shape:
 
     from dlm_lens.adapters import embedded_models
 
+    model = model.removeprefix(NEW)
     if model in SHAPES:
         return Shape(**SHAPES[model])
     if model not in embedded_models() and not Path(model).exists():

@@ -1,5 +1,6 @@
 """From AR to masked diffusion: statistics against float64 patterns, planted changes, kept and resumed weights."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import dlm_lens as dl
+from dlm_lens.cli.app import app
 from dlm_lens.experiments import find_experiment, list_items, plan_experiment
 from dlm_lens.experiments.attention_sinks import conversion_tables, conversion_training
 from dlm_lens.experiments.attention_sinks.conversion_statistics import prompt_statistics, row_losses
+from dlm_lens.experiments.cost_estimate import shape_of
+from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.model_settings import settings_of
+from dlm_lens.experiments.one_token import paper_scale
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.testing import tiny
 from dlm_lens.training import convert
+from dlm_lens.training.config_files import read_settings
+from dlm_lens.training.cost_estimate import plan
 from tests.reference import forward64
 
 EXPERIMENT = find_experiment("beyond-conversion")
@@ -293,12 +301,56 @@ def test_a_run_ends_in_a_table_for_every_variant(tmp_path: Path) -> None:
 
 
 def test_the_plan_for_a_gpu() -> None:
-    text = plan_experiment(EXPERIMENT, device="h100")
+    result = CliRunner().invoke(app, ["experiment", "beyond-conversion", "--plan", "--device", "h100"])
+    assert result.exit_code == 0, result.output
     # 1,526 steps of 64 rows in passes of 16, for three variants, and the measurements.
-    items = list_items(EXPERIMENT, EXPERIMENT.config(False))
-    costs = [cost for item in items for cost in EXPERIMENT.cost(item, EXPERIMENT.config(False)["settings"])]
+    config = EXPERIMENT.config(False)
+    costs = [cost for item in list_items(EXPERIMENT, config) for cost in EXPERIMENT.cost(item, config["settings"])]
     training = [cost for cost in costs if cost.backward]
     assert sum(cost.passes for cost in training) == 3 * 1526 * 4
     assert sum(cost.passes * cost.rows * cost.positions for cost in training) / 3 == pytest.approx(100e6, rel=1e-3)
-    assert f"{sum(cost.passes for cost in costs):,} forward passes" in text
-    assert "h100" in text
+    assert f"{sum(cost.passes for cost in costs):,} forward passes" in result.output
+    # The memory is that of dlm_lens.training's own estimate, up to the parts that only one of them counts.
+    settings = read_settings(paper_scale.CONFIGS / "smollm2.yaml")
+    ours = shape_of("smollm2").memory(Cost(1, 16, 1024, "smollm2", backward=True))
+    assert ours == pytest.approx(plan(settings).bytes_per_device, rel=0.15)
+
+
+@pytest.mark.parametrize("table", ["one-token-table1", "one-token-table2"])
+def test_tables_of_the_second_paper_with_smollm2(table: str) -> None:
+    name = "smollm2" if table.endswith("1") else "smollm2-scratch"
+    configs = [name, f"{name}-sink", f"{name}-gated"]
+    experiment = find_experiment(table)
+    given = {**experiment.full, "configs": configs, "seeds": 3}
+    trainings = [item for item in experiment.items(given) if item["task"] == "train"]
+    assert [(item["config"], item["seed"]) for item in trainings] == [
+        (c, seed) for seed in range(3) for c in configs
+    ]
+    found = [paper_scale.training_settings(item, given) for item in trainings[:3]]
+    assert [(one.model.sinks, one.model.gated) for one in found] == [(0, False), (1, False), (0, True)]
+    assert {one.model.start for one in found} == {"smollm2" if table.endswith("1") else "new:smollm2"}
+    assert {(one.total_steps(), one.batch_size, one.data.length) for one in found} == {(10_000, 64, 1024)}
+    (cost,) = experiment.cost(trainings[0], given)
+    assert (cost.passes, cost.rows) == (10_000 * 64 // 16, 16)
+    assert f"{9 * cost.passes:,} forward passes" in plan_experiment(
+        experiment, settings={"configs": configs, "seeds": 3}, device="h100"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["smollm2-sink", "smollm2-scratch-gated"])
+def test_the_configs_train_at_small_scale(config: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": "anna has 3 apples . " * 4}) for _ in range(30)))
+    start = "toy-ar" if config == "smollm2-sink" else "new:toy-ar"
+    overrides = [
+        f"model.start={start}", f"data.path={text}", "data.name=null", "data.length=32", "steps=2", "batch_size=2",
+        "micro_batch_size=2", "precision=fp32", "compile=false", "probe_steps=0",
+    ]  # fmt: skip
+    given = {**find_experiment("one-token-table1").full, "trained": str(tmp_path), "overrides": overrides}
+    made = paper_scale.run({"config": config, "seed": 1, "task": "train"}, given)
+    loaded = dl.load(made["checkpoint"])
+    assert made["checkpoint"].endswith(f"{config}-seed1/checkpoint-2")
+    assert (loaded.config.num_sinks, loaded.config.gated_attention) == (
+        (1, False) if start == "toy-ar" else (0, True)
+    )

@@ -225,6 +225,25 @@ def test_models_of_a_run() -> None:
         build_model(small(model=ModelSettings()))
 
 
+def test_the_layout_of_an_ar_checkpoint_with_new_weights() -> None:
+    started = small(model=ModelSettings(start="new:toy-ar", sinks=1), seed=3)
+    new, again, trained = build_model(started), build_model(started), build_model(small())
+    weights = dict(new.named_parameters())
+    assert weights.keys() == dict(trained.named_parameters()).keys()
+    assert all(torch.equal(value, dict(again.named_parameters())[name]) for name, value in weights.items())
+    # Normal weights of the config's deviation; the conversion copies them.
+    for name, value in weights.items():
+        if value.numel() > 10_000:
+            assert float(value.detach().std()) == pytest.approx(new.config.initializer_range, rel=0.03), name
+            assert not torch.equal(value, dict(trained.named_parameters())[name])
+    other = build_model(replace(started, seed=4)).state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(weights["model.layers.0.self_attn.q_proj.weight"], other)
+    assert new.tokenizer.mask_token_id == trained.tokenizer.mask_token_id
+    assert plan(started).flops == plan(replace(started, model=ModelSettings(start="toy-ar", sinks=1))).flops
+    with pytest.raises(ValueError, match=r"begins with 'new:', which takes an AR checkpoint"):
+        build_model(small(model=ModelSettings(start="new:toy")))
+
+
 def test_a_model_from_scratch_has_its_authors_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = dict(SIZES["472M"], n_layer=2, n_embd=256, n_head=4, intermediate_size=512, vocab_size=500)
     monkeypatch.setitem(SIZES, "tiny", {**shape, "padded_vocab_size": 500})
