@@ -109,8 +109,8 @@ def freeze_sinks(
     Args:
         detector: the rule, or positions.
         step: counted from the most masked canvas, negative from the run's end.
-        **settings: of `mask_sinks`: top, per, source, stage, renormalise, keep_self, relative; for positions of
-            `mask_positions`.
+        **settings: of `mask_sinks`: top, per, source, stage, renormalise, keep_self, relative, classes (of the
+            tokens at `step`); for positions of `mask_positions`.
 
     Raises:
         ValueError: settings that contradict each other.

@@ -11,14 +11,14 @@ from torch import Tensor
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkToken, Stage, run_of
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.positions import check_sinks_known
-from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks.analysis.enrichment import class_of
+from dlm_lens.hooks.token_selection import classes_of
 
-OF_TEXT = ("punctuation", "whitespace", "digits", "words", "special")
-"""Classes for which the tokens' text is needed."""
-
-CLASSES = ("mask", "prompt", "eos", *OF_TEXT)
-"""The classes of `mask_tokens`."""
+CLASSES: dict[str, tuple[str, ...]] = {
+    "mask": (), "prompt": (), "eos": ("end of text",), "punctuation": ("punctuation",),
+    "whitespace": ("whitespace",), "digits": ("digits",), "words": ("words",),
+    "special": ("special", "end of text", "mask"),
+}  # fmt: skip
+"""The classes of `mask_tokens`, and for those told by the token alone the `TOKEN_CLASSES` that they hold."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,37 +134,17 @@ class MaskTokens(ColumnHook):
                 chosen = chosen | run.masked
             elif one == "prompt":
                 chosen = chosen | run.prompt
+            elif isinstance(one, int):
+                chosen = chosen | ((run.tokens == one) & ~run.masked)
             else:
-                of_class = torch.zeros_like(run.masked)
-                for token in self._ids(one, run):
-                    of_class = of_class | (run.tokens == token)
-                chosen = chosen | (of_class & ~run.masked)
+                chosen = chosen | (self._of_class(one, run) & ~run.masked)
         return chosen & run.valid
 
-    def _ids(self, one: str | int, run: RunStep) -> list[int]:
-        """The ids of a class, among the ids on the canvas."""
-        if isinstance(one, int):
-            return [one]
-        if one == "eos":
-            return sorted(_end_ids(run.config))
-        return [token for token in run.tokens.unique().tolist() if self._class_of(token, run) == one]
-
-    def _class_of(self, token: int, run: RunStep) -> str:
-        if run.tokenizer is None:
-            raise ValueError(f"{self} needs a tokenizer to tell the tokens' text; give token ids instead")
-        classes: dict[int, str] = run.memory.setdefault("classes of tokens", {})
-        if token not in classes:
-            tokenizer: Any = run.tokenizer
-            special = token in getattr(tokenizer, "all_special_ids", ()) or token in _end_ids(run.config)
-            classes[token] = "special" if special else class_of(TokenTexts(tokenizer).exact(token))
-        return classes[token]
-
-
-def _end_ids(config: Any) -> set[int]:
-    """Ids that end a text or a turn."""
-    eos = getattr(config, "eos_token_id", None)
-    ids = [*(eos if isinstance(eos, list | tuple) else [eos]), getattr(config, "eot_token_id", None)]
-    return {int(one) for one in ids if one is not None}
+    def _of_class(self, one: str, run: RunStep) -> Bool[Tensor, "row position"]:
+        try:
+            return classes_of(run).among(run.tokens, torch.zeros_like(run.masked), CLASSES[one])
+        except ValueError as error:
+            raise ValueError(f"{self}: {error}; give token ids instead") from None
 
 
 def mask_tokens(

@@ -25,10 +25,16 @@ from dlm_lens.attention import (
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.limits import Limited
 from dlm_lens.hooks.sink_masking import MaskSinks
+from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.hooks.window import KeepOnly
+from dlm_lens.sinks.token_classes import TOKEN_CLASSES
 
 Match = Literal["columns", "mass"]
 """What is matched to the other hook: the number of hidden columns, or the attention that they receive."""
+
+
+ON_CANVAS = tuple(name for name in TOKEN_CLASSES if name != "learned sink")
+"""The classes of `classes=`: learned sink tokens are never chosen."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,9 +52,11 @@ class MaskRandom(ColumnHook):
     renormalise: bool = False
     keep_self: bool = False
     match: Match = "columns"
+    classes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_stage(self.stage, self.renormalise)
+        object.__setattr__(self, "classes", checked_classes(self.classes, ON_CANVAS))
         if (self.k is None) == (self.like is None):
             raise ValueError(f"mask_random(k={self.k!r}, like={self.like!r}): give one of the two")
         if self.k is not None and (isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1):
@@ -113,17 +121,20 @@ class MaskRandom(ColumnHook):
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """Random content positions, as `match` says, other than the columns that `like` hides."""
         content = _content(keys, columns, hook)
+        may = content[:, None]
+        if self.classes is not None:
+            may = may & columns_of_classes(self.classes, keys, hook, self).to(content.device)
         if self.like is None:
             assert self.k is not None
             drawn = _random_numbers(self.seed, content, _heads(columns, hook), hook)
-            chosen = top_columns(drawn.masked_fill(~content[:, None], torch.nan), self.k)
+            chosen = top_columns(drawn.masked_fill(~may, torch.nan), self.k)
             return ColumnMask(chosen, self.stage, self.keep_self, self.renormalise, most=self.k)
         real = self.like.hidden(keys, columns, hook)
         if real is None:
             return None
         wanted = real.columns.to(content.device)
         gone = wanted & (content | hook.sinks.is_sink(keys, content.device))[:, None]
-        free = content[:, None] & ~wanted
+        free = may & ~wanted
         drawn = _random_numbers(self.seed, content, wanted.shape[1], hook)
         order = drawn.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         if self.match == "columns":
@@ -144,6 +155,7 @@ def mask_random(
     renormalise: bool = False,
     keep_self: bool = False,
     match: Match = "columns",
+    classes: Classes = None,
 ) -> MaskRandom:
     """Hide random columns: the control for a hook that chooses columns by a rule.
 
@@ -171,12 +183,15 @@ def mask_random(
         renormalise: with "after", rows sum to 1 again.
         keep_self: no query loses its own position.
         match: with `like`, "columns" or "mass".
+        classes: choose only among positions whose token at this step belongs to one of these classes of
+            `mask_sinks`; all of them if they are too few, or receive too little. None for all. What is matched,
+            the number or the mass, is always that of all columns of `like`.
 
     Raises:
-        ValueError: neither k nor like, both, a hook that hides no columns, or match="mass" with `keep_only`, which
-            hides other columns from every query.
+        ValueError: neither k nor like, both, a hook that hides no columns, match="mass" with `keep_only`, which
+            hides other columns from every query, or an unknown class; "learned sink" is none here.
     """
-    return MaskRandom(k, like, seed, stage, renormalise, keep_self, match)
+    return MaskRandom(k, like, seed, stage, renormalise, keep_self, match, checked_classes(classes, ON_CANVAS))
 
 
 def _column_hook(hook: Any) -> ColumnHook | None:

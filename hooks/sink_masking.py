@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, Stage, run_of, top_columns
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.sink_sources import MeasuredSinks, grown, measured_columns, received_by, scores_of
+from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
 from dlm_lens.sinks.received import MERGED
@@ -35,9 +36,11 @@ class MaskSinks(ColumnHook):
     renormalise: bool = False
     keep_self: bool = False
     relative: bool = True
+    classes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_stage(self.stage, self.renormalise)
+        object.__setattr__(self, "classes", checked_classes(self.classes))
         if self.top is not None and (isinstance(self.top, bool) or not isinstance(self.top, int) or self.top < 1):
             raise ValueError(f"top is {self.top!r}; it must be a whole number of at least 1, or None for all sinks")
         if self.per not in get_args(Level):
@@ -95,7 +98,15 @@ class MaskSinks(ColumnHook):
     def found(
         self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext
     ) -> Bool[Tensor, "batch #head key"] | None:
-        """The sinks; None if their statistics do not exist yet."""
+        """The sinks, of the classes only; None if their statistics do not exist yet."""
+        found = self._of_all_classes(keys, columns, hook)
+        if found is None or self.classes is None:
+            return found
+        return found & columns_of_classes(self.classes, keys, hook, self).to(found.device)
+
+    def _of_all_classes(
+        self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext
+    ) -> Bool[Tensor, "batch #head key"] | None:
         if isinstance(self.source, Received | Sinks):
             settings = (self.source, self.detector, self.top, self.per, self.relative)
             return measured_columns(*settings, keys, hook, self)
@@ -183,6 +194,7 @@ def mask_sinks(
     renormalise: bool = False,
     keep_self: bool = False,
     relative: bool = True,
+    classes: Classes = None,
 ) -> MaskSinks:
     """Hide the columns of attention sinks from every query (2510.15731, section 4.3).
 
@@ -203,13 +215,17 @@ def mask_sinks(
         renormalise: with "after", rows sum to 1 again.
         keep_self: no query loses its own position.
         relative: False for the paper's raw column sums r_j.
+        classes: of the sinks found by the rule (and by `top`), hide only those whose token at this step belongs to
+            one of these classes, such as ("punctuation", "mask"): `dlm_lens.sinks.token_classes.TOKEN_CLASSES`.
+            Where the strongest sink belongs to another class, nothing is hidden in its place. None for all.
 
     Raises:
-        ValueError: settings that contradict each other, such as per="model" with source="current".
+        ValueError: settings that contradict each other, such as per="model" with source="current", or an unknown
+            class.
     """
     if isinstance(source, Recording):
         source = received_of(source)
-    return MaskSinks(detector, top, per, source, stage, renormalise, keep_self, relative)
+    return MaskSinks(detector, top, per, source, stage, renormalise, keep_self, relative, checked_classes(classes))
 
 
 def mask_top_sinks(k: int, **settings: Any) -> MaskSinks:
@@ -220,7 +236,7 @@ def mask_top_sinks(k: int, **settings: Any) -> MaskSinks:
 
     Args:
         k: number of columns per map.
-        **settings: of `mask_sinks`: per, source, stage, renormalise, keep_self, relative.
+        **settings: of `mask_sinks`: per, source, stage, renormalise, keep_self, relative, classes.
 
     Raises:
         ValueError: settings that contradict each other.

@@ -116,7 +116,7 @@ def keep_only(
         ahead: number of positions after the query's own; None for all, 0 for none.
         stage: "before_softmax" or "after".
         renormalise: with "after", rows sum to 1 again.
-        **settings: of `mask_sinks`, for a detector or a number: top, per, source, relative.
+        **settings: of `mask_sinks`, for a detector or a number: top, per, source, relative, classes.
 
     Raises:
         ValueError: settings that contradict each other.

@@ -16,7 +16,7 @@ from dlm_lens.sinks import (
     token_enrichment,
     trajectories,
 )
-from dlm_lens.sinks.analysis.enrichment import class_of, sink_steps
+from dlm_lens.sinks.analysis.enrichment import sink_steps
 from tests.sinks.planted import planted
 
 RULE = AboveMean(3.0)
@@ -47,20 +47,6 @@ def run_like(seed=0, steps=6, batch=3, keys=20, prompt=6, noise=4.0, sinks=0):
         values=values, expected=torch.ones(steps, batch, 1, 1, keys), counted=torch.full((steps, batch), keys),
         tokens=tokens, masked=masked, final_tokens=final, layers=(4, 5), tokenizer=Tokenizer(), sinks=sinks,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        (".", "punctuation"), (" ,", "punctuation"), ("...", "punctuation"), ("+", "punctuation"),
-        ("$", "punctuation"),
-        ("\n", "whitespace"), ("Ġ", "whitespace"), (" ", "whitespace"), ("▁", "whitespace"), ("", "other"),
-        ("12", "digits"), (" 7", "digits"), ("Ġ3", "digits"), ("tom", "words"), ("Ġthe", "words"), ("x2", "words"),
-        ("don't", "words"), ("你好", "words"), ("2.5", "other"), ("\x00", "other"), ("。", "punctuation"),
-    ],
-)  # fmt: skip
-def test_classes_of_texts(text, name):
-    assert class_of(text) == name
 
 
 def of_id(token):

@@ -1,6 +1,5 @@
 """Enrichment of sinks in classes of tokens and of positions, relative to a random key of the same step."""
 
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +8,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlm_lens.sampling.token_text import FRAGMENT, TokenTexts
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
+from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
-TOKEN_CLASSES = (
-    "mask", "end of text", "special", "learned sink", "whitespace", "punctuation", "digits", "words", "other",
-)  # fmt: skip
 POSITION_CLASSES = ("prompt", "written", "masked", "in the block", "after the block", "learned sink")
 
 
@@ -27,26 +23,6 @@ class _KeyClasses:
     names: tuple[str, ...]
     member: NDArray[np.bool_]
     """[class, step, batch, key]"""
-
-
-def class_of(text: str) -> str:
-    """The class of a token's text: "whitespace", "punctuation" (symbols too), "digits", "words" or "other".
-
-    By the Unicode categories of its characters, without surrounding blanks (tokens of LLaDA and Qwen have a leading
-    one): all punctuation (P) or symbols (S); all numbers (N); at least one letter (L); none of these, or
-    bytes that are not a character.
-    """
-    if FRAGMENT.fullmatch(text):
-        return "other"
-    stripped = text.strip(" \t\r\n\u2581\u0120\u010a")
-    if not stripped:
-        return "whitespace" if text else "other"
-    kinds = {unicodedata.category(character)[0] for character in stripped}
-    if kinds <= {"P", "S"}:
-        return "punctuation"
-    if kinds == {"N"}:
-        return "digits"
-    return "words" if "L" in kinds else "other"
 
 
 def token_enrichment(
@@ -66,7 +42,7 @@ def token_enrichment(
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
     95% interval `low`, `high` (bootstrap over sequences; NaN for one); `sequences`. The classes exclude each other,
-    in the order of `TOKEN_CLASSES`; see `class_of`.
+    in the order of `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`.
 
     Args:
         paths: from `trajectories`, with tokens.
@@ -83,35 +59,14 @@ def token_enrichment(
         raise ValueError("there is no tokenizer to decode the tokens; give classes=, a class for every token id")
     tokens = paths.tokens.numpy()
     ids, inverse = np.unique(tokens, return_inverse=True)
-    texts = TokenTexts(paths.tokenizer)
-    of_id = [_class_of_id(int(i), paths, texts, classes, eos_token_ids) for i in ids]
+    told = TokenClasses(paths.tokenizer, eos_token_ids=eos_token_ids) if classes is None else classes
+    of_id = [told(int(i)) if callable(told) else told[int(i)] for i in ids]
     names = TOKEN_CLASSES if classes is None else tuple(dict.fromkeys(["mask", *sorted(set(of_id))]))
     labels = np.asarray([names.index(name) for name in of_id])[inverse.reshape(tokens.shape)]
     if paths.masked is not None:
         labels = np.where(paths.masked.numpy(), names.index("mask"), labels)
     member = np.stack([labels == number for number in range(len(names))])
     return _enrichment(paths, _KeyClasses(names, member), by)
-
-
-def _class_of_id(
-    token: int,
-    paths: Trajectories,
-    texts: TokenTexts,
-    classes: Mapping[int, str] | Callable[[int], str] | None,
-    eos_token_ids: Sequence[int],
-) -> str:
-    if classes is not None:
-        return classes(token) if callable(classes) else classes[token]
-    if token < 0:
-        return "learned sink"
-    tokenizer = paths.tokenizer
-    if token == getattr(tokenizer, "mask_token_id", None):
-        return "mask"
-    if token in eos_token_ids or token == getattr(tokenizer, "eos_token_id", None):
-        return "end of text"
-    if token in getattr(tokenizer, "all_special_ids", ()):
-        return "special"
-    return class_of(texts.exact(token))
 
 
 def position_enrichment(
