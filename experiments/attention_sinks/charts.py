@@ -37,20 +37,8 @@ def line_chart(
     figure = Figure(figsize=(6.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, points) in enumerate(curves.items()):
-        positions = [float(position) for position, _ in points]
-        centre = np.asarray([_centre(value) for _, value in points])
-        bars = np.asarray([_ends(value) for _, value in points]).T
         colour, line = (number, number) if styles is None else styles[name]
-        kind: dict[str, Any] = {
-            "color": COLOURS[colour % 8],
-            "marker": MARKS[colour % 8],
-            "linestyle": STYLES[line % 4],
-        }
-        if np.isfinite(bars).any():
-            errors = np.clip(np.nan_to_num(np.stack([centre - bars[0], bars[1] - centre])), 0, None)
-            axes.errorbar(positions, centre, yerr=errors, label=name, capsize=2, markersize=4, linewidth=1, **kind)
-        else:
-            axes.plot(positions, centre, label=name, markersize=3, linewidth=1, **kind)
+        _draw(axes, name, points, colour, line)
     if log:
         axes.set_xscale("log")
     axes.set_xlabel(x, fontsize=8)
@@ -61,6 +49,27 @@ def line_chart(
     axes.set_title(title, loc="left", fontsize=8, parse_math=False)
     if curves:
         figure.legend(loc="outside lower left", ncols=2, fontsize=7, frameon=False)
+    return figure
+
+
+def line_panels(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, Any]]]], *, x: str, y: str, columns: int = 2
+) -> Figure:
+    """`line_chart`s side by side on the same axes; equal names of curves have equal styles."""
+    rows, width = -(-len(panels) // columns), min(columns, max(1, len(panels)))
+    figure = Figure(figsize=(3.2 * width, 2.6 * max(rows, 1) + 0.6), layout="constrained")
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    shared, drawn = None, {}
+    for number, (title, curves) in enumerate(panels.items(), 1):
+        axes = shared = figure.add_subplot(rows, width, number, sharex=shared, sharey=shared)
+        for name, points in curves.items():
+            drawn[name] = _draw(axes, name, points, names.index(name), names.index(name))
+        axes.set_title(title, loc="left", fontsize=8, parse_math=False)
+        axes.set_xlabel(x, fontsize=7)
+        axes.set_ylabel(y, fontsize=7)
+        axes.tick_params(labelsize=6)
+    if drawn:
+        figure.legend(drawn.values(), drawn, loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     return figure
 
 
@@ -169,6 +178,24 @@ def path_panels(
         if paths:
             axes.legend(fontsize=6, frameon=False)
     return figure
+
+
+def _draw(axes: Any, name: str, points: Sequence[tuple[float, Any]], colour: int, line: int) -> Any:
+    """One curve, with error bars where there are intervals."""
+    positions = [float(position) for position, _ in points]
+    centre = np.asarray([_centre(value) for _, value in points])
+    bars = np.asarray([_ends(value) for _, value in points]).T
+    kind: dict[str, Any] = {
+        "color": COLOURS[colour % 8],
+        "marker": MARKS[colour % 8],
+        "linestyle": STYLES[line % 4],
+    }
+    if np.isfinite(bars).any():
+        errors = np.clip(np.nan_to_num(np.stack([centre - bars[0], bars[1] - centre])), 0, None)
+        return axes.errorbar(
+            positions, centre, yerr=errors, label=name, capsize=2, markersize=4, linewidth=1, **kind
+        )
+    return axes.plot(positions, centre, label=name, markersize=3, linewidth=1, **kind)[0]
 
 
 def _centre(value: Any) -> float:

@@ -1,6 +1,6 @@
 """`HiddenMass`: a wrapper of a column hook that measures how much attention the hidden columns receive."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +31,7 @@ class HiddenMass(HookWrapper, ColumnHook):
         self.hook = hook
         self._memories: dict[int, Any] = {}
         self._learned: list[Tensor] = []
+        self._maps: list[Tensor] = []
 
     def __repr__(self) -> str:
         return repr(self.hook)
@@ -43,6 +44,7 @@ class HiddenMass(HookWrapper, ColumnHook):
             self._memories[id(hook.run.memory)] = hook.run.memory
             learned = found.columns & hook.sinks.is_sink(keys, found.columns.device)
             self._learned.append(learned.sum(-1).float().mean())
+            self._maps.append(found.columns.any(-1).float().mean())
         return found
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
@@ -50,10 +52,18 @@ class HiddenMass(HookWrapper, ColumnHook):
         self.hook.observe(keys, columns, hook)
 
     def totals(self) -> dict[str, float]:
-        """Per map: hidden columns, their share of the attention, and the learned sink tokens among them."""
+        """Per map: hidden columns, their share of the attention, and the learned sink tokens among them.
+
+        And the share of maps in which something was hidden.
+        """
         memories = list(self._memories.values())
         return {
             "hidden": round(hidden_per_map(memories, self) or 0.0, 4),
             "mass": round(hidden_mass(memories, self) or 0.0, 4),
-            "learned": round(sum(map(float, self._learned)) / max(1, len(self._learned)), 4),
+            "learned": _mean(self._learned),
+            "maps": _mean(self._maps),
         }
+
+
+def _mean(values: Sequence[Tensor]) -> float:
+    return round(sum(map(float, values)) / max(1, len(values)), 4)

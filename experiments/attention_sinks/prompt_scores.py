@@ -1,13 +1,24 @@
-"""Exact match per prompt, and differences between conditions paired by prompt."""
+"""Exact match per prompt, and differences between conditions paired by network and prompt."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference, wilson
+from dlm_lens.experiments.intervals import (
+    Interval,
+    mean_over_prompts,
+    over_networks,
+    paired_difference,
+    ratio_over_prompts,
+    wilson,
+)
 from dlm_lens.experiments.results import Results
 
 Prompt = tuple[Any, int]
 """The first prompt of its item, and its index in the item."""
+
+Answers = Mapping[int, Mapping[Prompt, float]]
+"""One number per prompt of every network: exact match, or a change of it."""
 
 
 def correct_by_prompt(results: Results, **condition: Any) -> dict[Prompt, float]:
@@ -17,6 +28,17 @@ def correct_by_prompt(results: Results, **condition: Any) -> dict[Prompt, float]
         for place, right in enumerate(record.value["correct"]):
             found.setdefault((record.item.get("start"), place), []).append(float(right))
     return {prompt: sum(draws) / len(draws) for prompt, draws in found.items()}
+
+
+def answers(results: Results, **condition: Any) -> dict[int, dict[Prompt, float]]:
+    """`correct_by_prompt` of every network; results stored before twins existed are of network 0."""
+    records = results.where(**condition)
+    return {
+        number: correct_by_prompt(
+            Results(results.config, [one for one in records if one.item.get("network", 0) == number])
+        )
+        for number in sorted({record.item.get("network", 0) for record in records})
+    }
 
 
 def exact_match(found: Mapping[Prompt, float]) -> Interval:
@@ -36,3 +58,73 @@ def difference(one: Mapping[Prompt, float], other: Mapping[Prompt, float]) -> In
 def change_by_prompt(one: Mapping[Prompt, float], other: Mapping[Prompt, float]) -> dict[Prompt, float]:
     """Differences one - other per prompt; `difference` is their mean."""
     return {prompt: value - other[prompt] for prompt, value in one.items() if prompt in other}
+
+
+def mean_match(found: Answers) -> Interval:
+    """Exact match: of one network as `exact_match`, of several the mean over networks (`over_networks`)."""
+    if len(found) < 2:
+        return exact_match(next(iter(found.values()), {}))
+    prompts = _shared(found)
+    ones = [1.0] * len(prompts)
+    return over_networks([([one[p] for p in prompts], ones) for one in found.values()], bounds=(0.0, 1.0))
+
+
+def changes(one: Answers, other: Answers) -> dict[int, dict[Prompt, float]]:
+    """One - other per network and prompt; where only one side has twins, the other's network is fixed."""
+    one, other = _as_many(one, other)
+    return {number: change_by_prompt(one[number], other[number]) for number in one if number in other}
+
+
+def mean_change(one: Answers, other: Answers) -> Interval:
+    """Mean of one - other, paired by network and prompt, with an interval over networks and prompts.
+
+    With one network it is `difference`. So it is of the first network where no difference between any two prompts
+    or networks was seen, which would leave an interval of no width.
+    """
+    one, other = _as_many(one, other)
+    numbers = [number for number in one if number in other]
+    if len(numbers) < 2:
+        return difference(*(next((side[n] for n in numbers), {}) for side in (one, other)))
+    found = changes(one, other)
+    prompts = _shared(found)
+    per_network = [[found[number][prompt] for prompt in prompts] for number in numbers]
+    if len({value for values in per_network for value in values}) < 2:
+        return difference(one[numbers[0]], other[numbers[0]])
+    return over_networks([(values, [1.0] * len(prompts)) for values in per_network])
+
+
+def mean_ratio(one: Answers, other: Answers) -> Interval:
+    """Sum of one over the sum of other, over the prompts that both have; the mean over networks."""
+    numbers = [number for number in one if number in other]
+    if len(numbers) < 2:
+        top, bottom = (next((side[n] for n in numbers), {}) for side in (one, other))
+        both = [prompt for prompt in top if prompt in bottom]
+        return ratio_over_prompts([top[prompt] for prompt in both], [bottom[prompt] for prompt in both])
+    prompts = _shared({**one, **{-1 - number: values for number, values in other.items()}})
+    return over_networks([([one[n][p] for p in prompts], [other[n][p] for p in prompts]) for n in numbers])
+
+
+def apart(one: Interval, other: Interval) -> Interval:
+    """The difference of two independent numbers, such as of models that answer other prompts.
+
+    Newcombe's interval: d - sqrt((a - a_low)^2 + (b_high - b)^2) to d + sqrt((a_high - a)^2 + (b - b_low)^2).
+    """
+    value = one.value - other.value
+    low = value - math.hypot(one.value - one.low, other.high - other.value)
+    high = value + math.hypot(one.high - one.value, other.value - other.low)
+    return Interval(value, low, high, min(one.n, other.n))
+
+
+def _as_many(one: Answers, other: Answers) -> tuple[Answers, Answers]:
+    """Both with the networks of the one that has twins."""
+    if len(one) == 1 < len(other):
+        return dict.fromkeys(other, *one.values()), other
+    if len(other) == 1 < len(one):
+        return one, dict.fromkeys(one, *other.values())
+    return one, other
+
+
+def _shared(found: Answers) -> list[Prompt]:
+    """The prompts that all networks have."""
+    first, *rest = found.values()
+    return [prompt for prompt in first if all(prompt in one for one in rest)]

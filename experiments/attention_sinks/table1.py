@@ -3,32 +3,51 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.masking_conditions import CONTROLS, VARIANTS, condition_cells, conditions
-from dlm_lens.experiments.attention_sinks.masking_findings import accuracy, findings, has
+from dlm_lens.experiments.attention_sinks import twin_networks
+from dlm_lens.experiments.attention_sinks.masking_conditions import (
+    BASE,
+    CLASSES,
+    CONTROLS,
+    VARIANTS,
+    condition_cells,
+    conditions,
+    reading_of,
+)
+from dlm_lens.experiments.attention_sinks.masking_findings import (
+    accuracy,
+    against_control,
+    controls_of,
+    findings,
+    has,
+)
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, chat, is_right, problems, problems_of, starts
-from dlm_lens.experiments.attention_sinks.prompt_scores import correct_by_prompt, difference, exact_match
+from dlm_lens.experiments.attention_sinks.prompt_scores import answers, mean_change, mean_match
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of, networks_of
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table, run_script
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Items per model, condition and seed, with the same prompts for every condition."""
+    """Items per model, network, condition and seed, with the same prompts for every condition."""
     first = (
         range(0, settings["prompts"], settings["batch"]) if settings["task"] not in SHIPPED else starts(settings)
     )
     for model in settings["models"]:
-        for condition in conditions(settings):
-            for seed in settings["seeds"]:
-                for start in first:
-                    yield {"model": model, **condition, "seed": seed, "start": start}
+        for network in networks_of(model, settings):
+            for condition in conditions(settings):
+                for seed in settings["seeds"]:
+                    for start in first:
+                        # Results stored before twins existed have no network.
+                        number = {"network": network} if "networks" in settings else {}
+                        yield {"model": model, **number, **condition, "seed": seed, "start": start}
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Whether each problem is answered correctly; per map, hidden columns, their attention, learned sinks."""
     from dlm_lens.experiments.attention_sinks.hidden_mass import HiddenMass
 
-    model, mask = bench.model(item["model"]), mask_of(item, settings, bench)
+    model, mask = model_of(item, settings, bench), mask_of(item, settings, bench)
     measured = None if mask is None else HiddenMass(mask)
     if settings["task"] in SHIPPED:
         correct = _answered(model, measured, item, settings)
@@ -36,7 +55,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         from dlm_lens.experiments.attention_sinks.harness_tasks import correct_documents
 
         correct = correct_documents(model, measured, item, settings)
-    nothing = {"hidden": 0.0, "mass": 0.0, "learned": 0.0}
+    nothing = {"hidden": 0.0, "mass": 0.0, "learned": 0.0, "maps": 0.0}
     return {"correct": correct, "hook": repr(mask), **(nothing if measured is None else measured.totals())}
 
 
@@ -52,10 +71,11 @@ def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
         "source": item["source"],
         "stage": item["stage"],
         "relative": item["scale"] != "raw",
+        "classes": CLASSES[item["classes"]] if item.get("classes") else None,
     }
     if item["choose"] == "eps":
         eps = bench.once(
-            ("eps", item["columns"]), lambda: eps_for(bench.model(item["model"]), item["columns"], settings)
+            ("eps", item["columns"]), lambda: eps_for(model_of(item, settings, bench), item["columns"], settings)
         )
         return mask_sinks(AboveMean(eps), **rest)
     mask = mask_sinks(TopK(item["columns"]), **rest)
@@ -102,9 +122,10 @@ def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[boo
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
     """One forward pass per step; two for clean statistics. GSM8K's answers have 256 tokens, HumanEval's 512."""
+    task = settings["task"]
     rows = min(settings["batch"], settings["prompts"] - item["start"])
-    answer = 32 if settings["task"] in SHIPPED else 512 if "human" in settings["task"] else 256
-    prompt = 32 if settings["task"] in SHIPPED else 900
+    answer = 32 if task in SHIPPED else 512 if "human" in task else 256
+    prompt = 32 if task in SHIPPED else 900
     steps = int(settings["sampler"].get("steps", answer))
     return [Cost(steps * (2 if item["source"] == "clean" else 1), rows, prompt + answer, item["model"])]
 
@@ -113,72 +134,131 @@ def render(results: Results) -> Rendering:
     """Exact match of every condition, its difference to the unmasked model, and the paper's claims."""
     own = {model: settings_of(results.settings, model) for model in results.models}
     tasks = ", ".join(dict.fromkeys(one["task"] for one in own.values()))
+    found = {
+        model: [one for one in conditions(mine) if one["choose"] not in CONTROLS] for model, mine in own.items()
+    }
     title = f"exact match of {tasks}, 95% intervals (Wilson; differences paired by prompt)"
-    rows = [row for model in results.models for row in rows_of(results, model, conditions(own[model]))]
-    notes = list(_notes(results))
-    return Rendering([Table(title, HEAD, rows)], {"accuracy": _figure(results)}, list(findings(results)), notes)
+    tables = [Table(title, HEAD, [row for model, sinks in found.items() for row in rows_of(results, model, sinks)])]
+    controls = [row for model, sinks in found.items() for row in control_rows(results, model, sinks)]
+    if controls:
+        title = "controls: random columns, as many as the sinks or of the same mass; sinks minus these"
+        tables.append(Table(title, CONTROL_HEAD, controls))
+    return Rendering(tables, {"accuracy": _figure(results)}, list(findings(results)), list(_notes(results)))
 
 
-HEAD = ["model", "columns", "reading", "hidden per map", "attention on them", "exact match", "minus unmasked", "n"]
+HEAD = [
+    "model", "columns", "reading", "maps", "hidden per map", "attention on them", "exact match", "minus unmasked",
+    "n",
+]  # fmt: skip
+
+CONTROL_HEAD = [
+    "model", "columns", "reading",
+    *(f"{name}: {what}" for name in ("as many", "same mass")
+      for what in ("hidden per map", "attention", "exact match", "sinks minus it")),
+]  # fmt: skip
 
 
 def rows_of(results: Results, model: str, found: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     """One row per condition that has results."""
-    plain = correct_by_prompt(results, model=model, columns=0)
+    plain = answers(results, model=model, columns=0)
     for condition in found:
-        correct = correct_by_prompt(results, model=model, **condition)
+        correct = answers(results, model=model, **{**BASE, **condition})
         if correct:
-            lost = str(difference(correct, plain)) if condition["columns"] else "-"
+            hides = bool(condition["columns"])
+            lost = str(mean_change(correct, plain)) if hides else "-"
+            prompts = str(max(map(len, correct.values())))
             totals = _totals(results, model, condition)
-            yield [model, *condition_cells(condition), *totals, str(exact_match(correct)), lost, str(len(correct))]
+            yield [model, *condition_cells(condition), *totals, str(mean_match(correct)), lost, prompts]
 
 
-def _totals(results: Results, model: str, condition: Mapping[str, Any]) -> tuple[str, str]:
-    """Columns hidden per map, learned sink tokens among them, and their share of the attention."""
-    hidden, mass, learned = (mean(results, name, model, condition) for name in ("hidden", "mass", "learned"))
-    return f"{hidden:.2f}" + (f" ({learned:.2f} learned)" if learned else ""), f"{mass:.3f}"
+def control_rows(results: Results, model: str, found: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """One row per condition that has a control: both controls, and the condition minus each."""
+    for condition in found:
+        k, reading = condition["columns"], reading_of(condition)
+        held = controls_of(results, model, k, reading) if k and condition["choose"] == BASE["choose"] else []
+        cells = [model, *condition_cells(condition)]
+        for choose in CONTROLS:
+            if choose in held:
+                _, hidden, mass = _totals(results, model, {**condition, "choose": choose})
+                right = accuracy(results, model, k, **{**reading, "choose": choose})
+                less = (
+                    against_control(results, model, k, choose, **reading)
+                    if has(results, model, k, **reading)
+                    else "-"
+                )
+                cells += [hidden, mass, str(right), str(less)]
+            else:
+                cells += ["-"] * 4
+        if held:
+            yield cells
+
+
+def _totals(results: Results, model: str, condition: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Share of maps with a hidden column; columns per map, learned sink tokens among them; their attention."""
+    maps, hidden, mass, learned = (
+        mean(results, name, model, condition) for name in ("maps", "hidden", "mass", "learned")
+    )
+    share = "-" if maps != maps else f"{maps:.2f}"
+    return share, f"{hidden:.2f}" + (f" ({learned:.2f} learned)" if learned else ""), f"{mass:.3f}"
 
 
 def mean(results: Results, name: str, model: str, condition: Mapping[str, Any]) -> float:
-    """One of the totals of `HiddenMass`, averaged over the prompts of a condition."""
-    records = results.where(model=model, **condition)
-    found = [(record.value[name], len(record.value["correct"])) for record in records]
-    return float(sum(value * count for value, count in found) / sum(count for _, count in found))
+    """One of the totals of `HiddenMass`, averaged over the prompts of a condition; NaN if it was not stored."""
+    records = results.where(model=model, **{**BASE, **condition})
+    found = [(record.value[name], len(record.value["correct"])) for record in records if name in record.value]
+    count = sum(prompts for _, prompts in found)
+    return float(sum(value * prompts for value, prompts in found) / count) if count else float("nan")
 
 
 def _notes(results: Results) -> Iterator[str]:
     yield (
-        "Attention on them: share of the attention of a map (one head of one layer at one step) that the hidden "
-        "columns receive before they are hidden, in the runs of the condition itself. The control of the same "
-        'mass takes random columns, never the sinks, until they receive as much (`mask_random(match="mass")`). It '
-        "has to hide more of them, and where all other columns together receive less, it hides less. Its columns "
-        "differ between heads, so that other heads still see a column that one head lost; the sinks of two heads "
-        "may coincide."
+        "Maps: share of the maps (one head of one layer at one step) in which something was hidden. Attention on "
+        "them: share of the attention of a map that the hidden columns receive before they are hidden, in the runs "
+        "of the condition itself."
     )
-    learned = [
-        model for model in results.models if any(record.value["learned"] for record in results.where(model=model))
-    ]
-    for model in learned:
+    if any(record.item.get("classes") for record in results.records):
+        told = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in CLASSES.items())
         yield (
-            f"The learned sink token of {model} can be hidden like any other key, and is hidden where it is among "
-            'the strongest ("learned" in the table); its own query still sees it. Controls never choose it.'
+            f"Classes of tokens ({told}): of the strongest columns, only those are hidden whose token belongs to "
+            "the class at the step; where the strongest column belongs to another class, nothing is hidden in its "
+            "place. Hiding content also takes away numbers and words that the problem needs, so that only the "
+            "function tokens show what sinks do."
         )
+    if any(record.item.get("choose") in CONTROLS for record in results.records):
+        yield (
+            "Controls hide random columns, never those of the condition: as many in every map, or until they "
+            'receive as much (`mask_random(match="mass")`). The second has to hide more of them; where all other '
+            "columns together receive less, it hides less. Its columns differ between heads, so that other heads "
+            "still see a column that one head lost; the sinks of two heads may coincide."
+        )
+    for model in results.models:
+        if any(record.value["learned"] for record in results.where(model=model)):
+            yield (
+                f"The learned sink token of {model} can be hidden like any other key, and is hidden where it is "
+                'among the strongest ("learned" in the table); its own query still sees it. It belongs to neither '
+                "class, and controls never choose it."
+            )
 
 
 def _figure(results: Results) -> Any:
-    from dlm_lens.experiments.attention_sinks.charts import line_chart
+    from dlm_lens.experiments.attention_sinks.charts import line_panels
 
-    curves, styles = {}, {}
-    for colour, model in enumerate(results.models):
-        for line, (choose, name) in enumerate({"top": "strongest columns", **CONTROLS}.items()):
-            points = [
-                (k, accuracy(results, model, k, **({"choose": choose} if k else {})))
+    kinds: dict[str, dict[str, Any]] = {
+        "strongest columns": {}, **{f"of these, {name} tokens only": {"classes": name} for name in CLASSES},
+        **{name: {"choose": choose} for choose, name in CONTROLS.items()},
+    }  # fmt: skip
+    panels = {}
+    for model in results.models:
+        curves = {
+            name: [
+                (k, accuracy(results, model, k, **(kind if k else {})))
                 for k in (0, *results.settings["columns"])
-                if has(results, model, k, **({"choose": choose} if k else {}))
+                if has(results, model, k, **(kind if k else {}))
             ]
-            if len(points) > 1:
-                curves[f"{model}, {name}"], styles[f"{model}, {name}"] = points, (colour, line)
-    return line_chart(curves, x="sinks hidden per head, or matched", y="exact match", styles=styles)
+            for name, kind in kinds.items()
+        }
+        panels[model] = {name: points for name, points in curves.items() if len(points) > 1}
+    return line_panels(panels, x="sinks hidden per head, or matched", y="exact match")
 
 
 PAPER = (
@@ -210,9 +290,10 @@ EXPERIMENT = Experiment(
     title="accuracy with the strongest attention sinks hidden",
     metric="exact match of the final answer",
     small={
-        "models": ["toy", "toy-sink", "toy-ar"], "task": "toy_arithmetic", "prompts": 8, "batch": 8,
-        "columns": [1, 5, 10], "varied": [1], "variants": ["random", "mass", "eps", "raw"], "seeds": [0],
-        "calibration": 4, "sampler": {}, "chat": False,
+        "models": ["toy", "toy-sink", "toy-ar", "toy-gated"], "task": "toy_arithmetic", "prompts": 8, "batch": 8,
+        "columns": [1, 5, 10], "varied": [1],
+        "variants": ["random", "mass", "eps", "raw", "function", "content"], "seeds": [0],
+        "calibration": 4, "sampler": {}, "chat": False, **twin_networks.SETTINGS,
         "confirm_run_unsafe_code": False,
     },
     full={
@@ -220,7 +301,7 @@ EXPERIMENT = Experiment(
                    "meta-llama/Llama-3.1-8B-Instruct"],
         "task": "gsm8k", "prompts": 1319, "batch": 64, "columns": [1, 5, 10], "varied": [1, 5, 10],
         "variants": list(VARIANTS), "seeds": [0], "calibration": 8, "sampler": {}, "chat": False,
-        "confirm_run_unsafe_code": False,
+        **twin_networks.SETTINGS, "confirm_run_unsafe_code": False,
     },
     items=items,
     run=run,

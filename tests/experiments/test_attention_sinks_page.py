@@ -49,7 +49,8 @@ MODELS = ("toy", "toy-sink", "toy-ar")
 def masked(model: str, columns: int, **changes: str) -> dict[str, list[float]]:
     """The committed values of a condition of Table 1, prompt by prompt or item by item."""
     wanted = {"model": model, "columns": columns, **BASE, **changes}
-    mine = [line["value"] for line in lines("table1-masking") if wanted.items() <= line["item"].items()]
+    mine = [line["value"] for line in lines("table1-masking")
+            if all(line["item"].get(name) == value for name, value in wanted.items())]  # fmt: skip
     found = {name: [value[name] for value in mine] for name in ("hidden", "mass", "learned")}
     return {**found, "right": [one for value in mine for one in value["correct"]]}
 
@@ -195,12 +196,14 @@ def test_items_differ_and_have_a_cost(small: bool) -> None:
 
 def test_table_1_has_a_reading_for_every_axis() -> None:
     every = conditions(find_experiment("table1-masking").full)
-    assert len(every) == 1 + 3 + 9 * 3
+    # Unmasked, the base reading, every variant, and the controls of those that get a verdict.
+    assert len(every) == 1 + 3 + 11 * 3 + (1 + 1 + 2 + 2) * 3
     for name, values in {
         "choose": {"top", "eps", "random", "mass"}, "per": {"head", "layer", "model"}, "scale": {"relative", "raw"},
         "source": {"current", "previous", "clean"}, "stage": {"before_softmax", "after"},
+        "classes": {None, "function", "content"},
     }.items():  # fmt: skip
-        assert {condition[name] for condition in every} == values
+        assert {condition.get(name) for condition in every} == values
 
 
 def test_the_harness_s_samples_are_read_in_order_and_by_filter() -> None:

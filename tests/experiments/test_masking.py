@@ -16,7 +16,13 @@ import dlm_lens as dl
 from dlm_lens.experiments import Bench, find_experiment, run_experiment
 from dlm_lens.experiments.attention_sinks import masking_findings, table1
 from dlm_lens.experiments.attention_sinks.hidden_mass import HiddenMass
-from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, VARIANTS, condition_cells, conditions
+from dlm_lens.experiments.attention_sinks.masking_conditions import (
+    BASE,
+    CLASSES,
+    VARIANTS,
+    condition_cells,
+    conditions,
+)
 from dlm_lens.experiments.intervals import wilson
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.hooks import mask_positions, mask_random, mask_sinks, mask_top_sinks, sink
@@ -83,6 +89,8 @@ def test_every_condition_is_the_hook_that_it_names() -> None:
         "clean": "mask_sinks(TopK(k=5), source='clean')",
         "after": "mask_sinks(TopK(k=5), stage='after')",
         "raw": "mask_sinks(TopK(k=5), relative=False)",
+        "function": "mask_sinks(TopK(k=5), classes=('punctuation', 'special', 'mask', 'end of text'))",
+        "content": "mask_sinks(TopK(k=5), classes=('digits', 'words'))",
     }
     assert set(written) == {"", *VARIANTS}
     bench = SimpleNamespace(once=lambda key, compute: 2.5)
@@ -90,10 +98,14 @@ def test_every_condition_is_the_hook_that_it_names() -> None:
         item = {"model": "toy", "columns": 5, **BASE, **VARIANTS.get(variant, {}), "seed": 3}
         assert repr(table1.mask_of(item, find_experiment("table1-masking").small, bench)) == text
     assert table1.mask_of({"columns": 0}, {}, bench) is None
+    # A control matches what is hidden after the restriction to the classes.
+    item = {"model": "toy", "columns": 1, **BASE, **VARIANTS["content"], **VARIANTS["mass"], "seed": 0}
+    wanted = "mask_random(like=mask_sinks(TopK(k=1), classes=('digits', 'words')), match='mass')"
+    assert repr(table1.mask_of(item, {}, bench)) == wanted
 
 
 def test_controls_stand_beside_every_number_of_columns() -> None:
-    given = {"columns": [1, 5], "varied": [1], "variants": ["random", "mass", "layer"]}
+    given = {"columns": [1, 5], "varied": [1], "variants": ["random", "mass", "clean", "layer", "function"]}
     found = [" ".join(condition_cells(condition)) for condition in conditions(given)]
     assert found == [
         "0 unmasked",
@@ -103,8 +115,20 @@ def test_controls_stand_beside_every_number_of_columns() -> None:
         "5 control: as many random columns",
         "1 control: random columns of the same mass",
         "5 control: random columns of the same mass",
+        "1 source clean",
         "1 per layer",
+        "1 control of per layer: random columns of the same mass",
+        "1 only function tokens",
+        "1 control of only function tokens: as many random columns",
+        "1 control of only function tokens: random columns of the same mass",
     ]
+    everything = conditions({**given, "variants": ["all"]})
+    assert everything == conditions({**given, "variants": list(VARIANTS)})
+    assert len({tuple(one.items()) for one in everything}) == len(everything)
+    # Items stored before there were classes keep their names.
+    assert [one for one in everything if "classes" not in one] == conditions(
+        {**given, "variants": [name for name in VARIANTS if name not in CLASSES]}
+    )
     with pytest.raises(ValueError, match="unknown variant 'colour'; choose from random, mass"):
         conditions({**given, "variants": ["colour"]})
 
@@ -139,6 +163,8 @@ def test_differences_are_paired_by_prompt() -> None:
     told = {finding.here: finding for finding in masking_findings.findings(found)}
     text = next(here for here in told if here.startswith("one sink per head"))
     assert told[text].verdict == "undecided"
+    # The control: (0, 0, -1, 1) - (-, ...): toy-ar has none, so that no null is told.
+    assert told[text].null == ""
 
 
 def draws(columns: int, start: int, seed: int, correct: list[bool]) -> Record:
@@ -168,7 +194,7 @@ def test_an_unfinished_run_pairs_the_prompts_that_both_conditions_have() -> None
     assert (lost.value, lost.n) == (-1, 1)
     told = list(masking_findings.findings(found))
     assert told
-    assert {finding.verdict for finding in told} <= {"undecided", "no counterpart"}
+    assert {finding.verdict for finding in told} == {"undecided"}
     assert table1.render(found).tables[0].rows[1][-2:] == ["-1.00", "3"]
     # Items count by their prompts: (2 * 2 + 4 * 1) / 3 columns.
     assert table1.mean(found, "hidden", "toy", {"columns": 1, **BASE}) == pytest.approx(8 / 3)
@@ -181,15 +207,143 @@ def test_less_than_half_left_is_of_what_there_was() -> None:
     assert masking_findings.part_kept(found, "toy-ar", 1).value == 0.75
     (finding,) = (one for one in masking_findings.findings(found) if "destroys" in one.paper)
     assert finding.verdict == "disagrees"
+    assert finding.p is not None
+    assert finding.p < 1e-3
 
 
 def test_ten_sinks_agree_only_within_the_paper_s_range() -> None:
     for lost, verdict in ((10, "agrees"), (24, "undecided"), (60, "disagrees")):
         found = results_of({
             ("toy", 0, "top"): [True] * 100, ("toy", 10, "top"): [place >= lost for place in range(100)],
+            ("toy", 10, "mass"): [True] * 100,
         })  # fmt: skip
         (finding,) = (one for one in masking_findings.findings(found) if "ten sinks" in one.paper)
         assert finding.verdict == verdict
+
+
+def losing(count: int, of: int = 100) -> list[bool]:
+    """Answers of which the first `count` are wrong."""
+    return [place >= count for place in range(of)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "as_many", "mass", "verdict"),
+    [
+        (1, 0, 0, "agrees"),  # a loss below 0.05, whatever the controls lose
+        (40, 0, 2, "disagrees"),
+        (40, 0, 38, "undecided"),  # as much attention hidden elsewhere costs as much
+        (40, 60, 0, "undecided"),
+        (40, None, None, "undecided"),  # no null, no effect of sinks
+        (6, 0, 0, "undecided"),
+    ],
+)
+def test_the_cost_of_a_sink_is_judged_beside_its_controls(
+    lost: int, as_many: int | None, mass: int | None, verdict: str
+) -> None:
+    controls = {
+        ("toy", 1, name): losing(count)
+        for name, count in (("random", as_many), ("mass", mass))
+        if count is not None
+    }
+    plain = {("toy", 0, "top"): losing(0), ("toy", 1, "top"): losing(lost)}
+    (finding,) = masking_findings.findings(results_of({**plain, **controls}))
+    assert finding.verdict == verdict
+    if as_many is not None:
+        assert finding.null.startswith(f"as many random columns: -{as_many / 100:.2f} [".replace("-0.00", "0.00"))
+    if (lost, mass) == (40, 38):
+        # The larger of both p-values: 2 prompts of 100 differ from the control.
+        assert finding.p is not None
+        assert finding.p > 0.05
+
+
+def test_a_baseline_is_destroyed_only_by_more_than_a_control_takes() -> None:
+    for mass, verdict in ((10, "agrees"), (90, "undecided")):
+        found = results_of({
+            ("toy-ar", 0, "top"): losing(0), ("toy-ar", 1, "top"): losing(90), ("toy-ar", 1, "mass"): losing(mass),
+        })  # fmt: skip
+        (finding,) = masking_findings.findings(found)
+        assert finding.verdict == verdict
+
+
+def test_a_dlm_is_more_robust_only_beyond_what_controls_show() -> None:
+    for theirs, verdict in ((0, "agrees"), (88, "undecided")):
+        found = results_of({
+            ("toy", 0, "top"): losing(0), ("toy", 1, "top"): losing(5), ("toy", 1, "mass"): losing(5),
+            ("toy-ar", 0, "top"): losing(0), ("toy-ar", 1, "top"): losing(90),
+            ("toy-ar", 1, "mass"): losing(theirs),
+        })  # fmt: skip
+        (finding,) = (one for one in masking_findings.findings(found) if "less than an AR" in one.paper)
+        assert finding.verdict == verdict
+        assert f"difference {(theirs - 5) / 100:.2f} [" in finding.null
+
+
+def class_record(name: str | None, choose: str, correct: list[bool], network: int = 0, **value: float) -> Record:
+    item = {"model": "toy", "network": network, "columns": int(name != "plain"), **BASE, "choose": choose}
+    item["classes"] = None if name == "plain" else name
+    if item["classes"] is None:
+        del item["classes"]
+    return Record(item, {"correct": correct, "hidden": 1.0, "mass": 0.1, "learned": 0.0, "maps": 1.0, **value}, 0.0)
+
+
+def test_classes_have_rows_verdicts_and_controls_of_their_own() -> None:
+    records = [
+        class_record("plain", "top", losing(0)), class_record(None, "top", losing(48)),
+        class_record("function", "top", losing(1), hidden=0.57, maps=0.57),
+        class_record("function", "mass", losing(0), hidden=3.7, mass=0.05),
+        class_record("content", "top", losing(15), hidden=0.42, maps=0.42),
+        class_record("content", "mass", losing(3), hidden=2.6, mass=0.03),
+    ]  # fmt: skip
+    settings = {"columns": [1], "variants": ["mass", "function", "content"], "varied": [1], "task": "t"}
+    found = Results({"settings": {**settings, "models": ["toy"]}}, records, missing=1)
+    shown = table1.render(found)
+    rows = {row[2]: row for row in shown.tables[0].rows}
+    assert rows["only function tokens"][3:] == ["0.57", "0.57", "0.100", "0.99 [0.95, 1.00]", "-0.01 [-0.03, 0.00]",
+                                                "100"]  # fmt: skip
+    assert rows["only content tokens"][3] == "0.42"
+    assert rows["top k of every head, this pass, before the softmax"][6].startswith("0.52 [")
+    controls = {row[2]: row for row in shown.tables[1].rows}
+    # As many: not run; of the same mass: 15 - 3 of 100 prompts.
+    assert controls["only content tokens"][3:9] == ["-", "-", "-", "-", "2.60", "0.030"]
+    assert controls["only content tokens"][-1].startswith("-0.12 [")
+    assert "top k of every head, this pass, before the softmax" not in controls
+    verdicts = {one.here.partition("(")[2]: one.verdict for one in shown.findings}
+    assert verdicts == {
+        "one sink per head)": "undecided",  # its control is missing
+        "one sink per head, where it is a function token)": "agrees",
+        "one sink per head, where it is a content token)": "disagrees",
+    }
+
+
+def test_networks_are_pairs_of_their_own_and_widen_the_interval() -> None:
+    def made(losses: list[int]) -> Results:
+        records = [class_record("plain", "top", losing(0), network) for network in range(len(losses))]
+        records += [class_record(None, "top", losing(lost), network) for network, lost in enumerate(losses)]
+        return Results({"settings": {"columns": [1], "variants": [], "varied": [1], "task": "t"}}, records)
+
+    one, equal, unequal = (
+        masking_findings.change(made(losses), "toy", 1) for losses in ([30], [30, 30, 30], [10, 30, 50])
+    )
+    assert one.value == equal.value == pytest.approx(-0.3)
+    assert unequal.value == pytest.approx(-0.3)
+    # Between networks: t(2 to 3 degrees) * 0.2 / sqrt(3) is about 0.4.
+    assert 0.3 < (unequal.high - unequal.low) / 2 < 0.55
+    assert equal.high - equal.low < 0.25
+    assert masking_findings.accuracy(made([10, 30, 50]), "toy", 1).value == pytest.approx(0.7)
+    assert masking_findings.part_kept(made([10, 30, 50]), "toy", 1).value == pytest.approx(0.7)
+    # Nothing lost by any network: the interval of one, which leaves room for prompts not seen.
+    assert masking_findings.change(made([0, 0, 0]), "toy", 1) == masking_findings.change(made([0]), "toy", 1)
+
+
+def test_models_with_tasks_of_their_own_are_compared_without_pairing() -> None:
+    plain = {(model, 0, "top"): losing(0) for model in ("toy", "toy-ar")}
+    found = results_of({**plain, ("toy", 1, "top"): losing(10), ("toy-ar", 1, "top"): losing(60)})
+    paired = masking_findings.change_beside(found, "toy", "toy-ar")
+    found.config["settings"]["task"] = {"": "t", "toy-ar": "another"}
+    apart = masking_findings.change_beside(found, "toy", "toy-ar")
+    assert apart.value == pytest.approx(paired.value) == pytest.approx(0.5)
+    # Independent shares: sqrt(0.1 * 0.9 + 0.6 * 0.4) / 10 * 1.96; paired the 10 are among the 60.
+    assert (apart.high - apart.low) / 2 == pytest.approx(1.96 * (0.33**0.5) / 10, rel=0.1)
+    assert paired.high - paired.low < apart.high - apart.low
 
 
 @pytest.mark.parametrize("family", ["llada", "mmada", "dream"])
