@@ -12,6 +12,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     PLOTTED,
     SCALES,
     bounded_share,
+    cost_of_every_order,
     drift_of_random_positions,
     followed,
     orders_of,
@@ -236,6 +237,7 @@ EXPERIMENT = recorded_runs.experiment(
     metric="canvas position of the largest sink; slope of position over step; with and without blocks",
     run=run,
     render=render,
+    cost=cost_of_every_order,
 )
 
 if __name__ == "__main__":

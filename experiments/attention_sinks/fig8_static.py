@@ -20,6 +20,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     SCALES,
     aligned,
     bounded_share,
+    cost_of_every_order,
     followed,
     orders_of,
     runs_in_every_order,
@@ -200,7 +201,7 @@ def render(results: Results) -> Rendering:
               ["model", "order", "onsets at the rightmost mask", "a random key", *REFERENCES, "n patterns",
                "n runs"], aside),
     ]  # fmt: skip
-    return Rendering(tables, figures, list(_findings(results)), [
+    return Rendering(tables if aside else tables[:1], figures, list(_findings(results)), [
         "What to see: (a) the column of the first positions is bright at the first and at the last step. (b) The "
         "triangle marks the largest sink of the head, at two neighbouring steps; a sink that follows the frontier "
         "is near the last mask, whose position is in the title.",
@@ -340,6 +341,7 @@ EXPERIMENT = recorded_runs.experiment(
     full={"models": ["Gen-Verse/MMaDA-8B-MixCoT", "Dream-org/Dream-v0-Instruct-7B"]},
     run=run,
     render=render,
+    cost=cost_of_every_order,
 )
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import PromptRun, record_prompts
+from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.intervals import Interval, wilson
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -53,6 +55,11 @@ def runs_in_every_order(item: Item, settings: Settings, bench: Any) -> dict[str,
     free = {**settings["sampler"], "block_length": run.settings["gen_length"]}
     keep = settings["keep"] and f"{settings['keep']}/no-blocks"
     return {"blocks": first, "no blocks": record_prompts(item, {**settings, "sampler": free, "keep": keep}, bench)}
+
+
+def cost_of_every_order(item: Item, settings: Settings) -> list[Cost]:
+    """Two runs of every prompt: an upper bound, since only a DLM with blocks is run twice."""
+    return 2 * recorded_runs.cost(item, settings)
 
 
 def orders_of(results: Results, model: str) -> list[str]:

@@ -22,6 +22,7 @@ RULES: tuple[tuple[Detector, bool], ...] = (
     (AboveMean(3.0), True),
     (AboveMean(5.0), True),
     (AboveMean(3.0), False),
+    (AboveMean(0.03, literal=True), True),
     (AboveStd(3.0), True),
     (AttentionShare(0.0618), True),
 )
