@@ -1,7 +1,8 @@
 """How the embedded models' sinks move: `python -m experiments.toy.moving [--prompts 16]`.
 
 Prints the tables of docs/trajectories.md: test prompts of task A, every step of the default run, Eq. 3 with eps = 3
-relative to uniform attention, per head; 95% intervals from a bootstrap over prompts; one trained model each.
+relative to uniform attention, per head, and the movement of the AR baseline also on column sums; 95% intervals from a
+bootstrap over prompts; one trained model each.
 """
 
 from typing import Annotated
@@ -27,10 +28,15 @@ def of_model(name: str, prompts: list[str]) -> dict[str, list[list[str]]]:
     """Rows of every table for one model."""
     model = dlm_lens.load(name)
     run = dlm_lens.denoise(model, prompts)
-    paths = trajectories(dlm_lens.received_over_steps(model, run), RULE)
+    received = dlm_lens.received_over_steps(model, run)
+    paths = trajectories(received, RULE)
+    movement = [[name, *_movement(paths)]]
+    if run.autoregressive:
+        # In a bidirectional pass the two scales are one.
+        movement.append([f"{name}, column sums", *_movement(trajectories(received.on_scale("column sum"), RULE))])
     probe = position_or_token(model, run, RULE, steps=[0, run.steps // 2, -1])
     return {
-        "movement": [[name, *_movement(paths)]],
+        "movement": movement,
         "tokens": _enriched(name, token_enrichment(paths, eos_token_ids=run.eos_token_ids)),
         "places": _enriched(name, position_enrichment(paths)),
         "position or token": [
