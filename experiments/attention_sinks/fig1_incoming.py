@@ -147,7 +147,7 @@ def _findings(results: Results) -> Iterator[Finding]:
             f"{model}: in {moved(results, model)} of {n} patterns the largest sink ends elsewhere, "
             f"{beyond} more than between two random steps of the run",
             is_above(beyond, NO_EXCESS),
-            why="more often than between random steps; in a DLM without a learned sink token the two scales are one",
+            why="more often than between random steps; without sink tokens both scales are one in a DLM",
             null=f"steps in random order: {chance(results, model)}",
         )
     for model, baseline, scale in pairs(results):

@@ -1,8 +1,8 @@
 """How the embedded models' sinks move: `python -m experiments.toy.moving [--prompts 16]`.
 
 Prints the tables of docs/trajectories.md: test prompts of task A, every step of the default run, Eq. 3 with eps = 3
-relative to uniform attention, per head, and the movement of the AR baseline also on column sums; 95% intervals from a
-bootstrap over prompts; one trained model each.
+relative to uniform attention, per head, and the movement of the AR baseline also on column sums; 95% intervals from
+a bootstrap over prompts; one trained model each.
 """
 
 from typing import Annotated
