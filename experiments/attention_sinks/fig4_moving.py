@@ -169,8 +169,8 @@ def _findings(results: Results) -> Iterator[Finding]:
             "DLMs have moving sinks (4.2)",
             f"{model}: {share(results, model, 'moving')} of the patterns, {beyond} more than at random times",
             is_above(beyond, NO_EXCESS),
-            why="more moving patterns than the same sinks at random times; without sink tokens both scales are one in "
-            "a DLM",
+            why="more moving patterns than the same sinks at random times; without sink tokens both scales "
+            "are one in a DLM",
             null=f"at random times: {chance(results, model)}",
         )
     for model, baseline, scale in pairs(results):
