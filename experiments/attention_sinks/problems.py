@@ -1,7 +1,6 @@
 """The prompts of the experiments: shipped problems, or a JSONL file of prompts."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,17 +54,12 @@ def problems(task: str) -> list[Problem]:
 
 def is_right(task: str, answer: str, problem: Problem) -> bool:
     """Whether an answer of a shipped task is correct: its first number in English, its last answer else."""
+    from dlm_lens.evaluation.tasks.english import first_number
     from dlm_lens.evaluation.tasks.toy import final_answer
 
     if task.startswith("toy_"):
         return final_answer(answer) == problem.target
     return first_number(answer) == problem.target
-
-
-def first_number(text: str) -> str | None:
-    """The first whole number of a text, or None."""
-    found = re.search(r"\d+", text)
-    return found.group() if found else None
 
 
 def problems_of(settings: Settings, start: int = 0) -> list[Problem]:

