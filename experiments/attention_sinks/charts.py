@@ -100,6 +100,44 @@ def heat_maps(
     return figure
 
 
+def scatter_plots(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    *,
+    x: str,
+    y: str,
+    columns: int = 2,
+    diagonal: bool = False,
+) -> Figure:
+    """Points of several kinds, one panel per name; the kinds share the axes of a panel.
+
+    Args:
+        panels: points (x, y) by kind, by the name of the panel.
+        x: label of the horizontal axes.
+        y: label of the vertical axes.
+        columns: panels side by side.
+        diagonal: draw the line on which both numbers are equal.
+    """
+    rows = -(-len(panels) // columns)
+    width = min(columns, len(panels))
+    figure = Figure(figsize=(3.4 * width + 0.4, 2.8 * rows + 0.3), layout="constrained")
+    for number, (name, kinds) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, width, number)
+        for place, (kind, points) in enumerate(kinds.items()):
+            data = np.asarray(points, float).reshape(-1, 2)
+            axes.scatter(*data.T, s=9, alpha=0.7, color=COLOURS[place % 8], marker=MARKS[place % 8], label=kind)
+        axes.set_ylim(bottom=0)
+        if diagonal:
+            axes.axline((0, 0), slope=1, color="black", linewidth=0.8)
+            axes.set_xlim(left=0)
+        axes.set_title(name, loc="left", fontsize=8, parse_math=False)
+        axes.set_xlabel(x, fontsize=7)
+        axes.set_ylabel(y, fontsize=7)
+        axes.tick_params(labelsize=6)
+        if len(kinds) > 1:
+            axes.legend(fontsize=6, frameon=False)
+    return figure
+
+
 def forest_plot(
     rows: Mapping[str, Any],
     points: Mapping[str, Sequence[float]] | None = None,

@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern, items, rounded
-from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, Verdict, run_script
-from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern, per_network, rounded
+from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.intervals import Interval, over_networks
 from dlm_lens.experiments.one_token import recorded_runs
 from dlm_lens.experiments.one_token.paper import FIGURE1
+from dlm_lens.experiments.one_token.recorded_runs import by_network, items, over, title
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import is_below
 from dlm_lens.probes.norms import ValueMatch
 
 LARGEST = 96
@@ -15,6 +17,9 @@ LARGEST = 96
 
 EDGES = [0.5 * edge for edge in range(0, 61)]
 """Bins of norms."""
+
+DRAWN = 300
+"""Pairs of the first item whose norms are stored one by one, for the scatter plot."""
 
 SMALL: dict[str, Any] = {
     "models": ["toy", "toy-sink", "toy-gated"], **recorded_runs.SMALL, "late": 16, "eps": 3.0, "pairs": 10_000,
@@ -35,16 +40,26 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     model, recording = recorded_runs.record_prompts(item, settings, bench)
     found = dl.find_sinks(recording, dl.AboveMean(settings["eps"]))
     result: dict[str, Any] = {"found": int(found.is_sink.sum()), "patterns": found.is_sink[..., 0].numel()}
+    rows = recording.run.tokens.shape[0]
     kinds: tuple[ValueMatch, ...] = ("any", "masked")
     for match in kinds if result["found"] else ():
         norms = value_norms(recording, found, samples=settings["pairs"], match=match)
-        result[match] = [_sums(norms, prompt) for prompt in range(recording.run.tokens.shape[0])]
+        result[match] = [_sums(norms, prompt) for prompt in range(rows)]
         result[f"{match}_counts"] = _counts(norms)
-    main = found.scores.nan_to_num(nan=-1.0).argmax(-1)
-    result["moved"] = rounded((main[0] != main[-1]).double().flatten(1).mean(-1))
-    if item["start"] == 0:
+        if item["start"] == 0 and match == "any":
+            result["pairs"] = rounded([norms.sink[:DRAWN], norms.other[:DRAWN]], 2)
+    result |= _moved(found)
+    if item["start"] == 0 and not item.get("network"):
         result["maps"] = _maps(model, recording.run, found.scores, settings)
     return result
+
+
+def _moved(found: Any) -> dict[str, Any]:
+    """Per prompt: maps with a sink at the first and the last step, and how many of them have another main sink."""
+    main = found.scores.nan_to_num(nan=-1.0).argmax(-1)
+    both = found.is_sink[0].any(-1) & found.is_sink[-1].any(-1)
+    apart = both & (main[0] != main[-1])
+    return {"both": both.flatten(1).sum(-1).tolist(), "apart": apart.flatten(1).sum(-1).tolist()}
 
 
 def _sums(norms: Any, prompt: int) -> list[float]:
@@ -93,69 +108,96 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 
 
 def ratio(results: Results, model: str, match: str) -> Interval:
-    """Mean norm of sinks over mean norm of others; bootstrap over prompts."""
-    sums = [row for record in results.where(model=model) for row in record.value.get(match, ()) if row[2]]
-    return ratio_over_prompts([row[0] for row in sums], [row[1] for row in sums])
+    """Mean norm of sinks over mean norm of others; interval over prompts and networks."""
+    return over_networks(_columns(results, model, match, 0, 1))
 
 
 def mean_norms(results: Results, model: str, match: str) -> tuple[Interval, Interval]:
     """Mean norms of sinks and of others."""
-    sums = [row for record in results.where(model=model) for row in record.value.get(match, ()) if row[2]]
-    pairs = [row[2] for row in sums]
-    return ratio_over_prompts([row[0] for row in sums], pairs), ratio_over_prompts([row[1] for row in sums], pairs)
+    return over_networks(_columns(results, model, match, 0, 2)), over_networks(
+        _columns(results, model, match, 1, 2)
+    )
+
+
+def _columns(
+    results: Results, model: str, match: str, top: int, bottom: int
+) -> list[tuple[list[float], list[float]]]:
+    """Two of the three sums of every prompt, per network."""
+    rows = [[row for row in network if row[2]] for network in per_network(results, match, model=model)]
+    return [([row[top] for row in network], [row[bottom] for row in network]) for network in rows]
 
 
 def render(results: Results) -> Rendering:
     """Norms, how often sinks move, the maps and the distributions."""
-    from dlm_lens.experiments.attention_sinks.charts import heat_maps, line_chart
+    from dlm_lens.experiments.attention_sinks.charts import heat_maps, line_chart, scatter_plots
 
     rows = []
     panels: dict[str, Any] = {}
     curves: dict[str, Any] = {}
-    for model in results.models:
+    clouds: dict[str, Any] = {}
+    # A model without any sink has no norms to compare.
+    models = [model for model in results.models if all("any" in one.value for one in results.where(model=model))]
+    for model in models:
         sink, other = mean_norms(results, model, "any")
-        pairs = sum(row[2] for record in results.where(model=model) for row in record.value.get("any", ()))
+        pairs = sum(int(row[2]) for row in results.listed("any", model=model))
+        apart, both = (by_network(results, model, name) for name in ("apart", "both"))
         rows.append([
-            model, str(pairs), str(sink), str(other), str(ratio(results, model, "any")),
-            str(ratio(results, model, "masked")), str(mean_over_prompts(results.listed("moved", model=model))),
+            title(model), str(len(apart)), str(pairs), str(sink), str(other), str(ratio(results, model, "any")),
+            str(ratio(results, model, "masked")), str(over(apart, both)),
         ])  # fmt: skip
         for place in (one.value["maps"] for one in results.where(model=model) if "maps" in one.value):
             for step, pattern in zip(place["steps"], place["patterns"], strict=True):
-                panels[f"{model}, layer {place['layer']}, head {place['head']}, step {step}"] = pattern
+                panels[f"{title(model)}, layer {place['layer']}, head {place['head']}, step {step}"] = pattern
         curves |= _distribution(results, model)
-    head = ["model", "pairs", "value norm of sinks", "of others", "ratio", "ratio, others in the same state",
-            "main sink moved, first to last step"]  # fmt: skip
+        held = next(one.value["pairs"] for one in results.where(model=model) if "pairs" in one.value)
+        clouds[title(model)] = {name: list(enumerate(norms)) for name, norms in zip(KINDS, held, strict=True)}
+    head = ["model", "networks", "pairs", "value norm of sinks", "of others", "ratio",
+            "ratio, others in the same state", "main sink moved, of maps with one first and last"]  # fmt: skip
     rule = f"sinks by Eq. 3 of 2510.15731, eps = {results.settings['eps']}, per head, relative to uniform"
     figures = {
         "maps": heat_maps(panels, x="key", y="query", bar="attention"),
+        "scatter": scatter_plots(clouds, x="sampled token", y="L2 norm of its value"),
         "norms": line_chart(curves, x="value norm (bins of 0.5)", y="share"),
     }
-    table = Table(f"{rule}; intervals over prompts", head, rows)
-    return Rendering([table], figures, [_finding(results, model) for model in results.models])
+    captions = {
+        "maps": "As the paper's attention maps: one head at two steps of one prompt. A bright column is a sink; "
+        "the head is one whose brightest column is another at the later step, if there is any.",
+        "scatter": "As the paper's scatter plots: value norms of sampled sinks and of other tokens. In the paper "
+        "the sinks lie far below the others.",
+        "norms": "The same norms of all pairs, as shares of all.",
+    }
+    table = Table(f"{rule}; intervals over prompts (with several networks, over both)", head, rows)
+    notes = [
+        "That bright columns move is tested with a null in Figures 4 and 7 of [the other page](results.md); here "
+        "it has a picture and a number and no verdict."
+    ]
+    return Rendering([table], figures, [_finding(results, model) for model in models], notes, captions)
+
+
+KINDS = ("sinks", "others")
 
 
 def _distribution(results: Results, model: str) -> dict[str, Any]:
     import numpy as np
 
-    counts = [record.value["any_counts"] for record in results.where(model=model) if "any_counts" in record.value]
-    if not counts:
-        return {}
+    counts = [record.value["any_counts"] for record in results.where(model=model)]
     shares = np.sum(counts, 0) / np.sum(counts, (0, 2))[:, None]
     last = int(np.nonzero(shares.sum(0))[0].max()) + 1
-    names = (f"{model}, sinks", f"{model}, others")
+    names = (f"{title(model)}, sinks", f"{title(model)}, others")
     return {name: list(zip(EDGES[:last], row[:last], strict=True)) for name, row in zip(names, shares, strict=True)}
 
 
 def _finding(results: Results, model: str) -> Finding:
     found = ratio(results, model, "any")
-    verdict: Verdict = "agrees" if found.high < 1 else "disagrees" if found.low > 1 else "undecided"
+    networks = recorded_runs.counted(per_network(results, "any", model=model), "network")
     printed = "; ".join(f"{name} {sink:.2f} vs {other:.2f}" for name, (sink, other) in FIGURE1.items())
-    return Finding(
+    return Finding.of(
         f"sinks have shorter values than other tokens ({printed}: ratios "
         f"{', '.join(f'{sink / other:.2f}' for sink, other in FIGURE1.values())})",
-        f"{model}: ratio {found}",
-        verdict,
-        "the reason is not known; the size of the network may be one" if verdict == "disagrees" else "",
+        f"{title(model)}: ratio {found} ({networks})",
+        is_below(found, 1.0),
+        "agrees: the whole interval below 1; disagrees: above",
+        "1, a random other token of the same prompt, step, layer and head",
     )
 
 

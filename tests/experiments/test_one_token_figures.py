@@ -1,8 +1,183 @@
-"""What Figures 1 and 3 ask; what came out is in test_one_token_claims.py."""
+"""Figures 1 and 3 and the no-op bound: what they ask, and what is measured against float64 by hand."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+import torch
 
+import dlm_lens as dl
 from dlm_lens.experiments import find_experiment
+from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
+from dlm_lens.experiments.one_token import figure3, noop_bound
+from dlm_lens.experiments.one_token.recorded_runs import conversion
+from dlm_lens.experiments.results import Record, Results
+from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
+
+PROMPTS = ["tom has 2 cups . bob has 3 more . how many ? a :", "how many ? a :"]
+SAMPLER = {"gen_length": 8, "steps": 2, "block_length": 8}
+
+
+@pytest.fixture(scope="module")
+def recorded() -> tuple:
+    model = dl.load("toy-sink")
+    return model, dl.record(model, PROMPTS, [dl.ReceivedAttention(), dl.ValueNorm()], seed=0, **SAMPLER)
+
+
+def by_hand(model: torch.nn.Module, run: object, step: int, row: int, layer: int) -> tuple:
+    """Patterns, values and head outputs of one canvas in float64; canvas keys, then the learned sink."""
+    content = run.attention_mask[row].bool()
+    held: dict[str, torch.Tensor] = {}
+    attention = model.get_decoder().layers[layer].self_attn
+    handles = [
+        getattr(attention, f"hook_{name}").register_forward_hook(
+            lambda module, args, out, name=name: held.__setitem__(name, out.detach().double())
+        )
+        for name in ("v",)
+    ]
+    try:
+        patterns = [head_pattern(model, run, step=step, row=row, layer=layer, head=head) for head in range(4)]
+    finally:
+        for handle in handles:
+            handle.remove()
+    values = held["v"][0]
+    values = values.transpose(0, 1) if values.shape[0] == int(content.sum()) + 1 else values
+    values = torch.cat([values[:, 1:], values[:, :1]], 1)
+    pattern = torch.stack(patterns).double()
+    groups = len(pattern) // len(values)
+    return pattern, values.repeat_interleave(groups, 0), content
+
+
+def test_the_learned_sink_per_prompt_is_that_of_the_patterns(recorded: tuple) -> None:
+    model, recording = recorded
+    found = figure3.per_prompt(recording)
+    for row in range(2):
+        for layer in (0, 3):
+            steps = [by_hand(model, recording.run, step, row, layer) for step in range(2)]
+            received = [pattern.mean(0).sum(0) / pattern.shape[1] for pattern, *_ in steps]
+            assert found["share"][row, layer] == pytest.approx(np.mean([one[-1] for one in received]), rel=1e-4)
+            strongest = np.mean([one[:-1].max() for one in received])
+            assert found["strongest"][row, layer] == pytest.approx(strongest, rel=1e-4)
+            assert found["even"][row, layer] == pytest.approx(1 / len(received[0]), rel=1e-6)
+            norms = torch.stack([values.norm(dim=-1) for _, values, _ in steps])
+            assert found["norm_sink"][row, layer] == pytest.approx(float(norms[..., -1].mean()), rel=1e-4)
+            assert found["norm_other"][row, layer] == pytest.approx(float(norms[..., :-1].mean()), rel=1e-4)
+
+
+def test_a_model_without_a_learned_sink_has_no_figure_3() -> None:
+    recording = SimpleNamespace(run=SimpleNamespace(tokens=torch.zeros(1, 4)), sinks=0, model="toy")
+    with pytest.raises(ValueError, match="toy has no learned sink token"):
+        figure3.per_prompt(recording)
+
+
+def test_contributions_are_those_of_the_patterns_in_float64(recorded: tuple) -> None:
+    model, recording = recorded
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.rand(recording.received.shape, generator=generator) < 0.3
+    reducers = [noop_bound.Contribution(keys, "some", part) for part in noop_bound.PARTS]
+    found = rerun(model, recording.run, [*reducers, UpdateNorm(), ResidualNorm()])
+    for step, row, layer in ((0, 0, 0), (1, 1, 2), (1, 0, 3)):
+        pattern, values, content = by_hand(model, recording.run, step, row, layer)
+        canvas = content.shape[0]
+        chosen = torch.cat([keys[step, row, layer][:, :canvas][:, content], keys[step, row, layer][:, canvas:]], -1)
+        part = pattern * chosen[:, None]
+        wanted = {
+            "mass": part.sum(-1),
+            "bound": (part * values.norm(dim=-1)[:, None]).sum(-1),
+            "output": torch.einsum("hqk,hkd->hqd", part, values).norm(dim=-1),
+        }
+        for name, expected in wanted.items():
+            measured = getattr(found, f"some_{name}")[step, row, layer][:, content]
+            torch.testing.assert_close(measured.double(), expected, rtol=1e-4, atol=1e-5)
+        whole = torch.einsum("hqk,hkd->hqd", pattern, values).norm(dim=-1)
+        torch.testing.assert_close(
+            found.mixed_norm[step, row, layer][:, content].double(), whole, rtol=1e-4, atol=1e-5
+        )
+        assert bool((whole <= (pattern * values.norm(dim=-1)[:, None]).sum(-1)).all())
+
+
+def test_random_keys_have_the_sinks_attention_and_are_no_sinks(recorded: tuple) -> None:
+    _, recording = recorded
+    sinks = dl.find_sinks(recording, dl.AboveMean(1.5))
+    sets = noop_bound.key_sets(recording, sinks, seed=3)
+    received = recording.received_sums().nan_to_num()
+    canvas = recording.run.tokens.shape[1]
+    some = sinks.is_sink.any(-1)
+    assert int(some.sum()) > 20
+    for name in ("mass", "count"):
+        assert not bool((sets[name] & sinks.is_sink).any())
+        assert not bool(sets[name][..., canvas:].any())
+        assert not bool((sets[name] & sinks.scores.isnan()).any())
+        assert not bool(sets[name][~some].any())
+    assert torch.equal(sets["count"].sum(-1), sinks.is_sink.sum(-1))
+    theirs, ours = ((received * one).sum(-1)[some] for one in (sets["sinks"], sets["mass"]))
+    # The sum ends within half of the key that is drawn last.
+    assert bool(((ours - theirs).abs() <= received.amax(-1)[some] / 2 + 1e-4).all())
+    assert float(ours.sum() / theirs.sum()) == pytest.approx(1, abs=0.1)
+    again = noop_bound.key_sets(recording, sinks, seed=4)
+    assert not torch.equal(again["mass"], sets["mass"])
+
+
+def noop_results(short: float, correlation: float) -> Results:
+    """Two models' worth of planted sums: sinks whose values are `short` times the others'."""
+    generator = np.random.default_rng(0)
+    mass = generator.uniform(1, 2, (12, 4))
+    value = {
+        "sinks_mass": mass, "sinks_bound": short * mass, "sinks_output": short * mass, "mass_mass": 2 * mass,
+        "mass_bound": 2 * mass, "mass_output": 2 * mass, "correlation": correlation + 0.01 * mass,
+        "correlation_count": 0.01 * generator.normal(size=(12, 4)),
+    }  # fmt: skip
+    given = {name: values.tolist() for name, values in value.items()}
+    given |= {"heads_bound": [[2.0] * 4] * 4, "heads_output": [[1.0] * 4] * 4, "excess": -0.1}
+    settings = {**noop_bound.SMALL, "models": ["toy"]}
+    item = {"model": "toy", "network": 0, "start": 0}
+    return Results({"settings": settings, "small": True}, [Record(item, given, 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("short", "correlation", "verdicts"),
+    [(0.25, -0.5, ["agrees"] * 4), (1.5, 0.5, ["agrees", *["disagrees"] * 3])],
+)
+def test_no_op_verdicts_of_planted_sums(short: float, correlation: float, verdicts: list[str]) -> None:
+    results = noop_results(short, correlation)
+    # Twice the attention at random keys does not count: the ratio is per unit of attention.
+    assert noop_bound.per_attention(results, "toy", "bound").value == pytest.approx(short)
+    assert noop_bound.per_attention(results, "toy", "bound", 2).value == pytest.approx(short)
+    assert [one.verdict for one in noop_bound.render(results).findings] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("ratio", "share", "verdicts"),
+    [(0.3, 0.4, ["agrees", "agrees", "agrees"]), (0.9, 0.15, ["disagrees", "agrees", "disagrees"]),
+     (0.9, 0.05, ["disagrees", "disagrees", "disagrees"])],
+)  # fmt: skip
+def test_a_sink_is_much_shorter_below_half_and_large_above_every_other_key(
+    ratio: float, share: float, verdicts: list[str]
+) -> None:
+    noise = 1 + 0.01 * np.random.default_rng(0).normal(size=(2, 8, 4))
+    # The first and the last layer say the opposite and do not count.
+    inner = np.array([0, 1, 1, 0])
+    values = {
+        "norm_sink": np.where(inner, ratio, 2 - ratio) * noise, "norm_other": np.ones_like(noise),
+        "share": np.where(inner, share, 0.5) * noise, "strongest": 0.25 * noise, "even": 0.1 * np.ones_like(noise),
+    }  # fmt: skip
+    records = [
+        Record({"model": "toy-sink", "network": network, "start": 0},
+               {name: value[network].tolist() for name, value in values.items()}, 1.0)
+        for network in range(2)
+    ]  # fmt: skip
+    results = Results({"settings": {**figure3.SMALL, "models": ["toy-sink"]}, "small": True}, records)
+    found = figure3.render(results).findings
+    assert [one.verdict for one in found] == verdicts
+    assert "2 networks" in found[0].here
+
+
+def test_a_converted_model_is_the_tables_network() -> None:
+    given = {**figure3.SMALL, "models": ["converted-sink"], "networks": 2, "prompts": 2, "batch": 2}
+    items = list(figure3.EXPERIMENT.items(given))
+    assert [(item["model"], item["network"]) for item in items] == [("converted-sink", 0), ("converted-sink", 1)]
+    run = conversion(items[1], {**given, "conversions": {"steps": 1500, "batch_size": 16, "kept": "x"}})
+    assert (run.variant, run.seed, run.start, run.steps, run.batch_size) == ("sink", 1, "toy-ar", 1500, 16)
 
 
 @pytest.mark.parametrize("figure", ["figure1", "figure3"])
