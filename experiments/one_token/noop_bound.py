@@ -228,7 +228,8 @@ def render(results: Results) -> Rendering:
     notes = [
         "The paper derives Eq. 17 to 22 and measures none of it. The bound on the head output holds for any "
         "attention; that sinks make the update small is a claim about the values, and is what is tested here. "
-        "Several random keys can cancel where a single sink cannot, which is why the bound is compared beside the output."
+        "Several random keys can cancel where a single sink cannot, which is why the bound is compared beside the "
+        "output."
     ]
     return Rendering([table], figures, told, notes, captions)
 
