@@ -124,7 +124,8 @@ def scatter_plots(
         axes = figure.add_subplot(rows, width, number)
         for place, (kind, points) in enumerate(kinds.items()):
             data = np.asarray(points, float).reshape(-1, 2)
-            axes.scatter(*data.T, s=9, alpha=0.7, color=COLOURS[place % 8], marker=MARKS[place % 8], label=kind)
+            drawn: dict[str, Any] = {"color": COLOURS[place % 8], "marker": MARKS[place % 8], "label": kind}
+            axes.scatter(data[:, 0], data[:, 1], s=9, alpha=0.7, **drawn)
         axes.set_ylim(bottom=0)
         if diagonal:
             axes.axline((0, 0), slope=1, color="black", linewidth=0.8)

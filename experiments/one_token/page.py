@@ -1,17 +1,23 @@
 """docs/results_one_token.md from the committed results: `python -m dlm_lens.experiments.one_token.page`."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from statistics import mean
+from typing import Any
 
-from dlm_lens.experiments.experiment import Experiment, Verdict, list_experiments
+from dlm_lens.experiments.appendix import Entry, corrected, entries, entry, glance, on_correction, section
+from dlm_lens.experiments.experiment import Experiment, list_experiments
+from dlm_lens.experiments.one_token import figure3, tables
+from dlm_lens.experiments.one_token.miniature import SCRATCH
+from dlm_lens.experiments.one_token.text_corpus import LENGTH
 from dlm_lens.experiments.one_token.toy_language import ROOT
-from dlm_lens.experiments.rendering import describe, load_results, markdown, render_experiment
-from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.rendering import render_experiment
 
 RESULTS = Path(__file__).parent / "results"
+
+NAME = "one-token-"
 
 ON_TEXT = "-text"
 """Ending of the directory of a table's results on real English, beside those on the synthetic language."""
@@ -20,35 +26,29 @@ PAGE = ROOT / "docs" / "results_one_token.md"
 
 HEAD = """# Results: "One Token Is Enough"
 
-Figures 1 and 3 and Tables 1 to 5 of 2601.19657, each with the paper's numbers, ours, and the command. Rendered by
-`python -m dlm_lens.experiments.one_token.page` from the results in `experiments/one_token/results`;
-`pytest tests/experiments/test_one_token_claims.py` recomputes the claims from them.
+Figures 1 and 3, Tables 1 to 5 and Eq. 17 to 22 of [2601.19657](https://arxiv.org/abs/2601.19657), each as the
+claim, the picture, the number with its interval and null, the verdict and its rule, and the command. Figure 2 is a
+drawing. `python -m dlm_lens.experiments.one_token.page` makes this page from `experiments/one_token/results`;
+`pytest tests/experiments/test_one_token_claims.py` recomputes it from the stored lines. The other paper:
+[results of "Attention Sinks in Diffusion Language Models"](results.md).
+"""
 
-**Scale.** The paper trains 0.5B and 1.5B parameters on 30 and 100 billion tokens and reports benchmark accuracies,
-one run each. Here are networks of 0.8 million parameters, a synthetic language of 118 tokens, some hundred
-optimiser steps, several paired seeds, and validation losses; Tables 1 to 5 also as a larger setting, with 2.2
-million parameters on [real English](#the-english-text); the figures use the embedded models (10,000 steps, one
-seed). These results neither confirm nor refute a number of the paper: they show whether the same comparison has the
-same sign in a miniature, and that the code works. No network of the paper's size has been trained here.
+SCALE = """**Scale.** The paper trains 0.5B and 1.5B parameters on 30 and 100 billion tokens and reports benchmark
+accuracies, one run each. Here are networks of 0.8 million parameters on a synthetic language of 118 tokens, several
+paired seeds, and validation losses. These results neither confirm nor refute a number of the paper: they show
+whether the same comparison has the same sign in a miniature. No network of the paper's size has been trained here.
+"""
 
-**Pairs.** Runs with one seed begin with the same weights, as far as they share them, and see the same batches and
-masks. Intervals of losses and their differences are Student's t over seeds; those of exact match are over prompts,
-which are the same for every seed's network. A, L and F are the synthetic language's arithmetic, list and
-look-up problems ([toy.md](toy.md)). Verdicts follow rules on the numbers: a comparison agrees or disagrees when its
-whole interval lies on one side of zero; two networks are alike when the whole interval lies within half of the sink
-token's own change (Table 4 has a one-sided rule, stated there); otherwise it is undecided. The rules were written
-for the synthetic language and are the same for English, which came later.
-
-On English everything is undecided: 500 steps leave the networks from scratch near the frequencies of the tokens
-(5.7 nats). One seed at 1,500 steps, not in the tables, came to 4.31 nats plain, 4.54 with a sink token and 4.32
-with the gate.
-
-An earlier sweep in `experiments/toy` (five seeds, 500 steps of 64 sequences) went through another training loop,
-with other masks and another order of the data, and has no validation loss: it is in
-[toy.md](toy.md#five-paired-seeds) and not part of these results.
+PAIRS = """**Pairs.** Runs with one seed begin with the same weights, as far as they share them, and see the same
+batches and masks. Intervals of differences are over seeds and held-out sequences together; those of exact match are
+over prompts, which are the same for every seed's network. All seeds of a conversion begin with the one AR model. A,
+L and F are the synthetic language's arithmetic, list and look-up problems ([toy.md](toy.md)).
 """
 
 TEXT = """## The English text
+
+A secondary measurement of 20 November 2026, kept with its settings: short trainings, Tables 3 to 5 from scratch,
+where the paper ablates the converted model. The rules above are applied to it as they are.
 
 The King James Version of 1611, from Debian's package `bible-kjv` (the text is in `bible-kjv-text`): 1,189 chapters,
 31,102 verses, 4.1 MB. The package's copyright file says that the text's copyright has expired; the program that
@@ -89,22 +89,6 @@ dlm-lens experiment one-token-table2 --small --set text=books/ --set steps=500
   and one AR model of 1,500. The machine was busy with other work, so Table 1 was cut to 150 steps (AR: 900) before
   any of it was trained, and the ablations went in a second process: 70 minutes of training, 49 to 204 s per network
   of 500 steps, which takes 49 s on a core of its own.
-
-**What came out.** From scratch every comparison with the paper (Tables 2 to 5) is undecided: the plain
-networks' five seeds span 0.25 nats, more than any two variants differ in the mean. By the training logs (not
-kept here) a plain network passes 5.6 nats, just below the token frequencies, between steps 200 and 350,
-depending on the seed, and the later loss depends on that. With five seeds a sink token's effect below 0.158
-nats cannot be seen, and Tables 3 to 5 have three. The conversions of Table 1 vary far less, and there the sink
-token neither helps nor harms by more than 0.011 nats. By Eq. 3 there are sinks on this text, unlike on the
-synthetic language: 1.2 per pattern in the plain networks from scratch and 1.6 in the converted ones, and in 98%
-and 99% of the maps the main sink differs between the last canvas and the first, which is all masks: sinks move,
-as the paper says. Unlike in the paper (Figure 1), the values of these sinks are longer than the others', and
-the learned token gets 0.6 to 0.8% of the attention, less than an even share: these networks do not use it.
-(With its value forced to zero, Table 5, it gets 3.2%.)
-
-These results can show whether a variant learns faster or slower than the plain network in the first steps, on
-natural text, and whether it has sinks there. They cannot show the converged networks (the paper's saw 100,000
-times the tokens and more), or benchmark accuracies.
 """
 
 TAIL = """## The paper's settings
@@ -128,75 +112,128 @@ Figures 1 and 3 take any `--models` and a JSONL file of prompts (`--set task=FIL
 """
 
 
+def rules() -> str:
+    """The rules of the tables, as they were set."""
+    return (
+        "**Rules, set on 22 November 2026 before the networks of 1,500 steps were finished.** A comparison agrees "
+        "or disagrees when its whole interval lies on one side of 0. Two networks are alike when the whole "
+        f"interval lies within {tables.MARGIN} nats of 0, which is 1% of the perplexity of a masked token; "
+        "conversions of 150 steps, known then, differed between seeds by 0.007 to 0.010 nats (standard deviation "
+        "of a paired difference), so that five seeds can resolve such a margin and hardly a smaller one. Where the "
+        "interval of the sink token's own gain holds 0, nothing can be said relative to it: undecided. In Figure 3 "
+        f'"substantially smaller" is a ratio below {figure3.MUCH} (Figure 1 prints 0.31 and 0.40), "a large share" '
+        "more than any other key gets. Verdicts are corrected for their number below."
+    )
+
+
+def settings_line(found: Sequence[Entry]) -> str:
+    """How the networks of the tables were trained, from the stored settings."""
+    said: dict[str, list[str]] = {}
+    for one in found:
+        given = one.results.settings
+        if "variants" in given and not given["configs"]:
+            source = "from scratch" if given["start"] == SCRATCH else f"converted from {given['start']}"
+            text = f"{source}, {given['steps']:,} steps of {given['batch_size']} sequences, {given['seeds']} seeds"
+            said.setdefault(text, []).append(one.experiment.shows.split(", ")[1])
+    lines = "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+    return f"**Networks.** {lines}. The figures and the no-op bound name their networks."
+
+
+def abstract(found: Sequence[Entry]) -> Iterator[str]:
+    """Paragraphs on top of the page, made from the results: what shows, and what cannot be said."""
+    yield from ()
+
+
 def page() -> str:
     """The whole page, from results alone."""
-    there = committed()
-    return "\n".join([HEAD, summary(there), *(section(one, RESULTS / one.name) for one in there), TEXT, TAIL])
+    found, texts = committed(), on_text()
+    after = corrected([*found, *texts])
+    parts = [HEAD, *abstract(found), SCALE, settings_line(found), PAIRS, rules(), "## At a glance", glance(found)]
+    parts.append(on_correction([*found, *texts]))
+    for one in found:
+        parts += section(one, pictures(one), after)
+    if texts:
+        parts += [TEXT, english(texts), english_glance(texts)]
+        for one in texts:
+            _, *rest = section(one, pictures(one), after)
+            parts += [f"### {one.experiment.name}, English text", *rest]
+    return "\n\n".join(part.strip("\n") for part in [*parts, TAIL]) + "\n"
 
 
-def committed() -> list[Experiment]:
-    """The experiments of this paper whose results are in the repository."""
-    mine = (one for one in list_experiments() if one.name.startswith("one-token-"))
-    return [one for one in mine if (RESULTS / one.name).is_dir()]
+ORDER = ("figure1", "figure3", "noop", "table1", "table2", "table3", "table4", "table5")
+"""Of the sections."""
 
 
-def directories(experiment: Experiment) -> Iterator[tuple[str, Path]]:
-    """The suffix of a figure's or table's heading, and the directory of its results."""
-    for ending, said in (("", ""), (ON_TEXT, ", English text")):
-        directory = RESULTS / (experiment.name + ending)
-        if directory.is_dir():
-            yield said, directory
+def experiments() -> list[Experiment]:
+    """The experiments of this paper, in the order of the page."""
+    mine = {one.name.removeprefix(NAME): one for one in list_experiments() if one.name.startswith(NAME)}
+    return [mine[name] for name in ORDER]
 
 
-def summary(experiments: Sequence[Experiment]) -> str:
-    """How many of the paper's statements agree, by figure and table."""
-    kinds = get_args(Verdict)
-    rows = []
-    for experiment in experiments:
-        for said, directory in directories(experiment):
-            findings = experiment.render(load_results(experiment, directory)).findings
-            counts = [str(sum(one.verdict == kind for one in findings)) for kind in kinds]
-            rows.append([experiment.shows.split(", ")[1] + said, *counts])
-    return "## What agrees\n\n" + markdown(["", *kinds], rows) + "\n"
+def committed() -> list[Entry]:
+    """The results in the repository."""
+    return entries(experiments(), RESULTS)
 
 
-def section(experiment: Experiment, directory: Path) -> str:
-    """One figure or table: heading, command, numbers, pictures; then the same on real English."""
-    lines = list(part(experiment, directory))
-    for said, other in directories(experiment):
-        if said:
-            lines += ["### On English text", *part(replace(experiment, paper=()), other)]
-    title = experiment.shows.split(", ")[1]
-    return "\n\n".join([f"## {title}: {experiment.title}", *lines]) + "\n"
+def on_text() -> list[Entry]:
+    """The tables' results on real English."""
+    tables_ = [one for one in experiments() if (RESULTS / f"{one.name}{ON_TEXT}").is_dir()]
+    return [entry(replace(one, paper=()), RESULTS / f"{one.name}{ON_TEXT}") for one in tables_]
 
 
-def part(experiment: Experiment, directory: Path) -> Iterator[str]:
-    """Command, numbers and pictures of the results in a directory."""
-    results = load_results(experiment, directory)
-    rendering = experiment.render(results)
-    title = experiment.shows.split(", ")[1]
-    pictures = [
-        f"![{title}, {name}](../experiments/one_token/results/{directory.name}/{experiment.name}-{name}.png)"
-        for name in rendering.figures
-    ]
-    yield f"```\n{command(experiment, results)}\n```"
-    yield from describe(experiment, results, rendering)
-    yield from pictures
+def pictures(one: Entry) -> dict[str, str]:
+    """Path of every figure, relative to the page."""
+    folder = f"../experiments/one_token/results/{one.directory.name}"
+    return {name: f"{folder}/{one.experiment.name}-{name}.png" for name in one.rendering.figures}
 
 
-def command(experiment: Experiment, results: Results) -> str:
-    """The command that computes the results: `--small` with the settings that differ from it."""
-    small = experiment.config(True)["settings"]
-    given = [f"--set {name}={value!r}" for name, value in results.settings.items() if small[name] != value]
-    return " ".join(["dlm-lens experiment", experiment.name, "--small", *given])
+def english_glance(texts: Sequence[Entry]) -> str:
+    """The verdicts on English text, counted."""
+    table = glance(texts)
+    for one in texts:
+        name = one.experiment.name
+        table = table.replace(f"[{name}](#{name})", f"[{name}](#{name}-english-text)")
+    return table
+
+
+def english(texts: Sequence[Entry]) -> str:
+    """What came out on English text, from its numbers."""
+    held = {one.experiment.name.removeprefix(NAME): one.results for one in texts}
+    verdicts = [each.verdict for one in texts for each in one.rendering.findings]
+    plain = list(tables.losses(held["table2"], "plain").values())
+    scratch, converted_ = (tables.difference(held[name], "sink", "plain") for name in ("table2", "table1"))
+    picked = {"found": ("plain", _found), "moved": ("plain", _moved), "share": ("sink", tables.share)}
+    found, moved, share = (
+        {name: mean(tables.number(held[name], variant, pick)) for name in ("table1", "table2")}
+        for variant, pick in picked.values()
+    )
+    most = max(abs(converted_.low), abs(converted_.high))
+    return (
+        f"**What came out.** Of {len(verdicts)} verdicts {verdicts.count('undecided')} are undecided, "
+        f"{verdicts.count('agrees')} agree and {verdicts.count('disagrees')} disagree. From scratch the plain "
+        f"networks' {len(plain)} seeds span {max(plain) - min(plain):.2f} nats, and a sink token's effect below "
+        f"{scratch.high - scratch.value:.3f} nats cannot be seen. In the conversions of Table 1 the sink token "
+        f"neither helps nor harms by more than {most:.3f} nats. By Eq. 3 there are {found['table2']:.1f} sinks per "
+        f"pattern in the plain networks from scratch and {found['table1']:.1f} in the converted ones; in "
+        f"{100 * moved['table2']:.0f}% and {100 * moved['table1']:.0f}% of the maps the main sink differs between "
+        f"the last canvas and the first, which is all masks. The learned token gets {100 * share['table2']:.1f}% "
+        f"and {100 * share['table1']:.1f}% of the attention; an even share is {100 / (LENGTH + 1):.1f}%."
+    )
+
+
+def _found(value: Mapping[str, Any]) -> float:
+    return float(value["found"])
+
+
+def _moved(value: Mapping[str, Any]) -> float:
+    return float(value["moved"])
 
 
 def main() -> None:
     """Draw the figures anew and write the page."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for experiment in committed():
-        for _, directory in directories(experiment):
-            render_experiment(experiment, directory)
+    for one in [*committed(), *on_text()]:
+        render_experiment(one.experiment, one.directory)
     PAGE.write_text(page(), encoding="utf-8")
     logging.info("%s", PAGE)
 

@@ -1,6 +1,6 @@
 """Denoising runs with received attention and value norms, of embedded, converted and other models."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,6 @@ def inner(values: Float[np.ndarray, "network prompt layer"]) -> Float[np.ndarray
     return values[..., 1:-1].mean(-1)
 
 
-def counted(found: Sequence[Any], one: str) -> str:
+def counted(found: Sized, one: str) -> str:
     """`1 network`, `3 networks`."""
     return f"{len(found)} {one}{'' if len(found) == 1 else 's'}"

@@ -46,6 +46,12 @@ deviation of 0.007 to 0.010 between seeds, so that five seeds could show a diffe
 that is much smaller. The paper has no margin: it calls means that are 0.12 to 0.56 points apart comparable, where
 one sink token gains 8.03, and points cannot be turned into nats. No result here enters it."""
 
+DRAWN = (
+    "Paired differences with their 95% intervals; every circle is a seed. A gain lies to the left of the line; "
+    "inside the grey range two networks count as alike."
+)
+"""Caption of the picture of a table."""
+
 IMPROVES = "agrees: the whole interval below 0; disagrees: above"
 
 ALIKE = (
@@ -318,4 +324,5 @@ def rendering(
     without = [f"No comparison with the paper: {', '.join(lacking)} has no results."] if lacking else []
     even = EVEN_TEXT if on_text(results) else EVEN
     drawn = {"differences": forest(results, baseline)} if baseline in variants(results) else {}
-    return Rendering(tables(results, baseline), drawn, told, [*without, SHORT, even])
+    captions = {"differences": DRAWN} if drawn else {}
+    return Rendering(tables(results, baseline), drawn, told, [*without, SHORT, even], captions)
