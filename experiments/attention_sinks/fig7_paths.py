@@ -199,7 +199,7 @@ def _findings(results: Results) -> Iterator[Finding]:
         for order in orders_of(results, model):
             right, static = to_the_right(results, model, order), static_share(results, model, order)
             null = (
-                f"half; a random written position of the block: "
+                f"half; a random written position of the {'block' if order == 'blocks' else 'answer'}: "
                 f"{average(results, model, f'{order}: block right')}; of the prompt and the answer: "
                 f"{average(results, model, f'{order}: any right')}"
             )

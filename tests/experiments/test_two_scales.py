@@ -1,6 +1,7 @@
 """The two scales and their nulls, on planted scores whose answer is known."""
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -170,6 +171,27 @@ def test_the_frontier_of_a_sink_that_is_always_at_the_last_mask() -> None:
     assert found["rightmost mask random order"] == pytest.approx(sum(differences) / steps**2)
     away = fig8_static._frontier(followed(bidirectional([[2]] * steps, masked=masked), RULE)["sums"])
     assert (away["onsets"], away["onsets near"], away["rightmost mask n"]) == (1, 0, 0)
+
+
+def test_the_heads_that_figure_8_shows() -> None:
+    steps, keys = 20, 40
+    masked = torch.zeros(steps, 1, keys, dtype=torch.bool)
+    for step in range(steps):
+        masked[step, 0, 10 : 38 - step] = True
+    away, follows = [[30 - (step % 2)] for step in range(steps)], [[37 - step] for step in range(steps)]
+    parts = [bidirectional(sinks, masked=masked) for sinks in ([[1]] * steps, away, follows)]
+    joined = replace(parts[0], values=torch.cat([part.values for part in parts], 3))
+    paths = followed(joined, RULE)["sums"]
+    static = fig8_static._static_example(paths, shift=0)
+    assert static == {"layer": 0, "head": 0, "steps": [0, 19], "positions": [1, 1]}
+    assert fig8_static._at_beginning(paths, shift=0) == (1, 1)
+    assert fig8_static._at_beginning(paths, shift=-3) == (1, 0)
+    assert fig8_static._base(paths, shift=0) == pytest.approx(4 / keys)
+    following = fig8_static._following_example(paths)
+    assert following is not None
+    assert (following["layer"], following["head"]) == (0, 2)
+    assert following["positions"] == following["last masks"]
+    assert fig8_static._following_example(followed(parts[0], RULE)["sums"]) is None
 
 
 def test_difference_and_shares_without_spread() -> None:
