@@ -256,6 +256,11 @@ def train(start: str, variant: str, seed: int, steps: Sequence[int], settings: S
         return
     newest = last_checkpoint(directory)
     done = 0 if newest is None else step_of(newest)
+    if done in missing:
+        _keep_checkpoint(directory, done)
+        missing.remove(done)
+        if not missing:
+            return
     passed = [step for step in missing if step < done]
     if passed:
         raise ValueError(
@@ -327,11 +332,23 @@ def _keep(directory: Path, step: int, write: Any) -> None:
         partial.rename(target)
 
 
+def _keep_checkpoint(directory: Path, step: int) -> None:
+    """Keep the weights of a checkpoint: links to its files, which are written once and then only deleted."""
+    from dlm_lens.training.checkpoints import MOMENTS_FILE, RUN_FILE
+
+    left = {MOMENTS_FILE, RUN_FILE, "trainer_state.json", "training_args.bin"}
+
+    def link(folder: Path) -> None:
+        for file in (directory / f"checkpoint-{step}").iterdir():
+            if file.is_file() and file.name not in left:
+                _link(file, folder / file.name)
+
+    _keep(directory, step, link)
+
+
 def _keeper(directory: Path, steps: Sequence[int]) -> Any:
     """A callback that keeps the weights after these steps, and stops after the last."""
     from transformers import TrainerCallback
-
-    from dlm_lens.training.checkpoints import MOMENTS_FILE, RUN_FILE
 
     class Keeper(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -341,18 +358,8 @@ def _keeper(directory: Path, steps: Sequence[int]) -> Any:
                 control.should_training_stop = True
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step not in steps:
-                return
-            saved = directory / f"checkpoint-{state.global_step}"
-            left = {MOMENTS_FILE, RUN_FILE, "trainer_state.json", "training_args.bin"}
-
-            def link(folder: Path) -> None:
-                # Links, because a checkpoint's weights are written once and then only deleted.
-                for file in saved.iterdir():
-                    if file.is_file() and file.name not in left:
-                        _link(file, folder / file.name)
-
-            _keep(directory, state.global_step, link)
+            if state.global_step in steps:
+                _keep_checkpoint(directory, state.global_step)
 
     return Keeper()
 

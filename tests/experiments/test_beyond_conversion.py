@@ -1,6 +1,7 @@
 """From AR to masked diffusion: statistics against float64 patterns, planted changes, kept and resumed weights."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,11 @@ def test_a_training_is_kept_resumed_and_independent_of_its_end(tmp_path: Path) -
     assert all(torch.equal(weights[0][name], untrained[name]) for name in untrained)
     moved = [not torch.equal(weights[2][name], weights[4][name]) for name in untrained]
     assert sum(moved) > 0.9 * len(moved)
+    # Kept weights that were deleted come back from the last checkpoint, without a step of training.
+    shutil.rmtree(four)
+    assert conversion_training.kept("toy-ar", "plain", 0, 4, parts) == four
+    again = dl.load(four).state_dict()
+    assert all(torch.equal(weights[4][name], again[name]) for name in again)
     with pytest.raises(ValueError, match="is at step 4, and the weights after 3 steps were not kept"):
         conversion_training.kept("toy-ar", "plain", 0, 3, parts)
     with pytest.raises(ValueError, match="choose from plain, sink, gate"):
