@@ -6,6 +6,7 @@ from dlm_lens.experiments.attention_sinks import hook_conditions
 from dlm_lens.experiments.attention_sinks.hook_conditions import difference
 from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.results import Results, Settings
+from dlm_lens.experiments.verdicts import is_below
 
 
 def conditions(settings: Settings, model: str) -> dict[str, str]:
@@ -46,11 +47,12 @@ def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         for step in results.settings["from_steps"]:
             more = difference(results, model, f"followed from {step}", f"frozen at {step}")
-            yield Finding(
+            yield Finding.of(
                 "sinks move, so that a mask has to follow them (not measured)",
                 f"{model}, step {step}: followed minus frozen: {more}",
-                "agrees" if more.high < 0 else "disagrees" if more.low > 0 else "undecided",
-                "below 0: following costs more than hiding where the sinks were",
+                is_below(more, 0),
+                why="agreement: below 0, following costs more than hiding where the sinks were",
+                null="0: sinks that stay where they are",
             )
 
 

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks import recorded_runs
-from dlm_lens.experiments.attention_sinks.recorded_runs import record_prompts, rounded, sink_rule
+from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt, record_prompts, rounded, sink_rule
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, paired_difference, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import is_above
 
 PLACES = ("prompt", "written", "masked")
 GROUPS = ("sink", "other")
@@ -27,7 +29,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         found["places"].append({place: rounded([float(column[place]) for column in columns]) for place in PLACES})
     whole = _joined(prompt_runs)
     sinks = dl.find_sinks(whole, sink_rule(settings))
-    lens = logit_lens(bench.model(item["model"]), prompt_runs[0].run, sinks, top=1).table()
+    lens = logit_lens(model_of(item, settings, bench), prompt_runs[0].run, sinks, top=1).table()
     future = lens[lens["masked"].astype(bool) & lens["rank"].notna()]
     for row in range(len(prompt_runs)):
         mine = future[future["batch"] == row]
@@ -113,8 +115,12 @@ def share_on_masks(results: Results, model: str) -> tuple[float, float]:
 
 def more_on_masks(results: Results, model: str) -> Interval:
     """Share of the sinks on masked positions minus their share of the keys, paired by prompt."""
-    pairs = [one["masked"] for one in results.listed("places", model=model) if None not in one["masked"]]
-    return paired_difference([share for share, _ in pairs], [base for _, base in pairs])
+
+    def terms(places: dict[str, list[float | None]]) -> tuple[float, float]:
+        share, base = places["masked"]
+        return (0.0, 0.0) if share is None or base is None else (share - base, 1.0)
+
+    return per_prompt(results, model, ["places"], terms, bounds=(-1, 1))
 
 
 def _place(results: Results, model: str, place: str, index: int) -> float:
@@ -126,12 +132,13 @@ def _place(results: Results, model: str, place: str, index: int) -> float:
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         (share, base), more = share_on_masks(results, model), more_on_masks(results, model)
-        yield Finding(
+        yield Finding.of(
             'moving sinks "often appear in the future relative to the current generation step" (5.3)',
             f"{model}: {share:.3f} of the sinks are on masked positions, which are {base:.3f} of the keys: "
             f"{more} more",
-            "agrees" if more.low > 0 else "disagrees" if more.high < 0 else "undecided",
-            "agreement is taken as more often than a random key",
+            is_above(more, 0),
+            why="agreement: more often than a random key of the same step",
+            null=f"a random key: {base:.3f}",
         )
         # After the last layer the lens is the model's own output.
         last = _layers(results, model) - 2

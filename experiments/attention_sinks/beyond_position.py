@@ -1,14 +1,16 @@
 """Section 5.1: does a sink stay at its position, or move with its token?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
-from dlm_lens.experiments.attention_sinks.recorded_runs import sink_rule
+from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt, sink_rule
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import is_above
 
 CHANGES = ("control", "swap", "shift")
 OUTCOMES = ("token", "position", "both", "neither")
@@ -18,7 +20,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Per prompt: how often each outcome followed each change."""
     import dlm_lens as dl
 
-    model = bench.model(item["model"])
+    model = model_of(item, settings, bench)
     texts = chat(model, problems_of(settings, item["start"]), settings)
     done = dl.denoise(model, texts, **settings["sampler"])
     trials = dl.sinks.position_or_token(model, done, sink_rule(settings), steps=[0, done.steps // 2, -1]).trials
@@ -48,20 +50,54 @@ def render(results: Results) -> Rendering:
     return Rendering([table], {"outcomes": figure}, list(_findings(results)))
 
 
-def followed(results: Results, model: str, change: str, outcome: str) -> Interval:
-    """Share of a change's trials with this outcome."""
-    counts = [one[change] for one in results.listed("counts", model=model)]
-    return ratio_over_prompts([one[OUTCOMES.index(outcome)] for one in counts], [sum(one) for one in counts])
+def followed(results: Results, model: str, change: str, *outcomes: str) -> Interval:
+    """Share of a change's trials with one of these outcomes."""
+
+    def terms(counts: dict[str, list[int]]) -> tuple[float, float]:
+        return _hits(counts, change, outcomes), sum(counts[change])
+
+    return per_prompt(results, model, ["counts"], terms, bounds=(0, 1))
+
+
+def apart(results: Results, model: str, one: tuple[str, str], other: tuple[str, str]) -> Interval:
+    """Difference of two shares of sinks, each (change, place), a mean over the prompts that have both.
+
+    The place is "token", where the token went, or "position", where it was.
+    """
+
+    def terms(counts: dict[str, list[int]]) -> tuple[float, float]:
+        sizes = [sum(counts[change]) for change, _ in (one, other)]
+        if not all(sizes):
+            return 0.0, 0.0
+        first, second = (_hits(counts, change, (place, "both")) for change, place in (one, other))
+        return first / sizes[0] - second / sizes[1], 1.0
+
+    return per_prompt(results, model, ["counts"], terms, bounds=(-1, 1))
+
+
+def _hits(counts: dict[str, list[int]], change: str, outcomes: Sequence[str]) -> int:
+    return sum(counts[change][OUTCOMES.index(outcome)] for outcome in outcomes)
 
 
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.diffusion_models:
-        token, position = (followed(results, model, "swap", outcome) for outcome in ("token", "position"))
-        yield Finding(
-            "sinks are driven not only by the position but by the token (LLaDA: semantic; Dream: positional)",
-            f"{model}, swap: with the token {token}, at the position {position}",
-            "agrees" if token.low > position.high else "disagrees" if token.high < position.low else "undecided",
-            "agreement is taken as the token winning",
+        there, chance = (followed(results, model, change, "token", "both") for change in ("swap", "control"))
+        more = apart(results, model, ("swap", "token"), ("control", "token"))
+        yield Finding.of(
+            "sinks are driven not only by the position but by the token (5.1)",
+            f"{model}, swap: a sink where the token went in {there} of the trials, {more} more than in the control",
+            is_above(more, 0),
+            why="agreement: more often than at the same place when two other tokens are exchanged",
+            null=f"two other tokens exchanged: {chance}",
+        )
+        stays, unmoved = (followed(results, model, change, "position", "both") for change in ("swap", "control"))
+        against = apart(results, model, ("swap", "token"), ("swap", "position"))
+        yield Finding.of(
+            "LLaDA's sinks are semantic rather than positional",
+            f"{model}, swap: a sink where the token went {there}, where it was {stays}; difference {against}",
+            is_above(against, 0),
+            why="agreement: more often where the token went than where it was",
+            null=f"two other tokens exchanged: {chance} and {unmoved}",
         )
 
 

@@ -192,7 +192,8 @@ def findings(results: Results) -> Iterator[Finding]:
             "than random sets of queries",
             is_above(more, 0),
             why="agreement: more often than for random sets of the same sizes, paired by step and head",
-            null=f"random sets: {null}",
+            null=f"random sets: {null}; the last queries against the first: "
+            f"{differing(results, model, last, 'position')}",
         )
         yield Finding.of(
             '"the deepest layers showcase a particular type": separate sinks are a matter of depth (6a)',

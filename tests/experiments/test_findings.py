@@ -9,7 +9,6 @@ from dlm_lens.experiments.attention_sinks import (
     beyond_future,
     fig1_incoming,
     fig4_moving,
-    fig6_kinds,
     fig7_paths,
     fig8_static,
     page,
@@ -107,15 +106,6 @@ def test_what_the_causal_mask_alone_gives_is_no_evidence() -> None:
     assert on_sums.verdict == "no counterpart"
     assert "uniform attention 1.00 of 20" in on_sums.null
     assert relative.verdict == "agrees"
-
-
-@pytest.mark.parametrize(
-    ("transient", "verdict"),
-    [([1, 2, 1, 2], "agrees"), ([0] * 4, "undecided"), ([9, 8, 9, 8], "disagrees"), ([1, 9, 1, 7], "undecided")],
-)
-def test_transient_sinks_are_edge_cases(transient: list[int], verdict: str) -> None:
-    found = results_of("toy", both=[[4]] * 4, differ=[[1]] * 4, lives=[10] * 4, transient=transient)
-    assert [one.verdict for one in fig6_kinds._findings(found) if "vanish" in one.paper] == [verdict]
 
 
 @pytest.mark.parametrize(

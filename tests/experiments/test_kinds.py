@@ -43,6 +43,17 @@ def test_separate_sinks_need_more_than_random_sets(null: list[float], verdict: s
     assert "0.60" in life.null
 
 
+@pytest.mark.parametrize(
+    ("transient", "verdict"),
+    [([1, 2, 1, 2], "agrees"), ([0] * 4, "undecided"), ([9, 8, 9, 8], "disagrees"), ([1, 9, 1, 7], "undecided")],
+)
+def test_transient_sinks_are_edge_cases(transient: list[int], verdict: str) -> None:
+    one = {name: [[1.0]] * 4 for name in fig6_kinds.COUNTS}
+    lives = {"lives": [10] * 4, "transient": transient, "shuffled_lives": [10] * 4, "shuffled_transient": [6] * 4}
+    found = Results({"settings": {}}, [Record({"model": "toy", "start": 0}, one | lives, 0.0)])
+    assert [one.verdict for one in fig6_kinds.findings(found) if "vanish" in one.paper] == [verdict]
+
+
 def test_cases_are_counted_as_in_a_loop() -> None:
     """Against received attention summed in float64 from the patterns."""
     import dlm_lens as dl
