@@ -127,3 +127,29 @@ def test_an_unfinished_run_is_rendered(name: str, tmp_path: Path) -> None:
     text = render_experiment(find_experiment(name), tmp_path).read_text()
     assert "**Unfinished: " in text
     assert "| toy |" in text
+
+
+@pytest.mark.parametrize(
+    ("near", "distance", "verdicts"),
+    [([6, 7] * 10, 40.0, ("agrees", "agrees")), ([1, 2] * 10, 99.0, ("disagrees", "disagrees"))],
+)
+def test_sinks_at_the_rightmost_mask_without_blocks(
+    near: list[int], distance: float, verdicts: tuple[str, str]
+) -> None:
+    n = 20
+    values: dict[str, list] = {}
+    for order in ("blocks", "no blocks"):
+        values |= {f"{order}: {name}": value for name, value in {
+            "onsets": [10] * n, "onsets near": near, "onsets by chance": [0.5] * n, "rightmost mask n": [4] * n,
+            "onsets beyond": [one - 0.5 for one in near], "rightmost mask distance": [distance, distance - 2] * 10,
+            "rightmost mask random order": [100.0] * n,
+        }.items()}  # fmt: skip
+        values |= {f"{order}: {name}": value for name, value in scales(**{
+            "static": [10] * n, "first": [1, 2] * 10, "by chance": [0.7] * n, "beyond": [0.3, 1.3] * 10,
+            "uniform static": [0] * n, "uniform first": [0] * n,
+        }).items()}  # fmt: skip
+    first, *blocks = fig8_static._findings(results_of("toy", **values))
+    assert first.verdict == "disagrees"  # 0.15 is not often, although above a random key's 0.07
+    assert "random key 0.07" in first.null
+    assert [one.verdict for one in blocks[:2]] == ["no counterpart"] * 2
+    assert tuple(one.verdict for one in blocks[2:]) == verdicts
