@@ -323,7 +323,7 @@ def _moving(results: Results, model: str, order: str) -> Iterator[Finding]:
          f"random key {ratio(results, model, f'{order}: onsets by chance', f'{order}: onsets')}"),
         ("Dream's sinks follow the unmasking frontier (8b)",
          f"{model}, {order}: distance to the rightmost mask {follow} of that in random order, {patterns} patterns",
-         is_below(follow, FOLLOWS), "at least a fifth nearer to the rightmost mask than with the steps in random order",
+         is_below(follow, FOLLOWS), "at least a fifth nearer to it than with the steps in random order",
          "1"),
     )  # fmt: skip
     for claim, here, judged, why, null in claims:
