@@ -70,7 +70,7 @@ def _of_diffusion(results: Results, model: str) -> Iterator[Finding]:
             'masking one sink costs a DLM "less than 1%" (text); Table 1: 0 to 0.03 on GSM8K',
             f"{model}: {lost} (one sink {_reading(reading)})",
             _beyond_controls(is_above(lost, LOSS), "disagrees", results, model, 1, reading),
-            f"agreement: a loss below {-LOSS}; disagreement: a larger one, and larger than under each control",
+            f"agreement: a loss below {-LOSS}; disagreement: a loss above it and above that under each control",
             _controls(results, model, 1, reading),
         )
     if has(results, model, 10):
@@ -79,7 +79,7 @@ def _of_diffusion(results: Results, model: str) -> Iterator[Finding]:
             "ten sinks cost 0.07 (Dream) to 0.21 (LLaDA) on GSM8K",
             f"{model}: {lost} (ten sinks per head)",
             _beyond_controls(is_within(lost, *TEN_SINKS), "disagrees", results, model, 10, {}),
-            f"agreement: a loss from {-TEN_SINKS[1]:g} to {-TEN_SINKS[0]}; ten columns are about a fifth of these "
+            f"agreement: a loss of at most {-TEN_SINKS[0]}; ten columns are about a fifth of these "
             "canvases of 48 to 58 positions, and at most 4% of the paper's, whose answers alone have 256",
             _controls(results, model, 10, {}),
         )

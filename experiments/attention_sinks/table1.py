@@ -14,8 +14,10 @@ from dlm_lens.experiments.attention_sinks.masking_conditions import (
     reading_of,
 )
 from dlm_lens.experiments.attention_sinks.masking_findings import (
+    LOSS,
     accuracy,
     against_control,
+    change,
     controls_of,
     findings,
     has,
@@ -143,7 +145,7 @@ def render(results: Results) -> Rendering:
     if controls:
         title = "controls: random columns, as many as the sinks or of the same mass; sinks minus these"
         tables.append(Table(title, CONTROL_HEAD, controls))
-    return Rendering(tables, {"accuracy": _figure(results)}, list(findings(results)), list(_notes(results)))
+    return Rendering(tables, _figures(results), list(findings(results)), list(_notes(results)))
 
 
 HEAD = [
@@ -238,6 +240,24 @@ def _notes(results: Results) -> Iterator[str]:
                 'among the strongest ("learned" in the table); its own query still sees it. It belongs to neither '
                 "class, and controls never choose it."
             )
+
+
+def _figures(results: Results) -> dict[str, Any]:
+    """Exact match over the number of columns, and what one column per head changes by classes of tokens."""
+    from dlm_lens.experiments.attention_sinks.charts import forest_plot
+
+    rows = {}
+    for model in results.models:
+        for reading, name in (({}, "strongest column"), *(({"classes": one}, f"{one} only") for one in CLASSES)):
+            for choose, of in ((BASE["choose"], ""), *((one, f": {text}") for one, text in CONTROLS.items())):
+                kind = {**reading, "choose": choose}
+                if has(results, model, 1, **kind) and has(results, model, 0):
+                    rows[f"{model}, {name}{of}"] = change(results, model, 1, **kind)
+    figures = {"accuracy": _figure(results)}
+    if rows:
+        x = "change of exact match by hiding one column per head, or the control's columns"
+        figures["classes"] = forest_plot(rows, x=x, shaded=(LOSS, -LOSS))
+    return figures
 
 
 def _figure(results: Results) -> Any:
