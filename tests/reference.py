@@ -96,7 +96,7 @@ def forward64(
     edits: Mapping[tuple[int, str], Edit] | None = None,
     positions: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Every intermediate of a Llama or Qwen2 network under its hook point's name, and the logits."""
+    """Every intermediate of a Llama or Qwen2 (or Qwen3) network under its hook point's name, and the logits."""
     config = model.config
     weights = {name: value.double() for name, value in model.state_dict().items()}
     kept: dict[str, Tensor] = {}
@@ -136,7 +136,8 @@ def forward64(
             return x @ weights[f"{prefix}{name}.weight"].T + (0 if bias is None else bias)
 
         x = normed(hidden, weights[f"{prefix}input_layernorm.weight"], config.rms_norm_eps)
-        width, groups = config.hidden_size // config.num_attention_heads, config.num_key_value_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        groups = config.num_key_value_heads
         q = edit("q", linear("self_attn.q_proj", x).reshape(batch, length, -1, width))
         k = edit("k", linear("self_attn.k_proj", x).reshape(batch, length, groups, width))
         v = linear("self_attn.v_proj", x).reshape(batch, length, groups, width)
@@ -144,6 +145,11 @@ def forward64(
             v = torch.where(at_sink[:, None, None], torch.zeros_like(v), v)
         v = edit("v", v)
         turn = (positions, config.rope_parameters["rope_theta"], config.model_type == "smdm")
+        if f"{prefix}self_attn.q_norm.weight" in weights:
+            q, k = (
+                normed(one, weights[f"{prefix}self_attn.{name}_norm.weight"], config.rms_norm_eps)
+                for name, one in (("q", q), ("k", k))
+            )
         q, k = edit("rot_q", rotated(q, *turn)), edit("rot_k", rotated(k, *turn))
         z = edit("z", attention64(q, k, v, visible, edit, spare64(config, weights, layer)))
         if getattr(config, "gated_attention", False):

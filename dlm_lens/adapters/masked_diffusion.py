@@ -21,6 +21,9 @@ LLADA_SAMPLER = {
 }
 """The defaults of ML-GSAI/LLaDA's generate.py."""
 
+DLLM_SAMPLER = {**LLADA_SAMPLER, "schedule": "linear"}
+"""The defaults of ZHZisZZ/dllm's MDLMSampler."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 

@@ -1,4 +1,4 @@
-"""TransformerLens's architecture adapters for our families (layouts of Llama and Qwen2), and their registration."""
+"""TransformerLens's architecture adapters for the layouts of Llama, Qwen2 and Qwen3, and their registration."""
 
 from functools import wraps
 from importlib.metadata import entry_points
@@ -14,6 +14,7 @@ from transformer_lens.model_bridge.generalized_components import LinearBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.supported_architectures.llama import LlamaArchitectureAdapter
 from transformer_lens.model_bridge.supported_architectures.qwen2 import Qwen2ArchitectureAdapter
+from transformer_lens.model_bridge.supported_architectures.qwen3 import Qwen3ArchitectureAdapter
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import finish_model, prepare_config
@@ -109,10 +110,14 @@ class Qwen2Family(FamilyArchitecture, Qwen2ArchitectureAdapter):
     """Dream, the sink-token Qwen DLMs and Qwen2 itself."""
 
 
-ARCHITECTURES = {"DlmLensLlama": LlamaFamily, "DlmLensQwen2": Qwen2Family}
+class Qwen3Family(FamilyArchitecture, Qwen3ArchitectureAdapter):
+    """A2D-Qwen3 and Qwen3 itself, whose heads have norms of q and k."""
+
+
+ARCHITECTURES = {"DlmLensLlama": LlamaFamily, "DlmLensQwen2": Qwen2Family, "DlmLensQwen3": Qwen3Family}
 """Values of a config's `original_architecture` -> adapters; also entry points of the package."""
 
-AUTOREGRESSIVE = {"llama": "DlmLensLlama", "qwen2": "DlmLensQwen2"}
+AUTOREGRESSIVE = {"llama": "DlmLensLlama", "qwen2": "DlmLensQwen2", "qwen3": "DlmLensQwen3"}
 """Model types of transformers whose own configs lead to TransformerLens's stock adapters -> our adapter."""
 
 
@@ -125,9 +130,9 @@ def architecture_of(config: Any) -> str:
     found = AUTOREGRESSIVE.get(config.model_type) or getattr(config, "original_architecture", None)
     if found not in ARCHITECTURES:
         raise ValueError(
-            f"dlm_lens.bridge takes the layouts of Llama and Qwen2, not a model of type {config.model_type!r}; use "
-            "TransformerLens's own TransformerBridge.boot_transformers, or dlm_lens.DiffusionLM and "
-            "dlm_lens.denoise(hooks=...), which take any causal model of transformers"
+            "dlm_lens.bridge takes the layouts of Llama, Qwen2 and Qwen3, not a model of type "
+            f"{config.model_type!r}; use TransformerLens's own TransformerBridge.boot_transformers, or "
+            "dlm_lens.DiffusionLM and dlm_lens.denoise(hooks=...), which take any causal model of transformers"
         )
     return str(found)
 

@@ -64,7 +64,7 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
         hidden_states = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         mask, tables = kwargs.pop("attention_mask", None), kwargs.pop("position_embeddings")
         hidden_states = self.hook_in(hidden_states)
-        q, k, v = (heads.transpose(1, 2) for heads in self._project(hidden_states))
+        q, k, v = (heads.transpose(1, 2) for heads in self._normed(*self._project(hidden_states)))
         cos, sin = self._apply_position_embedding_hooks(tables)
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         q, k = self.hook_rot_q(q.to(v.dtype)), self.hook_rot_k(k.to(v.dtype))
@@ -90,6 +90,12 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
             inputs = [shared[..., :count, :] for count in counts]
         parts = zip((self.q, self.k, self.v), inputs, counts, strict=True)
         q, k, v = (self._project_per_head_qkv(*part, width) for part in parts)
+        return q, k, v
+
+    def _normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q and k after the norm of each head, in models that have one (Qwen3)."""
+        if "q_norm" in self._modules:
+            q, k = self.hook_q_normed(self.q_norm(q)), self.hook_k_normed(self.k_norm(k))
         return q, k, v
 
     def _project_per_head_qkv(self, linear_bridge: Any, *args: Any) -> Tensor:

@@ -187,7 +187,7 @@ def _prepare(
     record = {"sampler": algorithm.name, **values, "seeds": seeds}
     record |= {"reference_quirks": reference_quirks} if sampler.has_quirks else {}
     return {
-        "network": sampler.network(model, content, canvas == open_id, width),
+        "network": sampler.network(model, content, canvas == open_id, width, canvas),
         "sampler": sampler,
         "canvas": canvas,
         "history": History(model, content, width, record),

@@ -125,7 +125,8 @@ class StoredRun(StoredCanvases):
                 f"the run has the sampler {name!r} and the model samples with {own!r}: is it another model's?"
             )
         masked = self.run.masked[0].to(self.device)
-        self._network = self.sampler.network(model, self.content, masked, run.prompt_length)
+        first = self.run.canvases[0].to(self.device)
+        self._network = self.sampler.network(model, self.content, masked, run.prompt_length, first)
 
     @property
     def halves(self) -> int:

@@ -23,7 +23,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "off-by-one": ("sink_qwen", {"softmax": "off_by_one"}),
     "spare-logits": ("sink_llama", {"softmax": "sink_logits"}),
     "llama": ("causal", {}),
+    "a2d": ("a2d_qwen3", {"head_dim": 10}),
+    "a2d, qwen2": ("a2d_qwen3", {"model_type": "a2d-qwen2"}),
+    "a2d, llama": ("a2d_qwen3", {"model_type": "a2d-llama"}),
     "qwen2": ("causal", {"model_type": "qwen2"}),
+    "qwen3": ("causal", {"model_type": "qwen3", "head_dim": 10}),
 }
 
 

@@ -82,7 +82,7 @@ def test_a_directory_with_pickled_weights_is_not_booted(tmp_path: Path) -> None:
 def test_configs_name_their_adapter_and_registering_again_changes_nothing() -> None:
     for case in CASES:
         config = model_of(case).config
-        if case not in ("llama", "qwen2"):
+        if case not in ("llama", "qwen2", "qwen3"):
             assert config.original_architecture in ARCHITECTURES
             assert "original_architecture" not in config.to_dict()
     before = TransformerBridge.boot_transformers

@@ -46,7 +46,7 @@ def test_logits_are_the_native_ones(case: str, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_logits_are_those_of_an_independent_network(case: str) -> None:
     model, ids = model_of(case), some_ids()
-    want = forward64(model, ids, causal=case in ("llama", "qwen2"))["logits"]
+    want = forward64(model, ids, causal=case in ("llama", "qwen2", "qwen3"))["logits"]
     # float32 through 2 layers of width 32 against float64
     torch.testing.assert_close(dl.bridge(model)(ids).double(), want, atol=2e-4, rtol=2e-4)
 
@@ -74,7 +74,7 @@ def test_the_model_stays_as_it_was(case: str) -> None:
 @torch.no_grad()
 def test_compatibility_mode_moves_weights_and_keeps_the_distribution(case: str) -> None:
     model, ids = model_of(case), some_ids()
-    want = forward64(model, ids, causal=case in ("llama", "qwen2"))["logits"].log_softmax(-1)
+    want = forward64(model, ids, causal=case in ("llama", "qwen2", "qwen3"))["logits"].log_softmax(-1)
     tl = dl.bridge(model)
     tl.enable_compatibility_mode(disable_warnings=True)
     torch.testing.assert_close(tl(ids).double().log_softmax(-1), want, atol=2e-4, rtol=2e-4)
@@ -114,13 +114,13 @@ def test_a_bridge_is_not_bridged_again_and_strangers_are_refused() -> None:
         dl.bridge(model_of("llada"), dtype="bfloat16")
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "mixtral", "olmo2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "mixtral", "olmo2", "olmoe"])
 def test_a_model_of_another_layout_is_refused_by_type(model_type: str, tmp_path: Path) -> None:
     """In one sentence, without a line break, that names the type and what to use."""
     build(model_type).save_pretrained(tmp_path)
     model = dl.load(tmp_path)
     with pytest.raises(
-        ValueError, match=f"layouts of Llama and Qwen2, not a model of type '{model_type}'"
+        ValueError, match=f"layouts of Llama, Qwen2 and Qwen3, not a model of type '{model_type}'"
     ) as error:
         dl.bridge(model)
     assert "use TransformerLens's own" in str(error.value)

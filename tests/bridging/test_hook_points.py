@@ -16,7 +16,7 @@ POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "resid")
 
 
 def causal(case: str) -> bool:
-    return case in ("llama", "qwen2")
+    return case in ("llama", "qwen2", "qwen3")
 
 
 def place(name: str, layer: int, case: str) -> str:

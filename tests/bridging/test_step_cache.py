@@ -34,7 +34,7 @@ def test_a_step_holds_what_an_independent_network_computes_on_its_canvas() -> No
 def test_a_step_is_the_cache_of_its_canvas(case: str) -> None:
     """Equal to `run_with_cache` on the stored canvas, for every name."""
     model = model_of(case)
-    tl, causal = dl.bridge(model), case in ("llama", "qwen2")
+    tl, causal = dl.bridge(model), case in ("llama", "qwen2", "qwen3")
     settings = (
         {"gen_length": 4}
         if causal

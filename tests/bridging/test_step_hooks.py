@@ -17,7 +17,7 @@ IDS = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
 
 
 def settings_of(model: Any, **more: Any) -> dict[str, Any]:
-    causal = model.config.model_type in ("llama", "qwen2")
+    causal = model.config.model_type in ("llama", "qwen2", "qwen3")
     return {"gen_length": 6, **({} if causal else {"steps": 6}), "seed": 3, **more}
 
 

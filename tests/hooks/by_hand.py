@@ -17,6 +17,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mmada": ("mmada", {}),
     "dream": ("dream", {}),
     "smdm": ("smdm", {}),
+    "a2d": ("a2d_qwen3", {"head_dim": 10}),
     "front": ("sink_qwen", {"num_sinks": 2, "sink_placement": "front"}),
     "end": ("sink_qwen", {"num_sinks": 2, "sink_placement": "end"}),
     "llama": ("causal", {"model_type": "llama"}),

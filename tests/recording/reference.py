@@ -18,13 +18,15 @@ from dlm_lens.recording import (
 )
 from tests.reference import forward64
 
-FAMILIES = ["llada", "mmada", "dream", "smdm", "sink front", "sink end", "llama", "qwen2"]
+FAMILIES = ["llada", "mmada", "dream", "smdm", "a2d_qwen3", "sink front", "sink end", "llama", "qwen2"]
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40]]
 
 
 def build(tiny, family):
     if family.startswith("sink"):
         return tiny("sink_qwen", num_sinks=2, sink_placement=family.split()[1])
+    if family == "a2d_qwen3":
+        return tiny(family, head_dim=8)
     return tiny("causal", model_type=family) if family in ("llama", "qwen2") else tiny(family)
 
 

@@ -421,7 +421,7 @@ def test_one_prompt_serves_several_answers() -> None:
 REFUSALS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("llada", [1], [], {}, "answer 0 is empty"),
     ("llada", "w1", ["w2", ""], {}, "answer 1 is empty"),
-    ("llada", [], [1], {}, "the prompt is empty"),
+    ("causal", [], [1], {}, "the prompt is empty"),
     ("llada", [[1], [2]], [[3]], {}, "2 prompts, but 1 answers"),
     ("llada", [[1]], [[3], [4]], {}, "1 prompts, but 2 answers"),
     ("llada", [1], [64], {}, "answer 0 holds token id 64, but the model's logits have 64 columns"),

@@ -1,12 +1,16 @@
-"""Autoregressive baselines: Llama and Qwen2 as transformers ships them, with the same hook points."""
+"""Autoregressive baselines: Llama, Qwen2 and Qwen3 as transformers ships them, with the same hook points."""
 
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dlm_lens.adapters.registry import Family
 
 FAMILY = Family(
     name="causal",
-    layouts={"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)},
+    layouts={
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    },
     samplers={"causal": {"gen_length": 128, "temperature": 0.0}},
     causal=True,
     hub_names=(
@@ -14,5 +18,6 @@ FAMILY = Family(
         "Qwen/Qwen2.5-0.5B",
         "Qwen/Qwen2.5-1.5B",
         "Qwen/Qwen2.5-7B-Instruct",
+        "Qwen/Qwen3-0.6B",
     ),
 )

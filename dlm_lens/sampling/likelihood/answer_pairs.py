@@ -35,16 +35,20 @@ class Pair:
 def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
     """Pair every prompt with its answer; a single prompt that is not in a list serves every answer.
 
-    Text is tokenised by itself, the answer without special tokens: the space before it is part of the answer.
+    Text is tokenised by itself, the answer without special tokens: the space before it is part of the answer. An
+    empty list as prompt is no prompt: a masked DLM then gives the answer's likelihood by itself.
 
     Raises:
-        ValueError: what `read_prompts` refuses, an empty answer, one with the mask token or with ids that have no
-            logit, or another number of answers than of prompts.
+        ValueError: what `read_prompts` refuses, no prompt for an AR model, an empty answer, one with the mask token
+            or with ids that have no logit, or another number of answers than of prompts.
     """
-    read = read_prompts(model, prompt)
-    prompts = [ids[keep].cpu() for ids, keep in zip(read.ids, read.attention_mask, strict=True)]
+    if isinstance(prompt, list | tuple) and not prompt and getattr(model.config, "mask_token_id", None) is not None:
+        prompts = [torch.zeros(0, dtype=torch.long)]
+    else:
+        read = read_prompts(model, prompt)
+        prompts = [ids[keep].cpu() for ids, keep in zip(read.ids, read.attention_mask, strict=True)]
     answers = _read_answers(model, answer)
-    if len(prompts) == 1 and _is_single(prompt):
+    if len(prompts) == 1 and (not len(prompts[0]) or _is_single(prompt)):
         prompts *= len(answers)
     if len(prompts) != len(answers):
         raise ValueError(

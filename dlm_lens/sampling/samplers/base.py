@@ -83,6 +83,7 @@ class Sampler(nn.Module):
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
         hides_prompt: guidance masks all of the prompt's positions, instead of those that were not masked at first.
         cfg_scale: classifier-free guidance of the run; 0 for none.
+        guidance_keeps: tokens that guidance leaves visible in its second half.
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
         use_cache: the network keeps keys and values of the prefix.
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
@@ -97,6 +98,7 @@ class Sampler(nn.Module):
     hides_prompt: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
     cfg_scale: float = 0.0
+    guidance_keeps: tuple[int, ...] = ()
     unpadded: bool = False
     use_cache: bool = False
     proposes_all: bool = False
@@ -112,6 +114,7 @@ class Sampler(nn.Module):
         sampler.cfg_scale = float(settings.get("cfg_scale") or 0.0)
         quirk = settings.get("reference_quirks") and settings.get("unpadded_guidance")
         sampler.unpadded = bool(sampler.cfg_scale and quirk)
+        sampler.guidance_keeps = tuple(settings.get("cfg_keep_tokens") or ())
         return sampler
 
     @property
@@ -125,6 +128,7 @@ class Sampler(nn.Module):
         content: Bool[Tensor, "batch position"],
         masked: Bool[Tensor, "batch position"],
         prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
     ) -> Network:
         """The network of a run: the logits that the sampler reads.
 
@@ -133,8 +137,9 @@ class Sampler(nn.Module):
             content: False where there is padding.
             masked: what is masked on the first canvas; guidance masks everything else for its second half.
             prompt_length: positions before the answer.
+            canvas: the first one.
         """
-        fixed = ~masked
+        fixed = ~masked & ~torch.isin(canvas, torch.tensor(self.guidance_keeps, device=canvas.device))
         if self.hides_prompt:
             fixed = torch.arange(masked.shape[1], device=masked.device).expand_as(masked) < prompt_length
         seen = torch.ones_like(content) if self.unpadded else content

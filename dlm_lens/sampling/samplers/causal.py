@@ -106,6 +106,7 @@ class CausalSampler(Sampler):
         content: Bool[Tensor, "batch position"],
         masked: Bool[Tensor, "batch position"],
         prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
     ) -> PrefixLogits:
         """The network of the prefixes."""
         return PrefixLogits(model, content, use_cache=self.use_cache)

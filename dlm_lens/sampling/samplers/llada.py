@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -73,27 +74,38 @@ class LLaDASettings:
         return max(1, self.gen_length // self.block_length)
 
 
-class LLaDAPropose(nn.Module):
+class GumbelSettings(Protocol):
+    """The settings that `GumbelPropose` reads."""
+
+    @property
+    def temperature(self) -> float:
+        """0 takes the most likely token."""
+        ...
+
+    @property
+    def remasking(self) -> str:
+        """The rule that chooses positions; "random" at random."""
+        ...
+
+    @property
+    def float64_confidence(self) -> bool:
+        """Whether the softmax of the confidence runs in float64."""
+        ...
+
+
+class GumbelPropose(nn.Module):
     """x0 = argmax of the (noisy) logits; confidence = softmax probability of x0 under the clean ones.
 
-    The softmax runs in the dtype of the logits, as in the reference since June 2025, or in float64. With random
+    The softmax runs in the dtype of the logits, as in LLaDA's reference since June 2025, or in float64. With random
     remasking the confidence is a uniform number instead. [MASK] is never an x0, since it decides nothing; the
-    reference allows it. `eos` and `eot` are read by the two settings that postpone the end.
+    references allow it.
     """
 
-    def __init__(
-        self,
-        settings: LLaDASettings,
-        noise: Noise,
-        ids: SpecialIds,
-        reference_quirks: bool,
-    ) -> None:
+    def __init__(self, settings: GumbelSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
-        self.settings, self.noise, self.eos = settings, noise, ids.eos
+        self.temperature, self.random = settings.temperature, settings.remasking == "random"
+        self.float64, self.noise = settings.float64_confidence, noise
         self.never = [] if reference_quirks else [ids.mask]
-        # In the reference the EOS suppression lands on the noisy copy of the logits when there is noise, so
-        # that the confidence still sees EOS. By default it is suppressed at every temperature.
-        self.unlikely = [ids.eot] if reference_quirks and settings.temperature > 0 else [ids.eos, ids.eot]
 
     def forward(
         self,
@@ -103,27 +115,53 @@ class LLaDAPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        if self.settings.logits_eos_inf:
-            logits = _without(logits, [self.eos])
+        logits = self.proposable(logits)
         scores = logits
-        if self.settings.temperature > 0:
+        if self.temperature > 0:
             uniform = self.noise.columns(evaluated, eligible, logits.shape[-1])
-            scores = add_gumbel(logits, uniform, self.settings.temperature)
-        chosen = _without(scores, self.never).argmax(-1)
-        if self.settings.remasking == "random":
+            scores = add_gumbel(logits, uniform, self.temperature)
+        chosen = without(scores, self.never).argmax(-1)
+        if self.random:
             confidence = self.noise.positions(eligible).to(canvas.device)
         else:
-            if self.settings.confidence_eos_eot_inf:
-                logits = _without(logits, self.unlikely)
-            wide = torch.float64 if self.settings.float64_confidence else logits.dtype
-            likely = logits.softmax(-1, dtype=wide).gather(-1, chosen[:, None]).squeeze(-1)
-            likely = likely if self.settings.float64_confidence else likely.float()
+            wide = torch.float64 if self.float64 else logits.dtype
+            likely = self.ranked(logits).softmax(-1, dtype=wide).gather(-1, chosen[:, None]).squeeze(-1)
+            likely = likely if self.float64 else likely.float()
             confidence = likely.new_zeros(canvas.shape).masked_scatter(evaluated, likely)
         tokens = canvas.masked_scatter(evaluated, chosen)
         return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
 
+    def proposable(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
+        """The logits without the tokens that are never proposed."""
+        return logits
 
-def _without(logits: Float[Tensor, "n d_vocab"], ids: Sequence[int | None]) -> Float[Tensor, "n d_vocab"]:
+    def ranked(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
+        """The logits whose softmax is the confidence, without the tokens that are unmasked last."""
+        return logits
+
+
+class LLaDAPropose(GumbelPropose):
+    """`GumbelPropose` with the two settings that postpone the end, which read `eos` and `eot`."""
+
+    def __init__(self, settings: LLaDASettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+        super().__init__(settings, noise, ids, reference_quirks)
+        # In the reference the EOS suppression lands on the noisy copy of the logits when there is noise, so
+        # that the confidence still sees EOS. By default it is suppressed at every temperature.
+        unlikely = [ids.eot] if reference_quirks and settings.temperature > 0 else [ids.eos, ids.eot]
+        self.unlikely = unlikely if settings.confidence_eos_eot_inf else []
+        self.unproposed = [ids.eos] if settings.logits_eos_inf else []
+
+    def proposable(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
+        """With `logits_eos_inf` without the end of the text."""
+        return without(logits, self.unproposed)
+
+    def ranked(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
+        """With `confidence_eos_eot_inf` without the ends of the text and of the turn."""
+        return without(logits, self.unlikely)
+
+
+def without(logits: Float[Tensor, "n d_vocab"], ids: Sequence[int | None]) -> Float[Tensor, "n d_vocab"]:
+    """The logits with -inf for these tokens."""
     if not ids:
         return logits
     columns = torch.tensor([i for i in ids if i is not None], dtype=torch.long, device=logits.device)

@@ -1,0 +1,88 @@
+"""A2D: Qwen3, Qwen2 and Llama turned masked DLMs by dllm, with the host's layers and names, without causality."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dlm_lens.adapters.config_fields import without_foreign_fields
+from dlm_lens.adapters.masked_diffusion import DLLM_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.registry import Family
+
+
+@dataclass(kw_only=True)
+class A2DFields:
+    """Mixin before a config of transformers: the fields of a masked DLM.
+
+    Args:
+        logit_shift: position i is predicted by the output at i - 1 (dllm's `right_shift_logits`; off in the
+            released models).
+    """
+
+    is_causal: bool = False
+    mask_token_id: int | None = None
+    eot_token_id: int | None = None
+    logit_shift: bool = False
+    sampler: str | None = None
+    sampler_defaults: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Switch off the cache, since every step sees the whole canvas anew, and windows, which dllm drops."""
+        host: Any = self
+        # dllm gives sliding layers the same mask as the others.
+        host.use_sliding_window, host.layer_types = False, None
+        super().__post_init__(**without_foreign_fields(kwargs))  # type: ignore[misc]
+        host.use_cache = False
+
+
+class A2DQwen3Config(A2DFields, Qwen3Config):
+    """Config of a Qwen3 masked DLM."""
+
+    model_type = "a2d-qwen3"
+    original_architecture: ClassVar[str] = "DlmLensQwen3"
+
+
+class A2DQwen3Model(MaskedDiffusionMixin, Qwen3ForCausalLM):
+    """Qwen3 layers that see the whole canvas; parity with the original: tests/adapters/test_a2d_qwen3.py."""
+
+    config_class = A2DQwen3Config
+
+
+class A2DQwen2Config(A2DFields, Qwen2Config):
+    """Config of a Qwen2 masked DLM."""
+
+    model_type = "a2d-qwen2"
+    original_architecture: ClassVar[str] = "DlmLensQwen2"
+
+
+class A2DQwen2Model(MaskedDiffusionMixin, Qwen2ForCausalLM):
+    """Qwen2 layers that see the whole canvas."""
+
+    config_class = A2DQwen2Config
+
+
+class A2DLlamaConfig(A2DFields, LlamaConfig):
+    """Config of a Llama masked DLM."""
+
+    model_type = "a2d-llama"
+    original_architecture: ClassVar[str] = "DlmLensLlama"
+
+
+class A2DLlamaModel(MaskedDiffusionMixin, LlamaForCausalLM):
+    """Llama layers that see the whole canvas."""
+
+    config_class = A2DLlamaConfig
+
+
+FAMILY = Family(
+    name="a2d_qwen3",
+    layouts={
+        "a2d-qwen3": (A2DQwen3Config, A2DQwen3Model),
+        "a2d-qwen2": (A2DQwen2Config, A2DQwen2Model),
+        "a2d-llama": (A2DLlamaConfig, A2DLlamaModel),
+    },
+    samplers={"dllm": DLLM_SAMPLER},
+    hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",),
+    # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
+    special_ids={151936: {"mask": 151669, "eos": 151645}},
+)

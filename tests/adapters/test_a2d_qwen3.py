@@ -1,0 +1,104 @@
+"""Parity with the original A2D-Qwen3, and its siblings with their hosts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+
+import dlm_lens
+from dlm_lens.attention import check_hook_points
+from dlm_lens.testing import tiny
+from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
+
+A2D = GOLDEN / "a2d_qwen3"
+IDS = {name: json.loads((A2D / "sampling.json").read_text())[name] for name in ("mask_token_id", "eos_token_id")}
+
+
+def normed(model: Any, ids: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """q and k after the norm of each head, before the rotation."""
+    seen: dict[str, Tensor] = {}
+    handles = [
+        getattr(layer.self_attn, f"{name}_norm").register_forward_hook(
+            lambda _m, _a, out, key=f"{name}_norm{index}": seen.__setitem__(key, out.transpose(1, 2))
+        )
+        for index, layer in enumerate(model.model.layers)
+        for name in "qk"
+    ]
+    model(input_ids=ids, **inputs)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(("path", "case"), cases(A2D))
+@torch.no_grad()
+def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
+    model = dlm_lens.load(path, **IDS)
+    golden = load_file(path / "forward.safetensors")
+    ids = golden[f"{case}.input_ids"]
+    inputs = {n: golden[f"{case}.{n}"] for n in ("attention_mask",) if f"{case}.{n}" in golden}
+    seen = {**collect(model, ids, **inputs), **normed(model, ids, inputs)}
+    compared = 0
+    for name, expected in golden.items():
+        key = name.removeprefix(f"{case}.")
+        if name.startswith(f"{case}.") and key not in ("input_ids", *inputs, "logits_bfloat16"):
+            # Padded queries see the valid keys in both, so that every row is compared.
+            torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
+            compared += 1
+    # Embedding, final norm, logits; per layer block, q, k, v, both norms, pattern, z, attention and MLP outputs.
+    assert compared == 3 + 10 * model.config.num_hidden_layers
+    torch.testing.assert_close(model(input_ids=ids, **inputs).logits, golden[f"{case}.logits"], **CLOSE)
+
+
+@torch.no_grad()
+def test_bfloat16_is_near_the_original() -> None:
+    model = dlm_lens.load(A2D, dtype="bfloat16", **IDS)
+    golden = load_file(A2D / "forward.safetensors")
+    logits = model(input_ids=golden["plain.input_ids"]).logits
+    difference = (logits.float() - golden["plain.logits_bfloat16"].float()).abs()
+    # As in test_dream.py: another CPU's sums differ by a few ulps of logits of up to 8.
+    assert difference.max() <= 0.25
+    assert difference.mean() < 0.02
+
+
+@pytest.mark.parametrize(("model_type", "host"), [("a2d-qwen2", Qwen2ForCausalLM), ("a2d-llama", LlamaForCausalLM)])
+@torch.no_grad()
+def test_siblings_are_their_hosts_without_causality(model_type: str, host: Any) -> None:
+    model = tiny("a2d_qwen3", model_type=model_type)
+    stock = host(
+        type(model.config).__mro__[2](**{k: v for k, v in model.config.to_dict().items() if k in HOST_FIELDS})
+    )
+    stock.load_state_dict(model.state_dict())
+    stock.eval()
+    ids = torch.arange(12).view(2, 6)
+    everything = torch.zeros(2, 1, 6, 6)
+    torch.testing.assert_close(
+        model(input_ids=ids).logits, stock(input_ids=ids, attention_mask=everything).logits, atol=1e-5, rtol=1e-5
+    )
+    assert (model(input_ids=ids).logits - stock(input_ids=ids).logits).abs().max() > 0.1
+
+
+HOST_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+               "num_key_value_heads", "max_position_embeddings", "pad_token_id", "eos_token_id",
+               "bos_token_id")  # fmt: skip
+
+
+def test_hook_points_saving_and_ids(tmp_path: Path) -> None:
+    model = dlm_lens.load(A2D, **IDS)
+    check_hook_points(model)
+    assert not model.config.use_cache
+    assert model.config.tie_word_embeddings
+    model.save_pretrained(tmp_path)
+    original, written = load_file(A2D / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert original.keys() == written.keys()
+    assert all(original[name].equal(written[name]) for name in original)
+    again = dlm_lens.load(tmp_path)
+    assert again.config.mask_token_id == IDS["mask_token_id"]
+    assert again.sampler_defaults["block_length"] == 128
+    (family,) = [family for family in dlm_lens.families() if family.name == "a2d_qwen3"]
+    assert family.special_ids[151936] == {"mask": 151669, "eos": 151645}
