@@ -8,6 +8,7 @@ from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
 from dlm_lens.experiments.attention_sinks.recorded_runs import rounded
 from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
 
 KINDS = ("sinks", "random", "random, same mass")
@@ -84,7 +85,8 @@ def render(results: Results) -> Rendering:
             ]
     head = ["model", "hidden", "flipped, of the open positions", "flipped, of those surest under the mask",
             "change of confidence", "confidence where flipped", "where not", "n prompts"]  # fmt: skip
-    columns = results.settings["columns"]
+    counts = {settings_of(results.settings, model)["columns"] for model in results.models}
+    columns = " or ".join(map(str, sorted(counts)))
     table = Table(f"{columns} column(s) per head hidden on canvases of unmasked runs; 95% intervals over prompts",
                   head, rows)  # fmt: skip
     figure = line_chart(curves, x="", y="prediction flipped", ticks=["open positions", "the surest, written next"])

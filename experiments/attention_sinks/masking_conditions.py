@@ -27,16 +27,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clean": {"source": "clean"},
     "after": {"stage": "after"},
     "raw": {"scale": "raw"},
+    "raw-layer": {"scale": "raw", "per": "layer"},
+    "first": {"choose": "first"},
     **{name: {"classes": name} for name in CLASSES},
 }
 """Each variant changes one part of the base reading: random columns (as many, or of the same mass), Eq. 3 with eps
-lowered until as many columns are hidden on average, level, source, stage, scale, classes of tokens."""
+lowered until as many columns are hidden on average, level, source, stage, scale, classes of tokens; "first" hides
+the first positions instead of the strongest columns."""
 
 CONTROLS = {"random": "as many random columns", "mass": "random columns of the same mass"}
 """The controls; those of the base reading are run with every number of columns."""
 
 CONTROLLED: dict[str, tuple[str, ...]] = {
-    "layer": ("mass",), "raw": ("mass",), **dict.fromkeys(CLASSES, tuple(CONTROLS)),
+    "layer": ("mass",), "raw": ("mass",), "raw-layer": ("mass",), **dict.fromkeys(CLASSES, tuple(CONTROLS)),
 }  # fmt: skip
 """Variants that get a verdict, and the controls that they have for it."""
 
@@ -88,5 +91,7 @@ def condition_cells(condition: Mapping[str, Any]) -> list[str]:
     if condition["choose"] in CONTROLS:
         of = f" of {', '.join(changed)}" if changed else ""
         return [str(condition["columns"]), f"control{of}: {CONTROLS[condition['choose']]}"]
+    if condition["choose"] == "first":
+        return [str(condition["columns"]), "the first positions, whatever they receive"]
     changed = [f"choose {condition['choose']}"] * (condition["choose"] != BASE["choose"]) + changed
     return [str(condition["columns"]), ", ".join(changed) or "top k of every head, this pass, before the softmax"]

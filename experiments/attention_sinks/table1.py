@@ -63,7 +63,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
     """The condition's hook; None for the unmasked model."""
-    from dlm_lens.hooks import mask_random, mask_sinks
+    from dlm_lens.hooks import mask_positions, mask_random, mask_sinks
     from dlm_lens.sinks import AboveMean, TopK
 
     if not item["columns"]:
@@ -75,6 +75,8 @@ def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
         "relative": item["scale"] != "raw",
         "classes": CLASSES[item["classes"]] if item.get("classes") else None,
     }
+    if item["choose"] == "first":
+        return mask_positions(*range(item["columns"]), stage=item["stage"])
     if item["choose"] == "eps":
         eps = bench.once(
             ("eps", item["columns"]), lambda: eps_for(model_of(item, settings, bench), item["columns"], settings)
@@ -117,9 +119,24 @@ def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[boo
     these = problems_of(settings, item["start"])
     hooks = [] if mask is None else [mask]
     prompts = chat(model, these, settings)
-    done = dl.denoise(model, prompts, hooks=hooks, seed=item["seed"], **settings["sampler"])
-    task = settings["task"]
-    return [is_right(task, text, problem) for text, problem in zip(done.answers, these, strict=True)]
+    answers: dict[int, str] = {}
+    for rows in _together(model, prompts, mask):
+        chosen = [prompts[row] for row in rows]
+        done = dl.denoise(model, chosen, hooks=hooks, seed=item["seed"], **settings["sampler"])
+        answers |= dict(zip(rows, done.answers, strict=True))
+    return [is_right(settings["task"], answers[row], problem) for row, problem in enumerate(these)]
+
+
+def _together(model: Any, prompts: Sequence[Any], mask: Any) -> list[list[int]]:
+    """The rows that share a run: all of them, or those of equal length where padding would shift the mask."""
+    from dlm_lens.sampling.prompts import read_prompts
+
+    if mask is None or mask.padding_safe:
+        return [list(range(len(prompts)))]
+    groups: dict[int, list[int]] = {}
+    for row, length in enumerate(read_prompts(model, list(prompts)).attention_mask.sum(-1).tolist()):
+        groups.setdefault(length, []).append(row)
+    return list(groups.values())
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
@@ -272,7 +289,7 @@ def _figure(results: Results) -> Any:
         curves = {
             name: [
                 (k, accuracy(results, model, k, **(kind if k else {})))
-                for k in (0, *results.settings["columns"])
+                for k in (0, *settings_of(results.settings, model)["columns"])
                 if has(results, model, k, **(kind if k else {}))
             ]
             for name, kind in kinds.items()
