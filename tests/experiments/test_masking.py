@@ -89,6 +89,8 @@ def test_every_condition_is_the_hook_that_it_names() -> None:
         "clean": "mask_sinks(TopK(k=5), source='clean')",
         "after": "mask_sinks(TopK(k=5), stage='after')",
         "raw": "mask_sinks(TopK(k=5), relative=False)",
+        "raw-layer": "mask_sinks(TopK(k=5), per='layer', relative=False)",
+        "first": "mask_positions(0, 1, 2, 3, 4)",
         "function": "mask_sinks(TopK(k=5), classes=('punctuation', 'special', 'mask', 'end of text'))",
         "content": "mask_sinks(TopK(k=5), classes=('digits', 'words'))",
     }
@@ -102,6 +104,22 @@ def test_every_condition_is_the_hook_that_it_names() -> None:
     item = {"model": "toy", "columns": 1, **BASE, **VARIANTS["content"], **VARIANTS["mass"], "seed": 0}
     wanted = "mask_random(like=mask_sinks(TopK(k=1), classes=('digits', 'words')), match='mass')"
     assert repr(table1.mask_of(item, {}, bench)) == wanted
+
+
+def test_prompts_share_a_run_where_padding_shifts_no_mask() -> None:
+    model = dl.load("toy-ar")
+    prompts = ["tom has 3 apples .", "tom has 3 apples . tom buys 4 more .", "sam has 5 pens .", "a ."]
+    lengths = [len(model.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    assert lengths[0] == lengths[2]
+    assert table1._together(model, prompts, mask_positions(0)) == [[0, 2], [1], [3]]
+    assert table1._together(model, prompts, mask_positions(-1)) == [[0, 1, 2, 3]]
+    assert table1._together(model, prompts, None) == [[0, 1, 2, 3]]
+    # Each prompt is answered as alone: its own first position is hidden, not the padding.
+    item = {"model": "toy-ar", "columns": 1, **BASE, **VARIANTS["first"], "seed": 0, "start": 0}
+    settings = {**find_experiment("table1-masking").small, "prompts": 6, "batch": 6}
+    together = table1.run(item, settings, Bench())["correct"]
+    alone = [table1.run({**item, "start": row}, {**settings, "batch": 1}, Bench())["correct"][0] for row in range(6)]
+    assert together == alone
 
 
 def test_controls_stand_beside_every_number_of_columns() -> None:
