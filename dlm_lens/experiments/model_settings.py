@@ -13,9 +13,9 @@ OTHERS = ""
 """The key of all models that a mapping does not name."""
 
 BY_MODEL = (
-    "task", "chat", "sampler", "prompts", "batch", "calibration", "variants", "columns", "networks", "keep", "steps",
-    "text", "length", "rate", "warm_up", "batch_size", "micro_batch_size", "precision", "prompt_length", "gen_length",
-    "denoising_steps",
+    "task", "chat", "sampler", "prompts", "batch", "calibration", "variants", "columns", "networks", "keep",
+    "steps", "text", "length", "rate", "warm_up", "batch_size", "micro_batch_size", "precision",
+    "prompt_length", "gen_length", "denoising_steps",
 )  # fmt: skip
 """The settings that may be such a mapping."""
 

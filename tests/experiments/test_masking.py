@@ -118,8 +118,8 @@ def test_prompts_share_a_run_where_padding_shifts_no_mask() -> None:
     item = {"model": "toy-ar", "columns": 1, **BASE, **VARIANTS["first"], "seed": 0, "start": 0}
     settings = {**find_experiment("table1-masking").small, "prompts": 6, "batch": 6}
     together = table1.run(item, settings, Bench())["correct"]
-    alone = [table1.run({**item, "start": row}, {**settings, "batch": 1}, Bench())["correct"][0] for row in range(6)]
-    assert together == alone
+    single = {**settings, "batch": 1}
+    assert together == [table1.run({**item, "start": row}, single, Bench())["correct"][0] for row in range(6)]
 
 
 def test_controls_stand_beside_every_number_of_columns() -> None:
