@@ -119,6 +119,8 @@ def scatter_plots(
     """
     rows = -(-len(panels) // columns)
     width = min(columns, len(panels))
+    # The kinds of the first panel are explained below all panels; others have their own legend.
+    shown = next(iter(panels.values()), {}).keys()
     figure = Figure(figsize=(3.4 * width + 0.4, 2.8 * rows + 0.3), layout="constrained")
     for number, (name, kinds) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, width, number)
@@ -134,8 +136,10 @@ def scatter_plots(
         axes.set_xlabel(x, fontsize=7)
         axes.set_ylabel(y, fontsize=7)
         axes.tick_params(labelsize=6)
-        if len(kinds) > 1:
+        if len(kinds) > 1 and kinds.keys() != shown:
             axes.legend(fontsize=6, frameon=False)
+    if len(shown) > 1:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=7)
     return figure
 
 

@@ -85,9 +85,11 @@ def render(results: Results) -> Rendering:
     head = ["model", "networks", "prompts", "layer", "value norm of the sink token", "of all others", "ratio",
             "share of attention", "strongest other key", "even share"]  # fmt: skip
     table = Table("means over prompts, all steps and heads (Eq. 15 and 16)", head, rows)
+    most = max((by_network(results, model, "share").shape[-1] for model in results.models), default=0)
+    ticks = [str(layer) for layer in range(most)]
     figures = {
-        "norms": line_chart(norms, x="layer", y="mean value norm"),
-        "shares": line_chart(shares, x="layer", y="share of attention"),
+        "norms": line_chart(norms, x="layer", y="mean value norm", ticks=ticks),
+        "shares": line_chart(shares, x="layer", y="share of attention", ticks=ticks),
     }
     captions = {
         "norms": "As panels (a) and (c) of the paper: in the inner layers the sink token's line should lie far "
@@ -123,7 +125,8 @@ def findings(results: Results, model: str) -> Iterator[Finding]:
     )
     excess = over(share - even)
     yield Finding.of(
-        'the model learns to offload "a significant portion of its attention mass" to it (Section 1)',
+        'the model learns to offload "a significant portion of its attention mass" to it (Section 1); at the '
+        "least, more than an even share",
         f"{of}: {percent(over(share))} in the inner layers, {100 * excess.value:+.2f} points "
         f"[{100 * excess.low:+.2f}, {100 * excess.high:+.2f}] beyond an even share",
         is_above(excess, 0.0),

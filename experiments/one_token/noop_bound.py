@@ -195,10 +195,11 @@ def render(results: Results) -> Rendering:
         bound, output = (
             np.mean([one.value[name] for one in records], 0) for name in ("heads_bound", "heads_output")
         )
-        clouds[title(model)] = {
-            f"layer {layer}": list(zip(bound[layer], output[layer], strict=True)) for layer in layers
-        }
-        curves[title(model)] = [(layer, per_attention(results, model, "bound", layer)) for layer in layers]
+        clouds[title(model)] = by_depth(bound, output)
+        contributions = [per_attention(results, model, "bound", layer) for layer in layers]
+        curves[title(model)] = [
+            (layer / max(1, len(layers) - 1), found) for layer, found in enumerate(contributions)
+        ]
         for layer in layers:
             rho, other = (
                 by_network(results, model, name)[..., layer] for name in ("correlation", "correlation_count")
@@ -216,7 +217,9 @@ def render(results: Results) -> Rendering:
     table = Table(f"{rule}; contributions per unit of attention; intervals over prompts and networks", head, rows)
     figures = {
         "bound": scatter_plots(clouds, x="bound, sum_j A_ij ||v_j||", y="head output, ||o_i||", diagonal=True),
-        "contributions": line_chart(curves, x="layer", y="sinks' contribution / random keys'"),
+        "contributions": line_chart(
+            curves, x="depth (0: first layer, 1: last)", y="sinks' contribution / random keys'"
+        ),
     }
     captions = {
         "bound": "Eq. 20: one point per head, means over queries, steps and prompts. Every point must lie below "
@@ -232,6 +235,16 @@ def render(results: Results) -> Rendering:
         "output."
     ]
     return Rendering([table], figures, told, notes, captions)
+
+
+def by_depth(bound: Any, output: Any) -> dict[str, list[tuple[float, float]]]:
+    """Both sides of Eq. 20 of every head, by layer; by thirds of the depth where there are more than 8 layers."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for layer, pair in enumerate(zip(bound, output, strict=True)):
+        third = ("first", "middle", "last")[3 * layer // len(bound)]
+        kind = f"layer {layer}" if len(bound) <= 8 else f"{third} third of the layers"
+        found.setdefault(kind, []).extend(zip(*pair, strict=True))
+    return found
 
 
 def inequality(results: Results) -> Finding:

@@ -296,7 +296,7 @@ def test_tables_share_networks_and_resume(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_all_figures_and_tables_are_listed() -> None:
-    names = {one.name for one in list_experiments() if "2601.19657" in one.shows}
+    names = {one.name for one in list_experiments() if one.shows.startswith("2601.19657")}
     assert names == {f"one-token-{what}" for what in
                      ("figure1", "figure3", "noop", "table1", "table2", "table3", "table4", "table5")}  # fmt: skip
 

@@ -8,7 +8,9 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.experiments import find_experiment
+from dlm_lens.experiments.attention_sinks.charts import forest_plot, scatter_plots
 from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import figure3, noop_bound
 from dlm_lens.experiments.one_token.recorded_runs import conversion
 from dlm_lens.experiments.results import Record, Results
@@ -144,6 +146,39 @@ def test_no_op_verdicts_of_planted_sums(short: float, correlation: float, verdic
     assert noop_bound.per_attention(results, "toy", "bound").value == pytest.approx(short)
     assert noop_bound.per_attention(results, "toy", "bound", 2).value == pytest.approx(short)
     assert [one.verdict for one in noop_bound.render(results).findings] == verdicts
+
+
+def test_heads_are_drawn_by_layer_or_by_thirds() -> None:
+    bound, output = np.arange(8.0).reshape(4, 2), np.arange(8.0).reshape(4, 2) / 2
+    few = noop_bound.by_depth(bound, output)
+    assert list(few) == ["layer 0", "layer 1", "layer 2", "layer 3"]
+    assert few["layer 3"] == [(6.0, 3.0), (7.0, 3.5)]
+    many = noop_bound.by_depth(np.ones((30, 9)), np.ones((30, 9)))
+    assert {name: len(points) for name, points in many.items()} == {
+        f"{third} third of the layers": 90 for third in ("first", "middle", "last")
+    }
+
+
+def test_a_forest_plot_shows_intervals_seeds_margin_and_no_formulas() -> None:
+    rows = {"a $x$": Interval(-0.1, -0.3, 0.1, 5), "b": Interval(0.2, float("nan"), float("nan"), 1)}
+    figure = forest_plot(rows, {"a $x$": [-0.2, 0.0]}, x="nats", shaded=(-0.01, 0.01))
+    (axes,) = figure.axes
+    drawn = [line.get_xdata() for line in axes.lines]
+    assert any(list(data) == [-0.3, 0.1] for data in drawn)
+    assert any(list(data) == [-0.2, 0.0] for data in drawn)
+    assert [float(data[0]) for data in drawn if len(data) == 1] == [-0.1, 0.2]
+    assert sum(list(data) == [0.0, 0.0] for data in drawn) == 1
+    (patch,) = axes.patches
+    assert (patch.get_x(), patch.get_x() + patch.get_width()) == pytest.approx((-0.01, 0.01))
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a $x$", "b"]
+    assert not any(label.get_parse_math() for label in axes.get_yticklabels())
+
+
+def test_scatter_plots_hold_every_point() -> None:
+    figure = scatter_plots({"$m$": {"k": [(1.0, 2.0), (3.0, 1.0)], "l": [(0.0, 0.5)]}}, x="x", y="y", diagonal=True)
+    (axes,) = figure.axes
+    assert [drawn.get_offsets().tolist() for drawn in axes.collections] == [[[1.0, 2.0], [3.0, 1.0]], [[0.0, 0.5]]]
+    assert axes.get_title(loc="left") == "$m$"
 
 
 @pytest.mark.parametrize(
