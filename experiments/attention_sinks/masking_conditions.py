@@ -51,18 +51,18 @@ JUDGED: tuple[dict[str, Any], ...] = (*READINGS[:2], *(VARIANTS[name] for name i
 
 
 def conditions(settings: Settings) -> list[dict[str, Any]]:
-    """Unmasked, the base reading with every number of columns, and the variants ("all" for every variant).
+    """Unmasked, the base reading with every number of columns, and the variants.
 
     A condition without classes has no entry `classes`, as in results stored before there were any.
 
     Raises:
         ValueError: an unknown variant.
     """
-    chosen = list(VARIANTS) if "all" in settings["variants"] else list(settings["variants"])
+    chosen = list(settings["variants"])
     found: list[dict[str, Any]] = [{"columns": 0}] + [{"columns": k} for k in settings["columns"]]
     for variant in chosen:
         if variant not in VARIANTS:
-            raise ValueError(f"unknown variant {variant!r}; choose from {', '.join(VARIANTS)}, or all")
+            raise ValueError(f"unknown variant {variant!r}; choose from {', '.join(VARIANTS)}")
         counts = settings["columns"] if variant in CONTROLS else settings["varied"]
         found += [{"columns": k, **VARIANTS[variant]} for k in counts]
         controls = (one for one in CONTROLLED.get(variant, ()) if one in chosen)
