@@ -18,8 +18,7 @@ from tests.sampling.checkpoints import loaded
 GOLDEN = Path(__file__).parent.parent / "golden" / "a2d_qwen3"
 SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
 IDS = {name: SAMPLING[name] for name in ("mask_token_id", "eos_token_id")}
-# Infilling in several blocks of each row is not ours: denoise(gen_length=0) fills one block.
-SETTINGS = [s for s in SAMPLING["settings"] if s["name"] != "infill"]
+SETTINGS = SAMPLING["settings"]
 
 
 def run(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> dlm_lens.DenoisingRun:
@@ -29,7 +28,8 @@ def run(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any
     monkeypatch.setattr(model.config, "logit_shift", given.pop("right_shift_logits", False))
     block, length = given.pop("block_size"), given.pop("max_length", None)
     if setting["function"] == "infill":
-        given["gen_length"] = 0
+        # None is no value for denoise; a block of any size beyond the canvas is one block too.
+        given |= {"gen_length": 0, "block_length": block or 1000}
     else:
         given |= {"gen_length": given.pop("max_new_tokens") or length - longest, "block_length": block}
     if setting["kind"] == "stochastic_inject":
@@ -145,6 +145,24 @@ def test_a_row_is_what_it_is_alone(options: dict[str, Any]) -> None:
         alone = dlm_lens.denoise(model, [prompt], **given)
         kept = together.attention_mask[row]
         assert together.canvases[:, row, kept].equal(alone.canvases[:, 0])
+
+
+def test_infilling_cuts_each_row_s_own_positions_into_blocks() -> None:
+    model, mask = tiny("a2d_qwen3", head_dim=8), 63
+    prompts = [[1, mask, 3, mask, mask, 6, 7, mask], [mask, 4, mask, mask, 8]]
+    given = {"gen_length": 0, "block_length": 4, "steps": 4, "temperature": 0.5, "seed": 2}
+    together = dlm_lens.denoise(model, prompts, **given)
+    assert together.masks_left.tolist() == [0, 0]
+    for row, prompt in enumerate(prompts):
+        alone = dlm_lens.denoise(model, [prompt], **given)
+        content = together.attention_mask[row]
+        assert together.tokens[row, content].equal(alone.tokens[0])
+        when = together.unmasked[:, row, content].byte().argmax(0)
+        masked = together.masked[0, row, content]
+        # Every mask of the first four positions is written before any of the others.
+        later = when[4:][masked[4:]].tolist()
+        assert all(int(when[:4][masked[:4]].max()) < step for step in later)
+        assert later or row == 1
 
 
 def test_drawn_numbers_are_binomial() -> None:

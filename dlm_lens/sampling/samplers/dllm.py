@@ -31,7 +31,8 @@ class DllmSettings:
         steps: denoising steps in all; each block gets ceil(steps / blocks), and steps that would unmask nothing are
             left out.
         gen_length: tokens of the answer (`max_new_tokens`).
-        block_length: tokens of a block (`block_size`); the last block may be shorter.
+        block_length: tokens of a block (`block_size`); the last block may be shorter. Infilling (gen_length 0) cuts
+            each row's own positions into blocks; None makes them one block.
         temperature: 0 takes the most likely token.
         cfg_scale: guidance; 0 for none.
         remasking: "low_confidence" or "random".
@@ -49,7 +50,7 @@ class DllmSettings:
 
     steps: int
     gen_length: int
-    block_length: int
+    block_length: int | None
     temperature: float = 0.0
     cfg_scale: float = 0.0
     remasking: str = "low_confidence"
@@ -67,15 +68,13 @@ class DllmSettings:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks; infilling without an answer (gen_length 0) is one block."""
-        return max(1, math.ceil(self.gen_length / self.block_length))
+    def blocks(self, positions: int) -> int:
+        """Number of blocks of so many positions."""
+        return 1 if self.block_length is None else max(1, math.ceil(positions / self.block_length))
 
-    @property
-    def block_steps(self) -> int:
-        """Steps of a block, before those that would unmask nothing are left out."""
-        return math.ceil(self.steps / self.blocks)
+    def block_steps(self, positions: int) -> int:
+        """Steps of each block of so many positions, before those that would unmask nothing are left out."""
+        return math.ceil(self.steps / self.blocks(positions))
 
     @property
     def float64_confidence(self) -> bool:
@@ -167,9 +166,11 @@ class DllmSampler(Sampler):
     """Blocks from left to right; each step unmasks the number of tokens that the noise schedule gives.
 
     The numbers are `transfers` of the masks that a row's block has at its first step; a row whose numbers are used
-    up waits for the others. Masks in the prompt are eligible from the first block on. By default they count too,
-    and so do masks that an intervention puts back: the numbers are then scaled, and a block leaves no mask.
-    `reference_quirks` counts the masks of the block alone, so that as many are left at the end.
+    up waits for the others. Blocks of an answer are the same for all rows; in infilling they are cut from each
+    row's own positions, and only the block's masks are eligible. Masks in the prompt of an answer are eligible from
+    the first block on. By default they count too, and so do masks that an intervention puts back: the numbers are
+    then scaled, and a block leaves no mask. `reference_quirks` counts the masks of the block alone, so that as many
+    are left at the end.
     """
 
     stream: RightPaddedNoise | None = None
@@ -184,6 +185,10 @@ class DllmSampler(Sampler):
         self.cfg_scale, self.guidance_keeps = settings.cfg_scale, tuple(settings.cfg_keep_tokens)
         self.propose = DllmPropose(settings, noise, ids, reference_quirks)
         self.select = Select()
+        self._own_blocks: Tensor | None = None
+        self._masks_of_blocks: list[list[int]] = []
+        self._steps: list[int] = []
+        self._block_steps = settings.steps
         self._block_masks: Tensor | None = None
 
     def network(
@@ -194,45 +199,63 @@ class DllmSampler(Sampler):
         prompt_length: int,
         canvas: Int[Tensor, "batch position"],
     ) -> Network:
-        """The canvas's network; the random stream learns where rows begin."""
+        """The canvas's network; the random stream and the blocks of infilling learn where rows begin."""
         if self.stream is not None:
             self.stream.padding = padding_before(content)
+        if not self._is_rerun and self.settings.gen_length == 0:
+            self._cut(content, masked)
         return super().network(model, content, masked, prompt_length, canvas)
 
+    @property
+    def _is_rerun(self) -> bool:
+        return not hasattr(self, "settings")
+
+    def _cut(self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
+        """The block of every position of infilling (-1: padding), and each block's masks by row."""
+        width = content.shape[1] if self.settings.block_length is None else self.settings.block_length
+        own = torch.arange(content.shape[1], device=content.device) - padding_before(content)[:, None]
+        self._own_blocks = torch.where(content, own // width, -1)
+        count = self.settings.blocks(content.shape[1])
+        self._masks_of_blocks = [((self._own_blocks == block) & masked).sum(-1).tolist() for block in range(count)]
+
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
-        """Every step: of each block those that unmask something."""
-        settings = self.settings
-        blocks: list[tuple[tuple[int, int], int]] = []
-        for block in range(settings.blocks):
-            start = prompt_length + block * settings.block_length
-            stop = min(start + settings.block_length, positions)
-            if settings.gen_length == 0:
-                blocks.append(((0, positions), settings.block_steps))
-            elif settings.stochastic_transfer:
-                blocks.append(((start, stop), settings.block_steps))
-            else:
-                blocks.append(((start, stop), len(self._numbers(stop - start))))
-        found: list[StepPlan] = []
-        total = sum(steps for _, steps in blocks)
-        for block, (span, steps) in enumerate(blocks):
-            found += [StepPlan(len(found) + i, total, block, span, steps - i) for i in range(steps)]
+        """Every step: of each block those that unmask something in some row."""
+        settings, found = self.settings, list[StepPlan]()
+        infilling = settings.gen_length == 0
+        length = positions if infilling else settings.gen_length
+        self._block_steps = settings.block_steps(length)
+        spans = [(0, positions)] * settings.blocks(length)
+        if not infilling:
+            width = settings.block_length or length
+            starts = range(prompt_length, positions, width)
+            spans = [(start, min(start + width, positions)) for start in starts]
+            self._masks_of_blocks = [[stop - start] for start, stop in spans]
+        self._steps = [
+            self._block_steps if settings.stochastic_transfer and any(masks)
+            else max(len(self._numbers(one)) for one in masks)
+            for masks in self._masks_of_blocks
+        ]  # fmt: skip
+        for block, (span, steps) in enumerate(zip(spans, self._steps, strict=True)):
+            found += [StepPlan(len(found) + i, sum(self._steps), block, span, steps - i) for i in range(steps)]
         return found
 
     def _numbers(self, masks: int) -> tuple[int, ...]:
-        return transfers(masks, self.settings.block_steps, self.settings.schedule)
+        return transfers(masks, self._block_steps, self.settings.schedule)
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Masked positions up to the end of the block."""
+        """Masked positions up to the end of the block; in infilling those of the row's block."""
+        if self._own_blocks is not None:
+            return masked & (self._own_blocks.to(masked.device) == plan.block)
         return masked & (torch.arange(masked.shape[1], device=masked.device) < plan.span[1])
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
         """How many positions of each row this step unmasks."""
-        done = self._block_steps_of(plan) - plan.remaining
+        done = self._steps[plan.block] - plan.remaining
         if done == 0 or self._block_masks is None:
-            counted = masked[:, slice(*plan.span)] if self.reference_quirks else eligible
-            self._block_masks = counted.sum(-1)
+            alone = self.reference_quirks and self._own_blocks is None
+            self._block_masks = (masked[:, slice(*plan.span)] if alone else eligible).sum(-1)
         if self.settings.stochastic_transfer:
             return self._drawn(eligible, plan)
         left = eligible.sum(-1).tolist()
@@ -254,15 +277,9 @@ class DllmSampler(Sampler):
 
     def _drawn(self, eligible: Bool[Tensor, "batch position"], plan: StepPlan) -> Int[Tensor, "batch"]:
         """Binomial numbers: each eligible mask counts with the step's probability."""
-        steps = self.settings.block_steps
+        steps = self._block_steps
         p = reveal_probabilities(steps, self.settings.schedule)[steps - plan.remaining]
         return (self.noise.masked_positions(eligible).to(eligible.device) < p).sum(-1)
-
-    def _block_steps_of(self, plan: StepPlan) -> int:
-        """Steps of the plan's block."""
-        if self.settings.gen_length == 0 or self.settings.stochastic_transfer:
-            return self.settings.block_steps
-        return len(self._numbers(plan.span[1] - plan.span[0]))
 
     def state(self) -> dict[str, Tensor]:
         """The masks that the block had at its first step."""
@@ -271,13 +288,6 @@ class DllmSampler(Sampler):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from such a state."""
         self._block_masks = state.get("block_masks")
-
-    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
-        """Whether infilling has used up every row's numbers."""
-        if self.settings.gen_length or self.settings.stochastic_transfer or self._block_masks is None:
-            return False
-        done = self._block_steps_of(plan) - plan.remaining + 1
-        return all(len(self._numbers(masks)) <= done for masks in self._block_masks.tolist())
 
     def forward(
         self,
@@ -293,10 +303,10 @@ class DllmSampler(Sampler):
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """Settings of `answer_settings`; the default block is at most the answer, and lists of ids become tuples."""
+    """Settings of `answer_settings`; the default block is at most the answer, lists of ids become tuples."""
     values = answer_settings(defaults, given, masks)
-    if "block_length" not in given:
-        values["block_length"] = max(1, min(values["block_length"], values["gen_length"]))
+    if "block_length" not in given and values["gen_length"] and values["block_length"] is not None:
+        values["block_length"] = min(values["block_length"], values["gen_length"])
     for name in ("suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens"):
         if name in values:
             values[name] = tuple(int(one) for one in values[name] or ())
