@@ -19,6 +19,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     SCALES,
     bounded_share,
     difference,
+    effective_cases,
     followed,
     moving_at_random_times,
     pairs,
@@ -136,7 +137,8 @@ def _line(results: Results, model: str, scale: str) -> list[str]:
 
 def share(results: Results, model: str, kind: str, scale: str = PLOTTED) -> Interval:
     """The share of the patterns of this kind ("static", "moving", "unsettled"), on a scale of `SCALES`."""
-    return bounded_share(ratio(results, model, f"{scale} {kind}", "patterns", bounds=(0, 1)))
+    found, static = (ratio(results, model, f"{scale} {one}", "patterns", bounds=(0, 1)) for one in (kind, "static"))
+    return bounded_share(found, effective_cases(sum(results.listed("patterns", model=model)), static))
 
 
 def chance(results: Results, model: str, scale: str = PLOTTED) -> Interval:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import PromptRun, record_prompts
 from dlm_lens.experiments.experiment import Cost
-from dlm_lens.experiments.intervals import Interval, wilson
+from dlm_lens.experiments.intervals import Interval, Z, wilson
 from dlm_lens.experiments.results import Item, Results, Settings
 
 if TYPE_CHECKING:
@@ -94,14 +94,34 @@ def difference(one: Interval, other: Interval) -> Interval:
     return Interval(value, low, high, min(one.n, other.n))
 
 
-def bounded_share(found: Interval) -> Interval:
+def bounded_share(found: Interval, cases: float | None = None) -> Interval:
     """A share; where all prompts have 0 or all have 1, a bootstrap has no spread, and Wilson's interval is given.
 
-    Each prompt counts as one case there, since the patterns of one prompt are not independent.
+    Args:
+        found: the share, with an interval over prompts.
+        cases: of Wilson's interval, `effective_cases`; None for one case per prompt, as if all patterns of a prompt
+            were equal.
     """
     if found.n and found.low == found.high and found.value in (0.0, 1.0):
-        return wilson([found.value == 1.0] * found.n)
+        return wilson([found.value == 1.0] * int(found.n if cases is None else max(found.n, cases)))
     return found
+
+
+def effective_cases(patterns: int, related: Interval) -> float:
+    """How many independent cases so many patterns are worth: patterns / design effect (Korn and Graubard 1998).
+
+    The design effect is the variance of a share over that of as many independent cases, at least 1. It is unknown
+    for a share of 0, and is taken from another share of the same patterns.
+
+    Args:
+        patterns: their number.
+        related: the other share, with its interval over prompts; without a spread one case per prompt is returned.
+    """
+    independent = Z * math.sqrt(max(related.value * (1 - related.value), 0.0) / max(patterns, 1))
+    half = (related.high - related.low) / 2
+    if not independent or not half or math.isnan(half):
+        return related.n
+    return patterns / max(1.0, (half / independent) ** 2)
 
 
 def followed(received: "Received", rule: Any) -> "dict[str, Trajectories]":

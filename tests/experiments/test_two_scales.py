@@ -16,12 +16,13 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     differ_in_random_order,
     difference,
     drift_of_random_positions,
+    effective_cases,
     followed,
     moving_at_random_times,
     static_at_random_keys,
     uniform_attention,
 )
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.sinks import Received
 
 RULE = dl.AboveMean(3.0)
@@ -204,6 +205,19 @@ def test_difference_and_shares_without_spread() -> None:
     assert none.low == 0
     assert none.high == pytest.approx(1.959964**2 / (96 + 1.959964**2))
     assert bounded_share(other) == other
+
+
+def test_a_share_of_none_of_many_patterns() -> None:
+    # Bernoulli patterns in 96 prompts of 16: a design effect of 1. Equal patterns in a prompt: one of 16.
+    rng = np.random.default_rng(0)
+    alone = ratio_over_prompts(rng.binomial(16, 0.3, 96), [16] * 96)
+    together = ratio_over_prompts(16 * rng.binomial(1, 0.3, 96), [16] * 96)
+    assert effective_cases(96 * 16, alone) == pytest.approx(96 * 16, rel=0.25)
+    assert effective_cases(96 * 16, together) == pytest.approx(96, rel=0.25)
+    assert effective_cases(96 * 16, Interval(1.0, 1.0, 1.0, 96)) == 96
+    none = Interval(0.0, 0.0, 0.0, 96)
+    assert bounded_share(none, 960).high == pytest.approx(1.959964**2 / (960 + 1.959964**2))
+    assert bounded_share(none, 10).high == bounded_share(none).high
 
 
 @pytest.mark.long
