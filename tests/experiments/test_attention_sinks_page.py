@@ -8,6 +8,7 @@ import pytest
 from dlm_lens.experiments import find_experiment, list_experiments, list_items, load_results
 from dlm_lens.experiments.attention_sinks import (
     beyond_future,
+    fig1_incoming,
     fig4_moving,
     hook_conditions,
     instruct_tables,
@@ -80,6 +81,40 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     assert fig4_moving.apart(moves, "toy", "toy-ar", "sums").low > 0
     assert fig4_moving.apart(moves, "toy", "toy-ar", "relative").low < 0
     assert fig4_moving.share(moves, "toy-ar", "static", "sums").low > 0.75
+
+
+def test_moving_sinks_on_both_scales_by_hand() -> None:
+    """Figures 1 and 4: sums over the stored prompts, mean over networks."""
+
+    def share(name: str, model: str, top: str, bottom: str) -> float:
+        sums: dict[int, list[float]] = {}
+        for line in lines(name):
+            if line["item"]["model"] == model:
+                network = sums.setdefault(line["item"].get("network", 0), [0.0, 0.0])
+                network[0] += sum(line["value"][top])
+                network[1] += sum(line["value"][bottom])
+        return sum(a / b for a, b in sums.values()) / len(sums)
+
+    moves, incoming = (
+        load_results(find_experiment(name), page.RESULTS / name) for name in ("fig4-moving", "fig1-incoming")
+    )
+    found = {}
+    for model in ("toy", "toy-ar"):
+        for scale in ("sums", "relative"):
+            for kind in ("static", "moving"):
+                by_hand = share("fig4-moving", model, f"{scale} {kind}", "patterns")
+                assert fig4_moving.share(moves, model, kind, scale).value == pytest.approx(by_hand)
+                found[model, scale, kind] = by_hand
+            by_hand = share("fig1-incoming", model, f"{scale} moved", f"{scale} compared")
+            assert fig1_incoming.moved(incoming, model, scale).value == pytest.approx(by_hand)
+            found[model, scale, "moved"] = by_hand
+    # The DLM has one scale; the AR model's sinks move on one of the two.
+    assert all(
+        found["toy", "sums", kind] == found["toy", "relative", kind] for kind in ("static", "moving", "moved")
+    )
+    assert found["toy-ar", "sums", "moving"] < 0.01 < 0.05 < found["toy", "sums", "moving"]
+    assert found["toy-ar", "relative", "moving"] > 0.05
+    assert found["toy-ar", "sums", "moved"] < 0.1 < 0.2 < found["toy", "sums", "moved"]
 
 
 def test_base_and_tuned_by_hand() -> None:
