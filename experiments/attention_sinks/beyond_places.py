@@ -43,6 +43,7 @@ def _findings(results: Results) -> Iterator[Finding]:
                 f"{model}: the {kind} that costs most is {worst}: {difference(results, model, worst, 'unmasked')}; "
                 f"everywhere: {difference(results, model, 'everywhere', 'unmasked')}",
                 "no counterpart",
+                f"the largest of {len(places)}, chosen after the numbers were seen",
             )
 
 

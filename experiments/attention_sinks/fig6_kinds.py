@@ -204,7 +204,7 @@ def findings(results: Results) -> Iterator[Finding]:
         )
         place = excess(results, model, last, "position")
         yield Finding(
-            "whether masks or places separate the sinks is not asked",
+            "whether masks or places separate the sinks is not measured",
             f"{model}, layer {last}: the classes differ {place} more often than the last queries and the first do, "
             f"which differ in {differing(results, model, last, 'position')}",
             "no counterpart",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.problems import problems_of, starts
+from dlm_lens.experiments.attention_sinks.problems import chat, is_right, problems_of, starts
 from dlm_lens.experiments.attention_sinks.prompt_scores import correct_by_prompt, exact_match
 from dlm_lens.experiments.attention_sinks.prompt_scores import difference as paired
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table
@@ -41,16 +41,16 @@ def items(conditions: Conditions) -> Callable[[Settings], Iterator[Item]]:
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Whether each problem is answered correctly."""
     import dlm_lens as dl
-    from dlm_lens.evaluation.tasks.toy import final_answer
     from dlm_lens.hooks import parse_hooks
 
-    problems = problems_of(settings, item["start"])
+    model, these = bench.model(item["model"]), problems_of(settings, item["start"])
     hooks = parse_hooks(item["hook"]) if item["hook"] else ()
-    done = dl.denoise(
-        bench.model(item["model"]), [problem.prompt for problem in problems], hooks=hooks, **settings["sampler"]
-    )
-    right = [final_answer(text) == problem.target for text, problem in zip(done.answers, problems, strict=True)]
-    return {"correct": right}
+    done = dl.denoise(model, chat(model, these, settings), hooks=hooks, **settings["sampler"])
+    return {
+        "correct": [
+            is_right(settings["task"], text, problem) for text, problem in zip(done.answers, these, strict=True)
+        ]
+    }
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
