@@ -43,27 +43,35 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         given = {"measured": received, "exponential": exponential_like(received, item["start"] + number)}
         for source in SOURCES:
             for reading in READINGS:
-                table = sweep(given[source], reading, settings)
-                found.setdefault(f"{source} {reading}", []).append(rounded(table["kept"].tolist(), 6))
+                kept, n = sweep(given[source], reading, settings)
+                found.setdefault(f"{source} {reading}", []).append(kept)
         for level in LEVELS:
-            table = sweep(received, "relative", settings, level)
-            found.setdefault(f"{level} relative", []).append(rounded(table["kept"].tolist(), 6))
-            found.setdefault(f"{level} n", []).append(int(table["n"].iloc[0]))
-        table = sweep(received, "relative", settings)
-        found["length"].append(int(table["S"].iloc[0]))
-        found["n"].append(int(table["n"].iloc[0]))
+            kept, merged = sweep(received.at_level(level), "relative", settings)
+            found.setdefault(f"{level} relative", []).append(kept)
+            found.setdefault(f"{level} n", []).append(merged)
+        found["length"].append(int((~received.values.isnan()).flatten(0, -2).any(0).sum()))
+        found["n"].append(n)
     return found
 
 
-def sweep(received: Any, reading: str, settings: Settings, level: str = "head") -> Any:
-    """`eps_sweep` in one reading."""
-    from dlm_lens.sinks import eps_sweep
+def sweep(received: Any, reading: str, settings: Settings) -> tuple[list[float], int]:
+    """The share of the keys that are sinks at each eps of a reading, and the number of keys.
 
-    if reading in ("percent", "literal"):
-        values = [eps / 100 for eps in settings["values"]] if reading == "percent" else settings["shares"]
-        return eps_sweep(received, values, level=level, literal=True)  # type: ignore[arg-type]
-    given = received if reading == "relative" else received.on_scale("column sum")
-    return eps_sweep(given, settings["values"], level=level)  # type: ignore[arg-type]
+    `eps_sweep` of one prompt, without intervals: one excess over the mean of the others is compared with every eps.
+    """
+    import torch
+
+    from dlm_lens.sinks import AboveMean
+
+    shares = reading in ("percent", "literal")
+    rule = AboveMean(0.0, literal=shares)
+    scores = (received.on_scale("column sum") if reading == "column sums" else received).read(rule.quantity)[0]
+    excess = (scores.float() - rule.thresholds(scores.float())).flatten()
+    excess = excess[~excess.isnan()].sort().values
+    values = settings["shares" if reading == "literal" else "values"]
+    eps = torch.tensor(values, dtype=excess.dtype) / (100 if reading == "percent" else 1)
+    above = len(excess) - torch.searchsorted(excess, eps, right=True)
+    return rounded((above.double() / max(1, len(excess))).tolist(), 6), len(excess)
 
 
 def exponential_like(received: Any, seed: int) -> Any:

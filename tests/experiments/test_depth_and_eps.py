@@ -9,7 +9,7 @@ from scipy import stats
 
 from dlm_lens.experiments.attention_sinks import fig5_depth, fig10_eps
 from dlm_lens.experiments.results import Record, Results
-from dlm_lens.sinks import Received
+from dlm_lens.sinks import Received, eps_sweep
 
 
 def depth(curves: list[list[list[float]]]) -> Results:
@@ -93,12 +93,23 @@ def test_every_reading_is_eq_3_on_its_own_scores(causal: bool) -> None:
     scores *= n / (scores * even).sum(-1, keepdims=True)
     given = received(scores, even)
     for reading in fig10_eps.READINGS:
-        table = fig10_eps.sweep(given, reading, SETTINGS)
+        kept, keys = fig10_eps.sweep(given, reading, SETTINGS)
+        assert keys == 3 * 2 * n
         values = {"relative": scores, "column sums": scores * even}.get(reading, scores * even / n)
         eps = SETTINGS["shares"] if reading == "literal" else SETTINGS["values"]
         eps = [one / 100 for one in eps] if reading == "percent" else eps
         above = [np.mean(values > (values.sum(-1, keepdims=True) - values) / (n - 1) + one) for one in eps]
-        np.testing.assert_allclose(table["kept"], above, atol=1e-9)
+        np.testing.assert_allclose(kept, above, atol=1e-6)
+
+
+def test_sweep_is_the_library_s() -> None:
+    scores = np.random.default_rng(3).exponential(size=(4, 1, 1, 3, 24)) ** 2
+    scores[1, ..., 20:] = np.nan
+    given = received(scores, np.ones(24))
+    table = eps_sweep(given, SETTINGS["values"])
+    kept, n = fig10_eps.sweep(given, "relative", SETTINGS)
+    np.testing.assert_allclose(kept, table["kept"], atol=1e-6)
+    assert n == table["n"][0]
 
 
 def test_exponential_scores_have_their_closed_form_above_eps() -> None:
@@ -106,10 +117,10 @@ def test_exponential_scores_have_their_closed_form_above_eps() -> None:
     given = received(np.ones((60, 1, 1, 8, n)), np.ones(n))
     drawn = fig10_eps.exponential_like(given, 0)
     np.testing.assert_allclose(drawn.column_sums.sum(-1).numpy(), n, rtol=1e-5)
-    table = fig10_eps.sweep(drawn, "relative", SETTINGS)
+    kept, _ = fig10_eps.sweep(drawn, "relative", SETTINGS)
     # s_j > mean of the others + eps: s_j > 1 + eps (n - 1) / n; P(s_j > x) = (1 - x / n)^(n - 1).
     expected = [(1 - (1 + eps * (n - 1) / n) / n) ** (n - 1) for eps in SETTINGS["values"]]
-    np.testing.assert_allclose(table["kept"], expected, atol=0.01)
+    np.testing.assert_allclose(kept, expected, atol=0.01)
     even = np.array([sum(1 / i for i in range(j, n + 1)) for j in range(1, n + 1)])
     causal = fig10_eps.exponential_like(received(np.ones((2, 1, 1, 2, n)), even), 0)
     np.testing.assert_allclose(causal.column_sums.sum(-1).numpy(), n, rtol=1e-5)
