@@ -8,6 +8,7 @@ import numpy as np
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import average, ratio, record_prompts, rounded, sink_rule
 from dlm_lens.experiments.attention_sinks.two_scales import (
+    BESIDE,
     NAMED,
     PLOTTED,
     SCALES,
@@ -110,6 +111,7 @@ def render(results: Results) -> Rendering:
         "column sums (1: uniform attention without a mask). In the AR model's column sums the first keys are "
         "bright by the causal mask alone; relative to uniform attention they are not. A learned sink token is "
         "the last column.",
+        BESIDE,
     ])  # fmt: skip
 
 
@@ -160,7 +162,8 @@ def _findings(results: Results) -> Iterator[Finding]:
             is_above(apart, NO_DIFFERENCE),
             why="the DLM's share minus the AR model's is above 0"
             + ("" if n else "; the AR model has no pattern with a sink at both ends of the run"),
-            null=f"{baseline}'s mask with uniform attention: {_uniform(results, baseline, scale)}",
+            null=f"{baseline}'s mask with uniform attention: {_uniform(results, baseline, scale)}"
+            + ("; in a longer prefix a static first key (Figure 4)" if scale == PLOTTED else ""),
         )
 
 

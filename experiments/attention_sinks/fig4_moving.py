@@ -14,6 +14,7 @@ from dlm_lens.experiments.attention_sinks.recorded_runs import (
 )
 from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.attention_sinks.two_scales import (
+    BESIDE,
     NAMED,
     PLOTTED,
     SCALES,
@@ -123,6 +124,7 @@ def render(results: Results) -> Rendering:
         "peak is largest.",
         '"At random times": every sink keeps its position and its number of steps, and begins at a random step, so '
         "that the end of one and the onset of another coincide by chance only.",
+        BESIDE,
     ])  # fmt: skip
 
 

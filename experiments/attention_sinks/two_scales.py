@@ -81,6 +81,13 @@ def pairs(results: Results) -> Iterator[tuple[str, str, str]]:
                 yield model, baseline, scale
 
 
+BESIDE = (
+    "toy-ar differs from toy in mask and objective alone. An AR model of another size, data or task differs from these "
+    "DLMs in more than diffusion."
+)
+"""A note for pages that compare DLMs with AR models."""
+
+
 def difference(one: Interval, other: Interval) -> Interval:
     """The difference one - other of two independent estimates, with the interval that their own intervals imply.
 
