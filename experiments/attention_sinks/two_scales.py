@@ -82,8 +82,8 @@ def pairs(results: Results) -> Iterator[tuple[str, str, str]]:
 
 
 BESIDE = (
-    "toy-ar differs from toy in mask and objective alone. An AR model of another size, data or task differs from these "
-    "DLMs in more than diffusion."
+    "toy-ar has toy's layout, data and training budget. An AR model of another size, data or task differs from these "
+    "DLMs in more than the kind of model."
 )
 """A note for pages that compare DLMs with AR models."""
 
