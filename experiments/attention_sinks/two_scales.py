@@ -82,8 +82,8 @@ def pairs(results: Results) -> Iterator[tuple[str, str, str]]:
 
 
 BESIDE = (
-    "toy-ar has toy's layout, data and training budget. An AR model of another size, data or task differs from these "
-    "DLMs in more than the kind of model."
+    "toy-ar has toy's layout, data and training budget. An AR model of another size, data or task differs from "
+    "these DLMs in more than the kind of model."
 )
 """A note for pages that compare DLMs with AR models."""
 
