@@ -351,6 +351,24 @@ def test_networks_are_pairs_of_their_own_and_widen_the_interval() -> None:
     assert masking_findings.change(made([0, 0, 0]), "toy", 1) == masking_findings.change(made([0]), "toy", 1)
 
 
+def test_twins_are_items_and_models_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**find_experiment("table1-masking").small, "models": ["toy", "some/checkpoint"], "networks": 2}
+    items = list(table1.items(settings))
+    of = {model: [item["network"] for item in items if item["model"] == model] for model in settings["models"]}
+    assert {*of["toy"]} == {0, 1}
+    assert {*of["some/checkpoint"]} == {0}
+    assert len(of["toy"]) == 2 * len(of["some/checkpoint"]) == 2 * len(conditions(settings))
+    monkeypatch.setattr("dlm_lens.experiments.attention_sinks.twin_networks.trained_twin",
+                        lambda model, seed, settings: f"twins/{model}-{seed}")  # fmt: skip
+    asked: list[str] = []
+    bench = SimpleNamespace(model=lambda name: asked.append(name) or dl.load("toy"))
+    short = {**settings, "prompts": 1, "batch": 1, "sampler": {"gen_length": 4, "steps": 2}}
+    for item in (items[0], next(item for item in items if item["network"] == 1)):
+        assert item["columns"] == 0
+        table1.run(item, short, bench)
+    assert asked == ["toy", "twins/toy-1"]
+
+
 def test_models_with_tasks_of_their_own_are_compared_without_pairing() -> None:
     plain = {(model, 0, "top"): losing(0) for model in ("toy", "toy-ar")}
     found = results_of({**plain, ("toy", 1, "top"): losing(10), ("toy-ar", 1, "top"): losing(60)})
