@@ -30,7 +30,24 @@ def render(results: Results) -> Rendering:
     """A table per scale, a figure per start, and the changes."""
     tables = [_table(results, scale) for scale in SCALES]
     figures = {name.replace("/", "-"): over_training(results, name) for name in results.models}
-    return Rendering(tables, figures, list(_findings(results)), _notes(results))
+    captions = {name.replace("/", "-"): _caption(results, name) for name in results.models}
+    return Rendering(tables, figures, list(_findings(results)), _notes(results), captions)
+
+
+def _caption(results: Results, model: str) -> str:
+    """What to see in the figure of a start."""
+    names = variants(results, model)
+    begin = (
+        "Every point is a checkpoint with its 95% interval over prompts, 0 the untrained conversion; grey lines "
+        "are the AR parent. The loss of an AR model and the bound of a DLM are not compared."
+    )
+    if not names or steps(results, model, names[0])[0] or not results.where(model=model, variant=AR):
+        return begin
+    before, after = (measured(results, model, *place, "first") for place in ((AR, 0), (names[0], 0)))
+    return (
+        f"{begin} The first token's share is {before.value:.3f} in the parent and {after.value:.3f} without its "
+        "causal mask: what training changes comes after that."
+    )
 
 
 def variants(results: Results, model: str) -> list[str]:
@@ -115,7 +132,8 @@ def _table(results: Results, scale: str) -> Table:
                 place = ["-", "-"] if variant == AR else [f"{step:,}", f"{tokens(results, model, variant, step):,}"]
                 rows.append([model, variant, *place, *map(_cell, cells), str(cells[0].n)])
     return Table(
-        f"scale: {SCALE_NAMES[scale]}. Per prompt the checkpoint's own denoising run (the AR parent: decoding); "
+        f"scale: {SCALE_NAMES[scale]}. Tokens: positions of the rows of the training. Per prompt "
+        "the checkpoint's own denoising run (the AR parent: decoding); "
         "static and moving: shares of the patterns; the loss of the AR parent is its own, that of a DLM a bound; "
         "95% intervals over prompts (and seeds)", head, rows,
     )  # fmt: skip
@@ -156,7 +174,7 @@ def over_training(results: Results, model: str) -> "Figure":
             )  # fmt: skip
         _parent(axes, results, model, statistic)
         axes.set_xscale("symlog", linthresh=least)
-        axes.set_xlim(left=-0.1 * least)
+        axes.set_xlim(-0.1 * least, 1.3 * max(seen, default=1))
         axes.set_title(_wrapped(statistic.label), loc="left", fontsize=8, parse_math=False)
         axes.set_xlabel("training tokens", fontsize=7)
         axes.tick_params(labelsize=6)
@@ -230,11 +248,11 @@ def _by_training(results: Results, model: str, variant: str, known: Sequence[int
         before, after = (measured(results, model, variant, step, key) for step in (first, last))
         wanted = EXPECTED[statistic.name]
         judged = (is_below if wanted == "falls" else is_above)(found, 0.0)
-        outcome = {"agrees": "as expected", "disagrees": "against the expectation"}.get(judged.verdict, "undecided")
+        outcome = {"agrees": ", as expected", "disagrees": ", against the expectation"}.get(judged.verdict, "")
         yield Finding(
-            f"over the training of the conversion {wanted}: {statistic.label}",
+            f"expected to {wanted.removesuffix('s')} over the training: {statistic.label}",
             f"{model}, {variant}: {before.value:.3f} at step {first}, {after.value:.3f} at step {last:,} "
-            f"({count:,} tokens), a change of {_cell(found)}: {_direction(found)}, {outcome} "
+            f"({count:,} tokens), a change of {_cell(found)}: {_direction(found)}{outcome} "
             f"(n = {found.n} prompts)",
             "no counterpart",
             "the direction was set before the numbers; no paper shows this; raw column sums, paired by prompt",
@@ -262,6 +280,7 @@ def _notes(results: Results) -> list[str]:
             )
     return [
         *found,
+        "There is one training per variant and seed; with one seed an interval says nothing about other trainings.",
         "In a masked DLM without learned sinks every query sees every key, so that both scales are the same. The "
         "circuits of AR models and of the masked DLMs trained from them were compared before (2601.14758), sinks "
         "and value norms over that training were not, as far as we know.",

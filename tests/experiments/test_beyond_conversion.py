@@ -1,6 +1,7 @@
 """From AR to masked diffusion: statistics against float64 patterns, planted changes, kept and resumed weights."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -214,12 +215,14 @@ def test_the_change_of_a_ratio_is_the_difference_of_the_ratios() -> None:
 )
 def test_findings_name_the_direction(before: float, after: float, word: str) -> None:
     rendering = EXPERIMENT.render(planted(before, after))
-    training = [one for one in rendering.findings if one.paper.startswith("over the training")]
+    training = [one for one in rendering.findings if one.paper.startswith("expected to ")]
     assert len(training) == 7
     assert {one.verdict for one in rendering.findings} == {"no counterpart"}
     assert all(f": {word}" in one.here and one.null == "a change of 0" for one in training)
     expected = [one for one in training if "as expected" in one.here]
     assert len(expected) == {"falls": 4, "rises": 3, "undec": 0}[word]
+    caption = rendering.captions["toy-ar"]
+    assert [float(found) for found in re.findall(r"0\.\d{3}", caption)] == pytest.approx([0.9, before], abs=0.01)
     figure = rendering.figures["toy-ar"]
     assert len(figure.axes) == 7
     assert [len(axes.get_lines()) >= 2 for axes in figure.axes] == [True] * 7
