@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dlm_lens.experiments.attention_sinks import hook_conditions
 from dlm_lens.experiments.attention_sinks.hook_conditions import accuracy, difference
 from dlm_lens.experiments.experiment import Finding, Rendering, run_script
+from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 
@@ -37,6 +38,7 @@ def render(results: Results) -> Rendering:
 
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
+        columns = settings_of(results.settings, model)["columns"]
         for window in results.settings["windows"]:
             lost = difference(results, model, f"window {window}", "unmasked")
             if results.is_causal(model):
@@ -60,7 +62,7 @@ def _findings(results: Results) -> Iterator[Finding]:
             kept = difference(results, model, f"window {window} and sinks", f"window {window}")
             yield Finding(
                 "what the sinks alone restore is not measured",
-                f"{model}, window {window}: {results.settings['columns']} sinks kept per head change it by {kept}",
+                f"{model}, window {window}: {columns} sinks kept per head change it by {kept}",
                 "no counterpart",
                 "no control keeps other columns with as much attention",
             )
