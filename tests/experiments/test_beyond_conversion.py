@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens.cli.app import app
-from dlm_lens.experiments import find_experiment, list_items, plan_experiment
+from dlm_lens.experiments import find_experiment, list_items, load_results, plan_experiment
 from dlm_lens.experiments.attention_sinks import conversion_tables, conversion_training
 from dlm_lens.experiments.attention_sinks.conversion_statistics import prompt_statistics, row_losses
 from dlm_lens.experiments.cost_estimate import shape_of
@@ -363,3 +363,27 @@ def test_the_configs_train_at_small_scale(config: str, tmp_path: Path) -> None:
     assert (loaded.config.num_sinks, loaded.config.gated_attention) == (
         (1, False) if start == "toy-ar" else (0, True)
     )
+
+
+def test_the_committed_numbers_are_the_sums_of_the_prompts() -> None:
+    directory = Path(conversion_training.__file__).parent / "results" / "beyond-conversion"
+    lines = [
+        json.loads(line) for path in directory.glob("results*.jsonl") for line in path.read_text().splitlines()
+    ]
+    results = load_results(EXPERIMENT, directory)
+    assert not results.missing
+    stored = {tuple(line["item"].values()): line["value"] for line in lines if "item" in line}
+    table = {tuple(row[:3]): row for row in conversion_tables.render(results).tables[1].rows}
+    for (model, variant, seed, step), value in stored.items():
+        row = table[model, variant, "-" if variant == "ar" else f"{step:,}"]
+        assert seed == 0
+        assert len(value["first"]) == int(row[-1]) >= 32
+        for cell, name in zip(row[4:6], ("first", "uniform"), strict=True):
+            top, bottom = np.asarray(value[name]).sum(0)
+            assert float(cell.split()[0]) == pytest.approx(top / bottom, abs=6e-4)
+        top, bottom = np.asarray(value["norm_columns"]).sum(0)
+        assert float(row[10].split()[0]) == pytest.approx(top / bottom, abs=6e-4)
+    # What the mask alone does: far larger than any interval.
+    parent, untrained = (stored["smollm2", variant, 0, 0]["first"] for variant in ("ar", "plain"))
+    assert all(a / b > 0.3 for a, b in parent)
+    assert np.mean([a / b for a, b in untrained]) < 0.1
