@@ -351,6 +351,8 @@ def _keeper(directory: Path, steps: Sequence[int]) -> Any:
     from transformers import TrainerCallback
 
     class Keeper(TrainerCallback):
+        """Requests a checkpoint after each of the steps, keeps its weights, and stops after the last."""
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step in steps:
                 control.should_save = True
