@@ -171,6 +171,7 @@ def render(results: Results) -> Rendering:
         "That bright columns move is tested with a null in Figures 4 and 7 of [the other page](results.md); here "
         "it has a picture and a number and no verdict."
     ]
+    notes += recorded_runs.on_scale(results)
     return Rendering([table], figures, [_finding(results, model) for model in models], notes, captions)
 
 

@@ -234,6 +234,7 @@ def render(results: Results) -> Rendering:
         "Several random keys can cancel where a single sink cannot, which is why the bound is compared beside the "
         "output."
     ]
+    notes += recorded_runs.on_scale(results)
     return Rendering([table], figures, told, notes, captions)
 
 

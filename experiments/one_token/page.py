@@ -9,7 +9,7 @@ from typing import Any
 
 from dlm_lens.experiments.appendix import Entry, corrected, entries, entry, glance, on_correction, section
 from dlm_lens.experiments.experiment import Experiment, list_experiments
-from dlm_lens.experiments.one_token import figure3, tables
+from dlm_lens.experiments.one_token import figure3, recorded_runs, tables
 from dlm_lens.experiments.one_token.miniature import SCRATCH
 from dlm_lens.experiments.one_token.text_corpus import LENGTH
 from dlm_lens.experiments.one_token.toy_language import ROOT
@@ -136,7 +136,9 @@ def settings_line(found: Sequence[Entry]) -> str:
             text = f"{source}, {given['steps']:,} steps of {given['batch_size']} sequences, {given['seeds']} seeds"
             said.setdefault(text, []).append(one.experiment.shows.split(", ")[1])
     lines = "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
-    return f"**Networks.** {lines}. The figures and the no-op bound name their networks."
+    real = sorted({model for one in found for model in one.results.models if model in recorded_runs.OWN})
+    named = f" {', '.join(real)} is a real AR model, on English prompts." if real else ""
+    return f"**Networks.** {lines}. The figures and the no-op bound name their networks.{named}"
 
 
 def abstract(found: Sequence[Entry]) -> Iterator[str]:

@@ -118,6 +118,18 @@ def inner(values: Float[np.ndarray, "network prompt layer"]) -> Float[np.ndarray
     return values[..., 1:-1].mean(-1)
 
 
+def on_scale(results: Results) -> list[str]:
+    """A note where AR models are beside diffusion models."""
+    names = [model for model in results.models if results.causal.get(model)]
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: an AR model. Its sinks are found on the scale relative to uniform, as those of the "
+        "others; on column sums an AR model has other sinks ([results.md](results.md) has both scales), so that "
+        "nothing here compares AR with diffusion models."
+    ]
+
+
 def counted(found: Sized, one: str) -> str:
     """`1 network`, `3 networks`."""
     return f"{len(found)} {one}{'' if len(found) == 1 else 's'}"
