@@ -1,17 +1,30 @@
-"""Section 5.2: with a sink hidden, is a DLM less confident where the sink mattered, and unmasks elsewhere first?"""
+"""Section 5.2: with a sink hidden, is a DLM less confident where the sink mattered, and unmasks elsewhere first?
 
-from collections.abc import Iterator
+Sure predictions flip less under any change of the network, so that flips are compared at equal confidence: the
+confidence without the mask, in bins of half a unit of ln(c / (1 - c)), within one prompt.
+"""
+
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
-from dlm_lens.experiments.attention_sinks.recorded_runs import rounded
+from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt, rounded
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval, over_networks
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.experiments.verdicts import is_below
 
 KINDS = ("sinks", "random", "random, same mass")
+CELLS = ("kept", "kept change", "flipped", "flipped change", "others", "others flipped", "first", "first flipped")
+"""What is counted per bin: open positions whose prediction is kept or flips, with the sum of their changes of
+confidence; and the position that is surest under the mask at each step, beside the other open ones."""
+
+Counts = dict[str, Any]
+"""The counts of one prompt."""
 
 
 def items(settings: Settings) -> Iterator[Item]:
@@ -26,21 +39,28 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     import dlm_lens as dl
     from dlm_lens.hooks import mask_random, mask_top_sinks
 
-    model = bench.model(item["model"])
+    model = model_of(item, settings, bench)
     texts = chat(model, problems_of(settings, item["start"]), settings)
     done = dl.denoise(model, texts, **settings["sampler"])
     mask = mask_top_sinks(settings["columns"])
     hooks = dict(zip(KINDS, (mask, mask_random(like=mask), mask_random(like=mask, match="mass")), strict=True))
     replayed = dl.replay(model, done, [hooks[item["hidden"]]], attention=False)
-    return {"flips": [_flips(replayed, row) for row in range(len(texts))]}
+    return {"flips": [count_flips(replayed, row) for row in range(len(texts))]}
 
 
-def _flips(replayed: Any, row: int) -> dict[str, Any]:
-    """Counts of one prompt. Open positions: those that the sampler may unmask at a step, in the current block."""
+def count_flips(replayed: Any, row: int) -> Counts:
+    """Counts of one prompt. Open positions: those that the sampler may unmask at a step, in the current block.
+
+    "first" is the position that is surest under the mask, "plain_first" the one that is surest without it, and
+    "rechosen" the number of steps at which they differ; "bins" has `CELLS` by bin of confidence without the mask.
+    """
     import torch
 
-    run, found = replayed.run, dict.fromkeys(("open", "flipped", "first", "first_flipped"), 0)
-    kept: dict[str, list[float]] = {"change": [], "sure_flipped": [], "sure_kept": []}
+    run = replayed.run
+    found: Counts = dict.fromkeys(
+        ("open", "flipped", "first", "first_flipped", "plain_first_flipped", "rechosen"), 0
+    )
+    bins: dict[str, list[float]] = {}
     position = torch.arange(replayed.predicted.shape[-1])
     for step, (start, stop) in enumerate(run.spans):
         here = replayed.predicted[step, row]
@@ -48,16 +68,52 @@ def _flips(replayed: Any, row: int) -> dict[str, Any]:
         here = inside if bool(inside.any()) else here
         if not bool(here.any()):
             continue
-        flipped, sure = replayed.flipped[step, row], replayed.confidence_hooked[step, row]
-        best = int(sure.masked_fill(~here, -torch.inf).argmax())
+        flipped, sure, plain = (
+            getattr(replayed, name)[step, row] for name in ("flipped", "confidence_hooked", "confidence")
+        )
+        best, before = (int(one.masked_fill(~here, -torch.inf).argmax()) for one in (sure, plain))
         found["open"] += int(here.sum())
         found["flipped"] += int(flipped[here].sum())
         found["first"] += 1
         found["first_flipped"] += int(flipped[best])
-        kept["change"] += replayed.confidence_change[step, row][here].tolist()
-        kept["sure_flipped"] += sure[here & flipped].tolist()
-        kept["sure_kept"] += sure[here & ~flipped].tolist()
-    return found | {name: rounded(sum(v) / len(v)) if v else None for name, v in kept.items()}
+        found["plain_first_flipped"] += int(flipped[before])
+        found["rechosen"] += int(best != before)
+        for place in here.nonzero().flatten().tolist():
+            cells = bins.setdefault(str(bin_of(float(plain[place]))), [0.0] * len(CELLS))
+            turned = bool(flipped[place])
+            which = "flipped" if turned else "kept"
+            cells[CELLS.index(which)] += 1
+            cells[CELLS.index(f"{which} change")] += float(sure[place] - plain[place])
+            group = "first" if place == best else "others"
+            cells[CELLS.index(group)] += 1
+            cells[CELLS.index(f"{group} flipped")] += turned
+    return found | {"bins": {name: rounded(cells) for name, cells in sorted(bins.items())}}
+
+
+def bin_of(confidence: float) -> int:
+    """The whole part of 2 ln(c / (1 - c)), from -16 to 30."""
+    c = min(max(confidence, 1e-9), 1 - 1e-7)
+    return max(-16, min(30, math.floor(2 * math.log(c / (1 - c)))))
+
+
+def at_equal_confidence(counts: Counts, one: str, other: str, of: str) -> tuple[float, float]:
+    """Mantel and Haenszel's weighted difference of two groups' means over the bins, as numerator and denominator.
+
+    sum_b w_b (x_b / n_b - y_b / m_b) with w_b = n_b m_b / (n_b + m_b), and sum_b w_b.
+
+    Args:
+        counts: of one prompt.
+        one: the first group of `CELLS`.
+        other: the second group.
+        of: what is averaged, appended to the group's name: " flipped" or " change".
+    """
+    top = bottom = 0.0
+    for cells in counts["bins"].values():
+        n, x, m, y = (cells[CELLS.index(name)] for name in (one, one + of, other, other + of))
+        if n and m:
+            top += (x * m - y * n) / (n + m)
+            bottom += n * m / (n + m)
+    return top, bottom
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
@@ -66,43 +122,101 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 
 
 def render(results: Results) -> Rendering:
-    """Flips over all open positions against flips at the position that is unmasked next."""
+    """Flips over all open positions and at the position that is unmasked next, also at equal confidence."""
     from dlm_lens.experiments.attention_sinks.charts import line_chart
 
-    rows, curves = [], {}
-    for model in results.models:
-        for kind in KINDS:
-            rows.append([
-                model, kind, str(flips(results, model, kind, "flipped", "open")),
-                str(flips(results, model, kind, "first_flipped", "first")),
-                *(str(mean_over_prompts(_of(results, model, kind, name)))
-                  for name in ("change", "sure_flipped", "sure_kept")),
-                str(len(_of(results, model, kind, "open"))),
-            ])  # fmt: skip
-            curves[f"{model}, {kind}"] = [
-                (0, flips(results, model, kind, "flipped", "open")),
-                (1, flips(results, model, kind, "first_flipped", "first")),
+    rows, curves, styles = [], {}, {}
+    for number, model in enumerate(results.models):
+        for line, kind in enumerate(KINDS):
+            shares = [
+                flips(results, model, kind, "flipped", "open"),
+                flips(results, model, kind, "plain_first_flipped", "first"),
+                flips(results, model, kind, "first_flipped", "first"),
             ]
-    head = ["model", "hidden", "flipped, of the open positions", "flipped, of those surest under the mask",
-            "change of confidence", "confidence where flipped", "where not", "n prompts"]  # fmt: skip
+            rows.append([
+                model, kind, *map(str, shares), _signed(spared(results, model, kind)),
+                _signed(rechosen(results, model, kind)), _signed(lost(results, model, kind)), str(shares[0].n),
+            ])  # fmt: skip
+            curves[f"{model}, {kind}"], styles[f"{model}, {kind}"] = list(enumerate(shares)), (number, line)
+    head = ["model", "hidden", "flipped: open positions", "surest without the mask", "surest under it",
+            "the last - others as sure without the mask", "the last - surest without the mask",
+            "change of confidence, flipped - kept ones as sure", "n"]  # fmt: skip
     counts = {settings_of(results.settings, model)["columns"] for model in results.models}
     columns = " or ".join(map(str, sorted(counts)))
-    table = Table(f"{columns} column(s) per head hidden on canvases of unmasked runs; 95% intervals over prompts",
-                  head, rows)  # fmt: skip
-    figure = line_chart(curves, x="", y="prediction flipped", ticks=["open positions", "the surest, written next"])
-    return Rendering([table], {"flips": figure}, list(_findings(results)))
+    table = Table(f"{columns} column(s) per head hidden on canvases of unmasked runs; 95% intervals", head, rows)
+    figure = line_chart(
+        curves, x="", y="prediction flipped", styles=styles,
+        ticks=["open positions", "surest without the mask", "surest under the mask"],
+    )  # fmt: skip
+    return Rendering([table], {"flips": figure}, list(findings(results)))
+
+
+def _signed(found: Interval) -> str:
+    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+
+
+def _over(
+    results: Results, model: str, kind: str, terms: Callable[[Counts], tuple[float, float]], least: float = -1
+) -> Interval:
+    return per_prompt(results, model, ["flips"], terms, bounds=(least, 1), hidden=kind)
 
 
 def flips(results: Results, model: str, kind: str, top: str, bottom: str) -> Interval:
-    """Ratio of two counts, with an interval over prompts."""
-    return ratio_over_prompts(_of(results, model, kind, top), _of(results, model, kind, bottom))
+    """Ratio of two counts."""
+    return _over(results, model, kind, lambda one: (one[top], one[bottom]), 0)
 
 
-def _of(results: Results, model: str, kind: str, name: str) -> list[Any]:
-    return [one[name] for one in results.listed("flips", model=model, hidden=kind)]
+def spared(results: Results, model: str, kind: str) -> Interval:
+    """Flips of the positions written next minus flips of other open ones that were as sure without the mask."""
+    return _over(results, model, kind, lambda one: at_equal_confidence(one, "first", "others", " flipped"))
 
 
-def _findings(results: Results) -> Iterator[Finding]:
+def rechosen(results: Results, model: str, kind: str) -> Interval:
+    """Flips where the model would write under the mask minus flips where it would have written without it."""
+    return _over(
+        results, model, kind, lambda one: (one["first_flipped"] - one["plain_first_flipped"], one["first"])
+    )
+
+
+def lost(results: Results, model: str, kind: str) -> Interval:
+    """Change of confidence where the prediction flips minus where it is kept, among equally sure positions."""
+    return _over(results, model, kind, lambda one: at_equal_confidence(one, "flipped", "kept", " change"))
+
+
+def more_than_control(results: Results, model: str) -> Interval:
+    """`spared` with sinks hidden minus that with random columns of the same mass, a mean over prompts."""
+    sinks, control = (
+        recorded_runs.per_network(results, "flips", model=model, hidden=kind) for kind in (KINDS[0], KINDS[2])
+    )
+    networks: list[tuple[list[float], list[float]]] = []
+    for pair in zip(sinks, control, strict=True):
+        tops: list[float] = []
+        bottoms: list[float] = []
+        for both in zip(*pair, strict=True):
+            (a, n), (b, m) = (at_equal_confidence(one, "first", "others", " flipped") for one in both)
+            tops.append(a / n - b / m if n and m else 0.0)
+            bottoms.append(float(bool(n and m)))
+        networks.append((tops, bottoms))
+    return over_networks(networks, bounds=(-2, 2))
+
+
+def in_words(results: Results, model: str) -> str:
+    """One paragraph on a DLM: flips with a sink hidden, beside flips at equal confidence and under the control."""
+    everywhere = flips(results, model, "sinks", "flipped", "open")
+    first, before = (
+        flips(results, model, "sinks", top, "first") for top in ("first_flipped", "plain_first_flipped")
+    )
+    less, control = (spared(results, model, kind) for kind in (KINDS[0], KINDS[2]))
+    return (
+        f"With a sink hidden, {everywhere} of {model}'s predictions in the block flip, {first} of the surest ones, "
+        "which are written next. Sure predictions flip less under any mask: against open positions that were as "
+        f"sure without it the difference is {_signed(less)}, with random columns of the same mass hidden "
+        f"{_signed(control)}. Where the model would have written without the mask, {before} flip."
+    )
+
+
+def findings(results: Results) -> Iterator[Finding]:
+    """Both halves of the hypothesis, at equal confidence, and whether sinks matter more than other columns."""
     for model in results.models:
         everywhere = flips(results, model, "sinks", "flipped", "open")
         first = flips(results, model, "sinks", "first_flipped", "first")
@@ -110,15 +224,43 @@ def _findings(results: Results) -> Iterator[Finding]:
             yield Finding("an AR model must write the affected token", f"{model}: {first} of the next tokens flip",
                           "no counterpart", "every step writes its one open position")  # fmt: skip
             continue
+        change, control = lost(results, model, "sinks"), lost(results, model, KINDS[2])
+        yield Finding.of(
+            "(hypothesis) the model becomes less confident about the tokens that the sink affects",
+            f"{model}: where the prediction flips, the confidence changes by {_signed(change)} more than at "
+            "positions that were as sure and keep theirs",
+            is_below(change, 0),
+            why="agreement: below 0 at equal confidence without the mask",
+            null=f"0; random columns of the same mass: {_signed(control)}",
+        )
+        less, control = spared(results, model, "sinks"), spared(results, model, KINDS[2])
+        yield Finding.of(
+            "(hypothesis) and does not write there",
+            f"{model}: {first} of the predictions written next flip, of all open ones {everywhere}; against open "
+            f"ones that were as sure without the mask: {_signed(less)}",
+            is_below(less, 0),
+            why="agreement: fewer flips than of other positions with the same confidence without the mask",
+            null=f"0: sure predictions flip less, whatever is hidden; random columns of the same mass: "
+            f"{_signed(control)}",
+        )
+        saved = rechosen(results, model, "sinks")
+        plain = flips(results, model, "sinks", "plain_first_flipped", "first")
+        yield Finding.of(
+            "(hypothesis) choosing again what to write is what protects a DLM",
+            f"{model}: {first} flip where it writes under the mask, {plain} where it would have written: "
+            f"{_signed(saved)}",
+            is_below(saved, 0),
+            why="agreement: fewer flips where the model writes under the mask than where it would have written",
+            null="0: the choice does not depend on the mask, as in an AR model",
+        )
+        others = flips(results, model, KINDS[2], "flipped", "open")
         yield Finding(
-            "(hypothesis) the model becomes less confident where the sink mattered, and does not write there",
-            f"{model}: {everywhere} of the open positions flip, {first} of those that would be written next",
-            "agrees"
-            if first.high < everywhere.low
-            else "disagrees"
-            if first.low > everywhere.high
-            else "undecided",
-            "on fixed canvases, so that nothing is carried over from step to step",
+            "nothing says that this is about sinks",
+            f"{model}: the difference at equal confidence is {_signed(more_than_control(results, model))} larger "
+            "with sinks hidden than with random columns of the same mass",
+            "no counterpart",
+            "below 0: positions written next are spared more from hidden sinks than from other columns; of all "
+            f"open ones {everywhere} flip with sinks hidden, {others} with those columns: there is less to spare",
         )
 
 
@@ -126,7 +268,7 @@ EXPERIMENT = recorded_runs.experiment(
     name="beyond-confidence",
     shows="2510.15731, Section 5.2",
     title="where predictions flip when sinks are hidden, and whether these are written",
-    metric="share of predictions that change on the same canvas",
+    metric="share of predictions that change on the same canvas, at equal confidence without the mask",
     small={"models": ["toy", "toy-ar"], "columns": 1},
     full={"columns": 5},
     items=items,

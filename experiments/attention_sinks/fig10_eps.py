@@ -172,6 +172,11 @@ def _null_models(results: Results) -> list[str]:
     return [*results.diffusion_models[:1], *causal[:1]]
 
 
+def _three(found: Interval) -> str:
+    """An interval with three digits, which the paper's 0.96 is close to."""
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
 def findings(results: Results) -> Iterator[Finding]:
     """The 96% in every reading."""
     if PAPER_EPS not in results.settings["values"]:
@@ -182,7 +187,7 @@ def findings(results: Results) -> Iterator[Finding]:
             null = removed(results, model, PAPER_EPS, reading, "exponential").value
             yield Finding.of(
                 "eps = 3 filters out at least 96% of the tokens of a sequence of 64",
-                f"{model}: {here} (every head; Eq. 3 on {READINGS[reading]})",
+                f"{model}: {_three(here)} (every head; Eq. 3 on {READINGS[reading]})",
                 is_above(here, PAPER_SHARE),
                 why="agreement: at least 0.96 are left out; this is about the threshold and no evidence for sinks",
                 null=f"exponential scores: {null:.3f}; uniform attention: 1",

@@ -152,7 +152,7 @@ def test_eps_of_figure_10_by_hand() -> None:
         kept = [one[place] for value in mine for one in value["measured relative"]]
         left_out = 1 - sum(k * m for k, m in zip(kept, n, strict=True)) / sum(n)
         assert left_out >= 0.96
-        assert f"{model}: {left_out:.2f} [" in PAGE
+        assert f"{model}: {left_out:.3f} [" in PAGE
 
 
 @pytest.mark.parametrize("small", [True, False])
