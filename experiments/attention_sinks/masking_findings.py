@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, CONTROLS, JUDGED, READINGS
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, CONTROLS, JUDGED, READINGS, VARIANTS
 from dlm_lens.experiments.attention_sinks.prompt_scores import (
     Answers,
     answers,
@@ -28,6 +28,16 @@ TEN_SINKS = (-0.25, 0.0)
 
 KEPT = 0.5
 """A baseline is destroyed where less than this part of its exact match is left; the paper's keeps 0.02 of 0.85."""
+
+BASELINE: tuple[dict[str, Any], ...] = (
+    VARIANTS["raw"],
+    {"scale": "relative"},
+    {"per": "layer", "scale": "relative"},
+    VARIANTS["raw-layer"],
+)
+"""Readings of "one sink" that get a verdict for the AR baseline."""
+
+CAUSAL_PART = "; relative sums leave out what the causal mask alone gives to the first token"
 
 
 def accuracy(results: Results, model: str, columns: int, **changed: Any) -> Interval:
@@ -86,21 +96,20 @@ def _of_diffusion(results: Results, model: str) -> Iterator[Finding]:
 
 
 def _of_baseline(results: Results, model: str) -> Iterator[Finding]:
-    for scale in ("raw", "relative"):
-        k = next((k for k in (1, 5) if has(results, model, k, scale=scale)), None)
+    for reading in BASELINE:
+        k = next((k for k in (1, 5) if has(results, model, k, **reading)), None)
         if k is None:
             continue
-        kept, reading = part_kept(results, model, k, scale=scale), {"scale": scale}
+        kept, scale = part_kept(results, model, k, **reading), reading["scale"]
         yield Finding.of(
             "one masked sink destroys the AR baseline: 0.85 to 0.02",
-            f"{model}: {accuracy(results, model, 0)} to {accuracy(results, model, k, scale=scale)}, of which "
-            f"{kept} is left (top {k}, {scale} column sums)",
+            f"{model}: {accuracy(results, model, 0)} to {accuracy(results, model, k, **reading)}, of which {kept} "
+            f"is left (top {k} per {reading.get('per', 'head')}, {scale} column sums)",
             _beyond_controls(is_below(kept, KEPT), "agrees", results, model, k, reading),
             f"agreement: less than {KEPT} left, and less than under each control"
-            + ("; relative sums leave out what the causal mask alone gives to the first token"
-               if scale == "relative" else ""),
+            + ("" if scale == "raw" else CAUSAL_PART),
             _controls(results, model, k, reading),
-        )  # fmt: skip
+        )
 
 
 def _against(results: Results, model: str, other: str, reading: Mapping[str, Any]) -> Finding:

@@ -171,9 +171,10 @@ def test_items_differ_and_have_a_cost(small: bool) -> None:
 def test_table_1_has_a_reading_for_every_axis() -> None:
     every = conditions(find_experiment("table1-masking").full)
     # Unmasked, the base reading, every variant, and the controls of those that get a verdict.
-    assert len(every) == 1 + 3 + 11 * 3 + (1 + 1 + 2 + 2) * 3
+    assert len(every) == 1 + 3 + 13 * 3 + (1 + 1 + 1 + 2 + 2) * 3
     for name, values in {
-        "choose": {"top", "eps", "random", "mass"}, "per": {"head", "layer", "model"}, "scale": {"relative", "raw"},
+        "choose": {"top", "eps", "random", "mass", "first"}, "per": {"head", "layer", "model"},
+        "scale": {"relative", "raw"},
         "source": {"current", "previous", "clean"}, "stage": {"before_softmax", "after"},
         "classes": {None, "function", "content"},
     }.items():  # fmt: skip

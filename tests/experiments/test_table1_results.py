@@ -23,6 +23,8 @@ READINGS: dict[str, dict[str, str]] = {
     "source clean": {"source": "clean"},
     "stage after": {"stage": "after"},
     "scale raw": {"scale": "raw"},
+    "per layer, scale raw": {"per": "layer", "scale": "raw"},
+    "the first positions, whatever they receive": {"choose": "first"},
     "choose eps": {"choose": "eps"},
     "only function tokens": {"classes": "function"},
     "only content tokens": {"classes": "content"},
