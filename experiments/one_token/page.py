@@ -40,9 +40,10 @@ whether the same comparison has the same sign in a miniature. No network of the 
 """
 
 PAIRS = """**Pairs.** Runs with one seed begin with the same weights, as far as they share them, and see the same
-batches and masks. Intervals of differences are over seeds and held-out sequences together; those of exact match are
-over prompts, which are the same for every seed's network. All seeds of a conversion begin with the one AR model. A,
-L and F are the synthetic language's arithmetic, list and look-up problems ([toy.md](toy.md)).
+batches and masks. Intervals of differences are over seeds and held-out sequences together (over seeds alone in
+results that hold no losses of groups of sequences); those of exact match are over prompts, which are the same for
+every seed's network. All seeds of a conversion begin with the one AR model. A, L and F are the synthetic language's
+arithmetic, list and look-up problems ([toy.md](toy.md)).
 """
 
 TEXT = """## The English text
