@@ -12,6 +12,9 @@ from dlm_lens.experiments.verdicts import RATE, Verdict, adjusted, expected_by_c
 
 DECIDED = ("agrees", "disagrees")
 
+WHAT_TO_SEE = "What to see:"
+"""How a note begins that belongs to the pictures."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -100,9 +103,11 @@ def section(one: Entry, pictures: Mapping[str, str], after: Mapping[Finding, flo
     experiment, results, rendering = one.experiment, one.results, one.rendering
     yield f"## {experiment.name}"
     yield f"{experiment.shows}: {experiment.title}. Measured: {experiment.metric}."
+    seen_first = [note for note in rendering.notes if note.startswith(WHAT_TO_SEE)]
     for name, path in pictures.items():
         seen = rendering.captions.get(name, "")
         yield f"![{experiment.name}: {name}]({path})" + (f"\n\n*{seen}*" if seen else "")
+    yield from seen_first
     if results.missing:
         yield f"**Unfinished: {results.missing} of {len(results.records) + results.missing} items are missing.**"
     if rendering.findings:
@@ -112,7 +117,7 @@ def section(one: Entry, pictures: Mapping[str, str], after: Mapping[Finding, flo
     yield scale_of(results)
     yield from number_tables(experiment, rendering)
     yield "</details>"
-    yield from rendering.notes
+    yield from (note for note in rendering.notes if note not in seen_first)
 
 
 def command(experiment: Experiment, results: Results) -> str:

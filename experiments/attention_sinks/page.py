@@ -17,6 +17,7 @@ from dlm_lens.experiments.attention_sinks import (
     masking_findings,
     table1,
 )
+from dlm_lens.experiments.attention_sinks.abstract import abstract
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS
 from dlm_lens.experiments.experiment import Experiment, list_experiments
 from dlm_lens.experiments.results import Results
@@ -26,18 +27,26 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 INTRODUCTION = """# Results: attention sinks in diffusion language models
 
-Every figure and table of [2510.15731](https://arxiv.org/abs/2510.15731), beside what the same measurement gives on
-the embedded models. **No real checkpoint was run**: all numbers are of models of 1 MB (4 layers of 4 heads,
-canvases of about 55 positions) on the shipped word problems, one trained model each. They show that the
-measurements work and where small models differ; they are not evidence about LLaDA, Dream or MMaDA. Figure 2 is
-a drawing.
+Every figure and table of [2510.15731](https://arxiv.org/abs/2510.15731), measured on the embedded models (4 layers
+of 4 heads, canvases of about 55 positions, the shipped word problems), on a real AR model of 135 million parameters
+(`smollm2`, English prompts) and on its conversion. Figure 2 is a drawing. The other paper:
+[results of "One Token Is Enough"](results_one_token.md).
+"""
+
+RULES = """## How to read it
+
+Each section has the picture in the paper's form, and a table: the paper's statement, the number measured here with
+its 95% interval, the number without the effect (the null), and the verdict with its rule. The rules and bounds were
+set before the numbers, with two exceptions: the bounds of Figure 8 (0.25 and 0.8) are those of the earlier edition,
+put back after "above a random key" had called a ratio of 1.00 an agreement; and the interval of Figure 4 where no
+pattern moves is Wilson's on patterns with a design effect, since one case per prompt gave [0, 0.11] for 0 of 8,640.
+"undecided": the interval allows both. "no counterpart": nothing can be compared.
 
 `python -m dlm_lens.experiments.attention_sinks.page` makes this page from `experiments/attention_sinks/results`;
-`pytest tests/experiments/test_attention_sinks_page.py` checks that it is up to date. A verdict is a rule on the
-numbers and their interval, given in the last column or in the experiment's file. The other paper:
-[results of "One Token Is Enough"](results_one_token.md).
+`pytest tests/experiments/test_attention_sinks_page.py` checks that it is up to date.
+"""
 
-## Running it
+RUNNING = """## Running it
 
 ```bash
 dlm-lens experiment list
@@ -50,9 +59,6 @@ dlm-lens experiment beyond-instruct --models GSAI-ML/LLaDA-8B-Base,GSAI-ML/LLaDA
 torchrun --nproc-per-node 4 --no-python dlm-lens experiment fig7-paths --out runs/fig7   # splits the items
 dlm-lens experiment fig7-paths --render --out runs/fig7          # tables and figures of the stored results
 ```
-
-With `--small` all 24 experiments of both papers took 14.5 minutes on one core of a busy two-core machine, 6 seconds
-to 4 minutes each (2026-11-20).
 
 Every item (a model, a condition, some prompts) is on disk before the next begins. The same command resumes a killed
 run; a command with other settings is refused. `--set name=value` replaces a setting, as in `--set prompts=64`;
@@ -69,7 +75,8 @@ def make_page(results: Path = RESULTS) -> tuple[str, list[Entry]]:
     here = [one for one in list_experiments() if "2510.15731" in one.shows]
     found = entries(sorted(here, key=_order), results)
     held, after = {one.experiment.name: one.results for one in found}, corrected(found)
-    parts = [INTRODUCTION + "\n## At a glance", *summary(held), glance(found), on_correction(found)]
+    parts = [INTRODUCTION + "\n## Abstract", *abstract(held), "## At a glance", *summary(held), glance(found),
+             on_correction(found), RULES.rstrip(), RUNNING.rstrip()]  # fmt: skip
     for one in found:
         pictures = {name: f"images/results/{one.experiment.name}-{name}.png" for name in one.rendering.figures}
         parts += section(one, pictures, after)
