@@ -154,8 +154,8 @@ def test_classes_split_the_strongest_columns_and_their_controls_match(
         assert min(shares) > 0.05
         for name, one in held.items():
             counted, weighed = (values(stored, model, 1, classes=name, choose=how) for how in ("random", "mass"))
-            assert average(counted["hidden"]) == pytest.approx(average(one["hidden"]), rel=0.06)
-            assert average(weighed["mass"]) == pytest.approx(
-                average(one["mass"]), rel=0.2 if results.is_causal(model) else 0.08
-            )
+            # As many and as much in every map of its own run (tests/hooks); the texts of the two runs differ.
+            assert average(counted["hidden"]) == pytest.approx(average(one["hidden"]), rel=0.15)
+            assert average(weighed["mass"]) == pytest.approx(average(one["mass"]), rel=0.15)
+            assert average(counted["mass"]) < 0.75 * average(weighed["mass"])
             assert sum(sum(control["learned"]) for control in (counted, weighed)) == 0
