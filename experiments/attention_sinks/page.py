@@ -119,10 +119,15 @@ def _masked(found: Results) -> str:
     sinks, counted, weighed = (change(found, "toy", 5, choose=name) for name in ("top", "random", "mass"))
     baseline, baseline_weighed = (change(found, "toy-ar", 5, choose=name) for name in ("top", "mass"))
     learned = table1.mean(found, "learned", "toy-sink", {"columns": 1, **BASE})
+    function, content = (change(found, "toy", 1, classes=name) for name in ("function", "content"))
+    theirs_function = change(found, "toy-sink", 1, classes="function")
     return (
         f"- **The cost of one sink depends on its definition.** Hidden per head, toy loses {-one.value:.2f} of "
         f"its exact match and toy-ar {-theirs.value:.2f}; one per layer {-layer.value:.2f} and "
         f"{-theirs_layer.value:.2f}. The paper does not say which it uses.\n"
+        "- **In toy the cost is that of content.** Its strongest columns are often the digits and words that the "
+        f"problem needs: hidden only where they are punctuation, special or mask tokens they cost {function}, only "
+        f"where they are digits or words {content}. In toy-sink function tokens cost {theirs_function}.\n"
         f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere.** Five sinks per head "
         f"change toy by {sinks}, five random columns by {counted}, and random columns that receive as much as "
         f"five sinks by {weighed}. In toy-ar this does not hold: {baseline} for five sinks, {baseline_weighed} for "
