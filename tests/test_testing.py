@@ -34,9 +34,9 @@ def test_options_are_config_fields_and_the_seed_is_the_weights_() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="no family 'bert'; there are causal, "):
+    with pytest.raises(ValueError, match="no family 'bert'; there are a2d_qwen3, causal, "):
         tiny("bert")
-    with pytest.raises(ValueError, match="family 'causal' has no model type 'gpt2'; it has llama, qwen2"):
+    with pytest.raises(ValueError, match="family 'causal' has no model type 'gpt2'; it has llama, qwen2, qwen3"):
         tiny("causal", model_type="gpt2")
 
 

@@ -366,7 +366,7 @@ def test_the_command(recording, tmp_path):
     assert out.read_text().count('"label":"rec"') == 2
     wrong = CliRunner().invoke(app, ["report", str(saved), "--detector", "loud"])
     assert isinstance(wrong.exception, ValueError)
-    assert "--detector 'loud': there are above-mean, above-std" in str(wrong.exception)
+    assert "--detector 'loud': there are above-mean, above-median, above-std" in str(wrong.exception)
 
 
 @pytest.mark.parametrize(
