@@ -95,13 +95,15 @@ def forward64(
     causal: bool = False,
     edits: Mapping[tuple[int, str], Edit] | None = None,
     positions: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Every intermediate of a Llama or Qwen2 (or Qwen3) network under its hook point's name, and the logits."""
     config = model.config
     weights = {name: value.double() for name, value in model.state_dict().items()}
     kept: dict[str, Tensor] = {}
     batch, length = ids.shape
-    visible = torch.ones(batch, 1, length, length, dtype=torch.bool)
+    if visible is None:
+        visible = torch.ones(batch, 1, length, length, dtype=torch.bool)
     if mask is not None:
         visible = visible & mask.bool()[:, None, None, :]
     if causal:

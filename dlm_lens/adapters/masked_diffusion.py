@@ -24,6 +24,9 @@ LLADA_SAMPLER = {
 DLLM_SAMPLER = {**LLADA_SAMPLER, "schedule": "linear"}
 """The defaults of ZHZisZZ/dllm's MDLMSampler."""
 
+DLLM_BLOCK_SAMPLER = {**DLLM_SAMPLER, "block_length": 32}
+"""The defaults of ZHZisZZ/dllm's BD3LMSampler."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.recording.query_classes import QueryClass
@@ -26,9 +26,11 @@ class CanvasFacts:
         unpadded: the network takes padding for content (a quirk of a reference), so that padding is a key.
         window: the sliding window w of the layer, in an AR run: query i sees the keys i - w + 1, ..., i; None if
             the layer has none.
+        blocks: (length, first) of block causal attention, where position i is in block floor((i - first) / length)
+            and sees its own and earlier blocks; positions after the current block are neither queries nor keys.
 
     Raises:
-        ValueError: a window below 1, or in a run that is not causal.
+        ValueError: a window below 1, or in a run that is not causal; blocks beside causality or learned sinks.
     """
 
     valid: Bool[Tensor, "*run position"]
@@ -39,6 +41,7 @@ class CanvasFacts:
     sinks: int = 0
     unpadded: bool = False
     window: int | None = None
+    blocks: tuple[int, int] | None = None
     _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -48,10 +51,23 @@ class CanvasFacts:
                 "least 1, in a causal run without learned sink tokens"
             )
 
+        if self.blocks is not None and (self.causal or self.sinks or self.unpadded):
+            raise ValueError("block causal attention is neither causal nor beside learned sink tokens")
+
     @property
     def present(self) -> Bool[Tensor, "*run position"]:
-        """Content that the network sees: all of it, or in an AR run the written positions."""
+        """Content that the network sees: all of it, in an AR run what is written, with blocks up to the current."""
+        if self.blocks is not None:
+            return self.valid & (self.block.flip(-1).long().cumsum(-1).flip(-1) > 0)
         return self.valid & ~self.masked if self.causal else self.valid
+
+    def _bounds(self) -> tuple[Int[Tensor, "position"], Int[Tensor, "position"]]:
+        """First and last position of every position's block."""
+        assert self.blocks is not None
+        length, first = self.blocks
+        where = torch.arange(self.valid.shape[-1], device=self.valid.device)
+        start = (where - first).div(length, rounding_mode="floor") * length + first
+        return start.clamp(min=0), (start + length - 1).clamp(max=len(where) - 1)
 
     @property
     def prompt(self) -> Bool[Tensor, "*run position"]:
@@ -96,6 +112,11 @@ class CanvasFacts:
 
     def _expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
+        if self.blocks is not None:
+            # Key j is seen by the queries from its block's start on; query i sees the keys up to its block's end.
+            start, end = self._bounds()
+            each = queries.double() / seen.cumsum(-1)[..., end].clamp(min=1)
+            return (each.flip(-1).cumsum(-1).flip(-1)[..., start] * seen).float()
         if not self.causal:
             each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
             return self._beside_sinks(seen) * each
@@ -110,6 +131,8 @@ class CanvasFacts:
 
     def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
+        if self.blocks is not None:
+            return queries.flip(-1).cumsum(-1).flip(-1)[..., self._bounds()[0]] * seen
         if not self.causal:
             return self._beside_sinks(seen) * queries.sum(-1, keepdim=True)
         if self._whole:

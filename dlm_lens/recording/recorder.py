@@ -65,6 +65,7 @@ class Recorder(StepObserver):
         self.dtype = dtype
         self.arrays = StepArrays(specs_of(self.reducers), getattr(torch, dtype))
         self._unpadded = False
+        self._block_length: int | None = None
         self._memory_of: dict[int, dict[Any, Any]] = {}
         self._found: dict[int, dict[str, Tensor]] = {}
         self._facts: dict[tuple[torch.device, int | None], CanvasFacts] = {}
@@ -83,7 +84,7 @@ class Recorder(StepObserver):
         """A run begins: read the model's layers from now on."""
         super().start(sampler, content, answer)
         self.arrays.clear()
-        self._unpadded = sampler.unpadded
+        self._unpadded, self._block_length = sampler.unpadded, sampler.block_length if sampler.grows else None
         self._memory_of = {layer: {} for layer in self.tap.layers}
         self.tap.open()
 
@@ -207,8 +208,14 @@ class Recorder(StepObserver):
                 sinks=self.layout.count,
                 unpadded=self._unpadded,
                 window=window,
+                blocks=self._blocks(run),
             )
         return self._facts[device, window]
+
+    def _blocks(self, run: RunStep) -> tuple[int, int] | None:
+        """Length and start of the blocks of block diffusion."""
+        length = self._block_length
+        return None if length is None else (length, run.span[0] - run.block * length)
 
     def _regions_on(self, facts: CanvasFacts) -> dict[str, Tensor]:
         """Sets of keys, computed once per step and device."""

@@ -135,6 +135,7 @@ class Recording(RecordingFields):
             sinks=self.sinks,
             unpadded=self.unpadded,
             window=window,
+            blocks=self.run.attention_blocks,
         )
 
     def expected(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:

@@ -113,6 +113,8 @@ def denoise(
         logits = "needed"
         if hooks or any(observer.whole_prefix for observer in observers):
             given = _without_cache(given)
+    elif algorithm.sampler.grows and (hooks or observers):
+        given = _without_cache(given)
     run = _prepare(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}

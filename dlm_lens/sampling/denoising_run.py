@@ -23,6 +23,8 @@ class StepPlan:
         block: index of the block that is decoded.
         span: that block, as (start, stop) canvas positions.
         remaining: steps left in the block, this one included.
+        seen: how many positions of the canvas the network sees, where that is a prefix of it: in AR decoding what
+            is written, in block diffusion everything up to the block's end. None: all of it.
     """
 
     index: int
@@ -30,11 +32,12 @@ class StepPlan:
     block: int
     span: tuple[int, int]
     remaining: int
+    seen: int | None = None
 
     @property
     def prefix_length(self) -> int:
         """In AR decoding, the positions that the network sees; the next one is written."""
-        return self.span[0] + self.index
+        return self.span[0] + self.index if self.seen is None else self.seen
 
 
 class Proposal(NamedTuple):
@@ -156,6 +159,14 @@ class DenoisingRun:
         """Whether this is AR decoding: a step sees the prefix that is written and decides the next position."""
         algorithm = algorithms().get(str(self.settings.get("sampler")))
         return algorithm is not None and algorithm.sampler.autoregressive
+
+    @property
+    def attention_blocks(self) -> tuple[int, int] | None:
+        """Length and first position of the blocks of block causal attention; None in all other runs."""
+        algorithm = algorithms().get(str(self.settings.get("sampler")))
+        if algorithm is None or not algorithm.sampler.grows:
+            return None
+        return int(self.settings.get("block_length") or self.settings["gen_length"]), self.prompt_length
 
     @property
     def steps(self) -> int:

@@ -68,7 +68,7 @@ def run_sampler(
         canvas = observing.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive)
         masked = is_masked(plan.index, canvas)
         history.start(canvas, masked)
-        evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked
+        evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
         edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)
         found = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit)
         try:

@@ -222,7 +222,7 @@ class StepObserver(RunObserver):
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,
         )
-        self.now = now.until(plan.prefix_length) if self.sampler.autoregressive else now
+        self.now = now if plan.seen is None else now.until(plan.seen)
         return canvas
 
     def stop(self) -> None:

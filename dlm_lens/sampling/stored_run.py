@@ -13,7 +13,6 @@ from dlm_lens.attention import HookLike
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
-from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.sampling.settings import check_model
@@ -58,22 +57,21 @@ class StoredCanvases:
         """Canvas positions that the network sees at a step: all, or in an AR run the written prefix."""
         run = self.run
         if not self.autoregressive:
-            return int(run.canvases.shape[-1])
+            return run.spans[step][1] if self.sampler.grows else int(run.canvases.shape[-1])
         return int((run.attention_mask & ~run.masked[step]).any(0).nonzero().amax()) + 1
 
     def plan(self, step: int) -> StepPlan:
         """The plan that the run had for a step."""
-        run, span = self.run, self.run.spans[step]
-        if self.autoregressive:
-            # The prefix length is span[0] + index.
-            span = (self.length(step) - step, span[1])
-        return StepPlan(step, run.steps, run.blocks[step], span, run.steps - step)
+        run = self.run
+        seen = self.length(step) if self.autoregressive or self.sampler.grows else None
+        return StepPlan(step, run.steps, run.blocks[step], run.spans[step], run.steps - step, seen)
 
     def forward(self, step: int) -> Any:
         """The network without its head on the canvas of a step; in a guided run the conditional half alone."""
         canvas = self.run.canvases[step, :, : self.length(step)].to(self.device)
         content = self._network_content[:, : canvas.shape[1]]
-        return self.model.get_decoder()(input_ids=canvas, **network_inputs(content))
+        inputs = self.sampler.inputs(self.model, content, canvas, self.run.prompt_length)
+        return self.model.get_decoder()(input_ids=canvas, **inputs)
 
     @property
     def _network_content(self) -> Bool[Tensor, "batch position"]:
@@ -139,7 +137,8 @@ class StoredRun(StoredCanvases):
         A row that has ended has none.
         """
         if not self.autoregressive:
-            return self.run.masked[step].to(self.device)
+            masked = self.run.masked[step].to(self.device)
+            return masked & self.sampler.reach(masked, self.plan(step))
         predicted = torch.zeros_like(self.content)
         predicted[:, self.length(step)] = (self.run.row_steps > step).to(self.device)
         return predicted

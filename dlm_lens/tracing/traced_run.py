@@ -140,7 +140,7 @@ class TracedRun(RunObserver):
             canvas = torch.as_tensor(edited, device=canvas.device)
         given = (canvas, masked, self.state["valid"], self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given)
-        self.now = now if self.editable else now.until(plan.prefix_length)
+        self.now = now if plan.seen is None else now.until(plan.seen)
         self._clean = None
         return canvas
 

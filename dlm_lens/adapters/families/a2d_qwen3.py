@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.masked_diffusion import DLLM_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import DLLM_BLOCK_SAMPLER, DLLM_SAMPLER, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
 
 
@@ -81,7 +81,7 @@ FAMILY = Family(
         "a2d-qwen2": (A2DQwen2Config, A2DQwen2Model),
         "a2d-llama": (A2DLlamaConfig, A2DLlamaModel),
     },
-    samplers={"dllm": DLLM_SAMPLER},
+    samplers={"dllm": DLLM_SAMPLER, "dllm_blocks": DLLM_BLOCK_SAMPLER},
     hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",),
     # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
-from dlm_lens.sampling.network import CanvasLogits, Network
+from dlm_lens.sampling.network import CanvasLogits, Network, network_inputs
 
 
 class Select(nn.Module):
@@ -80,11 +80,13 @@ class Sampler(nn.Module):
     Attributes:
         autoregressive: a step sees the prefix that is written and decides the next position (AR decoding), instead
             of the whole canvas.
+        grows: a step sees the canvas up to the end of its block (block diffusion), instead of all of it.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
         hides_prompt: guidance masks all of the prompt's positions, instead of those that were not masked at first.
         cfg_scale: classifier-free guidance of the run; 0 for none.
         guidance_keeps: tokens that guidance leaves visible in its second half.
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
+        block_length: of the blocks of block causal attention, in samplers that grow.
         use_cache: the network keeps keys and values of the prefix.
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
             The loop sets it from `RunObserver.proposes_all`.
@@ -94,6 +96,7 @@ class Sampler(nn.Module):
     propose: nn.Module
     select: nn.Module
     autoregressive: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
@@ -101,6 +104,7 @@ class Sampler(nn.Module):
     guidance_keeps: tuple[int, ...] = ()
     unpadded: bool = False
     use_cache: bool = False
+    block_length: int = 0
     proposes_all: bool = False
 
     @classmethod
@@ -146,6 +150,16 @@ class Sampler(nn.Module):
         mask_id = model.config.mask_token_id
         return CanvasLogits(model, seen, cfg_scale=self.cfg_scale, fixed=fixed, mask_token_id=mask_id)
 
+    def inputs(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch seen"],
+        canvas: Int[Tensor, "batch seen"],
+        prompt_length: int,
+    ) -> dict[str, Any]:
+        """Arguments of a pass over what a step sees, beside the ids."""
+        return network_inputs(content)
+
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of the run, in order."""
         raise NotImplementedError
@@ -153,6 +167,13 @@ class Sampler(nn.Module):
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that may be unmasked at this step."""
         raise NotImplementedError
+
+    def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Positions that the step's network can predict: all, or in block diffusion those of the block."""
+        if not self.grows:
+            return torch.ones_like(masked)
+        where = torch.arange(masked.shape[1], device=masked.device)
+        return ((plan.span[0] <= where) & (where < plan.span[1])).expand_as(masked)
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan

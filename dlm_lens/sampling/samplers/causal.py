@@ -114,7 +114,8 @@ class CausalSampler(Sampler):
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """A step per token of the answer."""
         total = positions - prompt_length
-        return [StepPlan(step, total, 0, (prompt_length, positions), total - step) for step in range(total)]
+        span = (prompt_length, positions)
+        return [StepPlan(step, total, 0, span, total - step, prompt_length + step) for step in range(total)]
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The next position of every row."""

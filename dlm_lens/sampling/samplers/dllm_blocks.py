@@ -1,0 +1,180 @@
+"""dllm's sampler for block diffusion (BD3LM): each block is denoised after the blocks before it, which stay."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.block_network import BlockLogits
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, resolve
+from dlm_lens.sampling.settings import at_least_one
+
+
+@dataclass(frozen=True)
+class DllmBlockSettings(DllmSettings):
+    """Settings of dllm's BD3LMSampler (ZHZisZZ/dllm, core/samplers/bd3lm.py), beside those of `DllmSettings`.
+
+    Args:
+        steps_per_block: steps of every block, instead of ceil(steps / blocks).
+        use_cache: compute finished blocks once, which is exact.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps_per_block: int | None = None
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one(self, "steps_per_block", "gen_length")
+
+    def block_steps(self, positions: int) -> int:
+        """Steps of each block, before those that would unmask nothing are left out."""
+        return self.steps_per_block or math.ceil(self.steps / self.blocks(positions))
+
+
+class BlockNoise(SharedNoise):
+    """The random stream of code that draws numbers for the block alone."""
+
+    span = (0, 0)
+
+    def __init__(self, stream: SharedNoise) -> None:
+        self.generator = stream.generator
+
+    def columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """Draw for all positions of the block, return the evaluated ones'."""
+        inside = evaluated[:, slice(*self.span)].cpu()
+        return torch.rand(*inside.shape, width, generator=self.generator, dtype=torch.float64)[inside]
+
+    def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
+        """Draw for all positions of the block; 0 elsewhere."""
+        values = torch.zeros(eligible.shape)
+        start, stop = self.span
+        values[:, start:stop] = torch.rand(len(values), stop - start, generator=self.generator)
+        return values
+
+
+class DllmBlockSampler(DllmSampler):
+    """dllm's numbers of tokens, block after block; the network sees the canvas up to the block's end.
+
+    A row ends with the block in which it has had an end of the text: its later blocks stay masked, and the run ends
+    with its last row. With `reference_quirks` rows that have ended are decoded until all have. By default
+    `use_cache` computes finished blocks once. With hooks or an observer every step computes all that it sees.
+    """
+
+    grows = True
+
+    def __init__(
+        self, settings: DllmBlockSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        drawn = BlockNoise(noise) if reference_quirks and isinstance(noise, SharedNoise) else noise
+        super().__init__(settings, drawn, ids, reference_quirks=False)
+        self.reference_quirks, self.use_cache, self.end = reference_quirks, settings.use_cache, ids.eos
+        self.block_length = settings.block_length or settings.gen_length
+        self.propose.reference_quirks = reference_quirks  # type: ignore[assignment]
+        self.propose.never = [] if reference_quirks else [ids.mask]  # type: ignore[assignment]
+        self._ended: Tensor | None = None
+        self._stops: list[int] = []
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> BlockLogits:
+        """The network of block diffusion."""
+        fixed = ~masked & ~torch.isin(canvas, torch.tensor(self.guidance_keeps, device=canvas.device))
+        guidance = {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": model.config.mask_token_id}
+        return self._blocks(model, content, prompt_length, **guidance)
+
+    def _blocks(self, model: Any, content: Tensor, prompt_length: int, **guidance: Any) -> BlockLogits:
+        return BlockLogits(
+            model,
+            content,
+            block_length=self.block_length,
+            prompt_length=prompt_length,
+            use_cache=self.use_cache,
+            ignored=model.config.pad_token_id if self.reference_quirks else None,
+            **guidance,
+        )
+
+    def inputs(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch seen"],
+        canvas: Int[Tensor, "batch seen"],
+        prompt_length: int,
+    ) -> dict[str, Any]:
+        """Block causal attention over what a step sees."""
+        return self._blocks(model, content, prompt_length).whole(canvas)
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> "DllmBlockSampler":
+        """A sampler for passes over the canvases of a finished run."""
+        sampler = super().for_rerun(settings)
+        sampler.block_length = int(settings.get("block_length") or settings["gen_length"])
+        sampler.reference_quirks = bool(settings.get("reference_quirks"))
+        return sampler
+
+    reference_quirks = False
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step; the network sees the canvas up to the block's end."""
+        found = [replace(plan, seen=plan.span[1]) for plan in super().plans(prompt_length, positions)]
+        self._stops = [plan.span[1] for plan in found]
+        return found
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The masks of the block, in rows that have not ended."""
+        masks = masked & self.reach(masked, plan)
+        return masks if self._ended is None or self.reference_quirks else masks & ~self._ended[:, None]
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row has had an end of the text in a finished block."""
+        if self.end is None or plan.remaining > 1:
+            return False
+        ends = (canvas[:, slice(*plan.span)] == self.end).any(-1)
+        self._ended = ends if self._ended is None else self._ended | ends
+        return bool(self._ended.all())
+
+    def final_length(self, positions: int, steps: int) -> int:
+        """The end of the last block that was decoded."""
+        return self._stops[steps - 1] if 0 < steps <= len(self._stops) else positions
+
+    def state(self) -> dict[str, Tensor]:
+        """The block's masks at its first step, and the rows that have ended."""
+        return {**super().state(), **({} if self._ended is None else {"ended": self._ended})}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        super().restore(state)
+        self._ended = state.get("ended")
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step."""
+        if isinstance(self.noise, BlockNoise):
+            self.noise.span = plan.span
+        return super().forward(canvas, logits, evaluated, masked, plan)
+
+
+ALGORITHM = Algorithm("dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve)
