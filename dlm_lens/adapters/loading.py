@@ -55,6 +55,7 @@ def load(
     mask_token_id: int | None = None,
     eos_token_id: int | None = None,
     eot_token_id: int | None = None,
+    sampler: str | None = None,
     check: bool = True,
 ) -> PreTrainedModel:
     """Load a masked DLM or an AR baseline (any causal LM of transformers), ready to denoise, in eval mode.
@@ -78,6 +79,8 @@ def load(
         mask_token_id: id of [MASK], where config.json has none or a wrong one.
         eos_token_id: likewise for the end of the text.
         eot_token_id: likewise for the end of a turn.
+        sampler: the sampling algorithm of the family, where config.json names none ("dllm_blocks" for the block
+            diffusion checkpoints of A2D-Qwen3).
         check: run a few tokens and check that hook points change nothing and show what attention does
             (`dlm_lens.attention.check_hook_points`), and that the logits are the
             output embedding of the decoder's states.
@@ -95,8 +98,9 @@ def load(
     values, weights = _describe(source, size, options)
     family = family_of(str(values.get("model_type")))
     config_class, model_class = family.layouts[values["model_type"]]
-    ids = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
-    values.update({name: value for name, value in ids.items() if value is not None})
+    given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
+    given |= {"sampler": sampler}
+    values.update({name: value for name, value in given.items() if value is not None})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
     tokenizer = load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options, config)

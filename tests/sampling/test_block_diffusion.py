@@ -1,5 +1,6 @@
-"""Block diffusion: the prefix cache, batches, recordings, hooks and hosts, against a float64 network without cache."""
+"""Block diffusion: cache, batches, recordings, hooks and hosts, against a float64 network without a cache."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +23,8 @@ def model_of(**config: Any) -> Any:
 
 def visible_by_hand(length: int, block: int, first: int) -> Tensor:
     """M of one row without padding, entry by entry."""
-    return torch.tensor(
-        [[(j - first) // block <= (i - first) // block for j in range(length)] for i in range(length)]
-    )
+    of = [(place - first) // block for place in range(length)]
+    return torch.tensor([[of[key] <= of[query] for key in range(length)] for query in range(length)])
 
 
 def alone64(model: Any, run: dl.DenoisingRun, step: int, row: int, **options: Any) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def test_a_hidden_column_is_hidden_in_every_block() -> None:
     model = model_of()
     seen: list[Tensor] = []
     run = dl.denoise(
-        model, PROMPTS[:1], hooks=[mask_positions([2])],
+        model, PROMPTS[:1], hooks=[mask_positions(2)],
         on_logits=lambda step, canvas, logits: seen.append(logits.clone()), **RUN,
     )  # fmt: skip
     for step in range(run.steps):
@@ -149,6 +149,16 @@ def test_hosts_run_the_same() -> None:
     tl = dl.bridge(model_of())
     assert tl.denoise(PROMPTS, **RUN).canvases.equal(plain.canvases)
     assert tl.denoise(PROMPTS, hooks=[mask_top_sinks(1)], **RUN).canvases.equal(hooked.canvases)
+
+
+def test_a_checkpoint_is_loaded_with_its_sampler(tmp_path: Path) -> None:
+    tiny("a2d_qwen3").save_pretrained(tmp_path)
+    assert dl.load(tmp_path).config.sampler is None
+    model = dl.load(tmp_path, sampler="dllm_blocks")
+    assert model.sampler_defaults["block_length"] == 32
+    assert dl.denoise(model, [[1, 2]], gen_length=4).settings["sampler"] == "dllm_blocks"
+    with pytest.raises(ValueError, match="names the sampler 'dream'; a2d_qwen3 has dllm, dllm_blocks"):
+        dl.load(tmp_path, sampler="dream")
 
 
 def test_what_cannot_be() -> None:
