@@ -98,8 +98,8 @@ def load(
     values, weights = _describe(source, size, options)
     family = family_of(str(values.get("model_type")))
     config_class, model_class = family.layouts[values["model_type"]]
-    given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
-    given |= {"sampler": sampler}
+    given: dict[str, Any] = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id}
+    given |= {"eot_token_id": eot_token_id, "sampler": sampler}
     values.update({name: value for name, value in given.items() if value is not None})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
