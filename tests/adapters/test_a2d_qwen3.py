@@ -102,3 +102,31 @@ def test_hook_points_saving_and_ids(tmp_path: Path) -> None:
     assert again.sampler_defaults["block_length"] == 128
     (family,) = [family for family in dlm_lens.families() if family.name == "a2d_qwen3"]
     assert family.special_ids[151936] == {"mask": 151669, "eos": 151645}
+
+
+BLOCKS = GOLDEN / "a2d_qwen3_bd3lm"
+WHOLE = ("block_causal", "train_two_copies")
+"""Cases of one pass; the cached ones are compared through trajectories, tests/sampling/test_dllm_blocks_golden.py."""
+
+
+@pytest.mark.parametrize(("path", "case"), [one for one in cases(BLOCKS) if one.values[1] in WHOLE])
+@torch.no_grad()
+def test_block_masks_give_the_original_intermediates(path: Path, case: str) -> None:
+    model = dlm_lens.load(path, mask_token_id=155)
+    golden = load_file(path / "forward.safetensors")
+    stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
+    ids, visible = stored["input_ids"], stored["attention_bias"].bool()
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    inputs: dict[str, Any] = {"attention_mask": {"full_attention": mask}, "position_ids": stored["position_ids"]}
+    seen = collect(model, ids, **inputs)
+    # Padded queries see nothing; the original gives them zeros.
+    content = visible.expand(len(ids), -1, -1, -1).any(-1)[:, 0]
+    compared = 0
+    names = [f"{name}{layer}" for name in ("hidden.block", "probs", "q", "k", "v", "z") for layer in range(3)]
+    for key in ("logits", "hidden.final_norm", *names):
+        got, expected = seen[key], stored[key]
+        if key[0] in "qkv" or key.startswith("probs"):
+            got, expected = got.transpose(1, 2), expected.transpose(1, 2)
+        torch.testing.assert_close(got[content], expected[content], **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
+        compared += 1
+    assert compared == 20
