@@ -106,7 +106,7 @@ def test_hook_points_saving_and_ids(tmp_path: Path) -> None:
 
 BLOCKS = GOLDEN / "a2d_qwen3_bd3lm"
 WHOLE = ("block_causal", "train_two_copies")
-"""Cases of one pass; the cached ones are compared through trajectories, tests/sampling/test_dllm_blocks_golden.py."""
+"""Cases of one pass; the cached one is compared through trajectories (test_dllm_blocks_golden.py)."""
 
 
 @pytest.mark.parametrize(("path", "case"), [one for one in cases(BLOCKS) if one.values[1] in WHOLE])
