@@ -96,7 +96,7 @@ class TokenClasses:
         """Which tokens belong to the classes; a masked position is "mask", whatever it holds.
 
         Raises:
-            ValueError: there is no tokenizer, and one of the classes is told by it.
+            ValueError: there is no tokenizer, and one of the classes depends on the text of the tokens.
         """
         if self._texts is None and not OF_TEXT.isdisjoint(classes):
             told = ", ".join(one for one in classes if one in OF_TEXT)
