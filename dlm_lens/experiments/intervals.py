@@ -86,6 +86,19 @@ def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -
     return found._replace(low=low, high=high)
 
 
+def unpaired_difference(one: Interval, other: Interval) -> Interval:
+    """The difference one - other of two independent estimates, with the interval that their own intervals imply.
+
+    d - sqrt((a - a_low)^2 + (b_high - b)^2) to d + sqrt((a_high - a)^2 + (b - b_low)^2): Newcombe's interval, the
+    method of variance estimates recovery (Zou and Donner 2008, "Construction of confidence limits about effect
+    measures"). For two models that saw the same prompts it is wider than a paired interval.
+    """
+    value = one.value - other.value
+    low = value - math.hypot(one.value - one.low, other.high - other.value)
+    high = value + math.hypot(one.high - one.value, other.value - other.low)
+    return Interval(value, low, high, min(one.n, other.n))
+
+
 def student_quantile(degrees: float) -> float:
     """Quantile of Student's t, two-sided 95%; the degrees of freedom need not be whole."""
     from scipy import stats

@@ -14,13 +14,12 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     SCALES,
     bounded_share,
     differ_in_random_order,
-    difference,
     followed,
     pairs,
     uniform_attention,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import Interval, unpaired_difference
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above
 
@@ -155,7 +154,7 @@ def _findings(results: Results) -> Iterator[Finding]:
     for model, baseline, scale in pairs(results):
         one, other = (moved(results, name, scale) for name in (model, baseline))
         n = sum(results.listed(f"{scale} compared", model=baseline))
-        apart = difference(one, other)
+        apart = unpaired_difference(one, other)
         yield Finding.of(
             "unlike autoregressive models (caption)",
             f"{NAMED[scale]}: {model} {one}, {baseline} {other} of {n} patterns; difference {apart}",

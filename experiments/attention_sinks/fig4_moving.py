@@ -19,7 +19,6 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     PLOTTED,
     SCALES,
     bounded_share,
-    difference,
     effective_cases,
     followed,
     moving_at_random_times,
@@ -27,7 +26,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     uniform_attention,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import Interval, unpaired_difference
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above
 
@@ -150,7 +149,7 @@ def chance(results: Results, model: str, scale: str = PLOTTED) -> Interval:
 
 def apart(results: Results, model: str, baseline: str, scale: str) -> Interval:
     """A model's share of moving patterns minus another's."""
-    return difference(*(share(results, name, "moving", scale) for name in (model, baseline)))
+    return unpaired_difference(*(share(results, name, "moving", scale) for name in (model, baseline)))
 
 
 def uniform(results: Results, model: str, scale: str) -> str:

@@ -7,14 +7,13 @@ from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, CONTRO
 from dlm_lens.experiments.attention_sinks.prompt_scores import (
     Answers,
     answers,
-    apart,
     changes,
     mean_change,
     mean_match,
     mean_ratio,
 )
 from dlm_lens.experiments.experiment import Finding
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import Interval, unpaired_difference
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.verdicts import Judged, Verdict, is_above, is_below, is_within
@@ -145,7 +144,7 @@ def _beside(
     sides = [(_answers(results, name, 1, **reading), _answers(results, name, **base)) for name in (model, other)]
     if settings_of(results.settings, model)["task"] != settings_of(results.settings, other)["task"]:
         ours, theirs = (mean_change(*side) for side in sides)
-        return apart(ours, theirs)
+        return unpaired_difference(ours, theirs)
     ours_by_prompt, theirs_by_prompt = (changes(*side) for side in sides)
     return mean_change(ours_by_prompt, theirs_by_prompt)
 

@@ -1,6 +1,5 @@
 """Exact match per prompt, and differences between conditions paired by network and prompt."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,17 +101,6 @@ def mean_ratio(one: Answers, other: Answers) -> Interval:
         return ratio_over_prompts([top[prompt] for prompt in both], [bottom[prompt] for prompt in both])
     prompts = _shared({**one, **{-1 - number: values for number, values in other.items()}})
     return over_networks([([one[n][p] for p in prompts], [other[n][p] for p in prompts]) for n in numbers])
-
-
-def apart(one: Interval, other: Interval) -> Interval:
-    """The difference of two independent numbers, such as of models that answer other prompts.
-
-    Newcombe's interval: d - sqrt((a - a_low)^2 + (b_high - b)^2) to d + sqrt((a_high - a)^2 + (b - b_low)^2).
-    """
-    value = one.value - other.value
-    low = value - math.hypot(one.value - one.low, other.high - other.value)
-    high = value + math.hypot(one.high - one.value, other.value - other.low)
-    return Interval(value, low, high, min(one.n, other.n))
 
 
 def _as_many(one: Answers, other: Answers) -> tuple[Answers, Answers]:

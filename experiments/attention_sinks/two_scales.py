@@ -88,19 +88,6 @@ BESIDE = (
 """A note for pages that compare DLMs with AR models."""
 
 
-def difference(one: Interval, other: Interval) -> Interval:
-    """The difference one - other of two independent estimates, with the interval that their own intervals imply.
-
-    d -+ sqrt(squared distances of each estimate to the end of its interval that widens d): the method of variance
-    estimates recovery (Zou and Donner 2008, "Construction of confidence limits about effect measures"). For two
-    models that saw the same prompts it is wider than a paired interval.
-    """
-    value = one.value - other.value
-    low = value - math.hypot(one.value - one.low, other.high - other.value)
-    high = value + math.hypot(one.high - one.value, other.value - other.low)
-    return Interval(value, low, high, min(one.n, other.n))
-
-
 def bounded_share(found: Interval, cases: float | None = None) -> Interval:
     """A share; where all prompts have 0 or all have 1, a bootstrap has no spread, and Wilson's interval is given.
 

@@ -14,7 +14,6 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     aligned,
     bounded_share,
     differ_in_random_order,
-    difference,
     drift_of_random_positions,
     effective_cases,
     followed,
@@ -22,7 +21,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     static_at_random_keys,
     uniform_attention,
 )
-from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval, ratio_over_prompts, unpaired_difference
 from dlm_lens.sinks import Received
 
 RULE = dl.AboveMean(3.0)
@@ -197,7 +196,7 @@ def test_the_heads_that_figure_8_shows() -> None:
 
 def test_difference_and_shares_without_spread() -> None:
     one, other = Interval(0.5, 0.4, 0.7, 96), Interval(0.1, 0.0, 0.4, 96)
-    found = difference(one, other)
+    found = unpaired_difference(one, other)
     assert found.value == pytest.approx(0.4)
     assert found.low == pytest.approx(0.4 - math.hypot(0.1, 0.3))
     assert found.high == pytest.approx(0.4 + math.hypot(0.2, 0.1))
