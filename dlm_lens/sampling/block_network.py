@@ -1,6 +1,5 @@
 """Logits of block diffusion: block causal attention over the canvas up to the block, with an exact prefix cache."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -77,48 +76,9 @@ class BlockLogits(CanvasLogits):
         stop = plan.span[1]
         if self.use_cache and not own_forward and edit is None:
             return self.head(self._cached_states(canvas[:, :stop], evaluated[:, :stop], plan.span[0]))
-        with torch.enable_grad() if grad else nullcontext():
-            return super().of_step(
-                canvas[:, :stop], evaluated[:, :stop], plan, own_forward=own_forward, grad=grad, edit=edit
-            )
-
-    def everywhere(self, canvas: Int[Tensor, "batch seen"]) -> Float[Tensor, "batch seen d_vocab"]:
-        """Logits of every position seen, through the model's own forward."""
-        logits = self.model(input_ids=self._halves(canvas), **self.whole(canvas)).logits.to(canvas.device)
-        logits = self._guided(logits)
-        source = self._source(canvas.shape[1])
-        return logits if source is None else logits[self._rows(canvas), source]
-
-    def states(
-        self, canvas: Int[Tensor, "batch seen"], needed: Bool[Tensor, "batch position"]
-    ) -> Float[Tensor, "half needed d_model"]:
-        """The inputs of the head for the `needed` positions of a canvas that ends with its block."""
-        states = self.forward(canvas).last_hidden_state.to(canvas.device)
-        return self._picked(states, canvas, needed[:, : canvas.shape[1]])
-
-    def forward(self, canvas: Int[Tensor, "batch seen"]) -> Any:
-        """The pass over a canvas up to the end of a block, without the head and the cache."""
-        return self.model.get_decoder()(input_ids=self._halves(canvas), **self.whole(canvas))
-
-    def _picked(self, states: Tensor, canvas: Tensor, needed: Tensor) -> Float[Tensor, "half needed d_model"]:
-        halves = states.reshape(-1, *canvas.shape, states.shape[-1])
-        source = self._source(canvas.shape[1])
-        if source is None:
-            found: Tensor = halves[:, needed]
-        else:
-            found = halves[:, self._rows(canvas).expand_as(canvas)[needed], source[needed]]
-        return found
-
-    def _source(self, length: int) -> Int[Tensor, "batch seen"] | None:
-        return None if self.source is None else self.source[:, :length]
-
-    def _halves(self, canvas: Tensor) -> Tensor:
-        if not self.cfg_scale:
-            return canvas
-        assert self.fixed is not None
-        assert self.mask_token_id is not None
-        fixed = self.fixed[:, : canvas.shape[1]]
-        return torch.cat([canvas, canvas.masked_fill(fixed, self.mask_token_id)])
+        return super().of_step(
+            canvas[:, :stop], evaluated[:, :stop], plan, own_forward=own_forward, grad=grad, edit=edit
+        )
 
     def _inputs(self, canvas: Int[Tensor, "batch seen"], start: int, finished: int) -> dict[str, Any]:
         """Mask and positions of the queries from `start` on, for every half; blocks end at `finished`."""
@@ -135,8 +95,8 @@ class BlockLogits(CanvasLogits):
         inputs = {"attention_mask": {"full_attention": mask}, "position_ids": position_ids(valid)[:, start:]}
         return {**inputs, "use_cache": False}
 
-    def whole(self, canvas: Int[Tensor, "batch seen"]) -> dict[str, Any]:
-        """Inputs of a pass over a canvas whose last block is not finished, beside the ids."""
+    def inputs_of(self, canvas: Int[Tensor, "batch seen"]) -> dict[str, Any]:
+        """Arguments of a pass over a canvas whose last block is not finished, beside the ids."""
         blocks = (canvas.shape[1] - 1 - self.first) // self.block_length
         return self._inputs(canvas, 0, self.first + blocks * self.block_length)
 

@@ -116,9 +116,10 @@ class CanvasLogits:
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position, through the model's own forward."""
-        logits = self.model(input_ids=self._halves(canvas), **self.inputs).logits.to(canvas.device)
+        logits = self.model(input_ids=self._halves(canvas), **self.inputs_of(canvas)).logits.to(canvas.device)
         logits = self._guided(logits)
-        return logits if self.source is None else logits[self._rows(canvas), self.source]
+        source = self._source(canvas)
+        return logits if source is None else logits[self._rows(canvas), source]
 
     def at(
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
@@ -133,11 +134,12 @@ class CanvasLogits:
         # With a device map the last layer may compute elsewhere than the embedding, and the head elsewhere again.
         states = self.forward(canvas).last_hidden_state.to(canvas.device)
         states = states[:, self.sinks.canvas(states.shape[1])]
-        halves = states.reshape(-1, *canvas.shape, states.shape[-1])
-        if self.source is None:
+        halves, source = states.reshape(-1, *canvas.shape, states.shape[-1]), self._source(canvas)
+        needed = needed[:, : canvas.shape[1]]
+        if source is None:
             wanted: Tensor = halves[:, needed]
         else:
-            wanted = halves[:, self._rows(canvas).expand_as(canvas)[needed], self.source[needed]]
+            wanted = halves[:, self._rows(canvas).expand_as(canvas)[needed], source[needed]]
         return wanted
 
     def head(self, states: Float[Tensor, "half needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
@@ -147,7 +149,15 @@ class CanvasLogits:
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """The pass of `at` without the head."""
-        return self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs)
+        return self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs_of(canvas))
+
+    def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
+        """Arguments of a pass over the canvas, beside the ids."""
+        return self.inputs
+
+    def _source(self, canvas: Int[Tensor, "batch position"]) -> Int[Tensor, "batch position"] | None:
+        """Which output predicts each position; None: its own."""
+        return None if self.source is None else self.source[:, : canvas.shape[1]]
 
     def _rows(self, canvas: Tensor) -> Int[Tensor, "batch 1"]:
         return torch.arange(len(canvas), device=canvas.device)[:, None]
@@ -157,7 +167,8 @@ class CanvasLogits:
             return canvas
         if self.fixed is None or self.mask_token_id is None:
             raise ValueError("guidance needs `fixed`, the positions that it masks, and `mask_token_id`")
-        return torch.cat([canvas, canvas.masked_fill(self.fixed, self.mask_token_id)])
+        fixed = self.fixed[:, : canvas.shape[1]]
+        return torch.cat([canvas, canvas.masked_fill(fixed, self.mask_token_id)])
 
     def _guided(self, logits: Tensor) -> Tensor:
         if not self.cfg_scale:

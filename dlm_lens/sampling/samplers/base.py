@@ -143,12 +143,21 @@ class Sampler(nn.Module):
             prompt_length: positions before the answer.
             canvas: the first one.
         """
+        seen = torch.ones_like(content) if self.unpadded else content
+        return CanvasLogits(model, seen, **self.guidance(model, masked, prompt_length, canvas))
+
+    def guidance(
+        self,
+        model: Any,
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> dict[str, Any]:
+        """The arguments of `CanvasLogits` for guidance; the parameters are those of `network`."""
         fixed = ~masked & ~torch.isin(canvas, torch.tensor(self.guidance_keeps, device=canvas.device))
         if self.hides_prompt:
             fixed = torch.arange(masked.shape[1], device=masked.device).expand_as(masked) < prompt_length
-        seen = torch.ones_like(content) if self.unpadded else content
-        mask_id = model.config.mask_token_id
-        return CanvasLogits(model, seen, cfg_scale=self.cfg_scale, fixed=fixed, mask_token_id=mask_id)
+        return {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": model.config.mask_token_id}
 
     def inputs(
         self,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -110,18 +110,26 @@ def transfers(masks: int, steps: int, schedule: str = "linear") -> tuple[int, ..
     return tuple(number for number in found if number)
 
 
-class RightPaddedNoise(SharedNoise):
-    """The random stream of code that pads rows on the right, for rows that are padded on the left."""
+class OrderedNoise(SharedNoise):
+    """The random stream of code that draws for other positions than our canvas has.
 
-    padding: Int[Tensor, "batch"] | None = None
+    Attributes:
+        padding: of every row.
+        span: the block of the step.
+    """
+
+    padding: Int[Tensor, "batch"]
+    span = (0, 0)
 
     def __init__(self, stream: SharedNoise) -> None:
         self.generator = stream.generator
 
+
+class RightPaddedNoise(OrderedNoise):
+    """The random stream of code that pads rows on the right, for rows that are padded on the left."""
+
     def _aligned(self, values: Tensor) -> Tensor:
         """Rows moved to the right by their padding."""
-        if self.padding is None:
-            return values
         width = values.shape[1]
         source = (torch.arange(width) - self.padding.cpu()[:, None]) % width
         return values[torch.arange(len(values))[:, None], source]
@@ -173,18 +181,21 @@ class DllmSampler(Sampler):
     are left at the end.
     """
 
-    stream: RightPaddedNoise | None = None
+    stream_class: ClassVar[type[OrderedNoise]] = RightPaddedNoise
+    stream: OrderedNoise | None = None
+    infilling = False  # as in a rerun, which has no settings
+    reference_quirks = False
 
     def __init__(
         self, settings: DllmSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
         super().__init__()
         if reference_quirks and isinstance(noise, SharedNoise):
-            noise = self.stream = RightPaddedNoise(noise)
+            noise = self.stream = self.stream_class(noise)
         self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
         self.cfg_scale, self.guidance_keeps = settings.cfg_scale, tuple(settings.cfg_keep_tokens)
         self.propose = DllmPropose(settings, noise, ids, reference_quirks)
-        self.select = Select()
+        self.select, self.infilling = Select(), settings.gen_length == 0
         self._own_blocks: Tensor | None = None
         self._masks_of_blocks: list[list[int]] = []
         self._steps: list[int] = []
@@ -202,13 +213,9 @@ class DllmSampler(Sampler):
         """The canvas's network; the random stream and the blocks of infilling learn where rows begin."""
         if self.stream is not None:
             self.stream.padding = padding_before(content)
-        if not self._is_rerun and self.settings.gen_length == 0:
+        if self.infilling:
             self._cut(content, masked)
         return super().network(model, content, masked, prompt_length, canvas)
-
-    @property
-    def _is_rerun(self) -> bool:
-        return not hasattr(self, "settings")
 
     def _cut(self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
         """The block of every position of infilling (-1: padding), and each block's masks by row."""
@@ -221,11 +228,10 @@ class DllmSampler(Sampler):
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step: of each block those that unmask something in some row."""
         settings, found = self.settings, list[StepPlan]()
-        infilling = settings.gen_length == 0
-        length = positions if infilling else settings.gen_length
+        length = positions if self.infilling else settings.gen_length
         self._block_steps = settings.block_steps(length)
         spans = [(0, positions)] * settings.blocks(length)
-        if not infilling:
+        if not self.infilling:
             width = settings.block_length or length
             starts = range(prompt_length, positions, width)
             spans = [(start, min(start + width, positions)) for start in starts]
@@ -298,6 +304,8 @@ class DllmSampler(Sampler):
         plan: StepPlan,
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
         """One step."""
+        if self.stream is not None:
+            self.stream.span = plan.span
         self.propose.first = plan.index == 0  # type: ignore[assignment]
         return super().forward(canvas, logits, evaluated, masked, plan)
 

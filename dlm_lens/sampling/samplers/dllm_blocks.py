@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
-from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds
-from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, resolve
+from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, OrderedNoise, resolve
 from dlm_lens.sampling.settings import at_least_one
 
 
@@ -42,13 +42,8 @@ class DllmBlockSettings(DllmSettings):
         return self.steps_per_block or math.ceil(self.steps / self.blocks(positions))
 
 
-class BlockNoise(SharedNoise):
+class BlockNoise(OrderedNoise):
     """The random stream of code that draws numbers for the block alone."""
-
-    span = (0, 0)
-
-    def __init__(self, stream: SharedNoise) -> None:
-        self.generator = stream.generator
 
     def columns(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
@@ -73,17 +68,14 @@ class DllmBlockSampler(DllmSampler):
     `use_cache` computes finished blocks once. With hooks or an observer every step computes all that it sees.
     """
 
-    grows = True
+    grows, stream_class = True, BlockNoise
 
     def __init__(
         self, settings: DllmBlockSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        drawn = BlockNoise(noise) if reference_quirks and isinstance(noise, SharedNoise) else noise
-        super().__init__(settings, drawn, ids, reference_quirks=False)
-        self.reference_quirks, self.use_cache, self.end = reference_quirks, settings.use_cache, ids.eos
+        super().__init__(settings, noise, ids, reference_quirks=reference_quirks)
+        self.use_cache, self.end = settings.use_cache, ids.eos
         self.block_length = settings.block_length or settings.gen_length
-        self.propose.reference_quirks = reference_quirks  # type: ignore[assignment]
-        self.propose.never = [] if reference_quirks else [ids.mask]  # type: ignore[assignment]
         self._ended: Tensor | None = None
         self._stops: list[int] = []
 
@@ -96,8 +88,7 @@ class DllmBlockSampler(DllmSampler):
         canvas: Int[Tensor, "batch position"],
     ) -> BlockLogits:
         """The network of block diffusion."""
-        fixed = ~masked & ~torch.isin(canvas, torch.tensor(self.guidance_keeps, device=canvas.device))
-        guidance = {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": model.config.mask_token_id}
+        guidance = self.guidance(model, masked, prompt_length, canvas)
         return self._blocks(model, content, prompt_length, **guidance)
 
     def _blocks(self, model: Any, content: Tensor, prompt_length: int, **guidance: Any) -> BlockLogits:
@@ -119,7 +110,7 @@ class DllmBlockSampler(DllmSampler):
         prompt_length: int,
     ) -> dict[str, Any]:
         """Block causal attention over what a step sees."""
-        return self._blocks(model, content, prompt_length).whole(canvas)
+        return self._blocks(model, content, prompt_length).inputs_of(canvas)
 
     @classmethod
     def for_rerun(cls, settings: Mapping[str, Any]) -> "DllmBlockSampler":
@@ -128,8 +119,6 @@ class DllmBlockSampler(DllmSampler):
         sampler.block_length = int(settings.get("block_length") or settings["gen_length"])
         sampler.reference_quirks = bool(settings.get("reference_quirks"))
         return sampler
-
-    reference_quirks = False
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step; the network sees the canvas up to the block's end."""
@@ -162,19 +151,6 @@ class DllmBlockSampler(DllmSampler):
         """Continue from such a state."""
         super().restore(state)
         self._ended = state.get("ended")
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
-        if isinstance(self.noise, BlockNoise):
-            self.noise.span = plan.span
-        return super().forward(canvas, logits, evaluated, masked, plan)
 
 
 ALGORITHM = Algorithm("dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve)
