@@ -169,3 +169,28 @@ def test_what_cannot_be() -> None:
         dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], use_cache=True, **RUN)
     with pytest.raises(ValueError, match="has no mc likelihood"):
         dl.log_likelihood(model, [1, 2], [3, 4], "mc", samples=4)
+
+
+def test_a_recording_is_stored_and_resumed(tmp_path: Path) -> None:
+    model, reducers = model_of(), [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()]
+    whole = dl.record(model, PROMPTS, reducers, **RUN)
+
+    passes: list[int] = []
+
+    def stop(*_: Any) -> None:
+        passes.append(1)
+        if len(passes) == 4:
+            raise KeyboardInterrupt
+
+    handle = model.model.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    handle.remove()
+    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    stored = dl.Recording.load(tmp_path / "rec")
+    for other in (resumed, stored):
+        assert other.run.canvases.equal(whole.run.canvases)
+        assert other.expected().equal(whole.expected())
+        torch.testing.assert_close(
+            dl.received_of(other).values, dl.received_of(whole).values, rtol=0, atol=0, equal_nan=True
+        )
