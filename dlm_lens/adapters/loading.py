@@ -79,8 +79,8 @@ def load(
         mask_token_id: id of [MASK], where config.json has none or a wrong one.
         eos_token_id: likewise for the end of the text.
         eot_token_id: likewise for the end of a turn.
-        sampler: the sampling algorithm of the family, where config.json names none ("dllm_blocks" for the block
-            diffusion checkpoints of A2D-Qwen3).
+        sampler: the sampling algorithm of the family, where config.json names none or a wrong one ("dllm_blocks"
+            for block diffusion checkpoints of A2D-Qwen3); released ones are known by their hub names.
         check: run a few tokens and check that hook points change nothing and show what attention does
             (`dlm_lens.attention.check_hook_points`), and that the logits are the
             output embedding of the decoder's states.
@@ -100,6 +100,8 @@ def load(
     config_class, model_class = family.layouts[values["model_type"]]
     given: dict[str, Any] = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id}
     given |= {"eot_token_id": eot_token_id, "sampler": sampler}
+    if values.get("sampler") is None and sampler is None:
+        given["sampler"] = family.hub_samplers.get(str(path_or_hub_name))
     values.update({name: value for name, value in given.items() if value is not None})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)

@@ -55,6 +55,7 @@ class Family:
             config.json may name another in its field `sampler`.
         causal: whether it is autoregressive: a position sees the ones before it and predicts the next.
         hub_names: released checkpoints that load.
+        hub_samplers: released checkpoint -> its sampler, where config.json does not name it.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
@@ -68,6 +69,7 @@ class Family:
     samplers: Mapping[str, Mapping[str, Any]]
     causal: bool = False
     hub_names: tuple[str, ...] = ()
+    hub_samplers: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     renames_of_options: tuple[tuple[str, str], ...] = ()

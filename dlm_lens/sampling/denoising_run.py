@@ -36,8 +36,9 @@ class StepPlan:
 
     @property
     def prefix_length(self) -> int:
-        """In AR decoding, the positions that the network sees; the next one is written."""
-        return self.span[0] + self.index if self.seen is None else self.seen
+        """`seen` in AR decoding: the position after the prefix is written."""
+        assert self.seen is not None
+        return self.seen
 
 
 class Proposal(NamedTuple):

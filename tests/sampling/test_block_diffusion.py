@@ -161,6 +161,16 @@ def test_a_checkpoint_is_loaded_with_its_sampler(tmp_path: Path) -> None:
         dl.load(tmp_path, sampler="dream")
 
 
+def test_released_block_checkpoints_are_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The released config.json is that of the MDLM checkpoint; another sampler would show it another mask."""
+    name = "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"
+    (tmp_path / name).mkdir(parents=True)
+    tiny("a2d_qwen3").save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)  # a directory of the hub's name is found before the hub
+    assert dl.load(name).config.sampler == "dllm_blocks"
+    assert dl.load(name, sampler="dllm").config.sampler == "dllm"
+
+
 def test_what_cannot_be() -> None:
     model = model_of()
     with pytest.raises(ValueError, match="gen_length is 0"):

@@ -83,6 +83,7 @@ FAMILY = Family(
     },
     samplers={"dllm": DLLM_SAMPLER, "dllm_blocks": DLLM_BLOCK_SAMPLER},
     hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
+    hub_samplers={"dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": "dllm_blocks"},
     # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
 )
