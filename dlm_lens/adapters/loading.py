@@ -181,7 +181,7 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
 
 
 def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
-    """Fill in the special ids and check them.
+    """Fill in the special ids and check them; give the tokenizer its mask token where the authors' code does.
 
     Raises:
         ValueError: an unknown sampler, a masked DLM without a mask token id, with one that has no embedding row, or
@@ -214,7 +214,10 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
             "could not be distinguished from the end of the text; pass the right mask_token_id= or eos_token_id= "
             "to dlm_lens.load"
         )
-    if tokenizer_mask is not None and tokenizer_mask != config.mask_token_id:
+    if tokenizer_mask is None and family.mask_token and tokenizer is not None:
+        if len(tokenizer) == config.mask_token_id:
+            tokenizer.add_special_tokens({"mask_token": family.mask_token})
+    elif tokenizer_mask is not None and tokenizer_mask != config.mask_token_id:
         logger.warning(
             "the tokenizer's mask token is %d, the config's %d; the config is used",
             tokenizer_mask,

@@ -58,6 +58,9 @@ class Family:
         hub_samplers: released checkpoint -> its sampler, where config.json does not name it.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
+        mask_token: text of [MASK], added to tokenizers whose next free id it is; the authors' code adds it when
+            it loads them.
+        chat_options: arguments of the tokenizer's chat template.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
         renames_of_options: likewise, of parameters that not every checkpoint has.
         conversions: of tensors that the host holds split or joined.
@@ -71,6 +74,8 @@ class Family:
     hub_names: tuple[str, ...] = ()
     hub_samplers: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    mask_token: str | None = None
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     renames_of_options: tuple[tuple[str, str], ...] = ()
     conversions: tuple[WeightConverter, ...] = ()

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dlm_lens.adapters.registry import family_of
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_LENGTH = 2048
@@ -23,7 +25,7 @@ class Encoder:
     """
 
     def __init__(self, model: Any, *, add_bos: bool = False, max_length: int | None = None) -> None:
-        self.tokenizer = model.tokenizer
+        self.tokenizer, self.chat_options = model.tokenizer, family_of(model.config.model_type).chat_options
         if self.tokenizer is None:
             raise ValueError("the harness evaluates texts, but this model has no tokenizer; set model.tokenizer")
         self.add_bos = add_bos
@@ -87,6 +89,7 @@ class Encoder:
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            **self.chat_options,
         )
         self._rendered.add(str(text))
         return str(text)

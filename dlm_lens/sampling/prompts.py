@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.adapters.registry import family_of
 from dlm_lens.arguments import is_whole
 from dlm_lens.placement import input_device
 from dlm_lens.printable import shown
@@ -226,10 +227,10 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages given, but the model's tokenizer has no chat template; give plain text")
-    texts = []
+    texts, options = [], {"add_generation_prompt": True, **family_of(model.config.model_type).chat_options}
     for row, chat in enumerate(chats):
         try:
-            texts += tokenizer.apply_chat_template([list(chat)], add_generation_prompt=True, tokenize=False)
+            texts += tokenizer.apply_chat_template([list(chat)], tokenize=False, **options)
         except Exception as error:  # a template is a program of the checkpoint, which may raise anything
             raise ValueError(
                 f"prompt {row} is no chat that the model's template takes ({' '.join(str(error).split())}); give "

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import dlm_lens
 from dlm_lens.attention import check_hook_points
@@ -102,6 +105,20 @@ def test_hook_points_saving_and_ids(tmp_path: Path) -> None:
     assert again.sampler_defaults["block_length"] == 128
     (family,) = [family for family in dlm_lens.families() if family.name == "a2d_qwen3"]
     assert family.special_ids[151936] == {"mask": 151669, "eos": 151645}
+
+
+def test_the_tokenizer_gets_the_mask_as_its_next_id(tmp_path: Path) -> None:
+    """As dllm does when it loads one; a tokenizer with a mask token, or with other lengths, is left alone."""
+    model = tiny("a2d_qwen3")  # ids 0 to 63, the mask is 63
+    model.save_pretrained(tmp_path)
+    words = {f"w{i}": i for i in range(63)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(tmp_path)
+    assert dlm_lens.load(tmp_path).tokenizer("w3 <|mask|> w4")["input_ids"] == [3, 63, 4]
+    assert dlm_lens.load(tmp_path, mask_token_id=61).tokenizer.mask_token is None
+    model.tokenizer.save_pretrained(tmp_path)
+    assert dlm_lens.load(tmp_path).tokenizer.mask_token == "[MASK]"
 
 
 BLOCKS = GOLDEN / "a2d_qwen3_bd3lm"

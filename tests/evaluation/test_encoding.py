@@ -92,7 +92,7 @@ class Letters:
 class TestEverySpace:
     def encoder(self, **config: Any) -> Encoder:
         given = {"bos_token_id": ord("^"), "eos_token_id": [7, 8], "max_position_embeddings": 16, **config}
-        return Encoder(SimpleNamespace(tokenizer=Letters(), config=SimpleNamespace(**given)))
+        return Encoder(SimpleNamespace(tokenizer=Letters(), config=SimpleNamespace(model_type="llada", **given)))
 
     def read(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))

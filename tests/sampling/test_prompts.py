@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import dlm_lens
+from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.testing import tiny
 
 
@@ -55,6 +56,20 @@ def test_chat_messages_go_through_the_template(tiny_llada: PreTrainedModel) -> N
     assert first(tiny_llada, chat).canvases.equal(expected)
     both = first(tiny_llada, [chat, chat])
     assert both.canvases[:, 1].equal(expected[:, 0])
+
+
+def test_the_family_gives_the_template_its_options(tiny_llada: PreTrainedModel) -> None:
+    """dllm calls Qwen3's template with enable_thinking=False, which writes an empty block of thoughts."""
+    template = (
+        "w1 {{ messages[0]['content'] }} w2"
+        "{% if enable_thinking is defined and enable_thinking is false %} w8 w9{% endif %}"
+    )
+    model = tiny("a2d_qwen3")
+    for one, expected in ((model, [1, 4, 2, 8, 9]), (tiny_llada, [1, 4, 2])):
+        one.tokenizer.chat_template = template
+        assert first(one, [{"role": "user", "content": "w4"}]).canvases[0, 0, : len(expected)].tolist() == expected
+        text = Encoder(one).chat([{"role": "user", "content": "w4"}])
+        assert one.tokenizer(text)["input_ids"] == expected
 
 
 def test_texts_end_at_the_end_token(tiny_llada: PreTrainedModel) -> None:

@@ -86,4 +86,6 @@ FAMILY = Family(
     hub_samplers={"dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": "dllm_blocks"},
     # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
+    mask_token="<|mask|>",
+    chat_options={"enable_thinking": False},
 )
