@@ -19,7 +19,7 @@ class StepPlan:
 
     Args:
         index: the step, from 0.
-        total: steps of the whole run.
+        total: steps of the whole run; at most, where the number of steps depends on the tokens.
         block: index of the block that is decoded.
         span: that block, as (start, stop) canvas positions.
         remaining: steps left in the block, this one included.

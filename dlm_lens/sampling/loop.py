@@ -1,6 +1,8 @@
 """The run loop: a plain function over a `Sampler` and a network, which never edits a canvas in place."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -8,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.sampling.denoising_run import DenoisingRun, History
+from dlm_lens.sampling.denoising_run import DenoisingRun, History, StepPlan
 from dlm_lens.sampling.network import Network, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful, same_shape
 from dlm_lens.sampling.samplers.base import Sampler
@@ -57,13 +59,17 @@ def run_sampler(
     observing = RunObservers(observers, [sampler] if noise is None else [noise, sampler])
     own_forward = logits == "all" or observing.needs_full_logits
     sampler.proposes_all = observing.proposes_all
+    over = resume is not None and resume.state.over
     if resume is not None:
         canvas = _resumed(resume, history, noise, sampler)
-        plans = [] if resume.state.over else plans[len(resume.steps) :]
+        plans = _after(plans, [step.plan for step in resume.steps], adaptive=sampler.adaptive)
     rows = int(network.model.get_input_embeddings().weight.shape[0])
     observing.start(sampler, history)
     run, step = sampler.progress
-    for plan in tqdm(plans, desc=run, unit=step, disable=not progress):
+    bar = tqdm(total=len(plans), desc=run, unit=step, disable=not progress)
+    steps = Upcoming(sampler, plans, len(history.plans))
+    plan = None if over else steps.following(canvas, is_masked)
+    while plan is not None:
         canvas = _edited(on_canvas, plan.index, canvas, rows)
         canvas = observing.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive)
         masked = is_masked(plan.index, canvas)
@@ -78,16 +84,47 @@ def run_sampler(
             error.partial = history.result()
             raise
         history.finish(plan, proposal, unmasked)
-        over = sampler.finished(canvas, plan)
-        observing.finish(plan, canvas, proposal, unmasked, over=over)
-        if over:
-            break
+        following = None if sampler.finished(canvas, plan) else steps.following(canvas, is_masked)
+        observing.finish(plan, canvas, proposal, unmasked, over=following is None)
+        bar.update()
+        plan = following
+    bar.close()
     observing.stop()
     done = len(history.plans)
     canvas = _edited(on_canvas, done, canvas, rows)
     history.start(canvas, is_masked(done, canvas))
     history.cut(sampler.final_length(canvas.shape[1], done))
     return history.result()
+
+
+class Upcoming:
+    """The steps that are still to come, without those that an adaptive sampler leaves out.
+
+    Args:
+        sampler: of the run.
+        plans: of the steps, in order.
+        done: steps that are finished.
+    """
+
+    def __init__(self, sampler: Sampler, plans: Sequence[StepPlan], done: int) -> None:
+        self.sampler, self.plans, self.done = sampler, deque(plans), done
+
+    def following(self, canvas: Int[Tensor, "batch position"], is_masked: IsMasked) -> StepPlan | None:
+        """The next step that runs, counted after the ones that ran; None if there is none."""
+        while self.plans:
+            plan = replace(self.plans.popleft(), index=self.done)
+            if not self.sampler.leaves_out(is_masked(plan.index, canvas), plan):
+                self.done += 1
+                return plan
+        return None
+
+
+def _after(plans: list[StepPlan], done: Sequence[StepPlan], *, adaptive: bool) -> list[StepPlan]:
+    """The plans after the finished steps."""
+    if not adaptive or not done:
+        return plans[len(done) :]
+    last = done[-1].block, done[-1].remaining
+    return plans[1 + [(plan.block, plan.remaining) for plan in plans].index(last) :]
 
 
 def _edit_logits(on_logits: OnLogits, step: int, canvas: Tensor) -> Callable[[Tensor], Tensor]:

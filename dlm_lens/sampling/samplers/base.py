@@ -81,6 +81,8 @@ class Sampler(nn.Module):
         autoregressive: a step sees the prefix that is written and decides the next position (AR decoding), instead
             of the whole canvas.
         grows: a step sees the canvas up to the end of its block (block diffusion), instead of all of it.
+        adaptive: how many steps run depends on the tokens: a step of the plans at which nothing is eligible is left
+            out, without a forward pass, and the others are counted through.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
         hides_prompt: guidance masks all of the prompt's positions, instead of those that were not masked at first.
         cfg_scale: classifier-free guidance of the run; 0 for none.
@@ -97,6 +99,7 @@ class Sampler(nn.Module):
     select: nn.Module
     autoregressive: ClassVar[bool] = False
     grows: ClassVar[bool] = False
+    adaptive: bool = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
@@ -176,6 +179,10 @@ class Sampler(nn.Module):
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that may be unmasked at this step."""
         raise NotImplementedError
+
+    def leaves_out(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether the step runs no forward pass, on a canvas as the step before left it."""
+        return self.adaptive and not bool(self.eligible(masked, plan).any())
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that the step's network can predict: all, or in block diffusion those of the block."""
