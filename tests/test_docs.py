@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dlm_lens import families
+from dlm_lens.testing import tiny
+
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "docs").glob("add-a-*.md"))
 """Pages that name files to be written; their own tests follow them in a scratch copy (tests/recipes.py)."""
@@ -16,6 +19,24 @@ REFERENCE = [page for page in PAGES if page not in RECIPES]
 
 def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def stand_ins(page: Path, directory: Path) -> None:
+    """A small random model of the same classes in place of each released checkpoint that a page loads.
+
+    A directory of a hub's name is found before the hub.
+    """
+    for name in set(re.findall(r"dl\.load\(\"([\w.-]+/[\w.-]+)\"", "\n".join(blocks(page)))):
+        (family,) = [family for family in families() if name in family.hub_names]
+        layouts = [model_type for model_type in family.layouts if model_type.split("-")[-1] in name.lower()]
+        model = tiny(family.name, model_type=layouts[0] if layouts else None)
+        model.tokenizer.chat_template = CHAT
+        (directory / name).mkdir(parents=True)
+        model.save_pretrained(directory / name)
+        model.tokenizer.save_pretrained(directory / name)
+
+
+CHAT = "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}w3"
 
 
 @pytest.mark.parametrize(
@@ -28,6 +49,7 @@ def blocks(page: Path) -> list[str]:
 )
 def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    stand_ins(page, tmp_path)
     space: dict[str, object] = {}
     for number, block in enumerate(blocks(page)):
         # As in a notebook cell, whose source linecache knows: nnsight reads the blocks that it traces.
