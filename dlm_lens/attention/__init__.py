@@ -1,5 +1,6 @@
 """Hook points in attention, the attention functions, visibility, column statistics, and the base class of hooks."""
 
+from dlm_lens.attention.block_layout import BlockLayout
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
     MIN_VIEWERS,
@@ -62,6 +63,7 @@ __all__ = [
     "SITES",
     "AttentionInputs",
     "AttentionPass",
+    "BlockLayout",
     "ColumnCall",
     "ColumnHook",
     "ColumnMask",

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention.block_layout import BlockLayout
 from dlm_lens.attention.column_stats import ColumnStats
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.visibility import AttentionPass
@@ -29,7 +30,8 @@ class RunStep:
         step: counted from the most masked canvas.
         total: steps of the run.
         block: index of the block being decoded.
-        span: the block, as (start, stop) canvas positions.
+        span: the block, as (start, stop) canvas positions; where rows have blocks of their own, from the first
+            start to the last end.
         tokens: the canvas before the step.
         masked: which of its positions are still masked.
         valid: which are content rather than padding.
@@ -79,9 +81,16 @@ class RunStep:
             self.computed[key] = compute()
         return self.computed[key]
 
-    def until(self, stop: int) -> "RunStep":
-        """The same step, of a canvas cut off at `stop`."""
-        return replace(self, **{name: getattr(self, name)[:, :stop] for name in _PER_POSITION})
+    def until(self, stop: int, blocks: BlockLayout | None = None) -> "RunStep":
+        """The same step, of a canvas cut off at `stop`.
+
+        With `blocks`, positions after the end of a row's own block are neither content nor masked nor answer.
+        """
+        cut = {name: getattr(self, name)[:, :stop] for name in _PER_POSITION}
+        if blocks is not None:
+            seen = blocks.until(self.span, stop)
+            cut |= {name: cut[name] & seen.to(cut[name].device) for name in ("masked", "valid", "answer")}
+        return replace(self, **cut)
 
     def for_rows(self, rows: int) -> "RunStep":
         """The same step for a batch of `rows` rows, which repeats this one's (guidance).

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention import BlockLayout
 from dlm_lens.recording.query_classes import QueryClass
 
 
@@ -20,14 +21,14 @@ class CanvasFacts:
         valid: content (True) or padding (False).
         masked: masked positions (in an AR run: not written yet).
         answer: positions that were masked when the run began.
-        block: positions of the block that is being decoded.
+        block: positions of the block that is being decoded, in block diffusion those of each row's.
         causal: an AR run, in which positions that are not written yet are neither queries nor keys.
         sinks: number of learned sink tokens: keys after the canvas positions; as queries they are not counted.
         unpadded: the network takes padding for content (a quirk of a reference), so that padding is a key.
         window: the sliding window w of the layer, in an AR run: query i sees the keys i - w + 1, ..., i; None if
             the layer has none.
-        blocks: (length, first) of block causal attention, where position i is in block floor((i - first) / length)
-            and sees its own and earlier blocks; positions after the current block are neither queries nor keys.
+        blocks: of block causal attention, where a position sees its own and earlier blocks of the row; positions
+            after the row's current block are neither queries nor keys. Rows are the axis before positions.
 
     Raises:
         ValueError: a window below 1, or in a run that is not causal; blocks beside causality or learned sinks.
@@ -41,7 +42,7 @@ class CanvasFacts:
     sinks: int = 0
     unpadded: bool = False
     window: int | None = None
-    blocks: tuple[int, int] | None = None
+    blocks: BlockLayout | None = None
     _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,13 +62,11 @@ class CanvasFacts:
             return self.valid & (self.block.flip(-1).long().cumsum(-1).flip(-1) > 0)
         return self.valid & ~self.masked if self.causal else self.valid
 
-    def _bounds(self) -> tuple[Int[Tensor, "position"], Int[Tensor, "position"]]:
+    def _bounds(self) -> tuple[Int[Tensor, "*run position"], Int[Tensor, "*run position"]]:
         """First and last position of every position's block."""
         assert self.blocks is not None
-        length, first = self.blocks
-        where = torch.arange(self.valid.shape[-1], device=self.valid.device)
-        start = (where - first).div(length, rounding_mode="floor") * length + first
-        return start.clamp(min=0), (start + length - 1).clamp(max=len(where) - 1)
+        start, end = self.blocks.bounds(self.valid.shape[-1])
+        return start.expand(self.valid.shape), end.expand(self.valid.shape)
 
     @property
     def prompt(self) -> Bool[Tensor, "*run position"]:
@@ -115,8 +114,8 @@ class CanvasFacts:
         if self.blocks is not None:
             # Key j is seen by the queries from its block's start on; query i sees the keys up to its block's end.
             start, end = self._bounds()
-            each = queries.double() / seen.cumsum(-1)[..., end].clamp(min=1)
-            return (each.flip(-1).cumsum(-1).flip(-1)[..., start] * seen).float()
+            each = queries.double() / seen.cumsum(-1).gather(-1, end).clamp(min=1)
+            return (each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen).float()
         if not self.causal:
             each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
             return self._beside_sinks(seen) * each
@@ -132,7 +131,7 @@ class CanvasFacts:
     def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
         if self.blocks is not None:
-            return queries.flip(-1).cumsum(-1).flip(-1)[..., self._bounds()[0]] * seen
+            return queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self._bounds()[0]) * seen
         if not self.causal:
             return self._beside_sinks(seen) * queries.sum(-1, keepdim=True)
         if self._whole:

@@ -65,7 +65,6 @@ class Recorder(StepObserver):
         self.dtype = dtype
         self.arrays = StepArrays(specs_of(self.reducers), getattr(torch, dtype))
         self._unpadded = False
-        self._block_length: int | None = None
         self._memory_of: dict[int, dict[Any, Any]] = {}
         self._found: dict[int, dict[str, Tensor]] = {}
         self._facts: dict[tuple[torch.device, int | None], CanvasFacts] = {}
@@ -84,7 +83,7 @@ class Recorder(StepObserver):
         """A run begins: read the model's layers from now on."""
         super().start(sampler, content, answer)
         self.arrays.clear()
-        self._unpadded, self._block_length = sampler.unpadded, sampler.block_length if sampler.grows else None
+        self._unpadded = sampler.unpadded
         self._memory_of = {layer: {} for layer in self.tap.layers}
         self.tap.open()
 
@@ -198,24 +197,21 @@ class Recorder(StepObserver):
     def _facts_on(self, run: RunStep, device: torch.device, window: int | None) -> CanvasFacts:
         """The facts of the step's canvas, computed once per step, device and sliding window."""
         if (device, window) not in self._facts:
-            positions = torch.arange(run.tokens.shape[1], device=device)
+            layout, positions = self.sampler.block_layout, run.tokens.shape[1]
+            where = torch.arange(positions, device=device)
+            block = ((where >= run.span[0]) & (where < run.span[1])).expand(run.tokens.shape)
             self._facts[device, window] = CanvasFacts(
                 valid=run.valid.to(device),
                 masked=run.masked.to(device),
                 answer=run.answer.to(device),
-                block=((positions >= run.span[0]) & (positions < run.span[1])).expand(run.tokens.shape),
+                block=block if layout is None else layout.inside(run.span, positions).to(device),
                 causal=self.causal,
                 sinks=self.layout.count,
                 unpadded=self._unpadded,
                 window=window,
-                blocks=self._blocks(run),
+                blocks=None if layout is None else layout.to(device),
             )
         return self._facts[device, window]
-
-    def _blocks(self, run: RunStep) -> tuple[int, int] | None:
-        """Length and start of the blocks of block diffusion."""
-        length = self._block_length
-        return None if length is None else (length, run.span[0] - run.block * length)
 
     def _regions_on(self, facts: CanvasFacts) -> dict[str, Tensor]:
         """Sets of keys, computed once per step and device."""

@@ -121,16 +121,13 @@ class Recording(RecordingFields):
 
     def _with_window(self, window: int | None) -> CanvasFacts:
         masked = self.run.masked[:-1]
-        positions = torch.arange(masked.shape[-1])
-        spans = torch.tensor(self.run.spans).reshape(-1, 2)
-        block = (positions >= spans[:, :1]) & (positions < spans[:, 1:])
         # After the end of a row nothing of it is defined.
         running = torch.arange(len(masked))[:, None] < self.run.row_steps
         return CanvasFacts(
             valid=self.run.attention_mask & running[..., None],
             masked=masked,
             answer=self.answer.expand(masked.shape),
-            block=block[:, None].expand(masked.shape),
+            block=self.run.in_block,
             causal=self.causal,
             sinks=self.sinks,
             unpadded=self.unpadded,

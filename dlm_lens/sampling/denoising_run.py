@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import padding_before
+from dlm_lens.attention import BlockLayout, padding_before
 from dlm_lens.sampling.algorithm_registry import algorithms
 
 
@@ -21,7 +21,9 @@ class StepPlan:
         index: the step, from 0.
         total: steps of the whole run; at most, where the number of steps depends on the tokens.
         block: index of the block that is decoded.
-        span: that block, as (start, stop) canvas positions.
+        span: that block, as (start, stop) canvas positions. Where blocks are counted from the text, rows of unequal
+            prompts have blocks at unequal positions: the union over the rows, from the first start to the last end;
+            `Sampler.reach` has each row's own block.
         remaining: steps left in the block, this one included.
         seen: how many positions of the canvas the network sees, where that is a prefix of it: in AR decoding what
             is written, in block diffusion everything up to the block's end. None: all of it.
@@ -64,7 +66,8 @@ class DenoisingRun:
         unmasked: which positions each step unmasked (decided).
         attention_mask: True for content, False for the padding on the left of shorter prompts.
         prompt_length: positions before the answer, padding included.
-        spans: the block decoded at each step, as (start, stop) canvas positions.
+        spans: the block decoded at each step, as (start, stop) canvas positions; with blocks counted from the text,
+            the union over the rows (`StepPlan.span`), `in_block` has those of every row.
         blocks: its index at each step.
         settings: the name of the sampler and every setting that it ran with, seeds included.
         eos_token_ids: ids that end a text.
@@ -162,12 +165,24 @@ class DenoisingRun:
         return algorithm is not None and algorithm.sampler.autoregressive
 
     @property
-    def attention_blocks(self) -> tuple[int, int] | None:
-        """Length and first position of the blocks of block causal attention; None in all other runs."""
+    def attention_blocks(self) -> BlockLayout | None:
+        """Where the blocks of block causal attention are in every row; None in all other runs."""
         algorithm = algorithms().get(str(self.settings.get("sampler")))
         if algorithm is None or not algorithm.sampler.grows:
             return None
-        return int(self.settings.get("block_length") or self.settings["gen_length"]), self.prompt_length
+        length = int(self.settings.get("block_length") or self.settings["gen_length"])
+        found: BlockLayout = algorithm.sampler.block_layout_of(length, self.attention_mask, self.prompt_length)
+        return found
+
+    @property
+    def in_block(self) -> Bool[Tensor, "step batch position"]:
+        """The positions of every row's block at each step."""
+        steps, batch, positions = self.unmasked.shape
+        layout = self.attention_blocks
+        if layout is not None and steps:
+            return torch.stack([layout.inside(span, positions) for span in self.spans])
+        where, spans = torch.arange(positions), torch.tensor(self.spans).reshape(-1, 2)
+        return ((where >= spans[:, :1]) & (where < spans[:, 1:]))[:, None].expand(steps, batch, positions)
 
     @property
     def steps(self) -> int:

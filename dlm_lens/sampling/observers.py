@@ -222,7 +222,7 @@ class StepObserver(RunObserver):
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,
         )
-        self.now = now if plan.seen is None else now.until(plan.seen)
+        self.now = now if plan.seen is None else now.until(plan.seen, self.sampler.block_layout)
         return canvas
 
     def stop(self) -> None:
@@ -300,7 +300,7 @@ class RunObservers:
         if keepers:
             own = {name: value for part in self.parts for name, value in part.state().items()}
             remembers = any(observer.remembers for observer in self.observers)
-            state = RunState(canvas, own, over or plan.index == plan.total - 1, remembers)
+            state = RunState(canvas, own, over, remembers)
             for keeper in keepers:
                 keeper.keep(state)
 

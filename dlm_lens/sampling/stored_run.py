@@ -47,6 +47,8 @@ class StoredCanvases:
         self.device = input_device(model)
         self.content = run.attention_mask.to(self.device)
         self.sampler = sampler_of(run)
+        blocks = run.attention_blocks
+        self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
 
     @property
     def autoregressive(self) -> bool:

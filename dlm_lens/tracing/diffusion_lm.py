@@ -166,8 +166,11 @@ class DiffusionLM(HuggingFaceModel):
             found = self._traced.clean()
             return found if rows is None else {layer: columns.of_rows(rows) for layer, columns in found.items()}
 
-        # An AR network sees the tokens decoded so far.
-        run = step.run.until(step.span.start + int(step)) if self.causal else step.run
+        run, layout = step.run, None if self._traced is None else self._traced.layout
+        if self.causal:  # an AR network sees the tokens decoded so far
+            run = run.until(step.span.start + int(step))
+        elif layout is not None:
+            run = run.until(step.span.stop, layout)
         return replace(run, config=self.config, tokenizer=self.tokenizer, clean=clean)
 
     def invoke_rows(self) -> Int[Tensor, "row"] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from dlm_lens.attention import ColumnStats, RunStep
+from dlm_lens.attention import BlockLayout, ColumnStats, RunStep
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise
 from dlm_lens.tracing.steps import STEP
 
@@ -107,6 +107,7 @@ class TracedRun(RunObserver):
         self.model, self.interleaver, self.location = model, interleaver, canvas
         self.grad, self.on_start = grad, on_start
         self.now: RunStep | None = None
+        self.layout: BlockLayout | None = None
         self._forward: Callable[[Tensor], Any] | None = None
         self._clean: Mapping[int, ColumnStats] | None = None
         self.state: dict[str, Tensor] = {}
@@ -120,6 +121,7 @@ class TracedRun(RunObserver):
     ) -> None:
         """A run begins."""
         self.on_start(sampler)
+        self.layout = sampler.block_layout
         self.editable = not sampler.autoregressive
         self.state = {"valid": content} if answer is None else {"valid": content, "answer": answer}
 
@@ -140,7 +142,7 @@ class TracedRun(RunObserver):
             canvas = torch.as_tensor(edited, device=canvas.device)
         given = (canvas, masked, self.state["valid"], self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given)
-        self.now = now if plan.seen is None else now.until(plan.seen)
+        self.now = now if plan.seen is None else now.until(plan.seen, self.layout)
         self._clean = None
         return canvas
 

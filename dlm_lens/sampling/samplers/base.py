@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dlm_lens.attention import BlockLayout, padding_before
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, network_inputs
 
@@ -83,12 +84,15 @@ class Sampler(nn.Module):
         grows: a step sees the canvas up to the end of its block (block diffusion), instead of all of it.
         adaptive: how many steps run depends on the tokens: a step of the plans at which nothing is eligible is left
             out, without a forward pass, and the others are counted through.
+        from_text: blocks of block causal attention are counted from each row's first token, so that the prompt's
+            rest shares its block with the first masks; otherwise from the first position of the answer.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
         hides_prompt: guidance masks all of the prompt's positions, instead of those that were not masked at first.
         cfg_scale: classifier-free guidance of the run; 0 for none.
         guidance_keeps: tokens that guidance leaves visible in its second half.
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
         block_length: of the blocks of block causal attention, in samplers that grow.
+        block_layout: where these blocks are in the rows of the run; None before the run has a network.
         use_cache: the network keeps keys and values of the prefix.
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
             The loop sets it from `RunObserver.proposes_all`.
@@ -100,6 +104,7 @@ class Sampler(nn.Module):
     autoregressive: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     adaptive: bool = False
+    from_text: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
@@ -108,6 +113,7 @@ class Sampler(nn.Module):
     unpadded: bool = False
     use_cache: bool = False
     block_length: int = 0
+    block_layout: BlockLayout | None = None
     proposes_all: bool = False
 
     @classmethod
@@ -123,6 +129,14 @@ class Sampler(nn.Module):
         sampler.unpadded = bool(sampler.cfg_scale and quirk)
         sampler.guidance_keeps = tuple(settings.get("cfg_keep_tokens") or ())
         return sampler
+
+    @classmethod
+    def block_layout_of(
+        cls, block_length: int, content: Bool[Tensor, "batch position"], prompt_length: int
+    ) -> BlockLayout:
+        """Where the blocks of block causal attention are in every row, in samplers that grow."""
+        first = padding_before(content)
+        return BlockLayout(block_length, first if cls.from_text else torch.full_like(first, prompt_length))
 
     @property
     def halves(self) -> int:
@@ -185,11 +199,10 @@ class Sampler(nn.Module):
         return self.adaptive and not bool(self.eligible(masked, plan).any())
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Positions that the step's network can predict: all, or in block diffusion those of the block."""
-        if not self.grows:
+        """Positions that the step's network can predict: all, or in block diffusion those of each row's block."""
+        if self.block_layout is None:
             return torch.ones_like(masked)
-        where = torch.arange(masked.shape[1], device=masked.device)
-        return ((plan.span[0] <= where) & (where < plan.span[1])).expand_as(masked)
+        return self.block_layout.inside(plan.span, masked.shape[1]).to(masked.device)
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan

@@ -88,18 +88,14 @@ class DllmBlockSampler(DllmSampler):
         canvas: Int[Tensor, "batch position"],
     ) -> BlockLogits:
         """The network of block diffusion."""
-        guidance = self.guidance(model, masked, prompt_length, canvas)
-        return self._blocks(model, content, prompt_length, **guidance)
-
-    def _blocks(self, model: Any, content: Tensor, prompt_length: int, **guidance: Any) -> BlockLogits:
+        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
         return BlockLogits(
             model,
             content,
-            block_length=self.block_length,
-            prompt_length=prompt_length,
+            layout=self.block_layout,
             use_cache=self.use_cache,
-            ignored=model.config.pad_token_id if self.reference_quirks else None,
-            **guidance,
+            ignored=self._ignored(model),
+            **self.guidance(model, masked, prompt_length, canvas),
         )
 
     def inputs(
@@ -110,7 +106,12 @@ class DllmBlockSampler(DllmSampler):
         prompt_length: int,
     ) -> dict[str, Any]:
         """Block causal attention over what a step sees."""
-        return self._blocks(model, content, prompt_length).inputs_of(canvas)
+        layout = self.block_layout_of(self.block_length, content, prompt_length)
+        return BlockLogits(model, content, layout=layout, ignored=self._ignored(model)).inputs_of(canvas)
+
+    def _ignored(self, model: Any) -> int | None:
+        """The token that dllm's code takes for padding wherever it is."""
+        return model.config.pad_token_id if self.reference_quirks else None
 
     @classmethod
     def for_rerun(cls, settings: Mapping[str, Any]) -> "DllmBlockSampler":

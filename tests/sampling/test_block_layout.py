@@ -1,0 +1,134 @@
+"""Blocks counted from each row's first token: where they are, who sees whom, and the cache, entry by entry."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlm_lens.attention import BlockLayout
+from dlm_lens.sampling.block_network import BlockLogits, block_causal
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.testing import tiny
+from tests.reference import forward64
+
+LENGTHS = (7, 3, 10, 1)
+ANSWER, BLOCK, POSITIONS = 10, 4, 19
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Canvases of prompts of these lengths, padded on the left, with an answer of nine."""
+    torch.manual_seed(3)
+    content = torch.arange(POSITIONS) >= ANSWER - torch.tensor(LENGTHS)[:, None]
+    return torch.randint(1, 60, content.shape), content
+
+
+def layout_of(content: Tensor) -> BlockLayout:
+    return BlockLayout(BLOCK, content.int().argmax(-1))
+
+
+def block_of(length: int, place: int) -> int:
+    """The block, counted from the text, of a canvas position of a row."""
+    return (place - (ANSWER - length)) // BLOCK
+
+
+def test_spans_hold_the_blocks_of_all_rows() -> None:
+    _, content = rows()
+    layout = layout_of(content)
+    spans = layout.spans(ANSWER, POSITIONS)
+    # Rows' texts begin at 3, 7, 0 and 9: the answer's first position 10 is in blocks that begin at 7, 7, 8 and 9.
+    assert spans == [(7, 13), (11, 17), (15, 19)]
+    for number, span in enumerate(spans):
+        inside = layout.inside(span, POSITIONS)
+        until = layout.until(span, POSITIONS)
+        for row, length in enumerate(LENGTHS):
+            own = block_of(length, ANSWER) + number
+            expected = [block_of(length, place) == own for place in range(POSITIONS)]
+            assert inside[row].tolist() == expected
+            assert until[row].tolist() == [block_of(length, place) <= own for place in range(POSITIONS)]
+    assert BlockLayout(4, torch.tensor([10, 10])).spans(10, 19) == [(10, 14), (14, 18), (18, 19)]
+
+
+def test_a_row_whose_blocks_are_finished_has_none() -> None:
+    # The answer ends at 12: the first row needs the blocks at 8, the second those at 9 alone.
+    layout = BlockLayout(4, torch.tensor([3, 9]))
+    assert layout.spans(10, 12) == [(7, 12), (11, 12)]
+    assert layout.inside((11, 12), 12).tolist() == [[False] * 11 + [True], [False] * 12]
+
+
+@pytest.mark.parametrize("first", [4, [4, 1, 6, 0]])
+def test_visibility_entry_by_entry(first: Any) -> None:
+    _, content = rows()
+    begins = [first] * 4 if isinstance(first, int) else first
+    found = block_causal(content, 3, first if isinstance(first, int) else torch.tensor(first))
+    for row in range(4):
+        for query in range(POSITIONS):
+            for key in range(POSITIONS):
+                earlier = (key - begins[row]) // 3 <= (query - begins[row]) // 3
+                seen = earlier and bool(content[row, query]) and bool(content[row, key])
+                assert bool(found[row, 0, query, key]) == seen
+
+
+def alone64(model: Any, ids: Tensor, content: Tensor, row: int, stop: int) -> Tensor:
+    """Logits of a row alone up to `stop`, in float64, without padding and without a cache."""
+    keep = content[row].clone()
+    keep[stop:] = False
+    of = [block_of(LENGTHS[row], place) for place in keep.nonzero()[:, 0].tolist()]
+    visible = torch.tensor([[key <= query for key in of] for query in of])[None, None]
+    return forward64(model, ids[row][keep][None], visible=visible)["logits"][0]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("shift", [False, True])
+@torch.no_grad()
+def test_logits_are_those_of_every_row_alone(use_cache: bool, shift: bool) -> None:
+    """Three steps in each block, between which its positions change; then a finished block is edited."""
+    model: Any = tiny("a2d_qwen3", sampler="dllm_blocks", logit_shift=shift)
+    ids, content = rows()
+    layout = layout_of(content)
+    network = BlockLogits(model, content, layout=layout, use_cache=use_cache)
+    spans = layout.spans(ANSWER, POSITIONS)
+    queries: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, given: queries.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    for number, span in enumerate(spans):
+        inside = layout.inside(span, POSITIONS)
+        for step in range(4):
+            ids = torch.where(inside & (torch.rand(ids.shape) < 0.5), (ids + 7) % 60, ids)
+            if step == 3:  # beyond the end of the cache, in a block that is finished in this row only
+                place = span[0] - 1 if number else 6
+                ids[2, place] = (ids[2, place] + 1) % 60
+            plan = StepPlan(step, 4, number, span, 1, span[1])
+            found = network.of_step(ids, inside & content, plan, own_forward=False)
+            expected = []
+            for row in range(4):
+                stop = int(layout.starts(span)[row]) + BLOCK
+                logits = alone64(model, ids, content, row, min(stop, POSITIONS))
+                wanted = (inside & content)[row].nonzero()[:, 0] - (ANSWER - LENGTHS[row])
+                expected.append(logits[(wanted - int(shift)).clamp(min=0)])
+            # Float32 noise of logits of up to 10.
+            torch.testing.assert_close(found.double(), torch.cat(expected), atol=2e-5, rtol=2e-4)
+    # With the cache: what became finished, up to the last row's block; three steps; all again after the edit.
+    cached = [9, 6, 6, 6, 9, 6, 6, 6, 6, 6, 13, 6, 6, 4, 4, 4, 17, 4]
+    assert queries == (cached if use_cache else [13] * 4 + [17] * 4 + [19] * 4)
+
+
+@torch.no_grad()
+def test_an_edit_behind_the_cache_is_seen() -> None:
+    """Row 0's block from 3 to 6 reaches beyond the cache, which ends at 5 because of row 1; 6 is edited."""
+    model: Any = tiny("a2d_qwen3", sampler="dllm_blocks")
+    content = torch.ones(2, 16, dtype=torch.bool)
+    content[0, :3], content[1, :1] = False, False
+    torch.manual_seed(5)
+    ids = torch.randint(1, 60, content.shape)
+    layout = BlockLayout(4, torch.tensor([3, 1]))
+    span = layout.spans(8, 16)[0]
+    assert span == (5, 11)
+    cached, whole = (BlockLogits(model, content, layout=layout, use_cache=use) for use in (True, False))
+    plan, inside = StepPlan(0, 1, 0, span, 1, span[1]), layout.inside(span, 16)
+    before = cached.of_step(ids, inside, plan, own_forward=False)
+    ids[0, 6] = (ids[0, 6] + 1) % 60
+    after, plain = (network.of_step(ids, inside, plan, own_forward=False) for network in (cached, whole))
+    torch.testing.assert_close(after, plain, atol=1e-5, rtol=1e-5)
+    assert (after - before)[:4].abs().max() > 1e-2
