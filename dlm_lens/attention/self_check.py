@@ -70,10 +70,15 @@ def check_hook_points(
 
 
 def check_ids(model: Any) -> Int[Tensor, "2 position"]:
-    """The ids that checks run on: 1, 2, ..., `TOKENS`, and a second row with another last token."""
-    ids = torch.arange(1, TOKENS + 1, device=input_device(model)).repeat(2, 1)
+    """The ids that checks run on, evenly over the vocabulary, and a second row with another last token.
+
+    The first ids of many vocabularies are special tokens. Next to each other they lie outside the training data, and
+    there the rounding of bfloat16 can decide which token a layer attends to.
+    """
+    rows = len(model.get_input_embeddings().weight)
+    ids = (torch.arange(1, TOKENS + 1, device=input_device(model)) * rows // (TOKENS + 1)).repeat(2, 1)
     ids[1, -1] = 0
-    return ids % len(model.get_input_embeddings().weight)
+    return ids
 
 
 def _logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
