@@ -72,8 +72,8 @@ def check_hook_points(
 def check_ids(model: Any) -> Int[Tensor, "2 position"]:
     """The ids that checks run on, evenly over the vocabulary, and a second row with another last token.
 
-    The first ids of many vocabularies are special tokens. Next to each other they lie outside the training data, and
-    there the rounding of bfloat16 can decide which token a layer attends to.
+    The first ids of many vocabularies are special tokens. A text of special tokens alone lies outside the training
+    data, where the rounding of bfloat16 can decide which token a layer attends to.
     """
     rows = len(model.get_input_embeddings().weight)
     ids = (torch.arange(1, TOKENS + 1, device=input_device(model)) * rows // (TOKENS + 1)).repeat(2, 1)
