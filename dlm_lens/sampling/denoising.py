@@ -68,8 +68,8 @@ def denoise(
         temperature: 0 takes the most likely token, above 0 samples.
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
         remasking: the rule that chooses which positions are unmasked: LLaDA "low_confidence" or "random"; Dream
-            "origin", "maskgit_plus", "topk_margin" or "entropy"; SMDM "origin" or "greedy" (also as its code spells
-            it).
+            "origin", "maskgit_plus", "topk_margin", "entropy" or "confidence_threshold"; SMDM "origin" or "greedy"
+            (also as its code spells it).
         seed: one number, or one per row; None for a fresh number, kept in the run's `settings["seeds"]`.
         logits: evaluate the head only where the sampler needs it, or everywhere.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
@@ -91,8 +91,8 @@ def denoise(
             them.
         **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
             MMaDA: eot_token, which ends a row after the block that ends with it; Dream: top_p, top_k, alg_temp,
-            eps; SMDM: eps; dllm: schedule, stochastic_transfer, suppress_tokens, begin_suppress_tokens,
-            cfg_keep_tokens; AR: use_cache).
+            eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md); SMDM: eps; dllm: schedule,
+            stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.
@@ -115,6 +115,8 @@ def denoise(
             given = _without_cache(given)
     elif algorithm.sampler.grows and (hooks or observers):
         given = _without_cache(given)
+    elif given.get("cache") and (hooks or observers):
+        raise ValueError("cache with hooks or observers: they see whole canvases; leave cache out")
     run = _prepare(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}

@@ -27,6 +27,9 @@ class StepPlan:
         remaining: steps left in the block, this one included.
         seen: how many positions of the canvas the network sees, where that is a prefix of it: in AR decoding what
             is written, in block diffusion everything up to the block's end. None: all of it.
+        computed: with an approximate cache, the span of the canvas whose queries, keys and values the step
+            computes; the keys and values of the other positions are those of an earlier step. None: all that it
+            sees.
     """
 
     index: int
@@ -35,6 +38,7 @@ class StepPlan:
     span: tuple[int, int]
     remaining: int
     seen: int | None = None
+    computed: tuple[int, int] | None = None
 
     @property
     def prefix_length(self) -> int:

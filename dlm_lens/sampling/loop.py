@@ -70,9 +70,19 @@ def run_sampler(
     steps = Upcoming(sampler, plans, len(history.plans))
     plan = None if over else steps.following(canvas, is_masked)
     while plan is not None:
-        canvas = _edited(on_canvas, plan.index, canvas, rows)
-        canvas = observing.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive)
+        left, canvas = canvas, _edited(on_canvas, plan.index, canvas, rows)
+        plan = sampler.planned(plan, is_masked(plan.index, canvas), canvas != left)
+        network.enter(plan)
+        shown, canvas = (
+            canvas,
+            observing.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive),
+        )
         masked = is_masked(plan.index, canvas)
+        if canvas is not shown and sampler.planned(plan, masked, canvas != shown) != plan:
+            raise ValueError(
+                f"an observer edited step {plan.index} outside positions {plan.computed}, where the cache keeps "
+                "keys and values; edit with on_canvas, which makes the step compute everything, or leave cache out"
+            )
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
         edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)

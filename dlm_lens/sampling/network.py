@@ -33,6 +33,10 @@ class Network(Protocol):
 
     model: Any
 
+    def enter(self, plan: StepPlan) -> None:
+        """The step to which the next passes belong."""
+        ...
+
     def of_step(
         self,
         canvas: Int[Tensor, "batch position"],
@@ -96,6 +100,9 @@ class CanvasLogits:
         shift = getattr(model.config, "logit_shift", False) if shift is None else shift
         self.source = predicting_position(attention_mask) if shift else None
         self.inputs = network_inputs(attention_mask.repeat(2 if cfg_scale else 1, 1))
+
+    def enter(self, plan: StepPlan) -> None:
+        """Every pass is over a whole canvas, whatever the step."""
 
     def of_step(
         self,
@@ -191,6 +198,9 @@ class PrefixLogits:
         self.positions = position_ids(content)
         self._cache: Any = None
         self._cached = 0
+
+    def enter(self, plan: StepPlan) -> None:
+        """The step is known from its prefix."""
 
     def of_step(
         self,

@@ -118,7 +118,10 @@ def test_drawing_positions_follows_the_confidence() -> None:
         ({"eps": 1.0}, "eps is 1.0"),
         ({"alg_temp": -1.0}, "alg_temp is -1.0"),
         ({"steps": 0}, "steps is 0"),
-        ({"block_length": 4}, "the dream sampler has no setting 'block_length'"),
+        ({"block_length": 5}, "does not divide into blocks of block_length 5"),
+        ({"cfg_scale": 1.0}, "the dream sampler has no setting .cfg_scale."),
+        ({"threshold": 0.5, "remasking": "entropy"}, "they belong to .confidence_threshold."),
+        ({"cache": "suffix"}, "cache is .suffix."),
         ({"gen_length": 0}, "gen_length is 0 and the prompt holds no mask token"),
     ],
 )

@@ -194,6 +194,18 @@ class Sampler(nn.Module):
         """Positions that may be unmasked at this step."""
         raise NotImplementedError
 
+    def planned(
+        self, plan: StepPlan, masked: Bool[Tensor, "batch position"], edited: Bool[Tensor, "batch position"]
+    ) -> StepPlan:
+        """The plan of a step whose canvas is known; another one where an edit makes the step compute more.
+
+        Args:
+            plan: as it was made before the run.
+            masked: what is masked on the step's canvas.
+            edited: where that canvas is not as the step before left it.
+        """
+        return plan
+
     def leaves_out(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether the step runs no forward pass, on a canvas as the step before left it."""
         return self.adaptive and not bool(self.eligible(masked, plan).any())

@@ -1,6 +1,8 @@
-"""Dream's sampler: a timestep schedule over the whole answer, and four rules that choose the positions."""
+"""Dream's sampler: a timestep schedule over the answer or its blocks, and the rules that choose the positions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,17 +11,27 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
-from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
 
-REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy")
+REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
 
 
 @dataclass(frozen=True)
 class DreamSettings:
-    """Settings of Dream's `diffusion_generate`; `remasking` is its `alg`.
+    """Settings of Dream's `diffusion_generate`, and of Fast-dLLM's; `remasking` is their `alg`.
+
+    Args:
+        block_length: length of the blocks that are decoded from left to right, each with steps / blocks steps; None
+            for one block.
+        cache: "prefix" keeps the keys and values before the block while it is decoded, "dual" those after it too,
+            which is approximate; None computes everything at every step.
+        threshold: with "confidence_threshold", a step unmasks all positions of the block with at least this
+            probability, and at least one; `steps` is then not used.
+        factor: likewise the n best, for the largest n with p_n >= 1 - factor / (n + 1).
 
     Raises:
         ValueError: a value is out of its range.
@@ -33,15 +45,51 @@ class DreamSettings:
     top_k: int | None = None
     alg_temp: float | None = None
     eps: float = 1e-3
+    block_length: int | None = None
+    cache: str | None = None
+    threshold: float | None = None
+    factor: float | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps")
+        at_least_one(self, "steps", "block_length")
+        if self.gen_length % (self.block_length or 1):
+            raise ValueError(
+                f"gen_length {self.gen_length} does not divide into blocks of block_length {self.block_length}; "
+                "choose a block_length that divides it"
+            )
+        if self.steps % self.blocks:
+            raise ValueError(
+                f"{self.steps} steps do not divide into {self.blocks} blocks (gen_length {self.gen_length} / "
+                f"block_length {self.block_length}); choose steps as a multiple of {self.blocks}"
+            )
         not_negative(self, "temperature", "alg_temp", zero="greedy")
         known_remasking(self.remasking, REMASKING, REMASKING, "Dream")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         at_least_one(self, "top_k")
         inner_eps(self.eps)
+        check_parallel(self)
+        if (self.remasking == "confidence_threshold") != (self.threshold is not None or self.factor is not None):
+            raise ValueError(
+                f"remasking {self.remasking!r} with threshold {self.threshold} and factor {self.factor}: they "
+                "belong to 'confidence_threshold'; give both or neither"
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return max(1, self.gen_length // (self.block_length or max(1, self.gen_length)))
+
+
+def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """Settings of `answer_settings`; a threshold or factor implies "confidence_threshold" (alone 0.9)."""
+    values = answer_settings(defaults, given, masks)
+    parallel = any(values.get(name) is not None for name in ("threshold", "factor"))
+    if parallel and "remasking" not in given:
+        values["remasking"] = "confidence_threshold"
+    if values["remasking"] == "confidence_threshold" and not parallel:
+        values["threshold"] = 0.9
+    return values
 
 
 def filtered(
@@ -63,15 +111,15 @@ def filtered(
 class DreamPropose(nn.Module):
     """x0 from softmax(filtered(logits / temperature)), and the confidence of the rule.
 
-    maskgit_plus: the probability of x0; topk_margin: largest minus second largest probability; entropy:
-    sum p ln(p + 1e-10). With `origin` the confidence is not used. [MASK] is never an x0 unless
-    `reference_quirks`: the filter is one of the other tokens, and without a filter the probabilities are those of
-    all tokens.
+    maskgit_plus and confidence_threshold: the probability of x0; topk_margin: largest minus second largest
+    probability; entropy: sum p ln(p + 1e-10). With `origin` the confidence is not used. [MASK] is never an x0
+    unless `reference_quirks`: the filter is one of the other tokens, and without a filter the probabilities are
+    those of all tokens.
     """
 
     def __init__(self, settings: DreamSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
-        self.settings, self.noise = settings, noise
+        self.settings, self.noise, self.rule = settings, noise, settings.remasking
         self.never = None if reference_quirks else ids.mask
 
     def forward(
@@ -92,7 +140,7 @@ class DreamPropose(nn.Module):
         choice = self._written(likely, 0.0)
         chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
         confidence = torch.full(canvas.shape, -torch.inf, device=canvas.device)
-        if settings.remasking != "origin":
+        if self.rule != "origin":
             confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
@@ -103,10 +151,10 @@ class DreamPropose(nn.Module):
         return values.index_fill(-1, torch.tensor([self.never], device=values.device), nothing)
 
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
-        if self.settings.remasking == "topk_margin":
+        if self.rule == "topk_margin":
             first, second = likely.topk(2).values.unbind(-1)
             return first - second
-        if self.settings.remasking == "entropy":
+        if self.rule == "entropy":
             return (likely * torch.log(likely + 1e-10)).sum(-1)
         return likely.gather(-1, chosen[:, None]).squeeze(-1)
 
@@ -129,33 +177,94 @@ class SelectDrawn(nn.Module):
         return self.noise.draw(weights, eligible, count) & eligible
 
 
-class DreamSampler(TimestepSampler):
+class DreamSampler(CachedSampler, TimestepSampler):
     """The timestep schedule with counts rounded down, so that as many steps as tokens is not one token per step.
 
-    The count is a fraction of each row's own masks, recounted at every step; `reference_quirks` takes the average
-    number of masks over the batch.
+    The count is a fraction of each row's own masks in the block, recounted at every step; `reference_quirks` takes
+    the average number of masks over the batch.
+
+    Under a cache and with `reference_quirks` (Fast-dLLM's code for Dream) the step that computes all decides the
+    first position of the block, whatever its confidence, and no other; every rule but "confidence_threshold" is
+    "entropy"; and with one step per block the other positions stay masked.
     """
+
+    stream: SpanNoise | None = None
 
     def __init__(
         self, settings: DreamSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__(settings, noise)
+        super().__init__(settings, noise, blocks=settings.blocks)
         self.settings, self.reference_quirks = settings, reference_quirks
+        self.parallel = settings.threshold is not None or settings.factor is not None
+        self.cache, self.adaptive = settings.cache, settings.cache is not None or self.parallel
+        self.fast_quirks = reference_quirks and settings.cache is not None
+        if isinstance(noise, SharedNoise) and self.fast_quirks:
+            noise = self.stream = SpanNoise(noise)
+        if self.parallel:
+            # Theirs decides the first position alone, and computes a step more than it needs.
+            width = settings.block_length or settings.gen_length
+            self.each = max(2, width) if self.fast_quirks else width
         self.propose = DreamPropose(settings, noise, ids, reference_quirks)
-        drawn = settings.alg_temp and settings.remasking != "origin"
+        drawn = settings.alg_temp and settings.remasking != "origin" and not self.parallel
         self.select: nn.Module = SelectDrawn(noise, settings.alg_temp or 0.0) if drawn else Select()
+        if self.parallel:
+            self.select = SelectConfident(settings.threshold, settings.factor)
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step of every block; the first of a block computes the whole canvas."""
+        if self.parallel and not self.settings.gen_length:
+            self.each = positions
+        return [
+            self.with_span(plan, positions, first=plan.remaining == self.each)
+            for plan in super().plans(prompt_length, positions)
+        ]
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Every masked position up to the end of the block that the step predicts."""
+        found = super().eligible(masked, plan) & self.reach(masked, plan)
+        if self.fast_quirks and plan.computed is None:
+            return found & (torch.arange(masked.shape[1], device=masked.device) == plan.span[0])
+        return found
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
         """How many positions of each row this step unmasks: float32, rounded down, as in the reference."""
         left = eligible.sum(-1)
-        if plan.remaining == 1:
+        if self.parallel:
+            return (left + plan.remaining - 1) // plan.remaining
+        if plan.remaining == 1 or (self.fast_quirks and plan.computed is None):
             return left
         masks = (left.sum() / len(left)).expand(len(left)) if self.reference_quirks else left.float()
-        return (masks * self.fractions[plan.index].to(masks.device)).long()
+        return (masks * self.fraction(plan).to(masks.device)).long()
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step."""
+        if not self.fast_quirks:
+            return super().forward(canvas, logits, evaluated, masked, plan)
+        whole = plan.computed is None
+        rule = "maskgit_plus" if whole or self.parallel else "entropy"
+        self.propose.rule = rule  # type: ignore[assignment]
+        if self.stream is not None:
+            # Theirs draws tokens for every position of a whole pass, and for all masks that a threshold sees.
+            seen = masked & self.reach(masked, plan)
+            block = seen if self.parallel else seen & (torch.arange(masked.shape[1]) < plan.span[1])
+            self.stream.span = plan.computed
+            self.stream.drawn = torch.ones_like(masked) if whole else block
+        eligible = self.eligible(masked, plan)
+        proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
+        count = self.count(eligible, masked, plan)
+        unmasked = eligible if whole else self.select(proposal.confidence, eligible, count)
+        return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked
 
 
 ALGORITHM = Algorithm(
-    "dream", DreamSettings, DreamSampler, answer_settings, corruption=RateCorruption(eps=1e-3, protect_ends=True)
+    "dream", DreamSettings, DreamSampler, resolve, corruption=RateCorruption(eps=1e-3, protect_ends=True)
 )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
+from dlm_lens.sampling.noise import Noise, SharedNoise, add_gumbel
+from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.settings import at_least_one, block_settings, known_remasking, not_negative
 
 REMASKING = ("low_confidence", "random")
@@ -34,6 +35,11 @@ class LLaDASettings:
         float64_confidence: softmax of the confidence in float64 (MMaDA; LLaDA before June 2025).
         eot_token: a row ends after a block whose last token is this one, and its later blocks stay masked
             (MMaDA's mmu_generate_fast); None: every block of every row is decoded.
+        cache: "prefix" keeps the keys and values before the block while it is decoded, "dual" those after it too,
+            which is approximate; None computes everything at every step.
+        threshold: a step unmasks all positions of the block with at least this confidence, and at least one;
+            `steps` is then not used.
+        factor: likewise the n best, for the largest n with p_n >= 1 - factor / (n + 1).
         unpadded_guidance: with `reference_quirks`, a run with guidance sees the padding as content (MMaDA).
 
     Raises:
@@ -51,6 +57,9 @@ class LLaDASettings:
     float64_confidence: bool = False
     eot_token: int | None = None
     unpadded_guidance: bool = False
+    cache: str | None = None
+    threshold: float | None = None
+    factor: float | None = None
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps", "block_length")
@@ -67,6 +76,16 @@ class LLaDASettings:
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "cfg_scale", zero="no guidance")
         known_remasking(self.remasking, REMASKING, REMASKING, "LLaDA")
+        check_parallel(self)
+        if self.parallel and self.remasking == "random":
+            raise ValueError(
+                "threshold and factor compare probabilities, which remasking='random' does not have; leave one out"
+            )
+
+    @property
+    def parallel(self) -> bool:
+        """Whether confidence says how many positions a step unmasks."""
+        return self.threshold is not None or self.factor is not None
 
     @property
     def blocks(self) -> int:
@@ -145,6 +164,8 @@ class LLaDAPropose(GumbelPropose):
 
     def __init__(self, settings: LLaDASettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__(settings, noise, ids, reference_quirks)
+        # As in Fast-dLLM's code.
+        self.float64 = self.float64 or settings.parallel or settings.cache is not None
         # In the reference the EOS suppression lands on the noisy copy of the logits when there is noise, so
         # that the confidence still sees EOS. By default it is suppressed at every temperature.
         unlikely = [ids.eot] if reference_quirks and settings.temperature > 0 else [ids.eos, ids.eot]
@@ -168,17 +189,20 @@ def without(logits: Float[Tensor, "n d_vocab"], ids: Sequence[int | None]) -> Fl
     return logits.index_fill(-1, columns, -torch.inf)
 
 
-class LLaDASampler(Sampler):
+class LLaDASampler(CachedSampler):
     """Blocks from left to right; in each, every step unmasks its share of the masks that are left.
 
     Of a block's m masks, each of s steps unmasks ceil(left / steps left), which is m // s with one more in the
     first m % s steps, as in the reference. Masks are recounted, so that masks which an intervention puts back are
     unmasked too. Masks before the block (in the prompt, or put back by an intervention) are eligible and counted.
+    In parallel decoding (`threshold`, `factor`) and under a `cache` a step is left out once the block has no masks.
     `reference_quirks` fixes the counts when the block starts, from the block alone: masks in the prompt then
     compete for its budget, and as many are left at the end.
 
     With `eot_token` a row whose block ends with it is done; `reference_quirks` stops only when all rows are.
     """
+
+    stream: SpanNoise | None = None
 
     def __init__(
         self,
@@ -196,27 +220,42 @@ class LLaDASampler(Sampler):
                 "pass eos_token_id= to dlm_lens.load"
             )
         self.settings, self.reference_quirks, self.cfg_scale = settings, reference_quirks, settings.cfg_scale
+        self.mask = ids.mask
+        self.cache, self.adaptive = settings.cache, settings.cache is not None or settings.parallel
+        self.each = settings.steps // settings.blocks
+        if reference_quirks and self.cache and not settings.parallel and self.each == 1:
+            raise ValueError(
+                f"reference_quirks with cache={self.cache!r} and one step per block: the authors' code fails "
+                "there; give more steps, or leave reference_quirks out"
+            )
+        if isinstance(noise, SharedNoise) and self.cache is not None:
+            noise = self.stream = SpanNoise(noise)
         self.propose = LLaDAPropose(settings, noise, ids, reference_quirks)
-        self.select = Select()
+        self.select = SelectConfident(settings.threshold, settings.factor) if settings.parallel else Select()
         self.unpadded = reference_quirks and settings.unpadded_guidance and settings.cfg_scale > 0
         self._block_masks: Tensor | None = None
         self._done: Tensor | None = None
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
-        """Every step: steps / blocks of them for each block."""
+        """Every step: steps / blocks of them for each block, in parallel decoding at most one per position."""
         settings = self.settings
-        each = settings.steps // settings.blocks
-        found = []
-        for index in range(settings.steps):
+        if settings.parallel:
+            # The reference computes a step more than it needs.
+            needed = settings.block_length if settings.gen_length else positions
+            self.each = needed + int(self.reference_quirks and self.cache is not None)
+        each, found = self.each, list[StepPlan]()
+        for index in range(each * settings.blocks):
             block = index // each
             stop = positions if settings.gen_length == 0 else prompt_length + (block + 1) * settings.block_length
             start = 0 if settings.gen_length == 0 else stop - settings.block_length
-            found.append(StepPlan(index, settings.steps, block, (start, stop), each - index % each))
+            plan = StepPlan(index, each * settings.blocks, block, (start, stop), each - index % each)
+            found.append(self.with_span(plan, positions, first=index % each == 0))
         return found
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Masked positions up to the end of the block, in rows that have not ended."""
         until = masked & (torch.arange(masked.shape[1], device=masked.device) < plan.span[1])
+        until = until & self.reach(masked, plan)
         return until if self._done is None else until & ~self._done[:, None]
 
     def count(
@@ -225,7 +264,9 @@ class LLaDASampler(Sampler):
         """How many positions of each row this step unmasks."""
         if not self.reference_quirks:
             return (eligible.sum(-1) + plan.remaining - 1) // plan.remaining
-        each = self.settings.steps // self.settings.blocks
+        if self.settings.parallel:
+            return eligible.any(-1).long()
+        each = self.each
         done = each - plan.remaining
         if done == 0 or self._block_masks is None:
             self._block_masks = masked[:, slice(*plan.span)].sum(-1)
@@ -240,15 +281,36 @@ class LLaDASampler(Sampler):
         """Continue from such a state."""
         self._done, self._block_masks = state.get("done"), state.get("block_masks")
 
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step."""
+        if self.stream is not None:
+            self.stream.span, self.stream.twice = (
+                plan.computed,
+                self.cache == "prefix" and plan.computed is not None,
+            )
+        return super().forward(canvas, logits, evaluated, masked, plan)
+
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row ended with this step's block."""
-        if self.settings.eot_token is None or plan.remaining > 1:
+        if self.settings.eot_token is None or (plan.remaining > 1 and self._has_masks(canvas, plan)):
             return False
         ends = canvas[:, plan.span[1] - 1] == self.settings.eot_token
         if self.reference_quirks:
             return bool(ends.all())
         self._done = ends if self._done is None else self._done | ends
         return bool(self._done.all())
+
+    def _has_masks(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether steps of the block follow; all of them do, unless the sampler leaves out those without masks."""
+        masks: Tensor = canvas[:, slice(*plan.span)].eq(self.mask if self.mask is not None else -1)
+        return not self.adaptive or bool((masks if self._done is None else masks & ~self._done[:, None]).any())
 
 
 ALGORITHM = Algorithm("llada", LLaDASettings, LLaDASampler, block_settings, corruption=CountCorruption())

@@ -1,4 +1,4 @@
-"""Samplers that follow a timestep schedule over the whole answer, without blocks: Dream's and SMDM's."""
+"""Samplers that follow a timestep schedule over the whole answer, or over each block: Dream's and SMDM's."""
 
 from typing import Protocol
 
@@ -39,23 +39,34 @@ class TimestepSampler(Sampler):
     """Step i unmasks the fraction 1 - t[i+1] / t[i] of the masked positions, t = linspace(1, eps, steps + 1).
 
     With `origin` every masked position is unmasked with that probability. The last step unmasks all that are left.
+    With `blocks` the steps are divided among them, and each block has the whole schedule for its own masks.
     """
 
-    def __init__(self, settings: TimestepSettings, noise: Noise) -> None:
+    def __init__(self, settings: TimestepSettings, noise: Noise, *, blocks: int = 1) -> None:
         super().__init__()
         self.schedule, self.noise = settings, noise
-        times = torch.linspace(1, settings.eps, settings.steps + 1)
-        self.fractions = [1 - times[i + 1] / times[i] for i in range(settings.steps)]
+        self.blocks, self.each = blocks, settings.steps // blocks
+        times = torch.linspace(1, settings.eps, self.each + 1)
+        self.fractions = [1 - times[i + 1] / times[i] for i in range(self.each)]
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
-        """Every step; there are no blocks."""
-        total = self.schedule.steps
-        span = (0 if self.schedule.gen_length == 0 else prompt_length, positions)
-        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+        """Every step of every block; without blocks the answer is one."""
+        total, each = self.each * self.blocks, self.each
+        length = self.schedule.gen_length // self.blocks
+        ends = [prompt_length + (block + 1) * length for block in range(self.blocks)]
+        spans = [(0, positions)] if self.schedule.gen_length == 0 else [(end - length, end) for end in ends]
+        return [
+            StepPlan(index, total, index // each, spans[index // each], each - index % each)
+            for index in range(total)
+        ]
+
+    def fraction(self, plan: StepPlan) -> Float[Tensor, ""]:
+        """The share of the masks that the step unmasks, or with `origin` the probability of each."""
+        return self.fractions[len(self.fractions) - plan.remaining]
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Every masked position."""
-        return masked
+        """Every masked position up to the end of the block."""
+        return masked & (torch.arange(masked.shape[1], device=masked.device) < plan.span[1])
 
     def forward(
         self,
@@ -68,11 +79,12 @@ class TimestepSampler(Sampler):
         """One step; with `origin` the positions are drawn first and only theirs are proposed for."""
         if self.schedule.remasking != "origin":
             return super().forward(canvas, logits, evaluated, masked, plan)
-        fraction = 1.0 if plan.remaining == 1 else float(self.fractions[plan.index])
-        drawn = self.noise.masked_positions(masked).to(canvas.device) < fraction
+        fraction = 1.0 if plan.remaining == 1 else float(self.fraction(plan))
+        eligible = self.eligible(masked, plan)
+        drawn = self.noise.masked_positions(eligible).to(canvas.device) < fraction
         if not (self.proposes_all and isinstance(self.noise, RowNoise)):
             logits, evaluated = logits[drawn[evaluated]], evaluated & drawn
-        eligible = masked & drawn
+        eligible = eligible & drawn
         proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
         unmasked = self.select(proposal.confidence, eligible, eligible.sum(-1))
         return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked

@@ -1,0 +1,163 @@
+"""Logits under an approximate cache: a step computes a span and sees keys and values of an earlier step around."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.attention import position_ids
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.network import CanvasLogits, EditLogits
+
+
+class KeptKeys:
+    """Keys (after rotation) and values of every layer of the last whole pass, as transformers' models call a cache.
+
+    A whole pass stores them. A pass over a span [start, stop) attends to its own keys and values inside the span
+    and to the stored ones around it, in the order of the canvas; it stores nothing. Gradients do not reach the
+    stored ones.
+    """
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.span: tuple[int, int] | None = None
+        self.keys = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def enter(self, keys: int, span: tuple[int, int] | None) -> "KeptKeys":
+        """The next pass: over `span` of a canvas of `keys` positions, or (None) over all of it."""
+        self.keys, self.span = keys, span
+        return self
+
+    @property
+    def empty(self) -> bool:
+        """Whether there has been no whole pass."""
+        return not self._layers
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values that the queries of a layer see."""
+        if self.span is None:
+            self._layers[layer_idx] = keys.detach(), values.detach()
+            return keys, values
+        start, stop = self.span
+        kept = self._layers[layer_idx]
+        first, second = (
+            torch.cat([old[:, :, :start], new, old[:, :, stop:]], 2)
+            for old, new in zip(kept, (keys, values), strict=True)
+        )
+        return first, second
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The position of the first query."""
+        return 0 if self.span is None else self.span[0]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The position of the first query, from which transformers counts positions where it is not given any."""
+        return self.get_query_offset()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """The number of keys, and the position of the first."""
+        return self.keys, 0
+
+
+class CachedLogits(CanvasLogits):
+    """Logits of a bidirectional model with an approximate cache (Fast-dLLM, 2505.22618).
+
+    A step whose plan has no `computed` span is a pass over the whole canvas, which stores the keys and values of
+    every position. A step with one computes the queries, keys and values of that span alone; its queries see the
+    stored keys and values of all other positions, which are those of the last whole pass: exact would be that they
+    change with every token that is written.
+
+    A position is predicted at such a step if it lies between the start of the block and the end of the span.
+
+    `forward` keeps keys and values of its own, so that passes without hooks attend to keys without hooks.
+
+    Args:
+        model: from `dlm_lens.load`.
+        content: False at the padding on the left.
+        alone: the output at a span's first position predicts that position even with a logit shift (a quirk of
+            Fast-dLLM's code for Dream).
+        **options: of `CanvasLogits`.
+    """
+
+    def __init__(
+        self, model: Any, content: Bool[Tensor, "batch position"], *, alone: bool = False, **options: Any
+    ) -> None:
+        super().__init__(model, content, **options)
+        if self.sinks.count:
+            raise ValueError(
+                "a cache keeps keys and values of canvas positions, and this model has learned sink tokens beside "
+                "them; leave cache out"
+            )
+        self.positions = position_ids(content.repeat(2 if self.cfg_scale else 1, 1))
+        self.alone = alone
+        self._plan: StepPlan | None = None
+        self._kept, self._clean = KeptKeys(), KeptKeys()
+
+    def enter(self, plan: StepPlan) -> None:
+        """The step of the next passes."""
+        self._plan = plan
+
+    def of_step(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        evaluated: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+        *,
+        own_forward: bool,
+        grad: bool = False,
+        edit: EditLogits | None = None,
+    ) -> Float[Tensor, "evaluated d_vocab"]:
+        """Logits of the evaluated positions; `edit` gets those of the canvas, NaN where the step computes none."""
+        self.enter(plan)
+        return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
+
+    def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
+        """Logits of every position that the step predicts, NaN elsewhere."""
+        span = self._span
+        logits = self._guided(self._run(self.model, canvas, self._kept).logits.to(canvas.device))
+        source = self._source(canvas)
+        if span is None:
+            return logits if source is None else logits[self._rows(canvas), source]
+        assert self._plan is not None
+        predicted = slice(self._plan.span[0], span[1])
+        whole = logits.new_full((*canvas.shape, logits.shape[-1]), torch.nan)
+        where = torch.arange(canvas.shape[1], device=canvas.device).expand_as(canvas) if source is None else source
+        whole[:, predicted] = logits[self._rows(canvas), self._inside(where[:, predicted], span)]
+        return whole
+
+    def states(
+        self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
+    ) -> Float[Tensor, "half needed d_model"]:
+        """The inputs of the head for the `needed` positions, which the step predicts."""
+        span = self._span
+        states = self._run(self.model.get_decoder(), canvas, self._kept).last_hidden_state.to(canvas.device)
+        halves, source = states.reshape(-1, len(canvas), *states.shape[1:]), self._source(canvas)
+        rows, where = needed.nonzero(as_tuple=True)
+        where = where if source is None else source[rows, where]
+        return halves[:, rows, where if span is None else self._inside(where, span)]
+
+    def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
+        """A pass of the step without the head, with keys and values of such passes."""
+        return self._run(self.model.get_decoder(), canvas, self._clean)
+
+    @property
+    def _span(self) -> tuple[int, int] | None:
+        return None if self._plan is None else self._plan.computed
+
+    def _inside(self, where: Int[Tensor, "..."], span: tuple[int, int]) -> Int[Tensor, "..."]:
+        """Canvas positions as places among the span's outputs."""
+        return (where - span[0]).clamp(min=0) if self.alone else where - span[0]
+
+    def _run(self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], kept: KeptKeys) -> Any:
+        span = self._span
+        inputs: dict[str, Any] = {**self.inputs, "use_cache": True}
+        ids = self._halves(canvas)
+        if span is not None:
+            where = slice(*span)
+            ids = ids[:, where]
+            inputs |= {"position_ids": self.positions[:, where], "query_start": span[0]}
+        return network(input_ids=ids, **inputs, past_key_values=kept.enter(canvas.shape[1], span))

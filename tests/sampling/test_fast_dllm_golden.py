@@ -1,0 +1,51 @@
+"""Every stored trajectory of Fast-dLLM v1's caches and parallel decoding, token for token."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import dlm_lens
+from tests.sampling.checkpoints import loaded
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = [
+    pytest.param(family, setting, id=f"{family}-{setting['name']}")
+    for family in ("llada", "dream")
+    for setting in json.loads((GOLDEN / "fast_dllm_v1" / family / "sampling.json").read_text())["settings"]
+]
+
+
+def run(family: str, setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, Tensor]]:
+    stored = load_file(GOLDEN / "fast_dllm_v1" / family / "sampling.safetensors")
+    prefix = setting["name"] + "."
+    golden = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+    given = dict(setting["args"])
+    for theirs, ours in {"alg": "remasking", "max_new_tokens": "gen_length"}.items():
+        if theirs in given:
+            given[ours] = given.pop(theirs)
+    if family == "dream" and given["remasking"] != "confidence_threshold":
+        given.pop("threshold", None)
+    cache = None if setting["cache"] == "none" else setting["cache"]
+    model = loaded(GOLDEN / family)
+    return dlm_lens.denoise(
+        model, golden["prompt"], seed=setting["seed"] or 0, cache=cache, **given, **options
+    ), golden
+
+
+@pytest.mark.parametrize(("family", "setting"), CASES)
+@pytest.mark.parametrize("logits", ["needed", "all"])
+def test_reference_quirks_reproduce_the_original(family: str, setting: dict[str, Any], logits: str) -> None:
+    got, golden = run(family, setting, reference_quirks=True, logits=logits)
+    assert got.canvases.equal(golden["trajectory"])
+    assert got.counts.tolist() == setting["transferred_per_step"]
+    assert got.tokens.tolist() == setting["final"]
+    finite = golden["confidence"].isfinite()
+    assert got.confidence.isfinite().equal(finite)
+    # Probabilities of a float32 model; the smallest stored selection margin is 1.1e-3.
+    torch.testing.assert_close(got.confidence[finite], golden["confidence"][finite].float(), atol=1e-5, rtol=1e-5)
+    assert got.proposals[finite].equal(golden["x0"][finite])
