@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlm_lens.attention import SinkLayout
 from dlm_lens.placement import input_device
+from dlm_lens.sampling.two_copies import two_copies
 from dlm_lens.training.objective import Objective
 from dlm_lens.training.sources import Example, Rows
 
@@ -139,8 +140,13 @@ def masked_loss(
         targets: ids.
         weights: of each loss.
         elements: as in `weighted_cross_entropy`.
-        **inputs: attention_mask and position_ids of the decoder.
+        **inputs: attention_mask and position_ids of the decoder; for block diffusion what `two_copies` takes beside
+            x_t, with x_0 as clean_ids, and `outputs` are then indices into [batch * 2 position].
     """
+    if "clean_ids" in inputs:
+        clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
+        inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **inputs)
+        input_ids = inputs.pop("input_ids")
     states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
     requested = states.flatten(0, 1)[outputs]

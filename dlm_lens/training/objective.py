@@ -1,4 +1,4 @@
-"""Training objectives: masked diffusion ("One Token Is Enough", Eq. 3 and 4), next token for AR baselines."""
+"""Training objectives: masked diffusion, also in blocks ("One Token Is Enough", Eq. 3 and 4), and next token."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention import SinkLayout
+from dlm_lens.sampling.samplers.base import BlockStart
+from dlm_lens.sampling.two_copies import Blocks, predicting_output
 from dlm_lens.training.sources import Rows
 
 Schedule = Literal["linear", "cosine"]
-Weighting = Literal["inverse", "elbo"]
-Normalisation = Literal["token", "sequence"]
+Weighting = Literal["inverse", "elbo", "uniform"]
+Normalisation = Literal["token", "sequence", "batch"]
 Masks = Literal["independent", "count"]
 
 TIMES, POSITIONS, LENGTHS = 0, 1, 2
@@ -77,13 +80,18 @@ class MaskedDiffusionLoss:
 
     t is uniform in [0, 1), tau = floor + (1 - floor) s(t) with s(t) = t (linear) or 1 - cos(pi t / 2) (cosine).
 
+    A model that decodes blocks (its sampler says so) is trained in blocks: log p(x_0^i | x_t^b, x_0^<b) of every
+    block b in one pass over [x_t, x_0] (2503.09573, section 3; ZHZisZZ/dllm, core/trainers/bd3lm.py), with a t of
+    each row. `two_copies` has the mask.
+
     Args:
         schedule: s(t).
         floor: least masking probability (published code: 1e-3).
         weighting: "inverse", 1/tau as printed; "elbo", tau'(t)/tau(t), which keeps the bound on the likelihood
-            where the schedule is not linear (for linear it is (1 - floor)/tau).
+            where the schedule is not linear (for linear it is (1 - floor)/tau); "uniform", 1, which is no bound.
         normalisation: "token" divides by the positions that could be masked, over the whole optimiser's step
-            (SMDM, LLaDA's pre-training); "sequence" first by each row's, then by the rows (LLaDA's fine-tuning).
+            (SMDM, LLaDA's pre-training); "sequence" first by each row's, then by the rows (LLaDA's fine-tuning);
+            "batch" by the rows alone.
         masks: "independent" coins per position, or exactly ceil(tau R) of a row's R positions ("count", the form
             with less variance, 2502.09992, Eq. 14; tau is then that share).
         low_discrepancy: times of `group` consecutive samples are (u + i / group) mod 1.
@@ -94,6 +102,8 @@ class MaskedDiffusionLoss:
             model's config. The first token of a row or document, which has no predecessor, is predicted by its
             own output, as in `denoise`.
         mask_token_id: None for the model's.
+        block_length: positions of a block; 0 for no blocks, None for the model's.
+        block_start: count blocks from the "answer" or from the "text" of every row; None for the model's.
 
     Raises:
         ValueError: a value out of its range.
@@ -110,9 +120,13 @@ class MaskedDiffusionLoss:
     random_length_share: float = 0.0
     logit_shift: bool | None = None
     mask_token_id: int | None = None
+    block_length: int | None = None
+    block_start: BlockStart | None = None
 
     def __post_init__(self) -> None:
         check_choices(self, schedule=Schedule, weighting=Weighting, normalisation=Normalisation, masks=Masks)
+        if self.block_start is not None:
+            check_choices(self, block_start=BlockStart)
         if not 0 < self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a masking probability must lie between 0 and 1")
         for name in ("whole_share", "random_length_share"):
@@ -120,6 +134,8 @@ class MaskedDiffusionLoss:
                 raise ValueError(f"{name} is {getattr(self, name)}; a share lies between 0 and 1")
         if self.group < 0:
             raise ValueError(f"group is {self.group}; it must be 0 (the optimiser's batch) or positive")
+        if self.block_length is not None and self.block_length < 0:
+            raise ValueError(f"block_length is {self.block_length}; it must be 0 (no blocks) or positive")
 
     def rate(self, times: Float[Tensor, "batch"]) -> tuple[Float[Tensor, "batch"], Float[Tensor, "batch"]]:
         """Masking probability tau and the weight of a masked position's loss."""
@@ -128,7 +144,8 @@ class MaskedDiffusionLoss:
         else:
             done, slope = 1 - torch.cos(math.pi / 2 * times), math.pi / 2 * torch.sin(math.pi / 2 * times)
         rate = self.floor + (1 - self.floor) * done
-        return rate, (1 / rate if self.weighting == "inverse" else (1 - self.floor) * slope / rate)
+        weights = {"inverse": 1 / rate, "elbo": (1 - self.floor) * slope / rate, "uniform": torch.ones_like(rate)}
+        return rate, weights[self.weighting]
 
     def times(self, samples: Sequence[int], seed: int) -> Float[Tensor, "batch"]:
         """The time t of each sample, in float64."""
@@ -158,7 +175,8 @@ class MaskedDiffusionLoss:
         # The k positions with the smallest draws are a uniform choice of k positions.
         rank = uniform.masked_fill(~region, 2.0).argsort(-1).argsort(-1)
         share = (count / size.clamp(min=1)).clamp(min=torch.finfo(rate.dtype).tiny)
-        return Noised((rank < count[:, None]) & region, share, weight * rate / share, region)
+        own = torch.ones_like(rate) if self.weighting == "uniform" else rate / share
+        return Noised((rank < count[:, None]) & region, share, weight * own, region)
 
     def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
         """The length of each row: `length`, or in `random_length_share` of the rows uniform in 1..length."""
@@ -192,25 +210,41 @@ class MaskedDiffusionLoss:
             )
         weight = noised.weight[:, None].expand_as(noised.masked)
         count = float(noised.region.sum())
+        if self.normalisation != "token":
+            count = float(noised.region.any(-1).sum())
         if self.normalisation == "sequence":
             weight = weight / noised.region.sum(-1, keepdim=True).clamp(min=1)
-            count = float(noised.region.any(-1).sum())
-        index = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
-        outputs = torch.where(rows.first(), index, index - 1) if self.logit_shift else index
+        inputs, outputs = self._of_blocks(rows) if self.block_length else self._of_canvas(rows)
         return {
             "input_ids": rows.tokens.masked_fill(noised.masked, self.mask_token_id),
-            **rows.network_inputs(),
+            **inputs,
             "outputs": outputs[noised.masked],
             "targets": rows.tokens[noised.masked],
             "weights": weight[noised.masked].float(),
             "count": torch.tensor(count),
         }
 
+    def _of_canvas(self, rows: Rows) -> tuple[dict[str, Tensor], Int[Tensor, "batch position"]]:
+        """The network's inputs beside x_t, and the output that predicts each position."""
+        index = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
+        return rows.network_inputs(), torch.where(rows.first(), index, index - 1) if self.logit_shift else index
+
+    def _of_blocks(self, rows: Rows) -> tuple[dict[str, Tensor], Int[Tensor, "batch position"]]:
+        """Likewise, of [x_t, x_0]."""
+        blocks = rows.blocks(self.block_length or 1, self.block_start or "answer")
+        inputs = {"clean_ids": rows.tokens, "blocks": blocks, "position_ids": rows.position_ids()}
+        if not bool(rows.visible.all()):
+            inputs["content"] = rows.visible
+        if rows.documents is not None:
+            inputs["documents"] = rows.documents
+        outputs = predicting_output(blocks, rows.first(), shift=bool(self.logit_shift))
+        return inputs, outputs + 2 * blocks.shape[1] * torch.arange(len(blocks))[:, None]
+
     def for_model(self, model: Any, batch_size: int) -> "MaskedDiffusionLoss":
-        """The same objective, with mask token and shift of the model and the batch size as `group`.
+        """The same objective, with mask token, shift and blocks of the model and the batch size as `group`.
 
         Raises:
-            ValueError: the model has no mask token.
+            ValueError: the model has no mask token, or learned sink tokens and blocks.
         """
         mask = getattr(model.config, "mask_token_id", None) if self.mask_token_id is None else self.mask_token_id
         if mask is None:
@@ -219,9 +253,19 @@ class MaskedDiffusionLoss:
                 "dlm_lens.training.convert first"
             )
         shift = getattr(model.config, "logit_shift", False) if self.logit_shift is None else self.logit_shift
+        found = Blocks.of(model.config) if None in (self.block_length, self.block_start) else None
+        own = found or Blocks(0, "answer")
+        length = own.length if self.block_length is None else self.block_length
+        if length and SinkLayout.of(model).count:
+            raise ValueError(
+                f"block_length is {length}, and the model has learned sink tokens, which block diffusion does not "
+                "train; use block_length=0 or a model without sinks"
+            )
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return MaskedDiffusionLoss(
-            **values | {"mask_token_id": mask, "logit_shift": bool(shift), "group": self.group or batch_size}
+            **values
+            | {"mask_token_id": mask, "logit_shift": bool(shift), "group": self.group or batch_size}
+            | {"block_length": length, "block_start": self.block_start or own.start}
         )
 
 
@@ -258,9 +302,10 @@ class NextToken:
         predicted = (rows.answer | rows.prompt) & ~rows.first()
         weight = torch.ones(predicted.shape)
         count = float(predicted.sum())
+        if self.normalisation != "token":
+            count = float(predicted.any(-1).sum())
         if self.normalisation == "sequence":
             weight = weight / predicted.sum(-1, keepdim=True).clamp(min=1)
-            count = float(predicted.any(-1).sum())
         index: Int[Tensor, "batch position"] = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
         return {
             "input_ids": rows.tokens,

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.sampling.samplers.base import BlockStart
 from dlm_lens.shapes import check_shapes
 
 
@@ -100,6 +101,29 @@ class Rows:
             flags[:, 1:] |= self.documents[:, 1:] != self.documents[:, :-1]
         return flags
 
+    def position_ids(self) -> Int[Tensor, "batch position"]:
+        """Rotary positions, from 0 in every row and document."""
+        index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        return index - index.masked_fill(~self.first(), 0).cummax(-1).values
+
+    def blocks(self, block_length: int, start: BlockStart) -> Int[Tensor, "batch position"]:
+        """Number of every position's block, for block diffusion; the earliest block may be short.
+
+        Args:
+            block_length: positions of a block.
+            start: count from the first position of the "answer", or of the "text", in every row and document.
+        """
+        positions = self.position_ids()
+        if start == "text":
+            return positions.div(block_length, rounding_mode="floor")
+        document = self.first().long().cumsum(-1) - 1
+        far = self.tokens.shape[1]
+        places = positions.masked_fill(~self.answer, far)
+        least = torch.full_like(places, far).scatter_reduce(1, document, places, "amin")
+        # A document without an answer counts from its first position.
+        begin = least.masked_fill(least == far, 0).gather(1, document)
+        return (positions - begin).div(block_length, rounding_mode="floor")
+
     def network_inputs(self) -> dict[str, Tensor]:
         """Attention mask and position ids of the network; empty where neither padding nor documents need them.
 
@@ -109,10 +133,8 @@ class Rows:
         if self.documents is not None:
             same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
             own = torch.eye(self.tokens.shape[1], dtype=torch.bool)
-            index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
-            starts = index.masked_fill(~self.first(), 0).cummax(-1).values
             mask = same & self.visible[:, None, None, :] | own
-            return {"attention_mask": mask, "position_ids": index - starts}
+            return {"attention_mask": mask, "position_ids": self.position_ids()}
         return {} if bool(self.visible.all()) else {"attention_mask": self.visible.long()}
 
 

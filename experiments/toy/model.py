@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from dlm_lens.adapters.families.a2d_qwen3 import A2DQwen2Config, A2DQwen2Model
 from dlm_lens.adapters.families.sink_qwen import SinkQwenConfig, SinkQwenForMaskedLM
 from experiments.toy.tokenizer import SEQUENCE_LENGTH, build_tokenizer
 
 MASKED_DIFFUSION = (SinkQwenConfig, SinkQwenForMaskedLM)
+BLOCK_DIFFUSION = (A2DQwen2Config, A2DQwen2Model)
 AUTOREGRESSIVE = (Qwen2Config, Qwen2ForCausalLM)
 
 
@@ -48,6 +50,7 @@ VARIANTS: dict[str, Variant] = {
     "toy": Variant(MASKED_DIFFUSION, LOW_CONFIDENCE),
     "toy-sink": Variant(MASKED_DIFFUSION, LOW_CONFIDENCE, {"num_sinks": 1}),
     "toy-gated": Variant(MASKED_DIFFUSION, LOW_CONFIDENCE, {"gated_attention": True}),
+    "toy-blocks": Variant(BLOCK_DIFFUSION, LOW_CONFIDENCE, {"sampler": "dllm_blocks"}),
     "toy-ar": Variant(AUTOREGRESSIVE, {"gen_length": ANSWER_LENGTH, "temperature": 0.0}),
 }
 
