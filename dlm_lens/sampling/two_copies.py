@@ -8,10 +8,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import padding_before, position_ids
+from dlm_lens.attention import BlockLayout, padding_before, position_ids
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.network import CanvasLogits
-from dlm_lens.sampling.samplers.base import BlockStart
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,11 @@ class Blocks:
 
     Args:
         length: positions of a block.
-        start: where they are counted from.
+        from_text: counted from the first token of every row, instead of from the answer.
     """
 
     length: int
-    start: BlockStart
+    from_text: bool
 
     @classmethod
     def of(cls, config: Any) -> "Blocks | None":
@@ -35,15 +34,7 @@ class Blocks:
         if not sampler.grows:
             return None
         settings = {**family.samplers[name], **(getattr(config, "sampler_defaults", None) or {})}
-        return cls(int(settings.get("block_length") or settings["gen_length"]), sampler.block_start)
-
-
-def numbered_blocks(
-    first: Int[Tensor, "batch"], positions: int, block_length: int
-) -> Int[Tensor, "batch position"]:
-    """Block floor((i - first) / b) of every position i; the earliest may be short."""
-    index = torch.arange(positions, device=first.device)
-    return (index - first[:, None]).div(block_length, rounding_mode="floor")
+        return cls(int(settings.get("block_length") or settings["gen_length"]), sampler.from_text)
 
 
 def visible_in_copies(
@@ -135,8 +126,7 @@ class TwoCopyLogits(CanvasLogits):
         model: from `dlm_lens.load`.
         content: False at the padding on the left.
         clean: x_0.
-        block_length: of the blocks.
-        first: where a block of each row begins.
+        layout: where the blocks are; `Sampler.block_layout_of`.
         **options: of `CanvasLogits`.
     """
 
@@ -146,13 +136,12 @@ class TwoCopyLogits(CanvasLogits):
         content: Bool[Tensor, "batch position"],
         *,
         clean: Int[Tensor, "batch position"],
-        block_length: int,
-        first: Int[Tensor, "batch"],
+        layout: BlockLayout,
         **options: Any,
     ) -> None:
         super().__init__(model, content, **options)
         self.content, self.clean = content, clean
-        self.blocks = numbered_blocks(first, content.shape[1], block_length)
+        self.blocks = layout.numbers(content.shape[1])
         begins = torch.zeros_like(content).scatter(1, padding_before(content)[:, None], True)
         self.outputs = predicting_output(self.blocks, begins, shift=self.source is not None)
 

@@ -10,6 +10,7 @@ from dlm_lens.adapters import embedded_models, family_of
 from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import CHECKPOINTS
+from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.training.conversion import TARGETS
 from dlm_lens.training.gpus import DEVICES, Device
 from dlm_lens.training.initialization import NEW, SCRATCH, smdm_config
@@ -125,7 +126,8 @@ def plan(
     """Estimate a run without building its weights.
 
     Operations per token: 6 per weight of the layers (2 forward, 4 backward), 12 S d per layer for attention, and
-    6 d_vocab d for the head on the masked half of the positions only.
+    6 d_vocab d for the head on the masked half of the positions only. Block diffusion computes two copies of every
+    token in the layers, each of which attends over 2 S keys, and holds an additive mask [2 S, 2 S] of every row.
 
     Args:
         settings: of the run.
@@ -158,9 +160,11 @@ def plan(
     steps = settings.total_steps(rows)
     tokens = steps * settings.batch_size * settings.data.length
     total, layers = _parameters(config)
-    attention = 12 * settings.data.length * _width(config) * config.num_hidden_layers
+    copies = _copies(config, settings)
+    attention = 12 * copies * settings.data.length * _width(config) * config.num_hidden_layers
     masked = 1.0 if isinstance(settings.objective, NextToken) else 0.5
-    flops = tokens * (6 * layers + attention + 6 * masked * config.vocab_size * config.hidden_size)
+    head = 6 * masked * config.vocab_size * config.hidden_size
+    flops = tokens * (copies * (6 * layers + attention) + head)
     muon = layers if settings.optimisation.optimizer == "muon" else 0
     state = 16 * total - 4 * muon
     return Plan(
@@ -171,6 +175,15 @@ def plan(
 def _divides(settings: TrainingSettings, devices: int) -> bool:
     """Whether every device gets whole micro-batches of a batch."""
     return settings.batch_size % (settings.micro_batch_size * devices) == 0
+
+
+def _copies(config: Any, settings: TrainingSettings) -> int:
+    """How often a pass of the training holds every token: twice in block diffusion, which sees x_t and x_0."""
+    objective = settings.objective
+    if isinstance(objective, NextToken):
+        return 1
+    found = Blocks.of(config) if objective.block_length is None else objective.block_length
+    return 2 if found else 1
 
 
 def _width(config: Any) -> int:
@@ -192,13 +205,16 @@ def _activations(config: Any, settings: TrainingSettings) -> int:
     """Bytes that a fused attention kernel and bfloat16 matrix products keep for the backward pass.
 
     Per layer and token: the residual stream and the norms' inputs in float32, everything that a matrix product or
-    the gate of the MLP reads in bfloat16 (or float32, where that is the precision).
+    the gate of the MLP reads in bfloat16 (or float32, where that is the precision). Of block diffusion also the
+    additive mask, in float32 as the weights are and in the precision of the matrix products.
     """
     width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     heads = _width(config)
     pairs = heads // config.num_attention_heads * config.num_key_value_heads
     size = 2 if settings.precision == "bf16" else 4
     per_layer = 4 * 4 * width + size * (2 * width + 3 * heads + 4 * pairs + 4 * inner)
-    tokens = settings.micro_batch_size * settings.data.length
+    copies = _copies(config, settings)
+    tokens = settings.micro_batch_size * settings.data.length * copies
     kept = tokens * (4 * width * layers + per_layer if settings.checkpointing else per_layer * layers)
-    return int(kept + ELEMENTS["cuda"] * 8)
+    masks = tokens * settings.data.length * copies * (4 + size % 4) if copies > 1 else 0
+    return int(kept + masks + ELEMENTS["cuda"] * 8)

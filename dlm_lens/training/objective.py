@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import SinkLayout
-from dlm_lens.sampling.samplers.base import BlockStart
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
 from dlm_lens.training.sources import Rows
 
@@ -103,7 +102,8 @@ class MaskedDiffusionLoss:
             own output, as in `denoise`.
         mask_token_id: None for the model's.
         block_length: positions of a block; 0 for no blocks, None for the model's.
-        block_start: count blocks from the "answer" or from the "text" of every row; None for the model's.
+        blocks_from_text: count blocks from the first token of every row, instead of from its answer; None for the
+            model's, whose sampler counts the same way.
 
     Raises:
         ValueError: a value out of its range.
@@ -121,12 +121,10 @@ class MaskedDiffusionLoss:
     logit_shift: bool | None = None
     mask_token_id: int | None = None
     block_length: int | None = None
-    block_start: BlockStart | None = None
+    blocks_from_text: bool | None = None
 
     def __post_init__(self) -> None:
         check_choices(self, schedule=Schedule, weighting=Weighting, normalisation=Normalisation, masks=Masks)
-        if self.block_start is not None:
-            check_choices(self, block_start=BlockStart)
         if not 0 < self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a masking probability must lie between 0 and 1")
         for name in ("whole_share", "random_length_share"):
@@ -231,7 +229,7 @@ class MaskedDiffusionLoss:
 
     def _of_blocks(self, rows: Rows) -> tuple[dict[str, Tensor], Int[Tensor, "batch position"]]:
         """Likewise, of [x_t, x_0]."""
-        blocks = rows.blocks(self.block_length or 1, self.block_start or "answer")
+        blocks = rows.blocks(self.block_length or 1, bool(self.blocks_from_text))
         inputs = {"clean_ids": rows.tokens, "blocks": blocks, "position_ids": rows.position_ids()}
         if not bool(rows.visible.all()):
             inputs["content"] = rows.visible
@@ -253,19 +251,20 @@ class MaskedDiffusionLoss:
                 "dlm_lens.training.convert first"
             )
         shift = getattr(model.config, "logit_shift", False) if self.logit_shift is None else self.logit_shift
-        found = Blocks.of(model.config) if None in (self.block_length, self.block_start) else None
-        own = found or Blocks(0, "answer")
+        found = Blocks.of(model.config) if None in (self.block_length, self.blocks_from_text) else None
+        own = found or Blocks(0, from_text=False)
         length = own.length if self.block_length is None else self.block_length
         if length and SinkLayout.of(model).count:
             raise ValueError(
                 f"block_length is {length}, and the model has learned sink tokens, which block diffusion does not "
                 "train; use block_length=0 or a model without sinks"
             )
+        from_text = own.from_text if self.blocks_from_text is None else self.blocks_from_text
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return MaskedDiffusionLoss(
             **values
             | {"mask_token_id": mask, "logit_shift": bool(shift), "group": self.group or batch_size}
-            | {"block_length": length, "block_start": self.block_start or own.start}
+            | {"block_length": length, "blocks_from_text": from_text}
         )
 
 

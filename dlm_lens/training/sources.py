@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.samplers.base import BlockStart
 from dlm_lens.shapes import check_shapes
 
 
@@ -106,15 +105,15 @@ class Rows:
         index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         return index - index.masked_fill(~self.first(), 0).cummax(-1).values
 
-    def blocks(self, block_length: int, start: BlockStart) -> Int[Tensor, "batch position"]:
+    def blocks(self, block_length: int, from_text: bool) -> Int[Tensor, "batch position"]:
         """Number of every position's block, for block diffusion; the earliest block may be short.
 
         Args:
             block_length: positions of a block.
-            start: count from the first position of the "answer", or of the "text", in every row and document.
+            from_text: count from the first position of every row and document, instead of from its answer's.
         """
         positions = self.position_ids()
-        if start == "text":
+        if from_text:
             return positions.div(block_length, rounding_mode="floor")
         document = self.first().long().cumsum(-1) - 1
         far = self.tokens.shape[1]

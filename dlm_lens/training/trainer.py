@@ -67,7 +67,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
 
     Raises:
         ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, a model without
-            a mask token.
+            a mask token, probe_steps with block diffusion.
     """
 
     loss_is_scaled_for_ga = True
@@ -85,6 +85,11 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.settings = settings
         self.tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
         self.objective = settings.objective.for_model(model, settings.batch_size)
+        if settings.probe_steps and getattr(self.objective, "block_length", 0):
+            raise ValueError(
+                f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
+                "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
+            )
         self.source = self._source(train_dataset, model)
         if getattr(model, "dtype", torch.float32) != torch.float32:
             logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)

@@ -36,8 +36,11 @@ class Kill(TrainerCallback):
 
 def job(output: Path, *, callbacks: tuple[TrainerCallback, ...] = (), eval_dataset: Any = None, **values: Any):
     torch.set_num_threads(1)
-    family = values.pop("family", "sink_qwen")
-    model = tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {}))
+    if values.pop("blocks", 0):
+        model = tiny("a2d_qwen3", sampler="dllm_blocks", sampler_defaults={"block_length": 4})
+    else:
+        family = values.pop("family", "sink_qwen")
+        model = tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {}))
     settings = {
         "batch_size": 8, "micro_batch_size": 4, "precision": "fp32", "steps": STEPS, "log_steps": 1, "keep": 9,
         "data": DataSettings(length=12), "optimisation": Optimisation(rate=1e-2), "report_to": (),

@@ -21,16 +21,18 @@ def torchrun(*command: str) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_are_one(tmp_path: Path) -> None:
-    one = job(tmp_path / "one", micro_batch_size=4, save_steps=4)
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_two_processes_are_one(blocks: int, tmp_path: Path) -> None:
+    one = job(tmp_path / "one", micro_batch_size=4, save_steps=4, blocks=blocks)
     one.train()
-    torchrun("-m", "tests.training.job", str(tmp_path / "two"), "micro_batch_size=2", "save_steps=4")
+    settings = ("micro_batch_size=2", "save_steps=4", f"blocks={blocks}")
+    torchrun("-m", "tests.training.job", str(tmp_path / "two"), *settings)
     two = json.loads((tmp_path / "two" / "losses.json").read_text())
     # The order of additions differs, nothing else.
     assert two == pytest.approx(losses(one), rel=1e-5)
     # One process goes on where two had been.
     (tmp_path / "two" / "checkpoint-8" / "run.json").unlink()
-    rest = job(tmp_path / "two", micro_batch_size=4, save_steps=4)
+    rest = job(tmp_path / "two", micro_batch_size=4, save_steps=4, blocks=blocks)
     rest.train(resume_from_checkpoint=True)
     assert losses(rest) == pytest.approx(losses(one), rel=1e-5)
 
