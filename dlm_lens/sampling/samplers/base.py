@@ -190,6 +190,9 @@ class Sampler(nn.Module):
         """Every step of the run, in order."""
         raise NotImplementedError
 
+    def at(self, plan: StepPlan) -> None:
+        """Enter a step: called before its passes, also in reruns, for networks that are told the step."""
+
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that may be unmasked at this step."""
         raise NotImplementedError
