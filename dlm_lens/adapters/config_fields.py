@@ -31,7 +31,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 """Names in Llama's config -> the names of the same fields in the configs of LLaDA, SMDM and MDLM."""
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size",
-          "vocab_size", "max_position_embeddings", "head_dim", "mlp_ratio", "padding_multiple", "cond_dim", "block_length")  # fmt: skip
+          "vocab_size", "max_position_embeddings", "head_dim", "mlp_ratio", "padding_multiple", "cond_dim",
+          "block_length")  # fmt: skip
 _COUNTS = ("num_sinks", "max_window_layers")
 _FLAGS = ("tie_word_embeddings", "zero_sink_value", "gated_attention", "logit_shift", "attention_bias", "mlp_bias",
           "is_causal", "use_cache", "use_sliding_window", "multi_query_attention", "time_conditioning", "adaln",

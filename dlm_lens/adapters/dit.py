@@ -10,6 +10,7 @@ The attention is Llama's, without causality, and the MLP Phi's (GELU, with biase
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -65,6 +66,13 @@ class DiTConfig(LlamaConfig):
         sampler_defaults: settings of `denoise` that are stored in the checkpoint.
     """
 
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.fc1": "colwise",
+        "layers.*.mlp.fc2": "rowwise",
+    }
+    subs: ClassVar[bool] = True  # [MASK] has no probability (SUBS); its logit counts nowhere
     is_causal: bool = False
     vocab_size: int = 50258
     hidden_size: int = 768
@@ -126,7 +134,7 @@ class NoiseEmbedding(nn.Module):
         return condition
 
 
-class DiTNorm(nn.Module):
+class DiTLayerNorm(nn.Module):
     """Layer norm without a bias, computed in float32 whatever the model's dtype."""
 
     def __init__(self, width: int) -> None:
@@ -157,7 +165,7 @@ class Gate(nn.Module):
 def modulated(
     x: Float[Tensor, "*batch d_model"], shift: Tensor | None, scale: Tensor | None
 ) -> Float[Tensor, "*batch d_model"]:
-    """x (1 + scale) + shift; x itself in a network without modulation."""
+    """X (1 + scale) + shift; x itself in a network without modulation."""
     return x if shift is None or scale is None else x * (1 + scale) + shift
 
 
@@ -171,7 +179,7 @@ class DiTLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DiTConfig, layer_idx: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = DiTNorm(config.hidden_size), DiTNorm(config.hidden_size)
+        self.norm1, self.norm2 = DiTLayerNorm(config.hidden_size), DiTLayerNorm(config.hidden_size)
         self.self_attn, self.mlp = LlamaAttention(config, layer_idx), PhiMLP(config)
         self.attention_gate, self.mlp_gate = Gate(config.dropout), Gate(config.dropout)
         self.modulation = nn.Linear(config.cond_dim, 6 * config.hidden_size) if config.adaln else None
@@ -179,8 +187,8 @@ class DiTLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Float[Tensor, "batch position d_model"],
+        condition: Float[Tensor, "#batch d_cond"] | None = None,  # positional, for gradient checkpointing
         attention_mask: Tensor | None = None,
-        condition: Float[Tensor, "#batch d_cond"] | None = None,
         **kwargs: Any,
     ) -> Float[Tensor, "batch position d_model"]:
         """Return the residual stream after the layer."""
@@ -206,7 +214,7 @@ class DiTFinalNorm(nn.Module):
 
     def __init__(self, config: DiTConfig, embedding: NoiseEmbedding | None) -> None:
         super().__init__()
-        self.norm_final = DiTNorm(config.hidden_size)
+        self.norm_final = DiTLayerNorm(config.hidden_size)
         self.modulation = nn.Linear(config.cond_dim, 2 * config.hidden_size) if config.adaln else None
         self.told = config.time_conditioning
         # In a list: a module set as an attribute would become a child, and be saved twice.
@@ -254,12 +262,12 @@ class DiTModel(LlamaModel):
         self.norm = DiTFinalNorm(config, self.sigma_map)
         self.post_init()
 
-    @merge_with_config_defaults  # type: ignore[untyped-decorator]
-    @capture_outputs  # type: ignore[untyped-decorator]
+    @merge_with_config_defaults
+    @capture_outputs
     def forward(
         self,
         input_ids: Int[Tensor, "batch position"] | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Mapping[str, Tensor] | None = None,
         position_ids: Int[Tensor, "#batch position"] | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch position d_model"] | None = None,
@@ -285,6 +293,8 @@ class DiTModel(LlamaModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if isinstance(attention_mask, Mapping):  # as block networks pass it to hosts with several kinds of layers
+            attention_mask = attention_mask["full_attention"]
         condition = self._condition(input_ids, attention_mask, sigma, inputs_embeds)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
@@ -292,8 +302,6 @@ class DiTModel(LlamaModel):
         before = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
             position_ids = torch.arange(before, before + hidden.shape[1], device=hidden.device)[None]
-        if isinstance(attention_mask, dict):  # as block networks pass it to hosts with several kinds of layers
-            attention_mask = attention_mask["full_attention"]
         mask = create_bidirectional_mask(
             config=self.config,
             inputs_embeds=hidden,
@@ -305,8 +313,8 @@ class DiTModel(LlamaModel):
         for layer in self.layers:
             hidden = layer(
                 hidden,
+                condition,
                 attention_mask=mask,
-                condition=condition,
                 position_embeddings=rotary,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -318,9 +326,9 @@ class DiTModel(LlamaModel):
         )
 
     def _condition(
-        self, ids: Tensor | None, attention_mask: Any, sigma: Tensor | None, inputs_embeds: Tensor | None
+        self, ids: Tensor | None, attention_mask: Tensor | None, sigma: Tensor | None, inputs_embeds: Tensor | None
     ) -> Float[Tensor, "#batch d_cond"] | None:
-        """silu of the embedded noise level, for all rows at once where it is the same."""
+        """Silu of the embedded noise level, for all rows at once where it is the same."""
         if self.sigma_map is None:
             return None
         if not self.config.time_conditioning:
@@ -330,7 +338,7 @@ class DiTModel(LlamaModel):
             if ids is None:
                 raise ValueError("the network is told the noise level: with inputs_embeds, pass sigma [batch]")
             content = torch.ones_like(ids, dtype=torch.bool)
-            if isinstance(attention_mask, Tensor) and attention_mask.shape == ids.shape:
+            if attention_mask is not None and attention_mask.shape == ids.shape:
                 content = attention_mask.bool()
             masks = ((ids == self.config.mask_token_id) & content).sum(-1)
             sigma = sigma_of((1 - NOISE_EPS) * masks / content.sum(-1).clamp(min=1))
@@ -370,7 +378,7 @@ class DiTForMaskedLM(MaskedDiffusionMixin, LlamaForCausalLM):
     def __init__(self, config: DiTConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
+        cast(Any, self).post_init()
 
 
 RENAMES = (

@@ -15,10 +15,10 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo", "out_lin")
 """Names of the projection that attention ends with."""
 
 AFTER_ATTENTION = ("post_self_attn_layernorm", "post_attention_layernorm", "attention_gate")
-"""Norms (or a DiT's gate) between attention and the residual stream, in layers that also have one of `AFTER_MLP`."""
+"""Norms or gates between attention and the residual stream, in layers that also have one of `AFTER_MLP`."""
 
 AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm", "mlp_gate")
-"""Norms (or a DiT's gate) between the MLP and the residual stream."""
+"""Norms or gates between the MLP and the residual stream."""
 
 
 def attention_blocks(model: Any) -> list[nn.Module]:

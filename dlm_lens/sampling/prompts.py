@@ -30,6 +30,9 @@ class Prompts:
 def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts:
     """Turn text, chat messages or ids into a checked, left-padded batch on the model's device.
 
+    A model that writes without a prompt (`empty_prompt` of its config: MDLM, BD3-LM) takes empty texts and empty
+    lists of ids.
+
     Args:
         model: a model of `dlm_lens.load`.
         prompt: a text or a list of texts; a list of chat messages ({"role", "content"}) or a list of such lists;
@@ -37,9 +40,6 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
             what a tokenizer returns (a mapping with "input_ids" and perhaps "attention_mask").
         attention_mask: 1 for content, 0 for padding on the left; only with rectangular ids. It may cover the
             answer too, which is content, as MMaDA's does.
-
-    A model that writes without a prompt (`empty_prompt` of its config: MDLM, BD3-LM) takes empty texts and empty
-    lists of ids.
 
     Raises:
         ValueError: an empty prompt or one of an unknown kind, ids without an embedding row, padding on the right,

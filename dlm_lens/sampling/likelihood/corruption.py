@@ -11,10 +11,14 @@ from dlm_lens.sampling.likelihood.answer_pairs import Pair
 
 
 class Drawn(NamedTuple):
-    """Masks of a stratified group of samples, and the probability with which each masked a position."""
+    """Masks of a stratified group of samples, and the probability with which each masked a position.
+
+    `sigma` is the noise level of each, where networks are told it.
+    """
 
     masked: Bool[Tensor, "sample position"]
     rate: Float[Tensor, "sample"]
+    sigma: Float[Tensor, "sample"] | None = None
 
 
 class Corruption(Protocol):
@@ -136,9 +140,10 @@ class LogLinearCorruption:
         """One number per sample, then one per sample and position of the whole text."""
         start = torch.rand(samples, generator=generator) / samples
         times = (1 - self.eps) * ((start + torch.arange(samples) / samples) % 1) + self.eps
-        chance = 1 - torch.exp(torch.log1p(-(1 - 1e-3) * times))
+        sigma = -torch.log1p(-(1 - 1e-3) * times)
+        chance = 1 - torch.exp(-sigma)
         masked = torch.rand(samples, len(pair.tokens), generator=generator) < chance[:, None]
-        return Drawn(masked & pair.in_answer if self.scope == "answer" else masked, times)
+        return Drawn(masked & pair.in_answer if self.scope == "answer" else masked, times, sigma)
 
 
 def chain_masks(pair: Pair, order: str) -> tuple[Bool[Tensor, "token position"], Bool[Tensor, "token position"]]:

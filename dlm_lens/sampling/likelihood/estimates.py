@@ -129,6 +129,7 @@ class _Samples(NamedTuple):
     different: Bool[Tensor, "mask position"]
     which: Int[Tensor, "sample"]
     rate: Float[Tensor, "sample"]
+    sigma: Float[Tensor, "mask"] | None = None
 
 
 def monte_carlo(
@@ -136,8 +137,10 @@ def monte_carlo(
 ) -> LogLikelihood:
     """Mean over the samples of the cross entropies of the masked tokens, divided by the masking rate.
 
-    A mask that an item draws several times (all of them, if its answer is one token) is evaluated once.
+    A mask that an item draws several times (all of them, if its answer is one token) is evaluated once, unless the
+    network is told the noise level.
     """
+    told = bool(getattr(scorer.model.config, "time_conditioning", False))
     shared = torch.Generator().manual_seed(record["seeds"][0]) if record["reference_quirks"] else None
     drawn: dict[int, _Samples] = {}
 
@@ -145,11 +148,12 @@ def monte_carlo(
         """Every different mask of every item, drawn when its turn comes."""
         for item in items:
             generator = shared or torch.Generator().manual_seed(record["seeds"][item])
-            drawn[item] = _draw(pairs[item], corruption, record, generator)
-            sums[item] = torch.zeros(len(drawn[item].different), dtype=torch.float64)
-            for number, mask in enumerate(drawn[item].different):
+            found = drawn[item] = _draw(pairs[item], corruption, record, generator, told=told)
+            sums[item] = torch.zeros(len(found.different), dtype=torch.float64)
+            for number, mask in enumerate(found.different):
                 if mask.any():
-                    yield Query(item, pairs[item], mask, mask, number)
+                    sigma = None if found.sigma is None else float(found.sigma[number])
+                    yield Query(item, pairs[item], mask, mask, number, sigma)
 
     sums: dict[int, Float[Tensor, mask]] = {}
     for query, loss in scorer.losses(queries()):
@@ -167,9 +171,15 @@ def monte_carlo(
     )
 
 
-def _draw(pair: Pair, corruption: Corruption, record: Mapping[str, Any], generator: torch.Generator) -> _Samples:
+def _draw(
+    pair: Pair, corruption: Corruption, record: Mapping[str, Any], generator: torch.Generator, *, told: bool
+) -> _Samples:
     size = record["strata"]
     groups = [corruption.draw(pair, size, generator) for _ in range(record["samples"] // size)]
+    levels = [group.sigma for group in groups if group.sigma is not None]
+    if told and levels:
+        masks = torch.cat([group.masked for group in groups])
+        return _Samples(masks, torch.arange(len(masks)), torch.cat([g.rate for g in groups]), torch.cat(levels))
     different, which = torch.cat([group.masked for group in groups]).unique(dim=0, return_inverse=True)
     return _Samples(different, which, torch.cat([group.rate for group in groups]))
 

@@ -23,13 +23,17 @@ LOGITS = 2**26
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """A term of an item's sum: a text with some positions masked, and the positions whose tokens are scored."""
+    """A term of an item's sum: a text with some positions masked, and the positions whose tokens are scored.
+
+    `sigma` is the noise level, for networks that are told it.
+    """
 
     item: int
     pair: Pair
     masked: Bool[Tensor, "position"]
     scored: Bool[Tensor, "position"]
     term: int = 0
+    sigma: float | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,7 +121,14 @@ class Scorer:
 
     def _evaluate(self, rows: Sequence[Row]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
         batch = assemble(self.model, rows)
-        logits = self.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
+        network = self.network(batch.content, batch.prompt)
+        if rows[0].sigma is not None:
+            told = torch.tensor([row.sigma for row in rows], device=batch.canvas.device)
+            network.inputs["sigma"] = told.repeat(2 if self.cfg_scale else 1)
+        logits = network.at(batch.canvas, batch.scored)
+        config = self.model.config
+        if getattr(config, "subs", False):
+            logits = logits.index_fill(-1, torch.tensor([config.mask_token_id], device=logits.device), -torch.inf)
         check_items(logits, batch.scored, batch.content, rows)
         where, targets = _scored_tokens(rows)
         # With a device map the head may be on another device than the embedding.
@@ -130,12 +141,13 @@ class Scorer:
 def shared(queries: Iterable[Query]) -> Iterator[Row]:
     """Put consecutive queries of one prompt with the same canvas into one row."""
     for _, group in groupby(queries, lambda query: (len(query.masked), _digest(query.pair.prompt))):
-        same: dict[bytes, list[Query]] = {}
+        same: dict[tuple[bytes, float | None], list[Query]] = {}
         for query in group:
-            same.setdefault(_digest(query.pair.tokens.masked_fill(query.masked, -1)), []).append(query)
+            canvas = _digest(query.pair.tokens.masked_fill(query.masked, -1))
+            same.setdefault((canvas, query.sigma), []).append(query)
         for each in same.values():
             first, scored = each[0], torch.stack([query.scored for query in each]).any(0)
-            yield Row(first.item, first.pair, first.masked, scored, queries=each)
+            yield Row(first.item, first.pair, first.masked, scored, sigma=first.sigma, queries=each)
 
 
 def _digest(ids: Int[Tensor, "n"]) -> bytes:

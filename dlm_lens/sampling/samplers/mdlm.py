@@ -102,7 +102,7 @@ class Float32Noise(OrderedNoise):
 def log_probabilities(
     logits: Float[Tensor, "n d_vocab"], mask: int | None, temperature: float = 1.0
 ) -> Float[Tensor, "n d_vocab"]:
-    """ln p(x0) of masked positions in the SUBS parameterisation (2406.07524, section 3.2.3): [MASK] has none.
+    """Ln p(x0) of masked positions in the SUBS parameterisation (2406.07524, section 3.2.3): [MASK] has none.
 
     Of an unmasked position the original's is 0 for its token and -inf for all others.
     """
@@ -116,10 +116,10 @@ def log_probabilities(
 class AncestralPropose(nn.Module):
     """x0 drawn from p(x0), and how strongly its draw stands against that of [MASK].
 
-    One draw of the original takes the argmax over tokens and [MASK] of weight / g, g = -ln u with a uniform u for
-    each (Gumbel's trick); a token's weight is p times the share of tokens that the step unmasks, [MASK]'s the share
-    that stays masked. x0 is the best token, its confidence s(x0) / (s(x0) + s([MASK])) with the scores s = weight / g:
-    the step unmasks where it is at least one half.
+    One draw of the original takes the argmax over tokens and [MASK] of s = weight / g, g = -ln u with a uniform u
+    for each (Gumbel's trick); a token's weight is p times the share of tokens that the step unmasks, [MASK]'s the
+    share that stays masked. x0 is the best token, its confidence s(x0) / (s(x0) + s([MASK])): the step unmasks
+    where it is at least one half.
 
     Attributes:
         times: of the step.
@@ -141,7 +141,7 @@ class AncestralPropose(nn.Module):
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
         weights = self.probabilities(logits)
-        times: Times = self.times  # type: ignore[assignment]
+        times = self.times
         against = torch.zeros_like(weights[:, 0])
         if times.drawn:
             uniform = self.noise.columns(evaluated, eligible, weights.shape[-1]).to(weights)
@@ -254,7 +254,7 @@ class MDLMSampler(NoiseToldSampler):
         super().__init__()
         if reference_quirks and isinstance(noise, SharedNoise):
             noise = Float32Noise(noise)
-        self.settings, self.mask, self.reference_quirks = settings, ids.mask, reference_quirks
+        self.settings, self.adaptive = settings, not reference_quirks
         self.propose = AncestralPropose(settings.temperature, noise, ids.mask, reference_quirks)
         self.select = SelectLikelier()
 
@@ -304,10 +304,6 @@ class MDLMSampler(NoiseToldSampler):
         proposal = Proposal(*self.propose(canvas, logits, evaluated, masked))
         unmasked = self.select(proposal.confidence, masked, masked.sum(-1))
         return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked
-
-    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
-        """Whether no mask is left."""
-        return not self.reference_quirks and not bool((canvas == self.mask).any())
 
 
 ALGORITHM = Algorithm("mdlm", MDLMSettings, MDLMSampler, answer_settings, corruption=LogLinearCorruption())
