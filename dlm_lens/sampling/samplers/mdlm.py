@@ -193,6 +193,10 @@ class NoiseToldLogits(CanvasLogits):
         self.sampler = sampler
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def enter(self, plan: StepPlan) -> None:
+        """Take the step's noise level."""
+        self.sampler.at(plan)
+
     def of_step(
         self,
         canvas: Int[Tensor, "batch position"],
