@@ -117,7 +117,7 @@ class Scorer:
             clean: the texts without masks, which blocks are conditioned on; None if the blocks before the one that
                 is scored are finished on the canvas itself.
         """
-        options = {
+        options: dict[str, Any] = {
             "cfg_scale": self.cfg_scale,
             "fixed": prompt | ~content,
             "mask_token_id": getattr(self.model.config, "mask_token_id", None),
