@@ -16,15 +16,55 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float, rounded: bool = False) -> Tensor:
-    """Rotate [batch, position, head, d_head] by position * theta^(-2i/h), halves paired; SMDM rounds the tables."""
+def rotated(x: Tensor, positions: Tensor, theta: float, rounded: bool = False, part: float = 1.0) -> Tensor:
+    """Rotate [batch, position, head, d_head] by position * theta^(-2i/h), halves paired; SMDM rounds the tables.
+
+    LLaDA2 rotates the first `part` of the coordinates only, which h then is.
+    """
+    x, rest = x.split([int(part * x.shape[-1]), x.shape[-1] - int(part * x.shape[-1])], -1)
     half = x.shape[-1] // 2
     angle = positions[..., None, None].double() * theta ** (-torch.arange(half).double() / half)
     a, b = x[..., :half], x[..., half:]
     cos, sin = angle.cos(), angle.sin()
     if rounded:
         cos, sin = cos.bfloat16().double(), sin.bfloat16().double()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def gated64(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """down(silu(gate x) * up x)."""
+    value = x @ gate.T
+    return (value * torch.sigmoid(value) * (x @ up.T)) @ down.T
+
+
+def routed64(config: Any, logits: Tensor, bias: Tensor) -> tuple[list[int], list[float]]:
+    """Chosen experts of one token, best first, and their weights, entry by entry."""
+    scores = [1 / (1 + 2.718281828459045 ** -float(one)) for one in logits]
+    ranked = [score + float(b) for score, b in zip(scores, bias, strict=True)]
+    size = len(ranked) // config.n_group
+    groups = [range(size * group, size * (group + 1)) for group in range(config.n_group)]
+    groups.sort(key=lambda group: -sum(sorted(ranked[one] for one in group)[-2:]))
+    allowed = [one for group in groups[: config.topk_group] for one in group]
+    chosen = sorted(allowed, key=lambda one: -ranked[one])[: config.num_experts_per_tok]
+    total = sum(scores[one] for one in chosen) if len(chosen) > 1 else 1.0
+    return chosen, [scores[one] / total * config.routed_scaling_factor for one in chosen]
+
+
+def experts64(config: Any, weights: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    """The mixture of experts of LLaDA2, token by token."""
+    shared = [weights[f"{prefix}shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    stacks = weights[f"{prefix}experts.gate_up_proj"], weights[f"{prefix}experts.down_proj"]
+    found = []
+    for token in x.flatten(0, 1):
+        logits = weights[f"{prefix}gate.weight"] @ token
+        value = gated64(token, *shared)
+        for expert, weight in zip(
+            *routed64(config, logits, weights[f"{prefix}gate.e_score_correction_bias"]), strict=True
+        ):
+            gate, up = stacks[0][expert].chunk(2)
+            value = value + weight * gated64(token, gate, up, stacks[1][expert])
+        found.append(value)
+    return torch.stack(found).view_as(x)
 
 
 def attention64(
@@ -97,7 +137,7 @@ def forward64(
     positions: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Every intermediate of a Llama or Qwen2 (or Qwen3) network under its hook point's name, and the logits."""
+    """Every intermediate of a Llama, Qwen2, Qwen3 or LLaDA2 network under its hook point's name, and the logits."""
     config = model.config
     weights = {name: value.double() for name, value in model.state_dict().items()}
     kept: dict[str, Tensor] = {}
@@ -146,7 +186,8 @@ def forward64(
         if getattr(config, "zero_sink_value", False):
             v = torch.where(at_sink[:, None, None], torch.zeros_like(v), v)
         v = edit("v", v)
-        turn = (positions, config.rope_parameters["rope_theta"], config.model_type == "smdm")
+        part = config.rope_parameters.get("partial_rotary_factor", 1.0)
+        turn = (positions, config.rope_parameters["rope_theta"], config.model_type == "smdm", part)
         if f"{prefix}self_attn.q_norm.weight" in weights:
             q, k = (
                 normed(one, weights[f"{prefix}self_attn.{name}_norm.weight"], config.rms_norm_eps)
@@ -158,8 +199,10 @@ def forward64(
             z = z.flatten(-2) / (1 + torch.exp(-linear("self_attn.gate_proj", x)))
         hidden = hidden + edit("attn_out", linear("self_attn.o_proj", z.reshape(batch, length, -1)))
         x = normed(hidden, weights[f"{prefix}post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate = linear("mlp.gate_proj", x)
-        mlp = linear("mlp.down_proj", gate * torch.sigmoid(gate) * linear("mlp.up_proj", x))
+        if f"{prefix}mlp.gate.weight" in weights:
+            mlp = experts64(config, weights, f"{prefix}mlp.", x)
+        else:
+            mlp = gated64(x, *(weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")))
         hidden = edit("resid", hidden + edit("mlp_out", mlp))
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     kept["logits"] = (normed(hidden, weights["model.norm.weight"], config.rms_norm_eps) @ head.T)[:, ~at_sink]

@@ -27,6 +27,27 @@ DLLM_SAMPLER = {**LLADA_SAMPLER, "schedule": "linear"}
 DLLM_BLOCK_SAMPLER = {**DLLM_SAMPLER, "block_length": 32}
 """The defaults of ZHZisZZ/dllm's BD3LMSampler."""
 
+LLADA2_SAMPLER = {
+    "steps_per_block": 32,
+    "gen_length": 128,
+    "block_length": 32,
+    "temperature": 0.0,
+    "threshold": 0.95,
+    "minimal_topk": 1,
+}
+"""The defaults of ZHZisZZ/dllm's LLaDA2Sampler."""
+
+LLADA2_EDITING_SAMPLER = {
+    "gen_length": 128,
+    "block_length": 32,
+    "temperature": 0.0,
+    "threshold": 0.95,
+    "editing_threshold": 0.9,
+    "max_post_steps": 16,
+    "num_to_transfer": 1,
+}
+"""The defaults of ZHZisZZ/dllm's LLaDA21Sampler."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 
@@ -39,16 +60,6 @@ SMDM_SAMPLER = {
     "eps": 1e-5,
 }
 """The defaults of ML-GSAI/SMDM's diff_sample; gen_length is ours (its context_length counts the prompt)."""
-
-MDLM_SAMPLER = {
-    "steps": 128,
-    "gen_length": 128,
-    "predictor": "ddpm_cache",
-    "noise_removal": True,
-    "eps": 1e-5,
-    "temperature": 1.0,
-}
-"""The defaults of kuleshov-group/mdlm's config.yaml; gen_length is ours (theirs is the whole context)."""
 
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):

@@ -65,6 +65,8 @@ class Family:
         renames_of_options: likewise, of parameters that not every checkpoint has.
         conversions: of tensors that the host holds split or joined.
         weights_only: for checkpoints without transformers' config.json.
+        tiny: config fields of the random model that `dlm_lens.testing.tiny` builds, where the class's defaults are
+            too large for a test.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Family:
     renames_of_options: tuple[tuple[str, str], ...] = ()
     conversions: tuple[WeightConverter, ...] = ()
     weights_only: WeightsOnly | None = None
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def sampler_of(self, config: Any) -> str:
         """The sampler that a checkpoint's config names, or the family's first.

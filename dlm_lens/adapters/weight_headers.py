@@ -164,6 +164,7 @@ AXIS_FIELDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 _ROTARY = "RotaryEmbedding"
 _FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _NUMBERED = re.compile(r"(?:^|\.)(\w+)\.(\d+)\.")
 
 
@@ -244,14 +245,18 @@ def check_shapes(
     expected = _expected(model_class, config, what, family)
     stored = {_renamed(name, expected, count): name for name in headers}
     whole = _fused(expected.shapes, stored, family)
+    experts: dict[tuple[str, str], set[int]] = {}
     for name, source_name in list(stored.items()):
         # Experts that the files hold one by one: transformers joins them, and its loading report tells of misfits.
         joined = _converted(source_name, expected)
         if joined is not None:
             del stored[name]
             whole.pop(joined, None)
+            if found := _EXPERT.search(source_name):
+                key = (source_name[: found.start()], source_name[found.end() :])
+                experts.setdefault(key, set()).add(int(found.group(1)))
     problems = {
-        "missing_keys": _missing(whole, stored, expected),
+        "missing_keys": [*_missing(whole, stored, expected), *_missing_experts(experts)],
         "unexpected_keys": [printable_name(name) for name in sorted(stored) if _surplus(name, whole, expected)],
         "mismatched_keys": [
             f"{name} ({list(headers[stored[name]].shape)} in the file, {list(shape)} in the model)"
@@ -296,7 +301,7 @@ def _expected(model_class: Any, config: Any, what: str, family: Family) -> _Expe
     except REFUSALS as error:
         raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
     mapping = get_model_conversion_mapping(model)
-    own = [conversion.source_patterns for conversion in family.conversions]
+    own = [conversion.source_patterns for conversion in _splitting(family)]
     return _Expected(
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
         tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
@@ -346,7 +351,7 @@ def _fused(
 ) -> dict[str, tuple[int, ...]]:
     """The parameters as the files hold them: what is split while loading in one tensor, one after another."""
     whole = dict(shapes)
-    for conversion in family.conversions:
+    for conversion in _splitting(family):
         (source,) = conversion.source_patterns
         for name in stored:
             if not name.endswith(source):
@@ -361,10 +366,33 @@ def _fused(
     return whole
 
 
+def _splitting(family: Family) -> list[WeightConverter]:
+    """The conversions that split a tensor; the others join experts that the files hold one by one."""
+    return [
+        one for one in family.conversions if len(one.source_patterns) == 1 and "*" not in one.source_patterns[0]
+    ]
+
+
 def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: _Expected) -> list[str]:
     """Parameters that no file holds, themselves or under the name that they are tied to."""
     tied = dict(expected.tied) | {source: target for target, source in expected.tied.items()}
     return [name for name in sorted(whole) if name not in stored and tied.get(name) not in stored]
+
+
+def _missing_experts(experts: Mapping[tuple[str, str], set[int]]) -> list[str]:
+    """Experts of which the files hold some matrices and not others.
+
+    Args:
+        experts: what a name has before and after the expert -> the experts that the files hold.
+    """
+    of_layer: dict[str, set[int]] = {}
+    for (layer, _), held in experts.items():
+        of_layer[layer] = of_layer.get(layer, set()) | held
+    return [
+        printable_name(f"{layer}.experts.{one}.{rest}")
+        for (layer, rest), held in sorted(experts.items())
+        for one in sorted(of_layer[layer] - held)
+    ]
 
 
 def _surplus(name: str, whole: Mapping[str, Any], expected: _Expected) -> bool:

@@ -47,6 +47,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         proposals=rows("proposals"),
         confidence=rows("confidence"),
         unmasked=rows("unmasked"),
+        revised=rows("revised"),
         attention_mask=torch.cat([run.attention_mask for run in runs]),
         rows_ran=_ran(recordings),
         # Of the longest run: the others lack the last steps.
@@ -105,6 +106,7 @@ def _run_in(padding: "_Padding", run: DenoisingRun, longest: DenoisingRun) -> De
         proposals=padding.steps(run.proposals, last),
         confidence=padding.steps(run.confidence, torch.full(last.shape, -torch.inf), -torch.inf),
         unmasked=padding.steps(run.unmasked, torch.zeros_like(run.masked[-1])),
+        revised=padding.steps(run.revised, torch.zeros_like(run.masked[-1])),
         attention_mask=padding.canvas(run.attention_mask, False),
         prompt_length=length,
         spans=tuple(spans),

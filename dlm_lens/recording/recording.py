@@ -345,6 +345,7 @@ def part_of_run(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[i
         proposals=run.proposals[chosen][:, rows],
         confidence=run.confidence[chosen][:, rows],
         unmasked=run.unmasked[chosen][:, rows],
+        revised=run.revised[chosen][:, rows],
         attention_mask=run.attention_mask[rows],
         rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
         spans=tuple(run.spans[i] for i in chosen),

@@ -173,6 +173,8 @@ class ShardDirectory:
             "run.confidence": step.proposal.confidence,
             "run.unmasked": step.unmasked,
         }
+        if step.revised is not None:
+            tensors["run.revised"] = step.revised
         if state is not None:
             tensors |= {"state.canvas": state.canvas, **{f"own.{n}": value for n, value in state.own.items()}}
         plan = step.plan
@@ -292,6 +294,7 @@ class ShardDirectory:
             masked=self._of(held, "run.masked", line),
             proposal=Proposal(self._of(held, "run.proposal", line), self._of(held, "run.confidence", line)),
             unmasked=self._of(held, "run.unmasked", line),
+            revised=held.get("run.revised"),
         )
 
     def _of(self, held: Mapping[str, Tensor], name: str, line: ManifestLine) -> Tensor:

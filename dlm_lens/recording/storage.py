@@ -21,6 +21,8 @@ from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, StepPlan
 from dlm_lens.sampling.token_text import StoredTokenizer
 
 RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "unmasked", "attention_mask")
+OPTIONAL_RUN_TENSORS = ("revised",)
+"""Tensors that are stored only where they are not all False."""
 
 
 class ShardArrays(Mapping[str, Tensor]):
@@ -242,6 +244,7 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
     wanted = {"canvases": (steps + 1, *canvas), "masked": (steps + 1, *canvas), "answer": canvas}
     wanted |= dict.fromkeys(("proposals", "confidence", "unmasked"), (steps, *canvas))
     wanted["attention_mask"] = canvas
+    wanted |= {name: (steps, *canvas) for name in OPTIONAL_RUN_TENSORS if name in held}
     for name, shape in wanted.items():
         kind = torch.int64 if name in ("canvases", "proposals") else torch.bool
         fits = held[name].is_floating_point() if name == "confidence" else held[name].dtype == kind
@@ -265,7 +268,7 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
 
 def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> DenoisingRun:
     return DenoisingRun(
-        **{name: held[name] for name in RUN_TENSORS},
+        **{name: held[name] for name in (*RUN_TENSORS, *OPTIONAL_RUN_TENSORS) if name in held},
         prompt_length=facts.prompt_length,
         spans=tuple((start, stop) for start, stop in facts.spans),
         blocks=tuple(facts.blocks),
@@ -304,7 +307,9 @@ def write_end(
     }
     names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "windows", "model", "scale", "query_heads")
     facts |= {name: getattr(recording, name) for name in names}
-    shards.finish(facts, {**{name: getattr(run, name) for name in RUN_TENSORS}, "answer": recording.answer})
+    tensors = {name: getattr(run, name) for name in RUN_TENSORS}
+    tensors |= {name: getattr(run, name) for name in OPTIONAL_RUN_TENSORS if bool(getattr(run, name).any())}
+    shards.finish(facts, {**tensors, "answer": recording.answer})
 
 
 def _decoding(recording: RecordingFields) -> dict[str, Any] | None:
@@ -353,6 +358,7 @@ def _save(recording: RecordingFields, shards: ShardDirectory) -> None:
     for index in range(run.steps):
         plan = StepPlan(index, run.steps, run.blocks[index], run.spans[index], run.steps - index)
         proposal = Proposal(run.proposals[index], run.confidence[index])
-        step = FinishedStep(plan, run.canvases[index], run.masked[index], proposal, run.unmasked[index])
+        revised = run.revised[index] if bool(run.revised[index].any()) else None
+        step = FinishedStep(plan, run.canvases[index], run.masked[index], proposal, run.unmasked[index], revised)
         shards.add(step, None, {name: recording.arrays[name][index] for name in recording.specs})
     write_end(shards, recording, tuple(recording.specs.values()), recording.rows)

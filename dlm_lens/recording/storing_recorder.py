@@ -15,6 +15,7 @@ from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory
 from dlm_lens.recording.storage import load_part, write_end
 from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, RunState, StepPlan
+from dlm_lens.sampling.denoising_run import revised_positions
 
 
 def request_of(
@@ -85,7 +86,8 @@ class StoringRecorder(Recorder):
     def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, unmasked: Tensor) -> None:
         """Keep the arrays of a finished step until its state is known."""
         assert self._seen is not None
-        self._step = (FinishedStep(plan, *self._seen, proposal, unmasked), self.step_arrays())
+        revised = revised_positions(*self._seen, canvas)
+        self._step = (FinishedStep(plan, *self._seen, proposal, unmasked, revised), self.step_arrays())
 
     def keep(self, state: RunState) -> None:
         """Write the finished step with the state of the run after it."""

@@ -78,9 +78,13 @@ class BlockLogits(CanvasLogits):
         grad: bool = False,
         edit: EditLogits | None = None,
     ) -> Float[Tensor, "evaluated d_vocab"]:
-        """Logits of the evaluated positions, which lie in the blocks; `edit` gets those of every position seen."""
-        stop = plan.span[1]
-        if self.use_cache and not own_forward and edit is None:
+        """Logits of the evaluated positions; `edit` gets those of every position seen.
+
+        The cache serves positions in the blocks; with others, everything is computed.
+        """
+        start, stop = plan.span
+        inside = not bool(evaluated[:, :start].any())
+        if self.use_cache and inside and not own_forward and edit is None:
             return self.head(self._cached_states(canvas[:, :stop], evaluated[:, :stop], plan.span))
         return super().of_step(
             canvas[:, :stop], evaluated[:, :stop], plan, own_forward=own_forward, grad=grad, edit=edit
@@ -105,7 +109,7 @@ class BlockLogits(CanvasLogits):
         dtype = self.model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
-        inputs = {"attention_mask": {"full_attention": mask}, "position_ids": position_ids(valid)[:, start:]}
+        inputs = {"attention_mask": mask, "position_ids": position_ids(valid)[:, start:]}
         return {**inputs, "use_cache": False}
 
     def _cached_states(

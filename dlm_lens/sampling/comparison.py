@@ -77,7 +77,7 @@ class Comparison:
 
     @cached_property
     def first_difference(self) -> Int[Tensor, "batch"]:
-        """The first step that unmasked other tokens or other positions, per row; -1 if none did."""
+        """The first step that wrote other tokens or other positions, per row; -1 if none did."""
         one, two = (run.canvases[1:].masked_fill(run.masked[1:], -1) for run in self._pair)
         differs = (one != two).any(-1)
         return torch.where(differs.any(0), differs.int().argmax(0), -1)
@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def confidence_change(self) -> Float[Tensor, "batch position"]:
-        """Confidence at which a position was unmasked, with hooks minus without, aligned by position.
+        """Confidence of the final token when it was written, with hooks minus without, aligned by position.
 
         In the unit of the sampler's ranking. NaN outside the answer, where a position stayed masked in either run,
         and where the algorithm does not rank (Dream's "origin").
@@ -110,8 +110,9 @@ class Comparison:
 
     @property
     def step_change(self) -> Float[Tensor, "batch position"]:
-        """The step that unmasked a position, with hooks minus without; NaN as in `confidence_change`."""
-        one, two = (run.step_of.float().masked_fill(run.step_of < 0, torch.nan) for run in self._pair)
+        """The step that wrote the final token, with hooks minus without; NaN as in `confidence_change`."""
+        steps = (run.last_written for run in self._pair)
+        one, two = (step.float().masked_fill(step < 0, torch.nan) for step in steps)
         return two - one
 
     def table(self) -> pd.DataFrame:
@@ -127,7 +128,7 @@ class Comparison:
             columns[f"token_{name}"] = [text(int(token)) for token in run.tokens[rows, positions]]
         columns["changed"] = self.changed[rows, positions].tolist()
         for name, run in pair.items():
-            columns[f"step_{name}"] = run.step_of[rows, positions].tolist()
+            columns[f"step_{name}"] = run.last_written[rows, positions].tolist()
         for name, run in pair.items():
             columns[f"confidence_{name}"] = _confidence_of(run)[rows, positions].tolist()
         one = self._pair[0]
@@ -169,8 +170,8 @@ def compare(
 
 
 def _confidence_of(run: DenoisingRun) -> Float[Tensor, "batch position"]:
-    """The confidence at which a position was unmasked; NaN where it was not, or where the sampler does not rank."""
-    step = run.step_of
+    """The confidence of the final token when it was written; NaN where none was, or the sampler does not rank."""
+    step = run.last_written
     found = run.confidence.gather(0, step.clamp(min=0)[None])[0]
     return found.masked_fill((step < 0) | ~found.isfinite(), torch.nan)
 
@@ -201,6 +202,7 @@ def _longer(run: DenoisingRun, steps: int) -> DenoisingRun:
         proposals=held(run.proposals),
         confidence=nothing(run.confidence, -torch.inf),
         unmasked=nothing(run.unmasked, False),
+        revised=nothing(run.revised, False),
         spans=(*run.spans, *[run.spans[-1]] * more),
         blocks=(*run.blocks, *[run.blocks[-1]] * more),
     )
@@ -220,5 +222,6 @@ def _wider(run: DenoisingRun, more: int) -> DenoisingRun:
         proposals=padded(run.proposals, end),
         confidence=padded(run.confidence, -torch.inf),
         unmasked=padded(run.unmasked.byte(), 0).bool(),
+        revised=padded(run.revised.byte(), 0).bool(),
         attention_mask=padded(run.attention_mask.byte(), 1).bool(),
     )

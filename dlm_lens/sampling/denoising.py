@@ -82,8 +82,8 @@ def denoise(
             the prompt compete for them and as many stay), EOS confidence kept at temperature > 0; MMaDA: those of
             the blocks, and padding seen as content under guidance; Dream: one budget averaged over the rows;
             SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in the prompt
-            compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM: draws in
-            float32, every step runs.
+            compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; LLaDA2: rows do not end,
+            masks in the prompt's whole blocks stay.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
@@ -93,8 +93,9 @@ def denoise(
         **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
             MMaDA: eot_token, which ends a row after the block that ends with it; Dream: top_p, top_k, alg_temp,
             eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md); SMDM: eps; dllm: schedule,
-            stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; MDLM: predictor,
-            noise_removal, eps; AR: use_cache).
+            stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; LLaDA2: threshold,
+            steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and for 2.1 editing_threshold,
+            max_post_steps, num_to_transfer; AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.
@@ -175,15 +176,16 @@ def _prepare(
     settings = only_known(algorithm.settings, values, algorithm.name)
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
-    warn_beyond_context(model, width + settings.gen_length)
     noise = SharedNoise(seeds[0]) if reference_quirks else RowNoise(seeds)
     sampler = algorithm.sampler(settings, noise, ids, reference_quirks=reference_quirks)
+    length = sampler.answer_length(prompts.attention_mask, settings.gen_length)
+    warn_beyond_context(model, width + length)
     if sampler.autoregressive:
         # What is not decided yet is known by its place; its token is never read.
         open_id = first_id(model.config.pad_token_id, model.config.eos_token_id, 0)
     else:
         open_id = ids.mask
-    answer = prompts.ids.new_full((len(prompts.ids), settings.gen_length), open_id or 0)
+    answer = prompts.ids.new_full((len(prompts.ids), length), open_id or 0)
     canvas = torch.cat([prompts.ids, answer], 1)
     content = torch.cat([prompts.attention_mask, torch.ones_like(answer, dtype=torch.bool)], 1)
 

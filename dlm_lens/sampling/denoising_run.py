@@ -78,6 +78,8 @@ class DenoisingRun:
         tokenizer: decodes `texts`; None if the model has none.
         rows_ran: how many steps each row ran, where runs of different lengths were joined (a recording of several
             batches); None if every row ran all.
+        revised: which decided positions each step rewrote, with another token or with [MASK], which opens them
+            again; in samplers that edit (LLaDA2.1). None, which becomes all False: no step did.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -96,14 +98,20 @@ class DenoisingRun:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Any = field(default=None, repr=False)
     rows_ran: tuple[int, ...] | None = None
+    revised: Bool[Tensor, "step batch position"] = None  # type: ignore[assignment]  # filled in by __post_init__
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.unmasked.shape
+        given: Any = self.revised
+        if given is None:
+            none = torch.zeros((), dtype=torch.bool).expand(steps, batch, positions)  # takes no memory
+            object.__setattr__(self, "revised", none)
         expected = {
             "canvases": (steps + 1, batch, positions),
             "masked": (steps + 1, batch, positions),
             "proposals": (steps, batch, positions),
             "confidence": (steps, batch, positions),
+            "revised": (steps, batch, positions),
             "attention_mask": (batch, positions),
         }
         for name, shape in expected.items():
@@ -217,7 +225,7 @@ class DenoisingRun:
         """The first `count` steps; the canvas after them becomes the result."""
         if count >= self.steps:
             return self
-        per_step = ("proposals", "confidence", "unmasked", "spans", "blocks")
+        per_step = ("proposals", "confidence", "unmasked", "revised", "spans", "blocks")
         per_canvas = ("canvases", "masked")
         parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
         parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
@@ -237,12 +245,26 @@ class DenoisingRun:
     @cached_property
     def step_of(self) -> Int[Tensor, "batch position"]:
         """The (last) step that unmasked a position; -1 for the prompt and for positions that no step unmasked."""
+        return self._last_step(self.unmasked)
+
+    @cached_property
+    def last_written(self) -> Int[Tensor, "batch position"]:
+        """The last step that unmasked or revised a position, which proposed its final token; -1 if none did.
+
+        `step_of` where no step revised it afterwards.
+        """
+        return self._last_step(self.unmasked | self.revised)
+
+    def _last_step(self, chosen: Bool[Tensor, "step batch position"]) -> Int[Tensor, "batch position"]:
         steps = torch.arange(1, self.steps + 1)[:, None, None]
-        return (self.unmasked * steps).amax(0) - 1
+        return (chosen * steps).amax(0) - 1
 
     @property
     def progress(self) -> Float[Tensor, "step_plus_one batch"]:
-        """Share of the answer (the positions masked at the start) that is decided, per canvas and row."""
+        """Share of the answer (the positions masked at the start) that is decided, per canvas and row.
+
+        It falls where a sampler opens decided positions again.
+        """
         wanted = self.masked[0].sum(-1).clamp(min=1)
         return 1 - self.masked.sum(-1) / wanted
 
@@ -265,13 +287,31 @@ class DenoisingRun:
 
     def _end(self, row: Tensor) -> int:
         start = len(row) - self._answer_length
-        stops = torch.isin(row[start:], torch.tensor(self.eos_token_ids, dtype=row.dtype)).nonzero()
-        return start + int(stops[0]) if len(stops) else len(row)
+        # The canvas ends with a whole block where blocks are counted from the text (`Sampler.answer_length`).
+        answer = row[start:][: self.settings.get("gen_length") or None]
+        stops = torch.isin(answer, torch.tensor(self.eos_token_ids, dtype=row.dtype)).nonzero()
+        return start + (int(stops[0]) if len(stops) else len(answer))
 
     def _decode(self, ids: Tensor) -> str:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; read .tokens, or set model.tokenizer before denoising")
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+def revised_positions(
+    before: Int[Tensor, "batch position"],
+    masked: Bool[Tensor, "batch position"],
+    after: Int[Tensor, "batch position"],
+) -> Bool[Tensor, "batch position"] | None:
+    """Which decided positions a step rewrote; None: none.
+
+    Args:
+        before: the canvas that the step saw.
+        masked: which of its positions were masked.
+        after: the canvas that the sampler made of it.
+    """
+    revised = (before != after) & ~masked
+    return revised if bool(revised.any()) else None
 
 
 class History:
@@ -299,6 +339,7 @@ class History:
         self.masked: list[Tensor] = []
         self.proposals: list[Proposal] = []
         self.unmasked: list[Tensor] = []
+        self.revised: list[Tensor | None] = []
         self.plans: list[StepPlan] = []
 
     def start(self, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
@@ -306,11 +347,18 @@ class History:
         self.canvases.append(canvas)
         self.masked.append(masked)
 
-    def finish(self, plan: StepPlan, proposal: Proposal, unmasked: Bool[Tensor, "batch position"]) -> None:
-        """Add what the step proposed and unmasked."""
+    def finish(
+        self,
+        plan: StepPlan,
+        proposal: Proposal,
+        unmasked: Bool[Tensor, "batch position"],
+        revised: Bool[Tensor, "batch position"] | None = None,
+    ) -> None:
+        """Add what the step proposed, unmasked and (None: nowhere) revised."""
         self.plans.append(plan)
         self.proposals.append(proposal)
         self.unmasked.append(unmasked)
+        self.revised.append(revised)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` positions of every canvas."""
@@ -320,6 +368,7 @@ class History:
         self.masked = [masked[:, :length] for masked in self.masked]
         self.proposals = [Proposal(*(part[:, :length] for part in proposal)) for proposal in self.proposals]
         self.unmasked = [unmasked[:, :length] for unmasked in self.unmasked]
+        self.revised = [None if revised is None else revised[:, :length] for revised in self.revised]
         self.plans = [replace(plan, span=(plan.span[0], min(plan.span[1], length))) for plan in self.plans]
         self.attention_mask = self.attention_mask[:, :length]
 
@@ -342,6 +391,7 @@ class History:
             proposals=stack([p.tokens for p in self.proposals], torch.long),
             confidence=stack([p.confidence for p in self.proposals], torch.float32),
             unmasked=stack(self.unmasked, torch.bool),
+            revised=self._revised(),  # type: ignore[arg-type]
             attention_mask=self.attention_mask.cpu(),
             prompt_length=self.prompt_length,
             spans=tuple(plan.span for plan in self.plans),
@@ -350,3 +400,11 @@ class History:
             eos_token_ids=tuple(int(i) for i in ends if i is not None),
             tokenizer=getattr(self.model, "tokenizer", None),
         )
+
+    def _revised(self) -> Bool[Tensor, "step batch position"] | None:
+        """Which positions the steps rewrote; None: none."""
+        found = next((revised for revised in self.revised if revised is not None), None)
+        if found is None:
+            return None
+        nothing = torch.zeros_like(found)
+        return torch.stack([nothing if revised is None else revised for revised in self.revised]).cpu()

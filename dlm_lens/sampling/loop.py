@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.sampling.denoising_run import DenoisingRun, History, StepPlan
+from dlm_lens.sampling.denoising_run import DenoisingRun, History, StepPlan, revised_positions
 from dlm_lens.sampling.network import Network, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful, same_shape
 from dlm_lens.sampling.samplers.base import Sampler
@@ -85,15 +85,17 @@ def run_sampler(
             )
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
+        evaluated = evaluated | sampler.editable(masked, plan)
         edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)
         found = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit)
         try:
             check_finite(found, evaluated, plan.index)
+            before = canvas
             canvas, proposal, unmasked = sampler(canvas, found, evaluated, masked, plan)
         except NonFiniteLogitsError as error:
             error.partial = history.result()
             raise
-        history.finish(plan, proposal, unmasked)
+        history.finish(plan, proposal, unmasked, revised_positions(before, masked, canvas))
         following = None if sampler.finished(canvas, plan) else steps.following(canvas, is_masked)
         observing.finish(plan, canvas, proposal, unmasked, over=following is None)
         bar.update()

@@ -51,13 +51,17 @@ class RunState:
 
 @dataclass(frozen=True, eq=False)
 class FinishedStep:
-    """One step of a run: its plan, the canvas that it saw, its proposal and the positions that it unmasked."""
+    """One step of a run: its plan, the canvas that it saw, its proposal and what it unmasked and revised.
+
+    `revised` is None if the step rewrote no decided position.
+    """
 
     plan: StepPlan
     canvas: Int[Tensor, "batch position"]
     masked: Bool[Tensor, "batch position"]
     proposal: Proposal
     unmasked: Bool[Tensor, "batch position"]
+    revised: Bool[Tensor, "batch position"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +85,8 @@ class Resumption:
         for step in self.steps:
             history.start(step.canvas.to(self._device(history)), step.masked.to(self._device(history)))
             proposal = Proposal(*(part.to(self._device(history)) for part in step.proposal))
-            history.finish(step.plan, proposal, step.unmasked.to(self._device(history)))
+            revised = None if step.revised is None else step.revised.to(self._device(history))
+            history.finish(step.plan, proposal, step.unmasked.to(self._device(history)), revised)
 
     def canvas(self, history: History) -> Int[Tensor, "batch position"]:
         """The canvas that the next step starts from."""
@@ -160,7 +165,10 @@ class RunObserver:
         proposal: Proposal,
         unmasked: Bool[Tensor, "batch position"],
     ) -> None:
-        """A step is over: `canvas` is the next one, `unmasked` the positions of the proposal that it took over."""
+        """A step is over: `canvas` is the next one, `unmasked` the masked positions that took over the proposal.
+
+        A sampler that edits also rewrites decided positions of the canvas (`denoising_run.revised_positions`).
+        """
 
     def keep(self, state: RunState) -> None:
         """The state of the run after the step, from which it can be resumed."""

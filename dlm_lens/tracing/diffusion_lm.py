@@ -38,7 +38,7 @@ class _NoRun(Sampler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.propose, self.select = nn.Identity(), nn.Identity()
+        self.propose, self.select, self.revise = nn.Identity(), nn.Identity(), nn.Identity()
 
 
 class DiffusionLM(HuggingFaceModel):
@@ -49,7 +49,7 @@ class DiffusionLM(HuggingFaceModel):
     `dlm_lens.denoise`. Inside, `for step in tracer.steps[...]` reads and edits any activation of any step:
     `lm.canvas`, `lm.layers[i].attn.pattern` (`q k v rot_q rot_k scores pattern z`), `lm.layers[i].output` (the
     residual stream), `lm.layers[i].mlp.output`, `lm.lm_head.output`, `lm.sampler.confidence`,
-    `lm.sampler.unmasked`. `tracer.result` is the `DenoisingRun`.
+    `lm.sampler.unmasked`, `lm.sampler.revised`. `tracer.result` is the `DenoisingRun`.
 
     Args:
         model: an embedded model's name, a directory, a hub name, or a model of `dlm_lens.load`.

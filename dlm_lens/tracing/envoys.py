@@ -151,7 +151,7 @@ class AttentionEnvoy(Envoy):
 
 
 class SamplerEnvoy(Envoy):
-    """The sampler of the run: the tokens it proposes, their confidence, and the positions it unmasks."""
+    """The sampler of the run: the tokens it proposes, their confidence, the positions it unmasks and revises."""
 
     @eproperty(key="propose.output", description="x0: proposed tokens [batch, position]")
     def proposal(self, value: Any) -> Tensor:
@@ -195,9 +195,19 @@ class SamplerEnvoy(Envoy):
         """Convert numbers 0 and 1 to bool."""
         return torch.as_tensor(value).bool()
 
+    @eproperty(key="revise.output", description="decided positions rewritten at this step [batch, position]")
+    def revised(self, value: Tensor) -> Bool[Tensor, "batch position"]:
+        """The decided positions that take over the proposal at this step; none in samplers that do not edit."""
+        return value
+
+    @revised.postprocess  # type: ignore[no-redef]
+    def revised(self, value: Any) -> Tensor:
+        """Convert numbers 0 and 1 to bool."""
+        return torch.as_tensor(value).bool()
+
     @property
     def written(self) -> Tensor:
-        """The canvas after the step, `[batch, position]`; it follows from `proposal` and `unmasked`."""
+        """The canvas after the step, `[batch, position]`; it follows from `proposal`, `unmasked` and `revised`."""
         return self.output[0]
 
     @written.setter

@@ -58,6 +58,7 @@ def rows_of(run: DenoisingRun, rows: slice) -> DenoisingRun:
         proposals=run.proposals[:, rows],
         confidence=run.confidence[:, rows],
         unmasked=run.unmasked[:, rows],
+        revised=run.revised[:, rows],
         attention_mask=run.attention_mask[rows],
         settings=settings,
     )

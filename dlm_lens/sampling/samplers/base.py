@@ -1,6 +1,7 @@
-"""The base class of samplers. Its two halves are modules: `propose` computes x0 and a confidence, `select` chooses.
+"""The base class of samplers. Its parts are modules: `propose` computes x0 and a confidence, `select` chooses.
 
-The positions that `select` chooses are unmasked at the step.
+The positions that `select` chooses are unmasked at the step. In samplers that edit, `revise` chooses decided
+positions that take over the proposal too.
 """
 
 from collections.abc import Mapping
@@ -34,6 +35,28 @@ class Select(nn.Module):
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )
         return (rank < count[:, None]) & eligible
+
+
+class Revise(nn.Module):
+    """Choose the editable positions whose proposal is another token with a confidence above the threshold.
+
+    Args:
+        threshold: of the confidence; by default above every confidence.
+    """
+
+    def __init__(self, threshold: float = float("inf")) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        tokens: Int[Tensor, "batch position"],
+        confidence: Float[Tensor, "batch position"],
+        editable: Bool[Tensor, "batch position"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the decided positions that this step rewrites."""
+        return editable & (confidence > self.threshold) & (tokens != canvas)
 
 
 @dataclass(frozen=True)
@@ -72,11 +95,12 @@ def first_id(*ids: Any) -> int | None:
 
 
 class Sampler(nn.Module):
-    """One sampling algorithm: a schedule and the modules `propose` and `select`.
+    """One sampling algorithm: a schedule and the modules `propose`, `select` and `revise`.
 
-    At every step the loop evaluates the positions that are `eligible` and calls the sampler, which proposes tokens
-    for them and selects `count` of each row. nnsight and TransformerLens hook the two children. A subclass per
-    algorithm, in a file of its own in `samplers/`, which ends with `ALGORITHM = Algorithm(...)`.
+    At every step the loop evaluates the positions that are `eligible` or `editable` and calls the sampler, which
+    proposes tokens for them, selects `count` eligible ones of each row, and revises editable ones. nnsight and
+    TransformerLens hook the children. A subclass per algorithm, in a file of its own in `samplers/`, which ends
+    with `ALGORITHM = Algorithm(...)`.
 
     Attributes:
         autoregressive: a step sees the prefix that is written and decides the next position (AR decoding), instead
@@ -101,6 +125,7 @@ class Sampler(nn.Module):
 
     propose: nn.Module
     select: nn.Module
+    revise: nn.Module
     autoregressive: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     adaptive: bool = False
@@ -115,6 +140,10 @@ class Sampler(nn.Module):
     block_length: int = 0
     block_layout: BlockLayout | None = None
     proposes_all: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.revise = Revise()
 
     @classmethod
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
@@ -186,12 +215,24 @@ class Sampler(nn.Module):
         """Arguments of a pass over what a step sees, beside the ids."""
         return network_inputs(content)
 
+    def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
+        """How many positions of the canvas follow the prompts.
+
+        With blocks that are counted from the text, those up to the end of the last block of every row, so that they
+        can be more than `gen_length`; a run's `texts` end after `gen_length` tokens.
+
+        Args:
+            prompts: False at the padding on the left.
+            gen_length: tokens of the answer.
+        """
+        if not self.from_text:
+            return gen_length
+        ends = prompts.sum(-1) + gen_length
+        return gen_length + int((-ends % self.block_length).max())
+
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of the run, in order."""
         raise NotImplementedError
-
-    def at(self, plan: StepPlan) -> None:
-        """Enter a step, before its passes in runs and reruns; for networks that are told the noise level."""
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that may be unmasked at this step."""
@@ -209,9 +250,13 @@ class Sampler(nn.Module):
         """
         return plan
 
+    def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Decided positions that this step may rewrite; none, for most."""
+        return torch.zeros_like(masked)
+
     def leaves_out(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether the step runs no forward pass, on a canvas as the step before left it."""
-        return self.adaptive and not bool(self.eligible(masked, plan).any())
+        return self.adaptive and not bool((self.eligible(masked, plan) | self.editable(masked, plan)).any())
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that the step's network can predict: all, or in block diffusion those of each row's block."""
@@ -252,7 +297,8 @@ class Sampler(nn.Module):
 
         `logits` has a row for every True of `evaluated`, in row-major order.
         """
-        eligible = self.eligible(masked, plan)
-        proposal: Any = self.propose(canvas, logits, evaluated, eligible)
+        eligible, editable = self.eligible(masked, plan), self.editable(masked, plan)
+        proposal: Any = self.propose(canvas, logits, evaluated, eligible | editable)
         unmasked = self.select(proposal[1], eligible, self.count(eligible, masked, plan))
-        return torch.where(unmasked, proposal[0], canvas), Proposal(*proposal), unmasked
+        revised = self.revise(canvas, *proposal, editable)
+        return torch.where(unmasked | revised, proposal[0], canvas), Proposal(*proposal), unmasked

@@ -87,4 +87,5 @@ class TimestepSampler(Sampler):
         eligible = eligible & drawn
         proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
         unmasked = self.select(proposal.confidence, eligible, eligible.sum(-1))
-        return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked
+        revised = self.revise(canvas, *proposal, self.editable(masked, plan))
+        return torch.where(unmasked | revised, proposal.tokens, canvas), proposal, unmasked

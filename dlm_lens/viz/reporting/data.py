@@ -188,6 +188,7 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
     pad = torch.zeros(run.steps + 1, sinks, dtype=torch.bool)
     masked = torch.cat([run.masked[:, row], pad], -1)[:, shown]
     unmasked = torch.cat([run.unmasked[:, row], pad[1:]], -1)[:, shown]
+    revised = torch.cat([run.revised[:, row], pad[1:]], -1)[:, shown]
     positions, padding = run.tokens.shape[1], int(run.padding[row])
     return {
         "positions": [key - padding if key < positions else -1 - (key - positions) for key in shown.tolist()],
@@ -198,6 +199,7 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
         "tokens": packed(narrow(index.numpy(), len(ids))),
         "masked": packed(masked.numpy().astype("u1")),
         "written": packed(unmasked.numpy().astype("u1")),
+        **({"revised": packed(revised.numpy().astype("u1"))} if bool(revised.any()) else {}),
     }
 
 

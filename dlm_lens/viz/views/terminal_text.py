@@ -8,10 +8,11 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 
 MASK, END = "▢", "∎"
+NEW, REVISED = "bold green", "bold yellow"
 
 
 def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
-    """One line per step with the answer after it: new tokens highlighted, masks as ▢.
+    """One line per step with the answer after it: new tokens in green, rewritten ones in yellow, masks as ▢.
 
     Control characters in tokens are escaped (`token_text.shown`), so that no text can control the terminal.
     End-of-text is a dim ∎, and a tail of equal tokens is shown once with its count.
@@ -40,10 +41,11 @@ def _line(run: DenoisingRun, row: int, step: int) -> Text:
     names = [texts.label(i, 24) for i in ids]
     labels = [END if i in run.eos_token_ids else name for i, name in zip(ids, names, strict=True)]
     masked = run.masked[step + 1, row, shown].tolist()
-    new = run.unmasked[step, row, shown].tolist()
+    new, again = run.unmasked[step, row, shown].tolist(), run.revised[step, row, shown].tolist()
+    styles = [NEW if fresh else REVISED if edited else "" for fresh, edited in zip(new, again, strict=True)]
     cells = [
-        (MASK, "dim") if hidden else (label, "bold green" if fresh else "")
-        for label, hidden, fresh in zip(labels, masked, new, strict=True)
+        (MASK, REVISED if style == REVISED else "dim") if hidden else (label, style)
+        for label, hidden, style in zip(labels, masked, styles, strict=True)
     ]
     return Text(" ").join(_collapsed(cells))
 
@@ -57,5 +59,6 @@ def _collapsed(cells: list[tuple[str, str]]) -> Iterator[Text]:
     for label, style in kept:
         yield Text(label, style=style)
     if len(kept) < len(cells):
-        style = "bold green" if any(style == "bold green" for _, style in cells[len(kept) :]) else "dim"
+        styles = [style for _, style in cells[len(kept) :]]
+        style = next((one for one in (NEW, REVISED) if one in styles), "dim")
         yield Text(f"{cells[-1][0]} ×{tail}", style=style)

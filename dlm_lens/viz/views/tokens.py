@@ -24,6 +24,8 @@ LINES = 8
 """Default number of steps of a view."""
 
 RECEIVED, WRITTEN = "#b2182b", "#1b7837"
+REVISED = "↻"
+"""Before a token that was rewritten."""
 
 
 def received_tokens(
@@ -78,6 +80,8 @@ def received_tokens(
 def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
     """The canvas after a few steps: masks as ▢, tokens that were decoded since the previous line in green.
 
+    A token that a step since then has rewritten is in red, with ↻ before it.
+
     Args:
         run: from `denoise`.
         row: index of the sequence in the batch.
@@ -93,16 +97,21 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
     chosen = _steps(steps, run.steps, int(run.row_steps[row]))
     content, cropped = _last_positions(run.attention_mask[row].nonzero().flatten(), len(chosen))
-    pieces, before = [], run.masked[0, row, content]
+    pieces, before, last = [], run.masked[0, row, content], 0
     for step in chosen:
         masked = run.masked[step + 1, row, content]
         labels = web_labels(run.canvases[step + 1, row, content].tolist(), run.tokenizer)
         labels = [MASK if hidden else label for label, hidden in zip(labels, masked.tolist(), strict=True)]
-        fresh = (before & ~masked).float()
+        edited = run.revised[last : step + 1, row, content].any(0) & ~before & ~masked
+        labels = [
+            f"{REVISED}{label}" if again else label for label, again in zip(labels, edited.tolist(), strict=True)
+        ]
+        fresh, last = (before & ~masked).float() - edited.float(), step + 1
         pieces.append(Piece("ColoredTokens", _coloured(labels, fresh, 1.0, WRITTEN), f"after step {step}"))
         before = masked
     about = (
         f"{run.steps} steps, sequence {row}. {MASK} is masked; green was decoded since the previous line.",
+        *([f"{REVISED} (red) was rewritten since the previous line."] if bool(run.revised[:, row].any()) else []),
         *cropped,
     )
     return View("Text emerging over steps", about, tuple(pieces))

@@ -30,6 +30,7 @@ function paintCells(pane, state, other) {
     cell.classList.toggle("masked", masked);
     cell.classList.toggle("sink", sinks.has(key));
     cell.classList.toggle("written", recorded.isWritten(step, key));
+    cell.classList.toggle("revised", recorded.isRevised(step, key));
     cell.classList.toggle("differs", Boolean(other) && differs(pane, other, key));
     cell.firstChild.textContent = masked ? "\u00a0\u00a0" : cut(recorded.text(step, key));
     cell.dataset.key = key;
@@ -39,10 +40,16 @@ function paintCells(pane, state, other) {
       `${recorded.about.positions[key] < 0 ? "learned" : "position"} ${recorded.place(key)}: ${what}`,
       `score ${score !== undefined ? score.toFixed(3) : bin ? `from ${number(bin[0])} to ${number(bin[1])}` : "undefined"}`,
       `sink in ${count} of ${patterns} at this step`,
+      ...(recorded.isRevised(step, key) ? [revisionText(recorded, step, key)] : []),
     ].join("\n");
     if (masked) cell.setAttribute("aria-label", `masked, position ${recorded.place(key)}`);
     else cell.removeAttribute("aria-label");
   });
+}
+
+function revisionText(recorded, step, key) {
+  if (recorded.isMasked(step + 1, key)) return "masked again at this step";
+  return `rewritten at this step: "${visible(recorded.text(step + 1, key))}"`;
 }
 
 function maskText(pane, key) {

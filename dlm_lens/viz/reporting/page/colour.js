@@ -56,7 +56,7 @@ function sized(canvas, width, height) {
   return pen;
 }
 
-function paintLegend(root, { scale, causal, undefined_keys: undefinedKeys }) {
+function paintLegend(root, { scale, causal, undefined_keys: undefinedKeys, revised }) {
   root.replaceChildren();
   const bar = make("span", "bar");
   bar.style.background = `linear-gradient(to right, ${RAMPS[theme].join(", ")})`;
@@ -64,5 +64,6 @@ function paintLegend(root, { scale, causal, undefined_keys: undefinedKeys }) {
   root.append(make("span", "grow", `received attention, ${scale}${scale === "relative to uniform" ? " (1 = uniform)" : ""}`));
   root.append(make("span", "key sinkkey", "sink"), make("span", "key maskkey", causal ? "not decoded yet" : "masked"));
   root.append(make("span", "key writtenkey", "decoded at this step"));
+  if (revised) root.append(make("span", "key revisedkey", "rewritten at this step"));
   if (undefinedKeys) root.append(make("span", "key undefinedkey", "no score"));
 }

@@ -76,6 +76,7 @@ class Recorded {
     const given = new Recorded();
     const parts = { ...data.statistics, ...data.strongest, bins: data.bins };
     for (const name of ["tokens", "masked", "written"]) parts[name] = data[name];
+    if (data.revised) parts.revised = data.revised;
     const names = Object.keys(parts);
     const arrays = await Promise.all(names.map((name) => unpacked(parts[name])));
     names.forEach((name, i) => { given[name] = arrays[i]; });
@@ -135,6 +136,11 @@ class Recorded {
 
   isWritten(step, key) {
     return this.written[step * this.keys + key] === 1;
+  }
+
+  // Whether the step rewrote a token that was decided before; only samplers that edit do.
+  isRevised(step, key) {
+    return Boolean(this.revised) && this.revised[step * this.keys + key] === 1;
   }
 
   // A label of a key: its position from the prompt's first token, or sink(i) for a learned sink token.

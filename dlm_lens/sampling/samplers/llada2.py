@@ -1,0 +1,342 @@
+"""LLaDA2.0's sampler: block after block, every token above a confidence threshold and at least a planned number."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.block_network import BlockLogits
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
+from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.settings import at_least_one, not_negative
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockwiseSettings:
+    """Settings of both samplers of LLaDA2 (ZHZisZZ/dllm, pipelines/llada2 and llada21, sampler.py).
+
+    Args:
+        gen_length: tokens of the answer (`max_new_tokens`); the last block is decoded whole, `texts` end before.
+        block_length: tokens of a block (`block_size`), counted from the text's first token.
+        temperature: 0 takes the most likely token, without top_k and top_p.
+        top_k: keep so many of the most likely tokens; before top_p.
+        top_p: keep the most likely tokens up to this probability, with the one that crosses it.
+        threshold: every token with a higher confidence is written.
+        eos_early_stop: in LLaDA2.0 a row ends inside its block, as soon as an end of the text has no mask before
+            it; otherwise, and in LLaDA2.1, with that block. In LLaDA2.1 `reference_quirks` alone reads it.
+        use_cache: compute finished blocks once, which is exact.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    gen_length: int
+    block_length: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    threshold: float = 0.95
+    eos_early_stop: bool = False
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "gen_length", "block_length", "top_k")
+        not_negative(self, "temperature", zero="greedy")
+        not_negative(self, "threshold", zero="write every token at once")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaDA2Settings(BlockwiseSettings):
+    """Settings of LLaDA2.0's sampler.
+
+    Args:
+        steps_per_block: steps of a block (`steps` in the model's `generate`), fewer if it has no mask left before.
+        minimal_topk: at most gen_length // minimal_topk steps for a block.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps_per_block: int
+    minimal_topk: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one(self, "steps_per_block", "minimal_topk")
+
+    @property
+    def block_steps(self) -> int:
+        """Steps of a block."""
+        return max(1, min(self.steps_per_block, self.gen_length // self.minimal_topk))
+
+    def planned(self, step: int) -> int:
+        """How many tokens a step of a block writes at least: block_length / steps, the first ones one more."""
+        each, more = divmod(self.block_length, self.block_steps)
+        return each + (step < more)
+
+
+class ConfidentPropose(nn.Module):
+    """x0 from softmax(filtered(logits / temperature)), and its probability there as the confidence.
+
+    The softmax has the dtype of the logits. [MASK] is never an x0 unless `reference_quirks`; without a filter the
+    probabilities are those of all tokens.
+    """
+
+    def __init__(self, settings: BlockwiseSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.noise = settings, noise
+        self.never = None if reference_quirks else ids.mask
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        settings = self.settings
+        if settings.temperature > 0:
+            logits = logits / settings.temperature
+            if settings.top_k is not None or settings.top_p is not None:
+                # [MASK] leaves before the filter, which may keep nothing else.
+                logits = filtered(self._without_mask(logits, -torch.inf), None, settings.top_k)
+                logits = filtered(logits, settings.top_p, None)
+        likely = logits.softmax(-1)
+        choice = self._without_mask(likely, 0.0)
+        chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
+        confidence = torch.full(canvas.shape, -torch.inf, device=canvas.device)
+        confidence = confidence.masked_scatter(evaluated, likely.gather(-1, chosen[:, None]).squeeze(-1).float())
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _without_mask(self, values: Float[Tensor, "n d_vocab"], nothing: float) -> Float[Tensor, "n d_vocab"]:
+        """The values with `nothing` for [MASK], which may not be proposed."""
+        if self.never is None:
+            return values
+        return values.index_fill(-1, torch.tensor([self.never], device=values.device), nothing)
+
+
+class SelectConfident(Select):
+    """Choose every eligible position with a confidence above the threshold, or the `count` best if that is more."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions that this step unmasks."""
+        above = eligible & (confidence > self.threshold)
+        best = super().forward(confidence, eligible, count)
+        return torch.where((above.sum(-1) >= count)[:, None], above, best)
+
+
+class BlockwiseSampler(Sampler):
+    """What both samplers of LLaDA2 have in common: blocks counted from each row's text, and the ends of rows.
+
+    The prompt's last tokens share a block with the first masks. Every row decodes its k-th block at the same steps,
+    and waits for the others where it is done with it. A row ends with the block that holds an end of its text, or
+    inside it (`eos_early_stop`); its later blocks stay masked, and the run ends with its last row. Masks in the
+    prompt are filled in too: decoding begins with the block of the first mask.
+
+    With `reference_quirks` decoding begins after the whole blocks of the prompt, and rows do not end.
+    """
+
+    grows, from_text, adaptive = True, True, True
+    ends_inside: ClassVar[bool] = False
+    gen_length = 0
+    reference_quirks = False
+
+    def __init__(
+        self, settings: BlockwiseSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__()
+        self.reference_quirks, self.early = reference_quirks, settings.eos_early_stop
+        self.gen_length, self.block_length = settings.gen_length, settings.block_length
+        self.use_cache = settings.use_cache
+        self.mask, self.eos = ids.mask, ids.eos
+        self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
+        self.propose = ConfidentPropose(settings, noise, ids, reference_quirks)
+        self.select = SelectConfident(settings.threshold)
+        self._ended: Tensor | None = None
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> "BlockwiseSampler":
+        """A sampler for passes over the canvases of a finished run."""
+        sampler = super().for_rerun(settings)
+        sampler.block_length, sampler.gen_length = int(settings["block_length"]), int(settings["gen_length"])
+        return sampler
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> BlockLogits:
+        """The network of block diffusion.
+
+        Raises:
+            ValueError: `reference_quirks` with prompts that dllm's code refuses.
+        """
+        lengths = content[:, :prompt_length].sum(-1)
+        if self.reference_quirks and len(lengths.unique()) > 1:
+            raise ValueError(
+                f"reference_quirks with prompts of {lengths.tolist()} tokens: dllm's code takes prompts of equal "
+                "length only; leave reference_quirks out, or run them one by one"
+            )
+        self.block_layout = layout = self.block_layout_of(self.block_length, content, prompt_length)
+        where = torch.arange(content.shape[1], device=content.device)
+        # A row's own last block may end before the canvas does.
+        blocks = (prompt_length + self.gen_length - layout.first).div(-self.block_length, rounding_mode="floor")
+        self._own = where < (layout.first - blocks * self.block_length)[:, None]
+        self._answer = self._own & (where >= prompt_length if self.reference_quirks else masked)
+        self._begin = prompt_length if self.reference_quirks else int(self._answer.any(0).int().argmax())
+        return BlockLogits(model, content, layout=layout, use_cache=self.use_cache)
+
+    def inputs(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch seen"],
+        canvas: Int[Tensor, "batch seen"],
+        prompt_length: int,
+    ) -> dict[str, Any]:
+        """Block causal attention over what a step sees."""
+        layout = self.block_layout_of(self.block_length, content, prompt_length)
+        return BlockLogits(model, content, layout=layout).inputs_of(canvas)
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """As many steps of every block as it can have; those that have nothing to do are left out."""
+        assert self.block_layout is not None
+        spans, each = self.block_layout.spans(self._begin, positions), self.most_steps()
+        return [
+            StepPlan(block * each + step, len(spans) * each, block, span, each - step, seen=span[1])
+            for block, span in enumerate(spans)
+            for step in range(each)
+        ]
+
+    def most_steps(self) -> int:
+        """How many steps a block can have."""
+        raise NotImplementedError
+
+    def at_work(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch"]:
+        """The rows that are not done with the block."""
+        raise NotImplementedError
+
+    def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The positions of the block in rows that are not done with it and have not ended."""
+        rows = self.at_work(masked, plan)
+        rows = rows if self._ended is None else rows & ~self._ended
+        return self.reach(masked, plan) & self._own & rows[:, None]
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The masks of the block, in rows that are not done with it."""
+        return masked & self.running(masked, plan)
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row has ended."""
+        if self.reference_quirks:
+            return False
+        masked = self.open(canvas)
+        ends = self._answer & self.reach(masked, plan) & torch.isin(canvas, canvas.new_tensor(self.ends))
+        if self.early and self.ends_inside:
+            # An end of the text counts once no mask is before it.
+            over = (ends & ~(masked & self._answer).cumsum(-1).bool()).any(-1)
+        else:
+            over = ends.any(-1) & ~self.at_work(masked, plan)
+        self._ended = over if self._ended is None else self._ended | over
+        return bool(self._ended.all())
+
+    def open(self, canvas: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
+        """The masks of a canvas."""
+        return canvas.eq(-1 if self.mask is None else self.mask)
+
+    def _has_end(self, tokens: Int[Tensor, "*token"]) -> bool:
+        """Whether dllm's code sees an end of the text among these."""
+        return self.eos is not None and bool(tokens.eq(self.eos).any())
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended."""
+        return {} if self._ended is None else {"ended": self._ended}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        self._ended = state.get("ended")
+
+
+class LLaDA2Sampler(BlockwiseSampler):
+    """Each step of a block writes every token above the threshold, and at least the planned number.
+
+    By default the last step of a block writes all that is left, so that masks which an intervention puts back are
+    written too. With `reference_quirks` and `eos_early_stop` a block is left, with its masks, as soon as a row has
+    an end of the text in it, prompt included, and the next one is decoded after it.
+    """
+
+    ends_inside = True
+
+    def __init__(
+        self, settings: LLaDA2Settings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__(settings, noise, ids, reference_quirks=reference_quirks)
+        self.settings = settings
+        self._left = -1
+
+    def most_steps(self) -> int:
+        """The steps of a block."""
+        return self.settings.block_steps
+
+    def at_work(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch"]:
+        """The rows that have masks in the block."""
+        there = (masked & self.reach(masked, plan)).any(-1)
+        return there & (plan.block != self._left)
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """The planned number."""
+        if plan.remaining == 1 and not self.reference_quirks:
+            return eligible.sum(-1)
+        number = self.settings.planned(self.settings.block_steps - plan.remaining)
+        return eligible.sum(-1).clamp(max=number)
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row has ended."""
+        if self.reference_quirks and self.early and self._has_end(canvas[:, slice(*plan.span)]):
+            self._left = plan.block
+        return super().finished(canvas, plan)
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended, and the block that was left."""
+        return {**super().state(), "left": torch.tensor(self._left)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        super().restore(state)
+        self._left = int(state.get("left", -1))
+
+
+def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """The caller's settings, then the checkpoint's; `steps`, those of the whole answer, set those of a block."""
+    values = {**defaults, **given}
+    steps = values.pop("steps", None)
+    if steps is not None:
+        blocks = math.ceil(values["gen_length"] / max(1, values["block_length"]))
+        values["steps_per_block"] = given.get("steps_per_block", math.ceil(steps / max(1, blocks)))
+    return values
+
+
+ALGORITHM = Algorithm("llada2", LLaDA2Settings, LLaDA2Sampler, resolve)

@@ -1,0 +1,174 @@
+"""Parity with the original LLaDA2: intermediates, router, names of the checkpoint, config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.adapters.group_limited_experts import ROUTER_POINTS
+from dlm_lens.attention import check_hook_points
+from dlm_lens.testing import tiny
+from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
+from tests.adapters.test_a2d_qwen3 import normed
+from tests.reference import forward64
+
+LLADA2 = GOLDEN / "llada2"
+IDS = {name: json.loads((LLADA2 / "sampling.json").read_text())[name] for name in ("mask_token_id", "eos_token_id")}
+
+
+def routed(model: Any, ids: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What passes through the routers' hook points, under the golden's names."""
+    seen: dict[str, Tensor] = {}
+    handles = [
+        getattr(layer.mlp.gate, f"hook_{name}").register_forward_hook(
+            lambda _m, _a, out, key=f"{name}{index}": seen.__setitem__(key, out.view(*ids.shape, -1))
+        )
+        for index, layer in enumerate(model.model.layers)
+        if hasattr(layer.mlp, "gate")
+        for name in ROUTER_POINTS
+    ]
+    model(input_ids=ids, **inputs)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+@pytest.mark.parametrize(("path", "case"), cases(LLADA2))
+@torch.no_grad()
+def test_every_intermediate_equals_the_original(path: Path, case: str, experts: str) -> None:
+    model = dl.load(path, **IDS)
+    model.set_experts_implementation(experts)
+    golden = load_file(path / "forward.safetensors")
+    stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
+    ids, visible = stored.pop("input_ids"), stored.pop("attention_bias").bool()
+    stored.pop("logits_bfloat16", None)
+    inputs = {"attention_mask": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)}
+    seen = {**collect(model, ids, **inputs), **normed(model, ids, inputs), **routed(model, ids, inputs)}
+    for key, expected in stored.items():
+        torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
+    # Embedding, final norm, logits; per layer block, q, k, v, norms, pattern, z, both outputs; per router three.
+    assert len(stored) == 3 + 10 * 3 + 3 * 2
+
+
+@torch.no_grad()
+def test_without_a_mask_every_position_sees_every_other() -> None:
+    model, golden = dl.load(LLADA2, **IDS), load_file(LLADA2 / "forward.safetensors")
+    torch.testing.assert_close(model(input_ids=golden["full.input_ids"]).logits, golden["full.logits"], **CLOSE)
+
+
+@torch.no_grad()
+def test_bfloat16_is_near_the_original() -> None:
+    model = dl.load(LLADA2, dtype="bfloat16", **IDS)
+    golden = load_file(LLADA2 / "forward.safetensors")
+    visible = golden["block_causal.attention_bias"].bool()
+    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
+    logits = model(input_ids=golden["block_causal.input_ids"], attention_mask=mask).logits
+    difference = (logits.float() - golden["block_causal.logits_bfloat16"].float()).abs()
+    # Equal on the machine that wrote them; another CPU's sums differ by a few ulps of logits of up to 8.
+    assert difference.max() <= 0.25
+    assert difference.mean() < 0.02
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_qkv_bias": True, "use_bias": True},
+        {"use_qk_norm": False, "num_experts_per_tok": 1, "partial_rotary_factor": 1.0},
+        {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+        {"num_shared_experts": 0, "num_experts": 12, "n_group": 6, "moe_intermediate_size": 10},
+    ],
+)
+@torch.no_grad()
+def test_options_of_the_config(config: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny("llada2", **config)
+    for name, value in model.state_dict().items():
+        if name.endswith("bias"):
+            value.normal_(std=0.3)
+    ids = torch.arange(12).view(2, 6)
+    logits = model(input_ids=ids).logits
+    torch.testing.assert_close(logits.double(), forward64(model, ids)["logits"], atol=2e-5, rtol=2e-4)
+    model.save_pretrained(tmp_path)
+    assert dl.load(tmp_path)(input_ids=ids).logits.equal(logits)
+
+
+def test_saving_writes_the_original_names(tmp_path: Path) -> None:
+    model = dl.load(LLADA2, **IDS)
+    check_hook_points(model)
+    model.save_pretrained(tmp_path)
+    original, written = load_file(LLADA2 / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert original.keys() == written.keys()
+    assert all(original[name].equal(written[name]) for name in original)
+    before, after = (json.loads((path / "config.json").read_text()) for path in (LLADA2, tmp_path))
+    for name in ("architectures", "auto_map", "dtype", "transformers_version", "rope_scaling", "eos_token_id"):
+        before.pop(name)
+    assert {name: after[name] for name in before} == before
+
+
+def test_released_checkpoints() -> None:
+    (family,) = [family for family in dl.families() if family.name == "llada2"]
+    assert family.special_ids[157184] == {"mask": 156895, "eos": 156892}
+    assert set(family.hub_samplers) <= set(family.hub_names)
+    assert {name: "2.1" in name for name in family.hub_names} == {
+        name: name in family.hub_samplers for name in family.hub_names
+    }
+
+
+@torch.no_grad()
+def test_a_hook_on_the_router_chooses_experts() -> None:
+    model, ids = tiny("llada2"), torch.arange(12).view(2, 6)
+    gate = model.model.layers[1].mlp.gate
+    plain = model(input_ids=ids).logits
+    forced = torch.tensor([[0, 1]]).expand(12, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate, "_chosen", lambda scores: forced)
+        wanted = model(input_ids=ids).logits
+    handle = gate.hook_router_experts.register_forward_hook(lambda *_: forced)
+    assert model(input_ids=ids).logits.equal(wanted)
+    handle.remove()
+    assert not wanted.equal(plain)
+    assert model(input_ids=ids).logits.equal(plain)
+
+
+@torch.no_grad()
+def test_a_trace_reads_the_router() -> None:
+    model, ids = tiny("llada2"), torch.arange(12).view(2, 6)
+    lm: Any = dl.DiffusionLM(model)
+    with lm.trace(ids):
+        experts = lm.layers[1].mlp.gate.hook_router_experts.output.save()
+        weights = lm.layers[2].mlp.gate.hook_router_weights.output.save()
+    seen = routed(model, ids, {})
+    assert experts.view(2, 6, 2).equal(seen["router_experts1"])
+    assert weights.view(2, 6, 2).equal(seen["router_weights2"])
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"score_function": "softmax"}, "score_function='softmax'; only 'sigmoid'"),
+        ({"num_experts": 9}, "9 experts in n_group 4"),
+        ({"topk_group": 5}, "topk_group 5"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; 2 groups of 2 experts allow 1 to 4"),
+    ],
+)
+def test_routers_that_cannot_be(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        tiny("llada2", **config)
+
+
+def test_a_checkpoint_without_an_expert(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tiny("llada2").save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    del held["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    missing = r"missing keys model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight; fetch the files again"
+    with pytest.raises(ValueError, match=missing):
+        dl.load(tmp_path)
