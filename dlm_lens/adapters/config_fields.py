@@ -17,24 +17,26 @@ MOST_LAYERS = 1000
 WIDEST_HEAD = 65536
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("d_model", "n_embd"),
+    "hidden_size": ("d_model", "n_embd", "hidden_dim"),
     "num_attention_heads": ("n_heads", "n_head"),
     "num_key_value_heads": ("n_kv_heads", "n_query_groups"),
-    "num_hidden_layers": ("n_layers", "n_layer"),
+    "num_hidden_layers": ("n_layers", "n_layer", "n_blocks"),
     "intermediate_size": ("mlp_hidden_size",),
     "vocab_size": ("embedding_size", "padded_vocab_size"),
-    "max_position_embeddings": ("max_sequence_length", "block_size"),
+    "max_position_embeddings": ("max_sequence_length", "block_size", "model_length"),
     "rms_norm_eps": ("norm_eps",),
     "hidden_act": ("activation_type",),
     "tie_word_embeddings": ("weight_tying",),
 }
-"""Names in Llama's config -> the names of the same fields in the configs of LLaDA and SMDM."""
+"""Names in Llama's config -> the names of the same fields in the configs of LLaDA, SMDM and MDLM."""
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size",
-          "vocab_size", "max_position_embeddings", "head_dim", "mlp_ratio", "padding_multiple")  # fmt: skip
+          "vocab_size", "max_position_embeddings", "head_dim", "mlp_ratio", "padding_multiple", "cond_dim",
+          "block_length")  # fmt: skip
 _COUNTS = ("num_sinks", "max_window_layers")
 _FLAGS = ("tie_word_embeddings", "zero_sink_value", "gated_attention", "logit_shift", "attention_bias", "mlp_bias",
-          "is_causal", "use_cache", "use_sliding_window", "multi_query_attention")  # fmt: skip
+          "is_causal", "use_cache", "use_sliding_window", "multi_query_attention", "time_conditioning", "adaln",
+          "cross_attn", "causal", "var_min")  # fmt: skip
 _NAMES = ("sink_placement", "softmax", "sampler", "hidden_act")
 _NOT_NEGATIVE = ("rms_norm_eps", "initializer_range", "attention_dropout")
 _POSITIVE = ("rope_theta", "partial_rotary_factor")

@@ -61,6 +61,16 @@ SMDM_SAMPLER = {
 }
 """The defaults of ML-GSAI/SMDM's diff_sample; gen_length is ours (its context_length counts the prompt)."""
 
+MDLM_SAMPLER = {
+    "steps": 128,
+    "gen_length": 128,
+    "predictor": "ddpm_cache",
+    "noise_removal": True,
+    "eps": 1e-5,
+    "temperature": 1.0,
+}
+"""The defaults of kuleshov-group/mdlm's config.yaml; gen_length is ours (theirs is the whole context)."""
+
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):
     """Rotary tables that stay in float32 whatever the model's dtype (LLaDA's `rope_full_precision`)."""

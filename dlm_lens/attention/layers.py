@@ -14,11 +14,11 @@ MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_mlp")
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo", "out_lin")
 """Names of the projection that attention ends with."""
 
-AFTER_ATTENTION = ("post_self_attn_layernorm", "post_attention_layernorm")
-"""Norms between attention and the residual stream, in layers that also have one of `AFTER_MLP`."""
+AFTER_ATTENTION = ("post_self_attn_layernorm", "post_attention_layernorm", "attention_gate")
+"""Norms or gates between attention and the residual stream, in layers that also have one of `AFTER_MLP`."""
 
-AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm")
-"""Norms between the MLP and the residual stream."""
+AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm", "mlp_gate")
+"""Norms or gates between the MLP and the residual stream."""
 
 
 def attention_blocks(model: Any) -> list[nn.Module]:
@@ -46,7 +46,7 @@ def attention_of(block: nn.Module) -> Any:
 def adding_module(block: nn.Module, site: str) -> nn.Module:
     """The module whose output a layer adds to the residual stream: "attn_out" or "mlp_out"; "resid": the layer.
 
-    Where a norm follows attention and MLP (Gemma 2, OLMo 2), it is the norm.
+    Where a norm follows attention and MLP (Gemma 2, OLMo 2), it is the norm; in a DiT, the gate.
 
     Raises:
         ValueError: the layer has no such module, or scales what it adds.

@@ -112,6 +112,12 @@ def lock_of(model: Any) -> ModelLock | None:
     return next((found for module in modules if isinstance(found := vars(module).get("lock"), ModelLock)), None)
 
 
+def has_listeners(model: Any) -> bool:
+    """Whether hooks, readers or a trace are on a model with hook points, which have to see every pass."""
+    lock = lock_of(model)
+    return lock is not None and lock.listeners > 0
+
+
 @contextmanager
 def in_use(model: Any) -> Iterator[None]:
     """A block in which other threads wait for `model`; the same thread may enter it again.

@@ -157,7 +157,7 @@ def _score(scorer: Scorer, queries: Sequence[Query]) -> list[tuple[float, bool]]
     batch = assemble(scorer.model, queries)
     logits = scorer.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
     check_items(logits, batch.scored, batch.content, queries)
-    targets = batch.targets.to(logits.device)
+    targets = batch.tokens[batch.scored].to(logits.device)
     loss: Float[Tensor, scored] = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
     same: Bool[Tensor, scored] = logits.argmax(-1) == targets
     sizes = [int(query.scored.sum()) for query in queries]

@@ -30,6 +30,9 @@ class Prompts:
 def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts:
     """Turn text, chat messages or ids into a checked, left-padded batch on the model's device.
 
+    A model that writes without a prompt (`empty_prompt` of its config: MDLM, BD3-LM) takes empty texts and empty
+    lists of ids.
+
     Args:
         model: a model of `dlm_lens.load`.
         prompt: a text or a list of texts; a list of chat messages ({"role", "content"}) or a list of such lists;
@@ -51,22 +54,26 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
         attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask
         prompt = prompt["input_ids"]
     rows = model.get_input_embeddings().weight.shape[0]
-    ids = _to_ids(model, prompt)
+    empty = getattr(model.config, "empty_prompt", None)
+    ids = _to_ids(model, prompt, may_be_empty=empty is not None)
+    if isinstance(ids, Tensor) and not ids.numel() and empty is not None:
+        ids = [[]] * len(ids)
     if isinstance(ids, Tensor):
         mask = torch.ones_like(ids) if attention_mask is None else _read_mask(attention_mask)
     else:
         if attention_mask is not None and len({len(row) for row in ids}) > 1:
             raise ValueError("attention_mask beside prompts of unequal length: leave it out, padding is added here")
+        ids = [row or empty or [] for row in ids]
         width = max(len(row) for row in ids)
         pad = padding_id(model)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], dtype=torch.long)
         check_id_range(ids)
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in ids], dtype=torch.long)
         mask = mask if attention_mask is None else _read_mask(attention_mask)
     mask = mask.reshape(1, -1) if mask.ndim == 1 else mask
     if mask.ndim == 2 and bool(mask[:, ids.shape[1] :].all()):
         mask = mask[:, : ids.shape[1]]
-    _check(ids, mask, rows=rows)
+    _check(ids, mask, rows=rows, may_be_empty=empty == [])
     device = input_device(model)
     return Prompts(ids.to(device), mask.bool().to(device))
 
@@ -146,7 +153,7 @@ def _level_of_caller() -> int:
     return max(1, level + 1)
 
 
-def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
+def _to_ids(model: Any, prompt: Any, may_be_empty: bool) -> Tensor | list[list[int]]:
     if isinstance(prompt, Tensor):
         whole = not prompt.is_floating_point() and not prompt.is_complex() and prompt.dtype != torch.bool
         if not whole or prompt.ndim not in (1, 2):
@@ -155,7 +162,7 @@ def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
         prompt = prompt.detach()
         return prompt.long().unsqueeze(0) if prompt.ndim == 1 else prompt.long()
     if isinstance(prompt, str):
-        return _tokenize(model, [prompt])
+        return _tokenize(model, [prompt], may_be_empty)
     prompt = as_list(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or len(prompt) == 0:
         raise ValueError(
@@ -163,7 +170,7 @@ def _to_ids(model: Any, prompt: Any) -> Tensor | list[list[int]]:
         )
     kinds = {_kind(entry) for entry in prompt}
     if kinds == {"text"}:
-        return _tokenize(model, list(prompt))
+        return _tokenize(model, list(prompt), may_be_empty)
     if kinds == {"message"}:
         return _apply_template(model, [prompt])
     if kinds == {"chat"}:
@@ -214,10 +221,12 @@ def _tokenizer(model: Any) -> Any:
     return model.tokenizer
 
 
-def _tokenize(model: Any, texts: list[str]) -> list[list[int]]:
+def _tokenize(model: Any, texts: list[str], may_be_empty: bool) -> list[list[int]]:
+    if may_be_empty and not any(texts):
+        return [[] for _ in texts]
     tokenizer = _tokenizer(model)
     for row, text in enumerate(texts):
-        if not text.strip():
+        if not (text.strip() or may_be_empty):
             raise ValueError(f"prompt {row} is empty; give at least one token (ids of the BOS token alone will do)")
         check_text(text, f"prompt {row}")
     return [list(ids) for ids in tokenizer(texts)["input_ids"]]
@@ -250,8 +259,8 @@ def padding_id(model: Any) -> int:
     return next(int(i) for i in candidates if i is not None and i != mask)
 
 
-def _check(ids: Tensor, mask: Tensor, rows: int) -> None:
-    if ids.numel() == 0:
+def _check(ids: Tensor, mask: Tensor, rows: int, may_be_empty: bool) -> None:
+    if ids.numel() == 0 and not (may_be_empty and len(ids)):
         raise ValueError(f"the prompt is empty: ids of shape {list(ids.shape)}; give at least one token")
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}, the prompt ids {list(ids.shape)}")
@@ -263,7 +272,7 @@ def _check(ids: Tensor, mask: Tensor, rows: int) -> None:
             f"embedding of {rows}; was it tokenized for another model?"
         )
     for row, keep in enumerate(mask.bool()):
-        if not bool(keep.any()):
+        if not (bool(keep.any()) or may_be_empty):
             raise ValueError(f"prompt {row} is empty: its attention_mask has no 1")
         if bool((keep[:-1] & ~keep[1:]).any()):
             raise ValueError(f"row {row} is padded on the right; the answer follows the prompt, so pad on the left")

@@ -70,6 +70,7 @@ class StoredCanvases:
 
     def forward(self, step: int) -> Any:
         """The network without its head on the canvas of a step; in a guided run the conditional half alone."""
+        self.sampler.at(self.plan(step))
         canvas = self.run.canvases[step, :, : self.length(step)].to(self.device)
         content = self._network_content[:, : canvas.shape[1]]
         inputs = self.sampler.inputs(self.model, content, canvas, self.run.prompt_length)
@@ -86,6 +87,7 @@ class StoredCanvases:
 
     def enter(self, observer: RunObserver, step: int) -> None:
         """Begin a step for an observer."""
+        self.sampler.at(self.plan(step))
         canvas, masked = self.run.canvases[step], self.run.masked[step]
         observer.step(self.plan(step), canvas.to(self.device), masked.to(self.device))
 
@@ -147,6 +149,7 @@ class StoredRun(StoredCanvases):
 
     def states(self, step: int) -> Float[Tensor, "half predicted d_model"]:
         """A forward pass over the canvas of a step: the head's inputs for the predicted positions, row by row."""
+        self.sampler.at(self.plan(step))
         canvas = self.run.canvases[step].to(self.device)[:, : self.length(step)]
         return self._network.states(canvas, self.predicted(step))
 

@@ -42,7 +42,7 @@ def visible_in_copies(
     content: Bool[Tensor, "batch position"] | None = None,
     documents: Int[Tensor, "batch position"] | None = None,
 ) -> Bool[Tensor, "batch query key"]:
-    """Which query of [x_t, x_0] sees which key (kuleshov-group/bd3lms, models/dit.py; 2503.09573, section 3.1).
+    """Which query of [x_t, x_0] sees which key (2503.09573; kuleshov-group/bd3lms, models/dit.py).
 
     A noisy position sees the noisy positions of its block and the clean ones of earlier blocks; a clean position
     the clean ones of its block and earlier blocks. A position of padding sees itself alone, so that no row of the

@@ -54,6 +54,8 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     }
     if getattr(config_class, "head_dim", None):  # Qwen3, whose heads have a width of their own
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    if hasattr(config_class, "cond_dim"):  # the condition of a DiT
+        values |= {"cond_dim": 16, "intermediate_size": 0}
     settings = config_class(**{**values, **known[family].tiny, **config})
     if not known[family].causal and settings.mask_token_id is None:
         settings.mask_token_id = MASK

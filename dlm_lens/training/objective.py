@@ -80,7 +80,7 @@ class MaskedDiffusionLoss:
     t is uniform in [0, 1), tau = floor + (1 - floor) s(t) with s(t) = t (linear) or 1 - cos(pi t / 2) (cosine).
 
     A model that decodes blocks (its sampler says so) is trained in blocks: log p(x_0^i | x_t^b, x_0^<b) of every
-    block b in one pass over [x_t, x_0] (2503.09573, section 3; ZHZisZZ/dllm, core/trainers/bd3lm.py), with a t of
+    block b in one pass over [x_t, x_0] (2503.09573; ZHZisZZ/dllm, core/trainers/bd3lm.py), with a t of
     each row. `two_copies` has the mask.
 
     Args:

@@ -177,8 +177,6 @@ def test_what_cannot_be() -> None:
         dl.denoise(model, [[1, 2]], gen_length=0)
     with pytest.raises(ValueError, match="use_cache=True with hooks or a recorder"):
         dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], use_cache=True, **RUN)
-    with pytest.raises(ValueError, match="has no mc likelihood"):
-        dl.log_likelihood(model, [1, 2], [3, 4], "mc", samples=4)
 
 
 def test_a_recording_is_stored_and_resumed(tmp_path: Path) -> None:

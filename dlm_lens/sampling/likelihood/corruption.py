@@ -11,10 +11,14 @@ from dlm_lens.sampling.likelihood.answer_pairs import Pair
 
 
 class Drawn(NamedTuple):
-    """Masks of a stratified group of samples, and the probability with which each masked a position."""
+    """Masks of a stratified group of samples, and the probability with which each masked a position.
+
+    `sigma` is the noise level of each, where networks are told it.
+    """
 
     masked: Bool[Tensor, "sample position"]
     rate: Float[Tensor, "sample"]
+    sigma: Float[Tensor, "sample"] | None = None
 
 
 class Corruption(Protocol):
@@ -104,6 +108,42 @@ class RateCorruption:
         if self.protect_ends:
             masked[:, [0, -1]] = False
         return Drawn(masked & pair.in_answer if self.scope == "answer" else masked, rate)
+
+
+@dataclass(frozen=True)
+class LogLinearCorruption:
+    """MDLM's (kuleshov-group/mdlm, diffusion.py): every position is masked independently, at a random time.
+
+    Times of a group of b are t_i = (1 - eps) ((u_i / b + i / b) mod 1) + eps, with a number u_i for each. A
+    position is masked with the probability (1 - 1e-3) t of the log-linear schedule, and its loss is weighted by
+    sigma'(t) / (exp(sigma(t)) - 1) = 1 / t, so that the mean is the NELBO of continuous time (2406.07524,
+    equation 11).
+
+    Args:
+        eps: the least time.
+        scope: mask and score the "answer", or "both" it and its prompt.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    eps: float = 1e-3
+    scope: Literal["answer", "both"] = "answer"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps < 1:
+            raise ValueError(f"eps is {self.eps}; it must be at least 0 and below 1")
+        if self.scope not in ("answer", "both"):
+            raise ValueError(f"scope is {self.scope!r}; it must be 'answer' or 'both'")
+
+    def draw(self, pair: Pair, samples: int, generator: torch.Generator) -> Drawn:
+        """One number per sample, then one per sample and position of the whole text."""
+        start = torch.rand(samples, generator=generator) / samples
+        times = (1 - self.eps) * ((start + torch.arange(samples) / samples) % 1) + self.eps
+        sigma = -torch.log1p(-(1 - 1e-3) * times)
+        chance = 1 - torch.exp(-sigma)
+        masked = torch.rand(samples, len(pair.tokens), generator=generator) < chance[:, None]
+        return Drawn(masked & pair.in_answer if self.scope == "answer" else masked, times, sigma)
 
 
 def chain_masks(pair: Pair, order: str) -> tuple[Bool[Tensor, "token position"], Bool[Tensor, "token position"]]:

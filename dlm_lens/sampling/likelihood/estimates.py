@@ -20,6 +20,7 @@ from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer
 from dlm_lens.sampling.prompts import warn_beyond_context
 from dlm_lens.sampling.settings import check_model, row_seeds
+from dlm_lens.sampling.two_copies import Blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,7 @@ class _Samples(NamedTuple):
     different: Bool[Tensor, "mask position"]
     which: Int[Tensor, "sample"]
     rate: Float[Tensor, "sample"]
+    sigma: Float[Tensor, "mask"] | None = None
 
 
 def monte_carlo(
@@ -136,8 +138,10 @@ def monte_carlo(
 ) -> LogLikelihood:
     """Mean over the samples of the cross entropies of the masked tokens, divided by the masking rate.
 
-    A mask that an item draws several times (all of them, if its answer is one token) is evaluated once.
+    A mask that an item draws several times (all of them, if its answer is one token) is evaluated once, unless the
+    network is told the noise level.
     """
+    told = bool(getattr(scorer.model.config, "time_conditioning", False))
     shared = torch.Generator().manual_seed(record["seeds"][0]) if record["reference_quirks"] else None
     drawn: dict[int, _Samples] = {}
 
@@ -145,11 +149,12 @@ def monte_carlo(
         """Every different mask of every item, drawn when its turn comes."""
         for item in items:
             generator = shared or torch.Generator().manual_seed(record["seeds"][item])
-            drawn[item] = _draw(pairs[item], corruption, record, generator)
-            sums[item] = torch.zeros(len(drawn[item].different), dtype=torch.float64)
-            for number, mask in enumerate(drawn[item].different):
+            found = drawn[item] = _draw(pairs[item], corruption, record, generator, told=told)
+            sums[item] = torch.zeros(len(found.different), dtype=torch.float64)
+            for number, mask in enumerate(found.different):
                 if mask.any():
-                    yield Query(item, pairs[item], mask, mask, number)
+                    sigma = None if found.sigma is None else float(found.sigma[number])
+                    yield Query(item, pairs[item], mask, mask, number, sigma)
 
     sums: dict[int, Float[Tensor, mask]] = {}
     for query, loss in scorer.losses(queries()):
@@ -167,9 +172,15 @@ def monte_carlo(
     )
 
 
-def _draw(pair: Pair, corruption: Corruption, record: Mapping[str, Any], generator: torch.Generator) -> _Samples:
+def _draw(
+    pair: Pair, corruption: Corruption, record: Mapping[str, Any], generator: torch.Generator, *, told: bool
+) -> _Samples:
     size = record["strata"]
     groups = [corruption.draw(pair, size, generator) for _ in range(record["samples"] // size)]
+    levels = [group.sigma for group in groups if group.sigma is not None]
+    if told and levels:
+        masks = torch.cat([group.masked for group in groups])
+        return _Samples(masks, torch.arange(len(masks)), torch.cat([g.rate for g in groups]), torch.cat(levels))
     different, which = torch.cat([group.masked for group in groups]).unique(dim=0, return_inverse=True)
     return _Samples(different, which, torch.cat([group.rate for group in groups]))
 
@@ -210,6 +221,9 @@ def log_likelihood(
     "greedy_completion" decodes the answer's positions one by one, the most confident first, and compares the result
     with the answer.
 
+    Of a model that decodes blocks every block is scored given the prompt and the clean blocks before it
+    (2503.09573): canvases are [x_t, x_0], and the bound of "mc" is the sum of the blocks' bounds.
+
     Items are independent: each has a random generator of its own, so that a value depends neither on the
     other items nor on the batches. The same seed gives answers of equal length the same masks.
 
@@ -230,7 +244,8 @@ def log_likelihood(
             a single seed), `batch_size` is `strata` too, LLaDA's numbers of masks rounded half to even (a bias),
             [MASK] allowed in a greedy completion.
         **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream and SMDM: eps,
-            protect_ends, scope ("answer" or "both"); "chain_rule": order ("left_to_right" or "right_to_left").
+            protect_ends, scope ("answer" or "both"); "chain_rule": order ("left_to_right" or "right_to_left"); of a
+            model that decodes blocks: block_length, where it is not the model's own.
 
     Raises:
         ValueError: items or settings that cannot work, before anything is computed.
@@ -248,10 +263,13 @@ def log_likelihood(
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for all items; give a single seed")
     warn_beyond_context(model, max(len(pair.tokens) for pair in pairs))
-    scorer = Scorer(model, cfg_scale, batch_size, shift=True if causal else None)
+    blocks = _blocks(model, settings)
+    scorer = Scorer(model, cfg_scale, batch_size, shift=True if causal else None, blocks=blocks)
     order = _longest_first(pairs, answers=method == "greedy_completion")
     bar = tqdm(order, desc="likelihood", unit="item", disable=not progress)
     record = {"sampler": algorithm.name, "cfg_scale": cfg_scale, "reference_quirks": reference_quirks}
+    if blocks is not None:
+        record["block_length"] = blocks.length
     if method == "greedy_completion":
         _check_names(settings, (), method, algorithm)
         return _greedy(scorer, pairs, bar, causal, record)
@@ -264,6 +282,17 @@ def log_likelihood(
         bar = tqdm(range(len(pairs)), desc="likelihood", unit="item", disable=not progress)
     record |= {"samples": samples, "strata": strata_of(samples, strata), "seeds": seeds, **asdict(corruption)}
     return monte_carlo(scorer, pairs, bar, corruption, record)
+
+
+def _blocks(model: Any, settings: dict[str, Any]) -> Blocks | None:
+    """The blocks of a model that decodes them, of the length in `settings`, which is taken out of these."""
+    blocks = Blocks.of(model.config)
+    if blocks is None or "block_length" not in settings:
+        return blocks
+    length = settings.pop("block_length")
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"block_length is {shown(length)}; it must be a whole number of at least 1")
+    return replace(blocks, length=length)
 
 
 def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:

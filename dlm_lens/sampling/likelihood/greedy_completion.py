@@ -18,7 +18,8 @@ def greedy_completions(
     """The token ids that the model decodes in place of each answer, item by item in the given `order`.
 
     One token per forward: the argmax of the position whose argmax is the most probable (ML-GSAI/SMDM,
-    evaluate_diff.py); of an AR model, the next one. Answers of one length to one prompt are one completion.
+    evaluate_diff.py), in block diffusion among the first block's that is not finished; of an AR model, the next
+    one. Answers of one length to one prompt are one completion.
     `allow_mask` lets [MASK] be decoded, as in the reference.
 
     Raises:
@@ -38,12 +39,16 @@ def _complete(
     model = scorer.model
     canvas, content, prompt, left, _ = assemble(model, queries)
     network = scorer.network(content, prompt)
+    blocks = None if scorer.blocks is None else scorer.layout(content, prompt).numbers(canvas.shape[1])
     mask = None if causal else model.config.mask_token_id
     if mask is None:
         canvas = canvas.masked_fill(left, padding_id(model))
     never = None if allow_mask else mask
     for _ in range(max(len(query.pair.answer) for query in queries)):
         needed = left & (left.cumsum(-1) == 1) if causal else left
+        if blocks is not None:
+            present = blocks.masked_fill(~left, canvas.shape[1]).amin(-1, keepdim=True)
+            needed = left & (blocks == present)
         logits = network.at(canvas, needed)
         check_items(logits, needed, content, queries)
         token, confidence = (part.to(canvas.device) for part in _choose(logits, never))

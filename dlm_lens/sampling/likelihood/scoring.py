@@ -10,10 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention import BlockLayout, padding_before
 from dlm_lens.placement import execution_device, input_device
+from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError
 from dlm_lens.sampling.prompts import padding_id
+from dlm_lens.sampling.two_copies import Blocks, TwoCopyLogits
 
 POSITIONS = {"cpu": 1024, "cuda": 8192}
 """Canvas positions of one forward, where the caller gives no number of canvases. More only costs memory."""
@@ -23,13 +26,17 @@ LOGITS = 2**26
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """A term of an item's sum: a text with some positions masked, and the positions whose tokens are scored."""
+    """A term of an item's sum: a text with some positions masked, and the positions whose tokens are scored.
+
+    `sigma` is the noise level, for networks that are told it.
+    """
 
     item: int
     pair: Pair
     masked: Bool[Tensor, "position"]
     scored: Bool[Tensor, "position"]
     term: int = 0
+    sigma: float | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,7 +56,7 @@ class Batch(NamedTuple):
     content: Bool[Tensor, "row position"]
     prompt: Bool[Tensor, "row position"]
     scored: Bool[Tensor, "row position"]
-    targets: Int[Tensor, "scored"]
+    tokens: Int[Tensor, "row position"]
 
 
 @dataclass(frozen=True)
@@ -64,12 +71,14 @@ class Scorer:
         cfg_scale: guidance; the unconditional canvas masks the prompt.
         batch_size: canvases per forward; None for as many as `POSITIONS`, `LOGITS` and padding allow.
         shift: as `CanvasLogits` has it; True for an AR model.
+        blocks: of a model that decodes blocks, each of which is scored given the clean blocks before it.
     """
 
     model: Any
     cfg_scale: float = 0.0
     batch_size: int | None = None
     shift: bool | None = None
+    blocks: Blocks | None = None
 
     def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
         """Every query with minus the log-probabilities of its scored tokens (float64), batch by batch.
@@ -77,7 +86,7 @@ class Scorer:
         Raises:
             NonFiniteLogitsError: naming the item and the position.
         """
-        for batch in self.batches(shared(queries)):
+        for batch in self.batches(shared(queries, clean=self.blocks is not None)):
             yield from self._evaluate(batch)
 
     def batches(self, queries: Iterable[AnyQuery]) -> Iterator[list[AnyQuery]]:
@@ -94,30 +103,60 @@ class Scorer:
         if batch:
             yield batch
 
-    def network(self, content: Bool[Tensor, "row position"], prompt: Bool[Tensor, "row position"]) -> CanvasLogits:
-        """The logits of a batch."""
-        return CanvasLogits(
-            self.model,
-            content,
-            cfg_scale=self.cfg_scale,
-            fixed=prompt | ~content,
-            mask_token_id=getattr(self.model.config, "mask_token_id", None),
-            shift=self.shift,
-        )
+    def network(
+        self,
+        content: Bool[Tensor, "row position"],
+        prompt: Bool[Tensor, "row position"],
+        clean: Int[Tensor, "row position"] | None = None,
+    ) -> CanvasLogits:
+        """The logits of a batch.
+
+        Args:
+            content: False at padding.
+            prompt: the prompts' positions.
+            clean: the texts without masks, which blocks are conditioned on; None if the blocks before the one that
+                is scored are finished on the canvas itself.
+        """
+        options: dict[str, Any] = {
+            "cfg_scale": self.cfg_scale,
+            "fixed": prompt | ~content,
+            "mask_token_id": getattr(self.model.config, "mask_token_id", None),
+            "shift": self.shift,
+        }
+        if self.blocks is None:
+            return CanvasLogits(self.model, content, **options)
+        layout = self.layout(content, prompt)
+        if clean is None:
+            return BlockLogits(self.model, content, layout=layout, **options)
+        return TwoCopyLogits(self.model, content, clean=clean, layout=layout, **options)
+
+    def layout(self, content: Bool[Tensor, "row position"], prompt: Bool[Tensor, "row position"]) -> BlockLayout:
+        """Where the blocks of every row are."""
+        assert self.blocks is not None
+        first = padding_before(content)
+        return BlockLayout(self.blocks.length, first if self.blocks.from_text else first + prompt.sum(-1))
 
     def _fits(self, rows: int, width: int, scored: int, shortest: int) -> bool:
         if self.batch_size is not None:
             return rows <= self.batch_size
-        halves = 2 if self.cfg_scale else 1
+        halves = (2 if self.cfg_scale else 1) * (1 if self.blocks is None else 2)
         head = self.model.get_output_embeddings()
         most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
         # A batch that is half full ends here rather than being padded by more than an eighth.
         wasteful = 2 * halves * (rows - 1) * width > most and 8 * (width - shortest) > width
-        return halves * rows * width <= most and halves * scored * head.weight.shape[0] <= LOGITS and not wasteful
+        logits = (2 if self.cfg_scale else 1) * scored * head.weight.shape[0]
+        return halves * rows * width <= most and logits <= LOGITS and not wasteful
 
     def _evaluate(self, rows: Sequence[Row]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
         batch = assemble(self.model, rows)
-        logits = self.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
+        network = self.network(batch.content, batch.prompt, batch.tokens)
+        if rows[0].sigma is not None:
+            told = torch.tensor([row.sigma for row in rows], device=batch.canvas.device)
+            network.inputs["sigma"] = told.repeat(2 if self.cfg_scale else 1)
+        logits = network.at(batch.canvas, batch.scored)
+        config = self.model.config
+        if getattr(config, "subs", False):
+            logits = logits.index_fill(-1, torch.tensor([config.mask_token_id], device=logits.device), -torch.inf)
         check_items(logits, batch.scored, batch.content, rows)
         where, targets = _scored_tokens(rows)
         # With a device map the head may be on another device than the embedding.
@@ -127,15 +166,17 @@ class Scorer:
         yield from zip(queries, losses, strict=True)
 
 
-def shared(queries: Iterable[Query]) -> Iterator[Row]:
-    """Put consecutive queries of one prompt with the same canvas into one row."""
+def shared(queries: Iterable[Query], *, clean: bool = False) -> Iterator[Row]:
+    """Put consecutive queries of one prompt with the same canvas (`clean`: and the same text) into one row."""
     for _, group in groupby(queries, lambda query: (len(query.masked), _digest(query.pair.prompt))):
-        same: dict[bytes, list[Query]] = {}
+        same: dict[tuple[bytes, float | None], list[Query]] = {}
         for query in group:
-            same.setdefault(_digest(query.pair.tokens.masked_fill(query.masked, -1)), []).append(query)
+            tokens = query.pair.tokens
+            canvas = _digest(tokens.masked_fill(query.masked, -1)) + (_digest(tokens) if clean else b"")
+            same.setdefault((canvas, query.sigma), []).append(query)
         for each in same.values():
             first, scored = each[0], torch.stack([query.scored for query in each]).any(0)
-            yield Row(first.item, first.pair, first.masked, scored, queries=each)
+            yield Row(first.item, first.pair, first.masked, scored, sigma=first.sigma, queries=each)
 
 
 def _digest(ids: Int[Tensor, "n"]) -> bytes:
@@ -190,4 +231,4 @@ def assemble(model: Any, queries: Sequence[Query]) -> Batch:
     prompt = padded([~query.pair.in_answer for query in queries], False)
     # An AR model has no mask token, and nothing of its text is masked.
     canvas = tokens.masked_fill(masked, getattr(model.config, "mask_token_id", None) or 0)
-    return Batch(*(part.to(device) for part in (canvas, content, prompt, scored, tokens[scored])))
+    return Batch(*(part.to(device) for part in (canvas, content, prompt, scored, tokens)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, OrderedNoise, resolve
@@ -154,4 +155,4 @@ class DllmBlockSampler(DllmSampler):
         self._ended = state.get("ended")
 
 
-ALGORITHM = Algorithm("dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve)
+ALGORITHM = Algorithm("dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve, corruption=CountCorruption())

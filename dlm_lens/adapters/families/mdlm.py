@@ -1,0 +1,40 @@
+"""MDLM: the masked DLM of 2406.07524, a DiT with GPT-2's tokens, which sees the whole canvas."""
+
+from dlm_lens.adapters.dit import (
+    CONVERSIONS,
+    RENAMES,
+    RENAMES_OF_MODULATION,
+    SPECIAL_IDS,
+    DiTConfig,
+    DiTForMaskedLM,
+)
+from dlm_lens.adapters.masked_diffusion import MDLM_SAMPLER
+from dlm_lens.adapters.registry import Family
+
+
+class MDLMConfig(DiTConfig):
+    """Config of MDLM."""
+
+    model_type = "mdlm"
+
+
+class MDLMForMaskedLM(DiTForMaskedLM):
+    """MDLM; parity with the original: tests/adapters/test_mdlm.py."""
+
+    config_class = MDLMConfig
+
+
+FAMILY = Family(
+    name="mdlm",
+    layouts={"mdlm": (MDLMConfig, MDLMForMaskedLM)},
+    samplers={"mdlm": MDLM_SAMPLER},
+    hub_names=(
+        "kuleshov-group/mdlm-owt",
+        "kuleshov-group/mdlm-no_flashattn-fp32-owt",
+        "kuleshov-group/mdlm-noeos-owt",
+    ),
+    special_ids=SPECIAL_IDS,
+    renames=RENAMES,
+    renames_of_options=RENAMES_OF_MODULATION,
+    conversions=CONVERSIONS,
+)

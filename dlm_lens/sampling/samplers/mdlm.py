@@ -1,0 +1,313 @@
+"""MDLM's sampler: ancestral sampling, in which each position is unmasked with the probability of the schedule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
+from dlm_lens.attention.model_access import has_listeners
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
+from dlm_lens.sampling.network import CanvasLogits, EditLogits, network_inputs
+from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.samplers.base import Sampler, SpecialIds
+from dlm_lens.sampling.samplers.dllm import OrderedNoise
+from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative
+
+PREDICTORS = ("ddpm", "ddpm_cache")
+
+
+@dataclass(frozen=True)
+class MDLMSettings:
+    """Settings of MDLM's `_sample` (kuleshov-group/mdlm, diffusion.py).
+
+    Args:
+        steps: of the schedule t = linspace(1, eps, steps + 1).
+        gen_length: tokens of the answer.
+        predictor: the share m of masked tokens at time t: "ddpm", 1 - exp(-sigma(t)) = (1 - 1e-3) t; "ddpm_cache",
+            t itself. The network runs again only where the canvas has changed, with both.
+        noise_removal: one more step, which writes the most likely token at every mask that is left.
+        eps: the last time.
+        temperature: of the tokens' probabilities; 0 takes the most likely token (which positions are unmasked stays
+            random). The original has 1.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    predictor: str = "ddpm_cache"
+    noise_removal: bool = True
+    eps: float = 1e-5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps")
+        not_negative(self, "temperature", zero="greedy")
+        inner_eps(self.eps)
+        if self.predictor not in PREDICTORS:
+            raise ValueError(f"predictor is {self.predictor!r}; it must be one of {', '.join(PREDICTORS)}")
+        if not isinstance(self.noise_removal, bool):
+            raise ValueError(f"noise_removal is {self.noise_removal!r}; it must be True or False")
+
+
+class Times(NamedTuple):
+    """A step's noise.
+
+    Args:
+        sigma: what the network is told, if it is told anything.
+        unmasked: weight of a token, up to its probability: the share of tokens that the step unmasks.
+        masked: weight of [MASK]: the share that stays masked; 0 where every mask is to be written.
+        drawn: whether tokens are drawn, or the most likely ones taken.
+    """
+
+    sigma: float
+    unmasked: float
+    masked: float
+    drawn: bool = True
+
+
+def times_of(settings: MDLMSettings, index: int) -> Times:
+    """The noise of a step, in float32 as the original computes it.
+
+    With t and s = t - (1 - eps) / steps the shares are m(t) - m(s) and m(s).
+    """
+    schedule = torch.linspace(1, settings.eps, settings.steps + 1)
+    t = schedule[index]
+    s = t - (1 - settings.eps) / settings.steps
+    sigma = float(sigma_of((1 - NOISE_EPS) * t))
+    if index == settings.steps:
+        return Times(sigma, 1.0, 0.0, drawn=False)
+    if settings.predictor == "ddpm":
+        t, s = (1 - torch.exp(-sigma_of((1 - NOISE_EPS) * time)) for time in (t, s))
+    return Times(sigma, float(t - s), float(s))
+
+
+class Float32Noise(OrderedNoise):
+    """The original's stream: float32 numbers for every position and column of the batch."""
+
+    def columns(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """Draw for all positions of the batch, return the evaluated ones'."""
+        return torch.rand(*evaluated.shape, width, generator=self.generator)[evaluated.cpu()]
+
+
+def log_probabilities(
+    logits: Float[Tensor, "n d_vocab"], mask: int | None, temperature: float = 1.0
+) -> Float[Tensor, "n d_vocab"]:
+    """Ln p(x0) of masked positions in the SUBS parameterisation (2406.07524, section 3.2.3): [MASK] has none.
+
+    Of an unmasked position the original's is 0 for its token and -inf for all others.
+    """
+    if mask is not None:
+        logits = logits.index_fill(-1, torch.tensor([mask], device=logits.device), -torch.inf)
+    if temperature == 0:
+        return torch.full_like(logits, -torch.inf).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
+    return (logits / temperature).log_softmax(-1)
+
+
+class AncestralPropose(nn.Module):
+    """x0 drawn from p(x0), and how strongly its draw stands against that of [MASK].
+
+    One draw of the original takes the argmax over tokens and [MASK] of s = weight / g, g = -ln u with a uniform u
+    for each (Gumbel's trick); a token's weight is p times the share of tokens that the step unmasks, [MASK]'s the
+    share that stays masked. x0 is the best token, its confidence s(x0) / (s(x0) + s([MASK])): the step unmasks
+    where it is at least one half.
+
+    Attributes:
+        times: of the step.
+    """
+
+    times = Times(0.0, 1.0, 0.0)
+
+    def __init__(self, temperature: float, noise: Noise, mask: int | None, reference_quirks: bool) -> None:
+        super().__init__()
+        self.temperature, self.noise, self.mask = temperature, noise, mask
+        self.reference_quirks = reference_quirks
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        weights = self.probabilities(logits)
+        times = self.times
+        against = torch.zeros_like(weights[:, 0])
+        if times.drawn:
+            uniform = self.noise.columns(evaluated, eligible, weights.shape[-1]).to(weights)
+            # The original's numbers are float32, and keep the logarithm from 0.
+            gumbel = 1e-10 - torch.log(uniform + 1e-10) if self.reference_quirks else -torch.log(uniform)
+            weights = weights * times.unmasked / gumbel
+            if self.mask is not None:
+                against = times.masked / gumbel[:, self.mask]
+        best, chosen = weights.max(-1)
+        share = (best / (best + against)).nan_to_num(1.0)  # inf / inf: a token whose u is 1
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
+        confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))
+        tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
+        return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+    def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
+        """P(x0), in float64; in the original float32."""
+        wide = logits.float() if self.reference_quirks else logits.double()
+        return log_probabilities(wide, self.mask, self.temperature).exp()
+
+
+class SelectLikelier(nn.Module):
+    """Choose the eligible positions whose token's draw is at least as strong as that of [MASK]."""
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions that this step unmasks; `count` has no part in it."""
+        return eligible & (confidence >= 0.5)
+
+
+class NoiseToldLogits(CanvasLogits):
+    """Logits of a network that may be told the noise level; those of a canvas that has not changed are kept.
+
+    Args:
+        model: from `dlm_lens.load`.
+        content: False where there is padding.
+        sampler: which knows the noise level of the step.
+        **options: of `CanvasLogits`.
+    """
+
+    def __init__(
+        self, model: Any, content: Bool[Tensor, "batch position"], sampler: "NoiseToldSampler", **options: Any
+    ) -> None:
+        super().__init__(model, content, **options)
+        self.sampler = sampler
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def enter(self, plan: StepPlan) -> None:
+        """Take the step's noise level."""
+        self.sampler.at(plan)
+
+    def of_step(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        evaluated: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+        *,
+        own_forward: bool,
+        grad: bool = False,
+        edit: EditLogits | None = None,
+    ) -> Float[Tensor, "evaluated d_vocab"]:
+        """Logits of the evaluated positions, without a pass where canvas and positions are those of the last step.
+
+        While anything listens to the model, and in a network that is told the noise level, every step has its pass.
+        """
+        told = getattr(self.model.config, "time_conditioning", False)
+        if own_forward or edit is not None or told or has_listeners(self.model):
+            return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
+        if self._kept is None or not (self._kept[0].equal(canvas) and self._kept[1].equal(evaluated)):
+            self._kept = (canvas, evaluated, self.at(canvas, evaluated))
+        return self._kept[2]
+
+    def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
+        """The noise level beside the other arguments."""
+        return {**self.inputs, **self.sampler.told(self.model, len(self._halves(canvas)))}
+
+
+class NoiseToldSampler(Sampler):
+    """A sampler whose network may be told the noise level of the step, as `sigma`."""
+
+    sigma: float | None = None
+
+    def told(self, model: Any, rows: int) -> dict[str, Any]:
+        """The argument of a pass that tells the network the noise level; none where it is not told."""
+        if self.sigma is None or not getattr(model.config, "time_conditioning", False):
+            return {}
+        return {"sigma": torch.full((rows,), self.sigma, device=model.device)}
+
+    def inputs(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch seen"],
+        canvas: Int[Tensor, "batch seen"],
+        prompt_length: int,
+    ) -> dict[str, Any]:
+        """Arguments of a pass over what a step sees, beside the ids."""
+        return {**network_inputs(content), **self.told(model, len(canvas))}
+
+
+class MDLMSampler(NoiseToldSampler):
+    """Ancestral sampling (2406.07524, equation 6): each mask becomes a token with probability (m(t) - m(s)) / m(t).
+
+    A run ends early when no mask is left. With `reference_quirks` it goes through every step, and draws in float32,
+    whose coarse numbers make rare tokens rarer (2409.02908).
+    """
+
+    def __init__(
+        self, settings: MDLMSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__()
+        if reference_quirks and isinstance(noise, SharedNoise):
+            noise = Float32Noise(noise)
+        self.settings, self.adaptive = settings, not reference_quirks
+        self.propose = AncestralPropose(settings.temperature, noise, ids.mask, reference_quirks)
+        self.select = SelectLikelier()
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> "MDLMSampler":
+        """A sampler for passes over the canvases of a finished run."""
+        sampler = super().for_rerun(settings)
+        names = MDLMSettings.__dataclass_fields__
+        sampler.settings = MDLMSettings(**{name: value for name, value in settings.items() if name in names})
+        return sampler
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> NoiseToldLogits:
+        """The network of the canvas, told the noise level of the step if it is told any."""
+        return NoiseToldLogits(model, content, self, **self.guidance(model, masked, prompt_length, canvas))
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step, and the removal of noise; there are no blocks."""
+        total = self.settings.steps + self.settings.noise_removal
+        span = (0 if self.settings.gen_length == 0 else prompt_length, positions)
+        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+
+    def at(self, plan: StepPlan) -> None:
+        """Take the step's noise level for the passes until the next step."""
+        self.sigma = times_of(self.settings, plan.index).sigma
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Every masked position."""
+        return masked
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step."""
+        self.propose.times = times_of(self.settings, plan.index)  # type: ignore[assignment]
+        proposal = Proposal(*self.propose(canvas, logits, evaluated, masked))
+        unmasked = self.select(proposal.confidence, masked, masked.sum(-1))
+        return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked
+
+
+ALGORITHM = Algorithm("mdlm", MDLMSettings, MDLMSampler, answer_settings, corruption=LogLinearCorruption())

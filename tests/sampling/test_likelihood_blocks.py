@@ -1,0 +1,163 @@
+"""Likelihoods of block diffusion against float64 passes over the clean prefix and one noisy block, mask by mask."""
+
+from itertools import product
+from math import comb
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.attention import BlockLayout
+from dlm_lens.sampling.two_copies import TwoCopyLogits
+from dlm_lens.testing import tiny
+from tests.reference import forward64
+
+PROMPT, ANSWER = [3, 14, 15], [26, 5, 35, 8, 9, 7]
+BLOCK = 4
+
+
+def block_model(**config: Any) -> Any:
+    return tiny("a2d_qwen3", sampler="dllm_blocks", sampler_defaults={"block_length": BLOCK}, **config)
+
+
+def logits64(model: Any, ids: list[int], block: int, first: int) -> Tensor:
+    """Logits by which each position is predicted, block causal attention, entry by entry."""
+    of = [(i - first) // block for i in range(len(ids))]
+    visible = torch.tensor([[[[a >= b for b in of] for a in of]]])
+    logits = forward64(model, torch.tensor(ids)[None], visible=visible)["logits"][0]
+    return torch.cat([logits[:1], logits[:-1]]) if model.config.logit_shift else logits
+
+
+def losses64(model: Any, masked: list[int], start: int, stop: int, block: int, first: int) -> float:
+    """Minus the log-probabilities of the masked positions of a block, given the clean text before it."""
+    text = PROMPT + ANSWER
+    canvas = [model.config.mask_token_id if i in masked else text[i] for i in range(stop)]
+    likely = logits64(model, canvas, block, first).log_softmax(-1)
+    return -sum(float(likely[i, text[i]]) for i in masked if start <= i < stop)
+
+
+def blocks_of(block: int, first: int) -> list[tuple[int, int]]:
+    """Where the answer's blocks begin and end; the first one may begin in the prompt."""
+    begin = len(PROMPT) - (len(PROMPT) - first) % block
+    found = [(start, min(start + block, 9)) for start in range(begin, 9, block)]
+    return [(max(start, len(PROMPT)), stop) for start, stop in found]
+
+
+def bound64(model: Any, block: int, first: int) -> float:
+    """The sum over the blocks of their bounds: every number of masks of a block is equally likely."""
+    total = 0.0
+    for start, stop in blocks_of(block, first):
+        size = stop - start
+        for mask in product([False, True], repeat=size):
+            masked = [start + i for i in range(size) if mask[i]]
+            if masked:
+                count = len(masked)
+                total -= losses64(model, masked, start, stop, block, first) / count / comb(size, count)
+    return total
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("block", [1, 4, 6])
+def test_masks_of_the_whole_answer_have_the_sum_of_the_blocks_bounds_as_their_mean(block: int, shift: bool) -> None:
+    """All 63 masks in one batch of [x_t, x_0], without random numbers."""
+    model, n = block_model(logit_shift=shift), len(ANSWER)
+    masks = torch.tensor(list(product([False, True], repeat=n)))[1:]
+    clean = torch.tensor(PROMPT + ANSWER).expand(len(masks), -1)
+    masked = torch.cat([torch.zeros(len(masks), 3, dtype=torch.bool), masks], 1)
+    layout = BlockLayout(block, torch.full((len(masks),), 3))
+    network = TwoCopyLogits(model, torch.ones_like(masked), clean=clean, layout=layout)
+    with torch.no_grad():
+        logits = network.at(clean.masked_fill(masked, model.config.mask_token_id), masked)
+    likely = torch.zeros(masked.shape, dtype=torch.float64)
+    likely[masked] = logits.double().log_softmax(-1).gather(-1, clean[masked][:, None])[:, 0]
+    counts = masks.sum(-1)
+    each = likely.sum(-1) * n / counts / torch.tensor([comb(n, c) for c in counts.tolist()])
+    assert float(each.sum()) / n == pytest.approx(bound64(model, block, 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"block_length": 2}, {"block_length": 9}])
+def test_the_estimate_is_unbiased(options: dict[str, Any]) -> None:
+    """8,192 samples in groups of 16: 512 independent estimates, an interval of 4 standard errors."""
+    model = block_model()
+    got = dl.log_likelihood(model, PROMPT, ANSWER, samples=8192, strata=16, seed=5, **options)
+    block = options.get("block_length", BLOCK)
+    error = float(got.standard_error)
+    assert float(got.value) == pytest.approx(bound64(model, block, 3), abs=4 * error)
+    assert error < 0.01 * abs(float(got.value))
+    assert got.settings["block_length"] == block
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("order", ["left_to_right", "right_to_left"])
+def test_the_chain_rule_inside_every_block(order: str, shift: bool) -> None:
+    model = block_model(logit_shift=shift)
+    got = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule", order=order)
+    for start, stop in blocks_of(BLOCK, 3):
+        for i in range(start, stop):
+            masked = range(i, stop) if order == "left_to_right" else range(start, i + 1)
+            others = losses64(model, list(masked), start, stop, BLOCK, 3)
+            text, canvas = PROMPT + ANSWER, (PROMPT + ANSWER)[:stop]
+            for j in masked:
+                canvas[j] = model.config.mask_token_id
+            wanted = -float(logits64(model, canvas, BLOCK, 3).log_softmax(-1)[i, text[i]])
+            assert float(got.losses[0][i - 3]) == pytest.approx(wanted, rel=1e-5)
+            assert others >= wanted
+
+
+def test_blocks_of_one_token_are_the_chain_rule() -> None:
+    model = block_model()
+    chain = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule", block_length=1)
+    assert float(chain) == pytest.approx(bound64(model, 1, 3), rel=1e-5)
+    other = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule", block_length=1, order="right_to_left")
+    assert float(other) == pytest.approx(float(chain), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["mc", "chain_rule"])
+def test_items_are_what_each_is_alone(method: str) -> None:
+    """Answers of one length share their fully masked canvas, but not what later blocks are conditioned on."""
+    model = block_model()
+    answers = [ANSWER, [26, 5, 35, 9, 9, 7], ANSWER[:5], ANSWER[:2]]
+    prompts = [PROMPT, PROMPT, PROMPT, [1, 2, 3, 4, 5]]
+    options: dict[str, Any] = {"samples": 16, "seed": 3} if method == "mc" else {}
+    together = dl.log_likelihood(model, prompts, answers, method, **options)
+    for item in range(4):
+        alone = dl.log_likelihood(model, prompts[item], answers[item], method, **options)
+        assert float(together.value[item]) == pytest.approx(float(alone.value), rel=1e-5)
+    assert len({round(float(value), 3) for value in together.value}) == 4
+
+
+def test_guidance_hides_the_prompt_in_both_copies() -> None:
+    model = block_model()
+    got = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule", cfg_scale=0.5)
+    hidden = [model.config.mask_token_id] * 3
+    for i in range(6):
+        stop = 4 * (i // 4 + 1)
+        rest = ANSWER[:i] + [model.config.mask_token_id] * (min(stop, 6) - i)
+        c, u = (logits64(model, prompt + rest, BLOCK, 3)[3 + i] for prompt in (PROMPT, hidden))
+        wanted = -float((u + 1.5 * (c - u)).log_softmax(-1)[ANSWER[i]])
+        assert float(got.losses[0][i]) == pytest.approx(wanted, rel=2e-5)
+
+
+def test_greedy_completion_finishes_a_block_before_the_next() -> None:
+    model = block_model()
+    mask = model.config.mask_token_id
+    canvas = [*PROMPT, *[mask] * 6]
+    for start, stop in ((3, 7), (7, 9)):
+        for _ in range(stop - start):
+            likely = logits64(model, canvas[:stop], BLOCK, 3).softmax(-1)
+            likely[:, mask] = 0
+            at = max((i for i in range(start, stop) if canvas[i] == mask), key=lambda i: float(likely[i].max()))
+            canvas[at] = int(likely[at].argmax())
+    got = dl.log_likelihood(model, [PROMPT, [7, 8]], [ANSWER, ANSWER[:3]], "greedy_completion")
+    assert got.completions[0].tolist() == canvas[3:]
+    right = dl.log_likelihood(model, PROMPT, canvas[3:], "greedy_completion")
+    assert bool(right.is_greedy[0])
+
+
+def test_a_block_length_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="block_length is 0; it must be a whole number of at least 1"):
+        dl.log_likelihood(block_model(), PROMPT, ANSWER, block_length=0)
+    with pytest.raises(ValueError, match="has no setting 'block_length'"):
+        dl.log_likelihood(tiny("llada"), PROMPT, ANSWER, block_length=4)
