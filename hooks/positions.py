@@ -57,6 +57,8 @@ def activation_site(site: str, who: str) -> None:
 def run_rows(hook: PointContext, rows: int, positions: int) -> RunStep | None:
     """The run's step for `rows` rows of `positions` network positions; None outside a run.
 
+    With an approximate cache the activation has the positions that the step computes, and so has the result.
+
     Raises:
         ValueError: the step has another number of positions.
     """
@@ -64,6 +66,8 @@ def run_rows(hook: PointContext, rows: int, positions: int) -> RunStep | None:
         return None
     run = hook.run.for_rows(rows)
     canvas = positions - hook.sinks.count
+    if run.queries is not None and canvas != run.valid.shape[-1]:
+        run = run.of_queries()
     if run.valid.shape[-1] != canvas:
         raise ValueError(
             f"the activation has {canvas} canvas positions and the run's step {run.valid.shape[-1]}; decode "
@@ -75,11 +79,18 @@ def run_rows(hook: PointContext, rows: int, positions: int) -> RunStep | None:
 def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
     """Which positions of an activation [row, position, ...] are addressed; in a run, never padding.
 
+    Positions are those of the canvas. With an approximate cache an activation may have only those that the
+    step computes.
+
     Raises:
         ValueError: a position that does not exist; a class outside a run; `sink(i)` in a bare call.
     """
     rows, length = tensor.shape[:2]
     run, layout = run_rows(hook, rows, length), hook.sinks
+    if run is not None and hook.run is not None and run.tokens.shape[-1] != hook.run.tokens.shape[-1]:
+        assert hook.run.queries is not None
+        whole = torch.empty(rows, hook.run.tokens.shape[-1] + layout.count, device=tensor.device)
+        return where(positions, whole, hook, who)[:, slice(*hook.run.queries)]
     canvas = layout.canvas(length)
     chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
     if isinstance(positions, str):

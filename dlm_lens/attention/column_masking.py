@@ -128,7 +128,7 @@ def visible_from_pattern(
     """
     rows, _, queries, keys = pattern.shape
     run = context.run
-    own = own_keys(queries, keys, pattern.device)[:, None]
+    own = own_keys(queries, keys, pattern.device, None if run is None else run.first_of(queries))[:, None]
     key = torch.arange(keys, device=pattern.device)
     positive = pattern > 0
     others = (positive & (key != own)).any(-2, keepdim=True)
@@ -142,12 +142,13 @@ def visible_from_pattern(
     visible = visible_keys(content, causal=context.causal)
     if layout.count:
         visible = layout.restrict(layout.widen(visible), keys, pattern.device)
-    return visible[..., keys - queries :, :] & found
+    return visible[..., own.squeeze(-1), :] & found
 
 
-def own_keys(queries: int, keys: int, device: torch.device) -> Int[Tensor, "query"]:
-    """Each query's own position among the keys; where there are fewer queries (cached decoding), the last keys."""
-    return torch.arange(keys - queries, keys, device=device)
+def own_keys(queries: int, keys: int, device: torch.device, start: int | None = None) -> Int[Tensor, "query"]:
+    """Each query's own position among the keys; where there are fewer queries and no `start`, the last keys."""
+    first = keys - queries if start is None else start
+    return torch.arange(first, first + queries, device=device)
 
 
 def counted_queries(
@@ -157,11 +158,13 @@ def counted_queries(
     context: HookContext | None,
     device: torch.device,
     seen: Bool[Tensor, "#batch key"] | None = None,
+    start: int | None = None,
 ) -> Bool[Tensor, "batch query"]:
     """Queries that count: content of the canvas, never the rows of learned sink tokens.
 
     In a run, content is `RunStep.valid`. Without a run it is what any query sees before the hooks (`seen`, None for
-    all): padding, whose keys are hidden from every query, does not count as a query either.
+    all): padding, whose keys are hidden from every query, does not count as a query either. The queries begin at
+    key `start`; None: they are the last ones.
 
     Raises:
         ValueError: attention has another number of canvas positions than the run's step, as with a cache.
@@ -180,7 +183,7 @@ def counted_queries(
                 "without a cache (use_cache=False)"
             )
         canvas[:] = valid.to(device)
-    return counted[:, keys - queries :]
+    return counted[:, own_keys(queries, keys, device, start)]
 
 
 def count_hidden(

@@ -41,6 +41,7 @@ def hooked_attention(
     softcap: float | None = None,
     spare_logits: Float[Tensor, "head"] | None = None,
     position_bias: Float[Tensor, "#batch #head query key"] | None = None,
+    query_start: int | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch head query key"]]:
     """Attention with explicit scores and pattern, both passed through the hook points of `module`.
@@ -49,6 +50,7 @@ def hooked_attention(
     z = pattern v. A query that sees no key gets a pattern of zeros, as in torch's fused kernel. With `softcap` c
     scores are c tanh(scores / c) (Gemma 2, 2408.00118, section 2). `spare_logits` b give every row a spare entry,
     pattern = exp(scores) / (exp(b) + sum exp(scores)), which is left out. `position_bias` is added to the scores.
+    `query_start` is the position of the first query among the keys; None if the queries are the last positions.
     Works for every mask of transformers' `sdpa` and `eager`: none, boolean (True = visible) or additive.
 
     Raises:
@@ -64,7 +66,7 @@ def hooked_attention(
     if position_bias is not None:
         scores = scores + position_bias
     scores, visible = _masked(scores, attention_mask, causal=causal_without_mask(module, is_causal))
-    current = AttentionPass(visible, spare_logits)
+    current = AttentionPass(visible, spare_logits, query_start)
     with _pass_at(module, current):
         scores = current.scores = module.get_submodule("hook_scores")(scores)
         pattern = module.get_submodule("hook_pattern")(current.softmax(scores).to(query.dtype))
@@ -137,7 +139,8 @@ def attend(
     Queries and keys that arrive in a wider dtype than the values (LLaDA rotates in float32) are rounded to it.
     Learned sink tokens of the config (`num_sinks`) see only themselves and are seen by all. `gate` is the gate
     before its sigmoid, which multiplies z ("One Token Is Enough", appendix A.2). `softcap`, `s_aux` (the learned
-    logits of a spare softmax entry) and `position_bias` are those of transformers' attention functions.
+    logits of a spare softmax entry) and `position_bias` are those of transformers' attention functions;
+    `query_start` is that of `hooked_attention`.
 
     Raises:
         RuntimeError: another thread's hooks, readers or trace are on the model.
@@ -170,6 +173,7 @@ def attend(
         scaling,
         dropout,
         spare_logits(module) if spare is None else spare,
+        options.pop("query_start", None),
         options,
     ).run()
     z = points["hook_z"](mixed.z).contiguous()  # as transformers' functions return it: modules take views of it
@@ -201,6 +205,7 @@ class _Call:
     scale: float
     dropout: float
     spare: Tensor | None
+    start: int | None
     options: dict[str, Any]
 
     def run(self) -> _Mixed:
@@ -209,9 +214,9 @@ class _Call:
         if layout.count:
             return self._run_around_sinks(layout)
         if not self._materialises():
-            return self._mix(self.q, self.mask)
+            return self._mix(self.q, self.mask, self.start)
         z, pattern = self._materialise(self.mask)
-        return _Mixed(z, pattern, self._inputs_with(pattern, self.q, self.mask))
+        return _Mixed(z, pattern, self._inputs_with(pattern, self.q, self.mask, self.start))
 
     def _run_around_sinks(self, layout: SinkLayout) -> _Mixed:
         """A sink's z is its own value, so the fused kernel runs on the canvas's queries alone.
@@ -242,6 +247,7 @@ class _Call:
             self.scale,
             self.dropout,
             spare_logits=self.spare,
+            query_start=self.start,
             **given,
         )
 

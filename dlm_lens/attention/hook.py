@@ -327,16 +327,20 @@ def hide_columns(hook: Any, tensor: Tensor, context: HookContext | None) -> Tens
         raise ValueError(f"{hook!r} hides no columns: it has no hidden(keys, columns, hook)")
     _check_point(column, point)
     rows, heads, queries, keys = tensor.shape
-    if queries != keys and point.run is not None:
+    known = point.attention_pass
+    start = None if known is None else known.query_start
+    if start is None and point.run is not None:
+        start = point.run.first_of(queries)
+    if queries != keys and point.run is not None and start is None:
         raise ValueError(
             f"{hook}: attention has {queries} of {keys} queries, and a column is hidden from "
             "all of them; decode without a cache (use_cache=False)"
         )
-    before, known = column.site == "scores", point.attention_pass
+    before = column.site == "scores"
     after = partial(visible_from_pattern, tensor, point) if known is None else partial(known.visible, point.rows)
     visible = visible_in(tensor) if before else after()
     seen = visible.any((1, 2)) if known is None else known.seen_by_any(point.rows)
-    counted = counted_queries(rows, queries, keys, point, tensor.device, seen)
+    counted = counted_queries(rows, queries, keys, point, tensor.device, seen, start)
 
     def statistics() -> ColumnStats:
         pattern = (known or AttentionPass()).softmax(tensor, point.rows) if before else tensor.float()
@@ -349,7 +353,7 @@ def hide_columns(hook: Any, tensor: Tensor, context: HookContext | None) -> Tens
         return tensor
     hidden = hidden.resolved(heads, tensor.device)
     count_hidden(column.key, hidden, rows, heads, point, columns.found)
-    entries = hidden.entries(visible, own_keys(queries, keys, tensor.device))
+    entries = hidden.entries(visible, own_keys(queries, keys, tensor.device, start))
     if before:
         return tensor.masked_fill(entries, torch.finfo(tensor.dtype).min)
     if known is not None:

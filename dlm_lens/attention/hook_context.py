@@ -36,12 +36,15 @@ class RunStep:
         masked: which of its positions are still masked.
         valid: which are content rather than padding.
         answer: which positions were masked when the run began; in an AR run, what the run has written.
+        queries: with an approximate cache, the span (start, stop) of canvas positions that the step computes; the
+            keys and values of the others are those of an earlier step. None: every position.
         config: the model's config, with its special token ids.
         tokenizer: decodes ids; None if there is none.
         memory: values that hooks keep from one step of this run to the next.
         computed: values computed once for all layers of this step (`once`).
         clean: returns, by layer, what keys receive in a pass over the same canvas without any hook. Only runs of a
             hook with `needs_clean_pass` have it.
+        share: `progress`, where the positions are a part of the canvas.
     """
 
     step: int
@@ -52,11 +55,13 @@ class RunStep:
     masked: Bool[Tensor, "row position"]
     valid: Bool[Tensor, "row position"]
     answer: Bool[Tensor, "row position"]
+    queries: tuple[int, int] | None = None
     config: Any = field(default=None, repr=False)
     tokenizer: Any = field(default=None, repr=False)
     memory: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
     computed: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
     clean: Callable[[], Mapping[int, ColumnStats]] | None = field(default=None, repr=False)
+    share: Float[Tensor, "row"] | None = field(default=None, repr=False)
 
     @property
     def prompt(self) -> Bool[Tensor, "row position"]:
@@ -66,6 +71,8 @@ class RunStep:
     @property
     def progress(self) -> Float[Tensor, "row"]:
         """Share of the answer that is decided, per row; in an AR run, step / total."""
+        if self.share is not None:
+            return self.share
         written = 1 - self.masked.sum(-1) / self.answer.sum(-1).clamp(min=1)
         return torch.where(self.masked.any(), written, self.step / self.total)
 
@@ -92,6 +99,19 @@ class RunStep:
             cut |= {name: cut[name] & seen.to(cut[name].device) for name in ("masked", "valid", "answer")}
         return replace(self, **cut)
 
+    def first_of(self, queries: int) -> int | None:
+        """The canvas position of the first of the step's `queries`, if they are the span that the step computes."""
+        span = self.queries
+        return None if span is None or span[1] - span[0] != queries else span[0]
+
+    def of_queries(self) -> "RunStep":
+        """The same step with the positions that it computes alone."""
+        if self.queries is None:
+            return self
+        span = slice(*self.queries)
+        parts: dict[str, Any] = {name: getattr(self, name)[:, span] for name in _PER_POSITION}
+        return replace(self, **parts, queries=None, share=self.progress)
+
     def for_rows(self, rows: int) -> "RunStep":
         """The same step for a batch of `rows` rows, which repeats this one's (guidance).
 
@@ -103,7 +123,9 @@ class RunStep:
             return self
         if rows % have:
             raise ValueError(f"{rows} rows of activations do not fit a run of {have} rows")
-        return replace(self, **{name: getattr(self, name).repeat(rows // have, 1) for name in _PER_POSITION})
+        parts = {name: getattr(self, name).repeat(rows // have, 1) for name in _PER_POSITION}
+        share = None if self.share is None else self.share.repeat(rows // have)
+        return replace(self, **parts, share=share)
 
 
 class HookContext(Protocol):

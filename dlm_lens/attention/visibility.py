@@ -40,14 +40,16 @@ class AttentionPass:
     Args:
         mask: which query sees which key before any hook; None if every query sees every key.
         spare_logits: b of every head's spare softmax entry, exp(b) in the denominator; None for none.
+        query_start: position of the first query among the keys; None if the queries are the last positions.
     """
 
     def __init__(
         self,
         mask: Bool[Tensor, "#batch #head #query key"] | None = None,
         spare_logits: Float[Tensor, "head"] | None = None,
+        query_start: int | None = None,
     ) -> None:
-        self.mask, self.spare_logits = mask, spare_logits
+        self.mask, self.spare_logits, self.query_start = mask, spare_logits, query_start
         self.scores: Float[Tensor, "batch head query key"] | None = None
         self._visible: Bool[Tensor, "batch head query key"] | None = None
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.arguments import chosen_indices
@@ -12,6 +13,7 @@ from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
 from dlm_lens.recording.layer_taps import LayerInputs
 from dlm_lens.recording.recorder import Storage
+from dlm_lens.sampling import Sampler
 
 
 class BridgeTap:
@@ -105,7 +107,7 @@ class BridgeRecorder(Recorder):
         reducers, layers, dtype: as for `dlm_lens.Recorder`.
 
     Raises:
-        ValueError: as `dlm_lens.Recorder`.
+        ValueError: as `dlm_lens.Recorder`; a run with an approximate cache.
     """
 
     def __init__(
@@ -118,6 +120,24 @@ class BridgeRecorder(Recorder):
     ) -> None:
         self.bridge = bridge
         super().__init__(bridge.original_model, reducers, layers=layers, dtype=dtype)
+
+    def start(
+        self,
+        sampler: Sampler,
+        content: Bool[Tensor, "batch position"],
+        answer: Bool[Tensor, "batch position"] | None = None,
+    ) -> None:
+        """A run begins.
+
+        Raises:
+            ValueError: a run with an approximate cache.
+        """
+        if sampler.cache is not None:
+            raise ValueError(
+                f"BridgeRecorder with cache={sampler.cache!r}: the bridge's hook points have the computed keys "
+                "without the kept ones; use dlm_lens.record"
+            )
+        super().start(sampler, content, answer)
 
     def tapped(self, layers: Sequence[int] | None, stream: bool) -> BridgeTap:
         """The bridge's hook points."""

@@ -116,6 +116,12 @@ class BridgeRun(StepObserver):
         return entries
 
     def _begin(self, rows: int, positions: int, now: RunStep) -> None:
+        clean = [hook for hook in self._values if hook.needs_clean_pass]
+        if self.sampler.cache is not None and clean:
+            raise ValueError(
+                f"{clean[0]!r} with cache={self.sampler.cache!r}: a bridge has no keys of passes without hooks; "
+                "use dlm_lens.denoise"
+            )
         check_hooks(self._values, now)
         if self.on_start is not None:
             with self._silence():
@@ -160,7 +166,8 @@ class BridgeRun(StepObserver):
 
         def read(scores: Float[Tensor, "batch head query key"], hook: Any) -> None:
             rows, _, length, keys = scores.shape
-            queries = counted_queries(rows, length, keys, self.at(hook, rows), scores.device)
+            start = None if self.now is None else self.now.first_of(length)
+            queries = counted_queries(rows, length, keys, self.at(hook, rows), scores.device, start=start)
             pattern = hook.attention_pass.softmax(scores)
             columns[hook.layer()] = columns_of(pattern, visible_in(scores), queries)
 

@@ -29,6 +29,7 @@ class CanvasFacts:
             the layer has none.
         blocks: of block causal attention, where a position sees its own and earlier blocks of the row; positions
             after the row's current block are neither queries nor keys. Rows are the axis before positions.
+        computed: positions whose queries a step with an approximate cache computes; all are keys. None: all.
 
     Raises:
         ValueError: a window below 1, or in a run that is not causal; blocks beside causality or learned sinks.
@@ -43,6 +44,7 @@ class CanvasFacts:
     unpadded: bool = False
     window: int | None = None
     blocks: BlockLayout | None = None
+    computed: Bool[Tensor, "*#run position"] | None = None
     _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,11 @@ class CanvasFacts:
         assert self.blocks is not None
         start, end = self.blocks.bounds(self.valid.shape[-1])
         return start.expand(self.valid.shape), end.expand(self.valid.shape)
+
+    @property
+    def attending(self) -> Bool[Tensor, "*run position"]:
+        """Content whose queries the network computes: what is present, with a cache in the computed span."""
+        return self.present if self.computed is None else self.present & self.computed
 
     @property
     def prompt(self) -> Bool[Tensor, "*run position"]:
@@ -107,7 +114,7 @@ class CanvasFacts:
             "prompt": self.prompt,
             "block": self.block,
         }
-        return self.present & chosen[name]
+        return self.attending & chosen[name]
 
     def _expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible

@@ -34,6 +34,8 @@ def joined(recordings: Sequence[Fields]) -> Fields:
     before = max(r.run.prompt_length for r in recordings)
     after = max(r.run.tokens.shape[1] - r.run.prompt_length for r in recordings)
     longest = max(recordings, key=lambda r: len(r.steps))
+    for one in recordings:
+        _check_steps(one.run, longest.run)
     parts = [_fitted(r, before - r.run.prompt_length, before + after, longest) for r in recordings]
     runs, at = [part.run for part in parts], recordings.index(longest)
 
@@ -53,6 +55,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         # Of the longest run: the others lack the last steps.
         spans=runs[at].spans,
         blocks=runs[at].blocks,
+        computed=runs[at].computed,
         settings={**runs[0].settings, "seeds": _seeds(recordings)},
         tokenizer=merged([run.tokenizer for run in runs]),
     )
@@ -68,6 +71,22 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         rows=tuple(row for r in recordings for row in r.rows),
         words={i: word for r in recordings for i, word in r.words.items()},
     )
+
+
+def _check_steps(run: DenoisingRun, longest: DenoisingRun) -> None:
+    """Raise unless two runs do the same at the steps that both have.
+
+    Raises:
+        ValueError: naming the first step at which they do not.
+    """
+    for step in range(run.steps):
+        facts = [(one.blocks[step], one.computed and one.computed[step] is None) for one in (run, longest)]
+        if facts[0] != facts[1]:
+            raise ValueError(
+                f"at step {step} one batch decodes block {facts[0][0]} and another block {facts[1][0]}, or one of "
+                "them computes what the other's cache keeps: the number of steps of a block depends on the tokens "
+                "there; record these prompts in one batch (batch_size=None)"
+            )
 
 
 def _seeds(recordings: Sequence[RecordingFields]) -> tuple[int, ...]:
@@ -99,8 +118,11 @@ def _run_in(padding: "_Padding", run: DenoisingRun, longest: DenoisingRun) -> De
     by = length - longest.prompt_length
     spans = [(start + padding.before, stop + padding.before) for start, stop in run.spans]
     spans += [(start + by, stop + by) for start, stop in longest.spans[run.steps :]]
+    kept = [span and (span[0] + padding.before, span[1] + padding.before) for span in run.computed]
+    kept += [span and (span[0] + by, span[1] + by) for span in longest.computed[run.steps :]]
     return replace(
         run,
+        computed=tuple(kept),
         canvases=padding.steps(run.canvases, last),
         masked=padding.steps(run.masked, run.masked[-1]),
         proposals=padding.steps(run.proposals, last),

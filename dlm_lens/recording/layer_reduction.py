@@ -25,12 +25,12 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
     """The first `rows` rows (the conditional half under guidance), keys in the order canvas, learned sinks.
 
     Raises:
-        ValueError: fewer queries than canvas positions (a cache), or another batch size.
+        ValueError: fewer queries than canvas positions that no span explains, or another batch size.
     """
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
     if inputs.q.shape[0] % rows:
         raise ValueError(f"{inputs.q.shape[0]} rows of attention do not fit a run of {rows} rows")
-    if queries != keys - layout.count:
+    if queries != keys - layout.count and inputs.own_start is None:
         raise ValueError(
             f"attention has {queries} queries for {keys - layout.count} positions: a statistic of received "
             "attention needs every query, so run without a cache (use_cache=False)"
@@ -73,8 +73,38 @@ def _kept_on_canvas(
     return ordered
 
 
-def reduce_layer(layer: LayerStep, reducers: Sequence[AnyReducer]) -> dict[str, Tensor]:
-    """Name -> statistic of a layer for every reducer, in at most one pass over the pattern."""
+def on_all_queries(inputs: AttentionInputs) -> AttentionInputs:
+    """Inputs with queries at a span of the canvas alone, with 0 as the other queries, and NaN as their outputs."""
+    start, keys = int(inputs.own[0]), inputs.k.shape[2]
+    after = keys - start - inputs.q.shape[2]
+
+    def widened(tensor: Tensor | None, axis: int, value: float) -> Any:
+        if tensor is None or (tensor.dtype == torch.bool and tensor.shape[axis] == 1):
+            return tensor
+        shape = list(tensor.shape)
+        parts = [tensor.new_full([*shape[:axis], n, *shape[axis + 1 :]], value) for n in (start, after)]
+        return torch.cat([parts[0], tensor, parts[1]], axis)
+
+    return replace(
+        inputs,
+        q=widened(inputs.q, 2, 0.0),
+        z=widened(inputs.z, 1, torch.nan),
+        pattern=widened(inputs.pattern, 2, 0.0),
+        visible=widened(inputs.visible, 2, True),
+        own_start=0,
+    )
+
+
+def reduce_layer(
+    layer: LayerStep, reducers: Sequence[AnyReducer], computed: AttentionInputs | None = None
+) -> dict[str, Tensor]:
+    """Name -> statistic of a layer for every reducer, in at most one pass over the pattern.
+
+    Args:
+        layer: with every query of the canvas.
+        reducers: of one array each.
+        computed: the same inputs with the computed queries alone, where those are a span of the canvas.
+    """
     classes = classes_read(reducers)
     tiled = [reducer for reducer in reducers if isinstance(reducer, PatternReducer)]
     weights = torch.stack([layer.facts.queries(name) for name in classes], 1).float() if classes else None
@@ -83,7 +113,8 @@ def reduce_layer(layer: LayerStep, reducers: Sequence[AnyReducer]) -> dict[str, 
     if tiled:
         sums, states = _tiled(layer, tiled, weights)
     elif weights is not None:
-        sums = received_by_class(layer.inputs, weights)
+        inputs = layer.inputs if computed is None else computed
+        sums = received_by_class(inputs, weights if computed is None else weights[:, :, inputs.own])
     layer = replace(layer, sums={} if sums is None else dict(zip(classes, sums.unbind(1), strict=True)))
     return {
         reducer.name: reducer.finish(states[reducer.name], layer)

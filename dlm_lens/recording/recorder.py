@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import RunStep, SinkLayout, attends_causally, layer_windows
+from dlm_lens.attention import AttentionInputs, RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
 from dlm_lens.recording.canvas_facts import CanvasFacts
-from dlm_lens.recording.layer_reduction import on_canvas, reduce_layer
+from dlm_lens.recording.layer_reduction import on_all_queries, on_canvas, reduce_layer
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
 from dlm_lens.recording.model_identity import name_of, versions
 from dlm_lens.recording.recording import Recording
@@ -164,12 +164,16 @@ class Recorder(StepObserver):
             return
         # Statistics need no gradient, also if the forward pass computes one.
         with torch.no_grad():
-            layer = self._layer_step(self.now, shown)
-            self._found[layer.index] = reduce_layer(layer, self.reducers)
+            inputs = on_canvas(shown.inputs, len(self.now.tokens), self.layout)
+            if self.now.queries is None:
+                found = reduce_layer(self._layer_step(self.now, shown, inputs), self.reducers)
+            else:
+                whole = self._layer_step(self.now, shown, on_all_queries(inputs))
+                found = reduce_layer(whole, self.reducers, inputs)
+            self._found[inputs.layer] = found
 
-    def _layer_step(self, run: RunStep, shown: LayerInputs) -> LayerStep:
+    def _layer_step(self, run: RunStep, shown: LayerInputs, inputs: AttentionInputs) -> LayerStep:
         rows, layout = len(run.tokens), self.layout
-        inputs = on_canvas(shown.inputs, rows, layout)
         if inputs.q.shape[2] != run.tokens.shape[1]:
             raise ValueError(
                 f"attention has {inputs.q.shape[2]} queries and the canvas {run.tokens.shape[1]} positions; is "
@@ -180,7 +184,14 @@ class Recorder(StepObserver):
 
         def stream(tensor: Tensor | None) -> Tensor | None:
             # The layer before may compute on another device.
-            return None if tensor is None else layout.sinks_last(tensor[:rows].to(inputs.q.device), 1)
+            if tensor is None:
+                return None
+            states = layout.sinks_last(tensor[:rows].to(inputs.q.device), 1)
+            if run.queries is None:
+                return states
+            whole = states.new_full((rows, run.tokens.shape[1], states.shape[2]), torch.nan)
+            whole[:, slice(*run.queries)] = states
+            return whole
 
         return LayerStep(
             index=inputs.layer,
@@ -210,6 +221,7 @@ class Recorder(StepObserver):
                 unpadded=self._unpadded,
                 window=window,
                 blocks=None if layout is None else layout.to(device),
+                computed=None if run.queries is None else (where >= run.queries[0]) & (where < run.queries[1]),
             )
         return self._facts[device, window]
 

@@ -133,6 +133,7 @@ class Recording(RecordingFields):
             unpadded=self.unpadded,
             window=window,
             blocks=self.run.attention_blocks,
+            computed=self.run.in_span,
         )
 
     def expected(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:
@@ -350,6 +351,7 @@ def part_of_run(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[i
         rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
         spans=tuple(run.spans[i] for i in chosen),
         blocks=tuple(run.blocks[i] for i in chosen),
+        computed=tuple(run.computed[i] for i in chosen) if run.computed else (),
         settings=settings,
     )
 

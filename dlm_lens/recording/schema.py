@@ -77,7 +77,8 @@ class SavedHeader(Document):
 class ManifestLine(Document):
     """A line of manifest.jsonl, for a shard that is written completely.
 
-    `of` is the checksum of the header; `plan` has the step's index, total, block, span and remaining steps.
+    `of` is the checksum of the header; `plan` has the step's index, total, block, span and remaining steps, and
+    `computed` the span that it computed under an approximate cache.
     """
 
     step: Count
@@ -86,6 +87,7 @@ class ManifestLine(Document):
     digest: Digest
     of: str
     plan: Annotated[list[Count], Field(min_length=6, max_length=6)]
+    computed: Span | None = None
     over: bool
     remembers: bool
 
@@ -126,3 +128,4 @@ class RunFacts(Document):
     words: dict[Annotated[str, Field(pattern=r"^-?\d{1,18}$")], str]
     decoding: DecodingDescription | None = None
     rows_ran: list[Count] | None = None
+    computed: list[Span | None] = Field(default_factory=list)

@@ -187,6 +187,7 @@ class ShardDirectory:
             "digest": written.digest,
             "of": self._request,
             "plan": [plan.index, plan.total, plan.block, *plan.span, plan.remaining],
+            **({} if plan.computed is None else {"computed": plan.computed}),
             "over": state is None or state.over,
             "remembers": state is not None and state.remembers,
         }
@@ -289,7 +290,14 @@ class ShardDirectory:
     def _step(self, line: ManifestLine, held: Mapping[str, Tensor]) -> FinishedStep:
         index, total, block, start, stop, remaining = line.plan
         return FinishedStep(
-            plan=StepPlan(index, total, block, (start, stop), remaining),
+            plan=StepPlan(
+                index,
+                total,
+                block,
+                (start, stop),
+                remaining,
+                computed=None if line.computed is None else (line.computed[0], line.computed[1]),
+            ),
             canvas=self._of(held, "run.canvas", line),
             masked=self._of(held, "run.masked", line),
             proposal=Proposal(self._of(held, "run.proposal", line), self._of(held, "run.confidence", line)),

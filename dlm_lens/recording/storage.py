@@ -255,10 +255,13 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
     if facts.rows_ran is not None and (len(facts.rows_ran) != rows or max(facts.rows_ran, default=0) > steps):
         raise _ContradictionError(f"rows_ran {facts.rows_ran} for {rows} rows and {steps} steps")
     counts = {name: len(getattr(facts, name)) for name in ("steps", "spans", "blocks")}
+    counts |= {"computed": len(facts.computed)} if facts.computed else {}
     for name, count in counts.items():
         if count != steps:
             raise _ContradictionError(f"{count} {name} for {steps} steps")
-    if facts.prompt_length > positions or any(not a <= b <= positions for a, b in facts.spans):
+    if facts.prompt_length > positions or any(
+        not a <= b <= positions for a, b in [*facts.spans, *filter(None, facts.computed)]
+    ):
         raise _ContradictionError(f"the prompt or a block ends after the {positions} positions")
     if facts.windows and (len(facts.windows) != len(facts.layers) or not facts.causal or facts.sinks):
         raise _ContradictionError(f"sliding windows of {len(facts.windows)} layers for {len(facts.layers)} layers")
@@ -276,6 +279,7 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         eos_token_ids=tuple(facts.eos_token_ids),
         tokenizer=_tokenizer(facts) if tokenizer is None else tokenizer,
         rows_ran=None if facts.rows_ran is None else tuple(facts.rows_ran),
+        computed=tuple(None if span is None else (span[0], span[1]) for span in facts.computed),
     )
 
 
@@ -296,6 +300,7 @@ def write_end(
         "prompt_length": run.prompt_length,
         "spans": run.spans,
         "blocks": run.blocks,
+        **({"computed": run.computed} if run.computed else {}),
         "settings": dict(run.settings),
         "eos_token_ids": run.eos_token_ids,
         "specs": [as_plain(spec) for spec in specs],
@@ -356,7 +361,14 @@ def _save(recording: RecordingFields, shards: ShardDirectory) -> None:
     shards.begin({"saved": True})
     run = recording.run
     for index in range(run.steps):
-        plan = StepPlan(index, run.steps, run.blocks[index], run.spans[index], run.steps - index)
+        plan = StepPlan(
+            index,
+            run.steps,
+            run.blocks[index],
+            run.spans[index],
+            run.steps - index,
+            computed=run.computed[index] if run.computed else None,
+        )
         proposal = Proposal(run.proposals[index], run.confidence[index])
         revised = run.revised[index] if bool(run.revised[index].any()) else None
         step = FinishedStep(plan, run.canvases[index], run.masked[index], proposal, run.unmasked[index], revised)

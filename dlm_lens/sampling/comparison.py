@@ -205,6 +205,7 @@ def _longer(run: DenoisingRun, steps: int) -> DenoisingRun:
         revised=nothing(run.revised, False),
         spans=(*run.spans, *[run.spans[-1]] * more),
         blocks=(*run.blocks, *[run.blocks[-1]] * more),
+        computed=(*run.computed, *[run.computed[-1]] * more) if run.computed else (),
     )
 
 

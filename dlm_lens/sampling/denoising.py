@@ -118,8 +118,6 @@ def denoise(
             given = _without_cache(given)
     elif algorithm.sampler.grows and (hooks or observers):
         given = _without_cache(given)
-    elif given.get("cache") and (hooks or observers):
-        raise ValueError("cache with hooks or observers: they see whole canvases; leave cache out")
     run = _prepare(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}

@@ -80,6 +80,8 @@ class DenoisingRun:
             batches); None if every row ran all.
         revised: which decided positions each step rewrote, with another token or with [MASK], which opens them
             again; in samplers that edit (LLaDA2.1). None, which becomes all False: no step did.
+        computed: with an approximate cache, the span (start, stop) of positions that each step computed; None for a
+            step that computed all. Empty: every step computed all that it saw.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -99,6 +101,7 @@ class DenoisingRun:
     tokenizer: Any = field(default=None, repr=False)
     rows_ran: tuple[int, ...] | None = None
     revised: Bool[Tensor, "step batch position"] = None  # type: ignore[assignment]  # filled in by __post_init__
+    computed: tuple[tuple[int, int] | None, ...] = ()
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.unmasked.shape
@@ -119,6 +122,8 @@ class DenoisingRun:
                 raise ValueError(f"DenoisingRun.{name} has shape {tuple(getattr(self, name).shape)}, not {shape}")
         if self.rows_ran is not None and len(self.rows_ran) != batch:
             raise ValueError(f"DenoisingRun.rows_ran has {len(self.rows_ran)} entries for {batch} rows")
+        if self.computed and len(self.computed) != steps:
+            raise ValueError(f"DenoisingRun.computed has {len(self.computed)} entries for {steps} steps")
         if not len(self.spans) == len(self.blocks) == steps:
             raise ValueError(f"{len(self.spans)} spans and {len(self.blocks)} blocks for {steps} steps")
 
@@ -197,6 +202,15 @@ class DenoisingRun:
         return ((where >= spans[:, :1]) & (where < spans[:, 1:]))[:, None].expand(steps, batch, positions)
 
     @property
+    def in_span(self) -> Bool[Tensor, "step 1 position"] | None:
+        """The positions that each step computed, where an approximate cache kept the others; None without one."""
+        if not self.computed:
+            return None
+        where = torch.arange(self.unmasked.shape[-1])
+        spans = torch.tensor([span or (0, len(where)) for span in self.computed])
+        return ((where >= spans[:, :1]) & (where < spans[:, 1:]))[:, None]
+
+    @property
     def steps(self) -> int:
         """How many steps ran, T."""
         return self.unmasked.shape[0]
@@ -225,7 +239,7 @@ class DenoisingRun:
         """The first `count` steps; the canvas after them becomes the result."""
         if count >= self.steps:
             return self
-        per_step = ("proposals", "confidence", "unmasked", "revised", "spans", "blocks")
+        per_step = ("proposals", "confidence", "unmasked", "revised", "spans", "blocks", "computed")
         per_canvas = ("canvases", "masked")
         parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
         parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
@@ -396,6 +410,7 @@ class History:
             prompt_length=self.prompt_length,
             spans=tuple(plan.span for plan in self.plans),
             blocks=tuple(plan.block for plan in self.plans),
+            computed=spans_of(self.plans),
             settings=self.settings,
             eos_token_ids=tuple(int(i) for i in ends if i is not None),
             tokenizer=getattr(self.model, "tokenizer", None),
@@ -408,3 +423,9 @@ class History:
             return None
         nothing = torch.zeros_like(found)
         return torch.stack([nothing if revised is None else revised for revised in self.revised]).cpu()
+
+
+def spans_of(plans: Sequence[StepPlan]) -> tuple[tuple[int, int] | None, ...]:
+    """What each step computes; empty if all compute all that they see."""
+    found = tuple(plan.computed for plan in plans)
+    return found if any(found) else ()

@@ -226,6 +226,7 @@ class StepObserver(RunObserver):
             masked=masked,
             valid=self._content,
             answer=self.answer,
+            queries=plan.computed,
             config=self.model.config,
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,

@@ -12,6 +12,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.attention import HookLike
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.samplers.base import Sampler
@@ -49,6 +50,8 @@ class StoredCanvases:
         self.sampler = sampler_of(run)
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
+        self._passes = CachedLogits(model, self._network_content) if run.computed else None
+        self._kept: int | None = None
 
     @property
     def autoregressive(self) -> bool:
@@ -66,12 +69,21 @@ class StoredCanvases:
         """The plan that the run had for a step."""
         run = self.run
         seen = self.length(step) if self.autoregressive or self.sampler.grows else None
-        return StepPlan(step, run.steps, run.blocks[step], run.spans[step], run.steps - step, seen)
+        return StepPlan(
+            step, run.steps, run.blocks[step], run.spans[step], run.steps - step, seen, self._computed(step)
+        )
+
+    def _computed(self, step: int) -> tuple[int, int] | None:
+        return self.run.computed[step] if self.run.computed else None
 
     def forward(self, step: int) -> Any:
         """The network without its head on the canvas of a step; in a guided run the conditional half alone."""
         self.sampler.at(self.plan(step))
         canvas = self.run.canvases[step, :, : self.length(step)].to(self.device)
+        if self._passes is not None:
+            self._passes.enter(self.plan(step))
+            self._kept = step if self._computed(step) is None else self._kept
+            return self._passes.forward(canvas)
         content = self._network_content[:, : canvas.shape[1]]
         inputs = self.sampler.inputs(self.model, content, canvas, self.run.prompt_length)
         return self.model.get_decoder()(input_ids=canvas, **inputs)
@@ -86,7 +98,21 @@ class StoredCanvases:
         observer.start(self.sampler, self.content, self.run.masked[0].to(self.device))
 
     def enter(self, observer: RunObserver, step: int) -> None:
-        """Begin a step for an observer."""
+        """Begin a step for an observer; of a cached run after a pass of the step whose keys it keeps.
+
+        Raises:
+            ValueError: the run does not hold that step.
+        """
+        if self._computed(step) is not None:
+            whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
+            if not whole:
+                raise ValueError(
+                    f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
+                    "give the whole run"
+                )
+            if self._kept != whole[-1]:
+                self.enter(observer, whole[-1])
+                self.forward(whole[-1])
         self.sampler.at(self.plan(step))
         canvas, masked = self.run.canvases[step], self.run.masked[step]
         observer.step(self.plan(step), canvas.to(self.device), masked.to(self.device))
@@ -118,6 +144,11 @@ class StoredRun(StoredCanvases):
         if isinstance(run, DenoisingRun):
             check_model(model)
         super().__init__(model, run)
+        if run.computed:
+            raise ValueError(
+                f"a run with cache={run.settings.get('cache')!r} cannot be run again: its steps attend to "
+                "keys of earlier steps; take a run without a cache, or dlm_lens.compare"
+            )
         name = str(run.settings.get("sampler"))
         if name not in algorithms():
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")

@@ -27,7 +27,9 @@ class LayerStep:
     """One layer at one step: the tensors that a reducer computes its statistic from.
 
     Rows are the prompts; of a guided forward pass the conditional half. Queries are the canvas positions; keys are
-    the canvas positions and, after them, the model's learned sink tokens, wherever the network has those.
+    the canvas positions and, after them, the model's learned sink tokens, wherever the network has those. With an
+    approximate cache only the positions `facts.attending` are computed: the others have queries of 0, outputs and
+    residual streams of NaN, and the keys and values of an earlier step.
 
     Args:
         index: of the layer.
@@ -79,8 +81,8 @@ class LayerStep:
         return _blank(values, ~self.facts.keys)
 
     def only_queries(self, values: Float[Tensor, "batch *axes query"]) -> Float[Tensor, "batch *axes query"]:
-        """`values` with NaN at queries that are padding or, in an AR run, not written yet."""
-        return _blank(values, ~self.facts.present)
+        """`values` with NaN at queries that are padding, not written yet (AR), or not computed (a cache)."""
+        return _blank(values, ~self.facts.attending)
 
 
 def _blank(values: Tensor, where: Bool[Tensor, "batch position"]) -> Tensor:

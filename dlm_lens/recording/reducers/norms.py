@@ -157,7 +157,7 @@ class _MedianActivation(Reducer):
     reads = ("resid",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch"]:
-        present = layer.facts.present
+        present = layer.facts.attending
         size = _stream(layer)[:, : present.shape[1]].abs().float()
         # Not a boolean index: the CPU would wait for the GPU to learn the size of its result.
         median = size.masked_fill(~present[..., None], torch.nan).flatten(1).nanmedian(-1).values

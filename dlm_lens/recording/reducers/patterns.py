@@ -43,7 +43,7 @@ class AttentionPattern(PatternReducer):
 
     def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head query key"]:
         """The pattern, NaN for queries that are padding or not written."""
-        absent = ~layer.facts.present[:, None, :, None]
+        absent = ~layer.facts.attending[:, None, :, None]
         return torch.cat(state, -2).masked_fill(absent, torch.nan)
 
 

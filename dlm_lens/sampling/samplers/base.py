@@ -117,6 +117,7 @@ class Sampler(nn.Module):
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
         block_length: of the blocks of block causal attention, in samplers that grow.
         block_layout: where these blocks are in the rows of the run; None before the run has a network.
+        cache: the approximate cache of the network; None for none.
         use_cache: the network keeps keys and values of the prefix.
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
             The loop sets it from `RunObserver.proposes_all`.
@@ -136,6 +137,7 @@ class Sampler(nn.Module):
     cfg_scale: float = 0.0
     guidance_keeps: tuple[int, ...] = ()
     unpadded: bool = False
+    cache: str | None = None
     use_cache: bool = False
     block_length: int = 0
     block_layout: BlockLayout | None = None

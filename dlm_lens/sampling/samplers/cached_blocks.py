@@ -168,7 +168,6 @@ class CachedSampler(Sampler):
         each: most steps of a block.
     """
 
-    cache: str | None = None
     shift: bool = False
     reference_quirks: bool = False
     each: int = 1
