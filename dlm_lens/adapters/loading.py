@@ -21,7 +21,7 @@ from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import CHECKPOINTS, check_model_name, embedded_models
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
-from dlm_lens.adapters.registry import Family, family_of
+from dlm_lens.adapters.registry import Family, check_class, family_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
@@ -96,12 +96,13 @@ def load(
     kept = floating_dtype(dtype)
     source = _resolve(path_or_hub_name, options)
     values, weights = _describe(source, size, options)
+    check_class(values, source)
     family = family_of(str(values.get("model_type")))
     config_class, model_class = family.layouts[values["model_type"]]
     given: dict[str, Any] = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id}
     given |= {"eot_token_id": eot_token_id, "sampler": sampler}
     if values.get("sampler") is None and sampler is None:
-        given["sampler"] = family.hub_samplers.get(str(path_or_hub_name))
+        given |= family.hub_fields.get(str(path_or_hub_name), {})
     values.update({name: value for name, value in given.items() if value is not None})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
@@ -176,7 +177,9 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
     extras: Any = model  # attributes that transformers' class does not declare
     extras.tokenizer = tokenizer
     own = getattr(model.config, "sampler_defaults", None) or {}
-    extras.sampler_defaults = {**family.samplers[family.sampler_of(model.config)], **own}
+    defaults = dict(family.samplers[family.sampler_of(model.config)])
+    trained = getattr(model.config, "trained_block_length", None)
+    extras.sampler_defaults = {**defaults, **({} if trained is None else {"block_length": trained}), **own}
     return model.eval()
 
 

@@ -1,5 +1,6 @@
 """`MaskedDiffusionMixin`: a causal LM of transformers as a masked DLM, and the default settings of samplers."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, Unpack, cast
 
 import torch
@@ -9,6 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.attention import SinkLayout, add_hook_points, predicting_position
 
 LLADA_SAMPLER = {
@@ -70,6 +72,40 @@ MDLM_SAMPLER = {
     "temperature": 1.0,
 }
 """The defaults of kuleshov-group/mdlm's config.yaml; gen_length is ours (theirs is the whole context)."""
+
+
+SDAR_SAMPLER = {
+    "gen_length": 128,
+    "block_length": 4,
+    "temperature": 1.0,
+    "remasking": "low_confidence_dynamic",
+    "threshold": 0.85,
+}
+"""The defaults of JetAstra/SDAR's block_diffusion_generate; block_length is that of the released models."""
+
+
+@dataclass(kw_only=True)
+class MaskedDiffusionFields:
+    """Mixin before a config of transformers: the fields of a masked DLM with the host's names.
+
+    Args:
+        logit_shift: position i is predicted by the output at i - 1 (dllm's `right_shift_logits`; off in the
+            released models).
+    """
+
+    is_causal: bool = False
+    mask_token_id: int | None = None
+    eot_token_id: int | None = None
+    logit_shift: bool = False
+    sampler: str | None = None
+    sampler_defaults: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Switch off the cache, which the sampler's network handles, and windows, which the authors' code drops."""
+        host: Any = self
+        host.use_sliding_window, host.layer_types = False, None
+        super().__post_init__(**without_foreign_fields(kwargs))  # type: ignore[misc]
+        host.use_cache = False
 
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):

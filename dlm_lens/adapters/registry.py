@@ -55,7 +55,9 @@ class Family:
             config.json may name another in its field `sampler`.
         causal: whether it is autoregressive: a position sees the ones before it and predicts the next.
         hub_names: released checkpoints that load.
-        hub_samplers: released checkpoint -> its sampler, where config.json does not name it.
+        hub_fields: released checkpoint -> fields that its config.json lacks: its `sampler`, its
+            `trained_block_length`.
+        refused: model type or architecture of a config.json -> what such a checkpoint is, and the remedy.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
         mask_token: text of [MASK], added to tokenizers whose next free id it is; the authors' code adds it when
@@ -74,7 +76,8 @@ class Family:
     samplers: Mapping[str, Mapping[str, Any]]
     causal: bool = False
     hub_names: tuple[str, ...] = ()
-    hub_samplers: Mapping[str, str] = field(default_factory=dict)
+    hub_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     mask_token: str | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
@@ -146,6 +149,20 @@ def families() -> tuple[Family, ...]:
     for family in found:
         family.register()
     return found
+
+
+def check_class(values: Mapping[str, Any], source: str) -> None:
+    """Raise if a config.json is of a class that a family does not load, though model type or name are like its own.
+
+    Raises:
+        ValueError: naming the class and what can be done.
+    """
+    architectures = values.get("architectures")
+    named = [values.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
+    for family in families():
+        for name in named:
+            if isinstance(name, str) and name in family.refused:
+                raise ValueError(f"the config.json of {source} says {name}: it is {family.refused[name]}")
 
 
 def family_of(model_type: str) -> Family:

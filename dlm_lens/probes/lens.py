@@ -307,9 +307,10 @@ class _Entries:
 
     def _places(self, step: int) -> dict[str, Tensor]:
         run, places = self.stored.run, self.places
-        canvas, length = run.tokens.shape[1], self.stored.length(step)
-        # An AR step has the prefix only; after its end a row has nothing to read.
-        here = (places.step == step) & ((places.position < length) | (places.position >= canvas))
+        canvas = run.tokens.shape[1]
+        # An AR step has the prefix only, and with blocks a row ends with its own; after its end there is nothing.
+        seen = self.stored.seen(step)[places.batch, places.position.clamp(max=canvas - 1)]
+        here = (places.step == step) & (seen | (places.position >= canvas))
         here &= run.row_steps[places.batch] > step
         names = ("step", "batch", "position", "sink", "sink_layer")
         place = {name: getattr(places, name)[here] for name in names}

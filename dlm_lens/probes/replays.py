@@ -313,7 +313,7 @@ class _Passes:
     def counted(self, step: int) -> Bool[Tensor, "batch position"]:
         """The queries that count at a step: the content that is in the pass."""
         seen = self.stored.content.clone()
-        seen[:, self.stored.length(step) :] = False
+        seen &= self.stored.seen(step).to(seen.device)
         return seen if self.queries == "all" else seen & self.stored.run.masked[step].to(seen.device)
 
     def _run(self, step: int) -> _Pass:

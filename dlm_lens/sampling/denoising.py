@@ -15,7 +15,7 @@ from dlm_lens.sampling.denoising_run import DenoisingRun, History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver
-from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
+from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context, warn_untrained_blocks
 from dlm_lens.sampling.samplers.base import SpecialIds, first_id
 from dlm_lens.sampling.settings import (
     OBSERVERS,
@@ -95,7 +95,8 @@ def denoise(
             eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md); SMDM: eps; dllm: schedule,
             stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; MDLM: predictor,
             noise_removal, eps; LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and
-            for 2.1 editing_threshold, max_post_steps, num_to_transfer; AR: use_cache).
+            for 2.1 editing_threshold, max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold,
+            entropy_bound, top_k, top_p, stop_tokens, use_cache; AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.
@@ -174,6 +175,9 @@ def _prepare(
     settings = only_known(algorithm.settings, values, algorithm.name)
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
+    if algorithm.sampler.grows:
+        most = None if algorithm.sampler.from_text else settings.gen_length
+        warn_untrained_blocks(model, settings.block_length or settings.gen_length, most)
     noise = SharedNoise(seeds[0]) if reference_quirks else RowNoise(seeds)
     sampler = algorithm.sampler(settings, noise, ids, reference_quirks=reference_quirks)
     length = sampler.answer_length(prompts.attention_mask, settings.gen_length)

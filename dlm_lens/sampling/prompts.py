@@ -145,6 +145,23 @@ def warn_beyond_context(model: Any, positions: int) -> None:
         )
 
 
+def warn_untrained_blocks(model: Any, block_length: int, most: int | None = None) -> None:
+    """Warn if blocks have another length than in the model's training, where its config says so.
+
+    Args:
+        model: whose config may have a `trained_block_length`.
+        block_length: of the run.
+        most: positions of all blocks, where a single block may be shorter; None if no block may.
+    """
+    trained = getattr(model.config, "trained_block_length", None)
+    if trained is not None and block_length != (trained if most is None else min(trained, most)):
+        warnings.warn(
+            f"block_length is {block_length}, but the model was trained with blocks of {trained}; leave "
+            "block_length out, or read the result with care",
+            stacklevel=_level_of_caller(),
+        )
+
+
 def _level_of_caller() -> int:
     """The `stacklevel` at which a warning names the line that called the library."""
     frame, level = inspect.currentframe(), -1

@@ -9,9 +9,15 @@ from dlm_lens.printable import shown
 
 ELSEWHERE = {
     "alg": "remasking",
+    "block_size": "block_length",
+    "confidence_threshold": "threshold",
+    "denoising_steps": "steps_per_block",
+    "eb_threshold": "entropy_bound",
     "guidance_scale": "cfg_scale",
     "max_new_tokens": "gen_length",
     "num_steps": "steps",
+    "remasking_strategy": "remasking",
+    "stopping_criteria_idx": "stop_tokens",
     "timesteps": "steps",
 }
 """The name of a setting in the authors' samplers and in transformers -> its name here."""

@@ -65,6 +65,13 @@ class StoredCanvases:
             return run.spans[step][1] if self.sampler.grows else int(run.canvases.shape[-1])
         return int((run.attention_mask & ~run.masked[step]).any(0).nonzero().amax()) + 1
 
+    def seen(self, step: int) -> Bool[Tensor, "batch position"]:
+        """The positions that a row's predictions of a step may depend on: with blocks, up to the end of its own."""
+        run, positions = self.run, self.run.canvases.shape[-1]
+        before = (torch.arange(positions) < self.length(step)).expand(run.attention_mask.shape)
+        blocks = run.attention_blocks
+        return before if blocks is None else before & blocks.until(run.spans[step], positions)
+
     def plan(self, step: int) -> StepPlan:
         """The plan that the run had for a step."""
         run = self.run

@@ -1,44 +1,23 @@
 """A2D: Qwen3, Qwen2 and Llama turned masked DLMs by dllm, with the host's layers and names, without causality."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.masked_diffusion import DLLM_BLOCK_SAMPLER, DLLM_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import (
+    DLLM_BLOCK_SAMPLER,
+    DLLM_SAMPLER,
+    MaskedDiffusionFields,
+    MaskedDiffusionMixin,
+)
 from dlm_lens.adapters.registry import Family
 
 
-@dataclass(kw_only=True)
-class A2DFields:
-    """Mixin before a config of transformers: the fields of a masked DLM.
-
-    Args:
-        logit_shift: position i is predicted by the output at i - 1 (dllm's `right_shift_logits`; off in the
-            released models).
-    """
-
-    is_causal: bool = False
-    mask_token_id: int | None = None
-    eot_token_id: int | None = None
-    logit_shift: bool = False
-    sampler: str | None = None
-    sampler_defaults: dict[str, Any] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        """Switch off the cache, since every step sees the whole canvas anew, and windows, which dllm drops."""
-        host: Any = self
-        # dllm gives sliding layers the same mask as the others.
-        host.use_sliding_window, host.layer_types = False, None
-        super().__post_init__(**without_foreign_fields(kwargs))  # type: ignore[misc]
-        host.use_cache = False
-
-
-class A2DQwen3Config(A2DFields, Qwen3Config):
+class A2DQwen3Config(MaskedDiffusionFields, Qwen3Config):
     """Config of a Qwen3 masked DLM."""
 
     model_type = "a2d-qwen3"
+    trained_block_length: int | None = None
     original_architecture: ClassVar[str] = "DlmLensQwen3"
 
 
@@ -48,10 +27,11 @@ class A2DQwen3Model(MaskedDiffusionMixin, Qwen3ForCausalLM):
     config_class = A2DQwen3Config
 
 
-class A2DQwen2Config(A2DFields, Qwen2Config):
+class A2DQwen2Config(MaskedDiffusionFields, Qwen2Config):
     """Config of a Qwen2 masked DLM."""
 
     model_type = "a2d-qwen2"
+    trained_block_length: int | None = None
     original_architecture: ClassVar[str] = "DlmLensQwen2"
 
 
@@ -61,10 +41,11 @@ class A2DQwen2Model(MaskedDiffusionMixin, Qwen2ForCausalLM):
     config_class = A2DQwen2Config
 
 
-class A2DLlamaConfig(A2DFields, LlamaConfig):
+class A2DLlamaConfig(MaskedDiffusionFields, LlamaConfig):
     """Config of a Llama masked DLM."""
 
     model_type = "a2d-llama"
+    trained_block_length: int | None = None
     original_architecture: ClassVar[str] = "DlmLensLlama"
 
 
@@ -83,7 +64,9 @@ FAMILY = Family(
     },
     samplers={"dllm": DLLM_SAMPLER, "dllm_blocks": DLLM_BLOCK_SAMPLER},
     hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
-    hub_samplers={"dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": "dllm_blocks"},
+    hub_fields={
+        "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": {"sampler": "dllm_blocks", "trained_block_length": 32},
+    },
     # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
     mask_token="<|mask|>",

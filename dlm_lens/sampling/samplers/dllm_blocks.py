@@ -3,18 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
-from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, OrderedNoise, resolve
 from dlm_lens.sampling.settings import at_least_one
 
@@ -61,7 +61,7 @@ class BlockNoise(OrderedNoise):
         return values
 
 
-class DllmBlockSampler(DllmSampler):
+class DllmBlockSampler(BlockSampler, DllmSampler):
     """dllm's numbers of tokens, block after block; the network sees the canvas up to the block's end.
 
     A row ends with the block in which it has had an end of the text: its later blocks stay masked, and the run ends
@@ -69,7 +69,7 @@ class DllmBlockSampler(DllmSampler):
     `use_cache` computes finished blocks once. With hooks or an observer every step computes all that it sees.
     """
 
-    grows, stream_class = True, BlockNoise
+    stream_class = BlockNoise
 
     def __init__(
         self, settings: DllmBlockSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
@@ -77,48 +77,16 @@ class DllmBlockSampler(DllmSampler):
         super().__init__(settings, noise, ids, reference_quirks=reference_quirks)
         self.use_cache, self.end = settings.use_cache, ids.eos
         self.block_length = settings.block_length or settings.gen_length
-        self._ended: Tensor | None = None
         self._stops: list[int] = []
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> BlockLogits:
-        """The network of block diffusion."""
-        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
-        return BlockLogits(
-            model,
-            content,
-            layout=self.block_layout,
-            use_cache=self.use_cache,
-            ignored=self._ignored(model),
-            **self.guidance(model, masked, prompt_length, canvas),
-        )
-
-    def inputs(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch seen"],
-        canvas: Int[Tensor, "batch seen"],
-        prompt_length: int,
-    ) -> dict[str, Any]:
-        """Block causal attention over what a step sees."""
-        layout = self.block_layout_of(self.block_length, content, prompt_length)
-        return BlockLogits(model, content, layout=layout, ignored=self._ignored(model)).inputs_of(canvas)
-
-    def _ignored(self, model: Any) -> int | None:
-        """The token that dllm's code takes for padding wherever it is."""
+    def ignored(self, model: Any) -> int | None:
+        """The padding token, which dllm's code takes for padding wherever it is."""
         return model.config.pad_token_id if self.reference_quirks else None
 
     @classmethod
-    def for_rerun(cls, settings: Mapping[str, Any]) -> "DllmBlockSampler":
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
         """A sampler for passes over the canvases of a finished run."""
         sampler = super().for_rerun(settings)
-        sampler.block_length = int(settings.get("block_length") or settings["gen_length"])
         sampler.reference_quirks = bool(settings.get("reference_quirks"))
         return sampler
 
@@ -130,29 +98,19 @@ class DllmBlockSampler(DllmSampler):
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The masks of the block, in rows that have not ended."""
-        masks = masked & self.reach(masked, plan)
-        return masks if self._ended is None or self.reference_quirks else masks & ~self._ended[:, None]
+        return masked & self.reach(masked, plan) if self.reference_quirks else super().eligible(masked, plan)
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has had an end of the text in a finished block."""
         if self.end is None or plan.remaining > 1:
             return False
         ends = (canvas[:, slice(*plan.span)] == self.end).any(-1)
-        self._ended = ends if self._ended is None else self._ended | ends
-        return bool(self._ended.all())
+        self.ended = ends if self.ended is None else self.ended | ends
+        return bool(self.ended.all())
 
     def final_length(self, positions: int, steps: int) -> int:
         """The end of the last block that was decoded."""
         return self._stops[steps - 1] if 0 < steps <= len(self._stops) else positions
-
-    def state(self) -> dict[str, Tensor]:
-        """The block's masks at its first step, and the rows that have ended."""
-        return {**super().state(), **({} if self._ended is None else {"ended": self._ended})}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from such a state."""
-        super().restore(state)
-        self._ended = state.get("ended")
 
 
 ALGORITHM = Algorithm("dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve, corruption=CountCorruption())

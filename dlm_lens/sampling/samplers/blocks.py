@@ -1,0 +1,77 @@
+"""`BlockSampler`: what the samplers of block diffusion share: the network, and rows that end early."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.sampling.block_network import BlockLogits
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.samplers.base import Sampler
+
+
+class BlockSampler(Sampler):
+    """Base class of samplers that decode block after block, with block causal attention over the finished ones.
+
+    A subclass sets `block_length` and `use_cache`. Blocks begin at the first position of the answer, or with
+    `from_text` at each row's first token. A row in `ended` is not decoded any further.
+    """
+
+    grows = True
+    ended: Bool[Tensor, "batch"] | None = None
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> BlockLogits:
+        """The network of block diffusion."""
+        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
+        return BlockLogits(
+            model,
+            content,
+            layout=self.block_layout,
+            use_cache=self.use_cache,
+            ignored=self.ignored(model),
+            **self.guidance(model, masked, prompt_length, canvas),
+        )
+
+    def inputs(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch seen"],
+        canvas: Int[Tensor, "batch seen"],
+        prompt_length: int,
+    ) -> dict[str, Any]:
+        """Block causal attention over what a step sees."""
+        layout = self.block_layout_of(self.block_length, content, prompt_length)
+        return BlockLogits(model, content, layout=layout, ignored=self.ignored(model)).inputs_of(canvas)
+
+    def ignored(self, model: Any) -> int | None:
+        """The token that leaves attention once its block is finished, as a reference has it; None for none."""
+        return None
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
+        """A sampler for passes over the canvases of a finished run."""
+        sampler = super().for_rerun(settings)
+        sampler.block_length = int(settings.get("block_length") or settings["gen_length"])
+        return sampler
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The masks of each row's block, in rows that have not ended."""
+        masks = masked & self.reach(masked, plan)
+        return masks if self.ended is None else masks & ~self.ended[:, None]
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended."""
+        return {**super().state(), **({} if self.ended is None else {"ended": self.ended})}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        super().restore(state)
+        self.ended = state.get("ended")
