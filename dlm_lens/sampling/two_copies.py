@@ -33,7 +33,9 @@ class Blocks:
         sampler = algorithms()[name].sampler
         if not sampler.grows:
             return None
-        settings = {**family.samplers[name], **(getattr(config, "sampler_defaults", None) or {})}
+        trained = getattr(config, "trained_block_length", None)
+        settings = {**family.samplers[name], **({} if trained is None else {"block_length": trained})}
+        settings |= getattr(config, "sampler_defaults", None) or {}
         return cls(int(settings.get("block_length") or settings["gen_length"]), sampler.from_text)
 
 
