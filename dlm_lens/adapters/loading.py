@@ -102,7 +102,11 @@ def load(
     given: dict[str, Any] = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id}
     given |= {"eot_token_id": eot_token_id, "sampler": sampler}
     if values.get("sampler") is None and sampler is None:
-        given |= family.hub_fields.get(str(path_or_hub_name), {})
+        name = str(path_or_hub_name)
+        given |= {
+            "sampler": family.hub_samplers.get(name),
+            "trained_block_length": family.hub_block_lengths.get(name),
+        }
     values.update({name: value for name, value in given.items() if value is not None})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)

@@ -55,8 +55,9 @@ class Family:
             config.json may name another in its field `sampler`.
         causal: whether it is autoregressive: a position sees the ones before it and predicts the next.
         hub_names: released checkpoints that load.
-        hub_fields: released checkpoint -> fields that its config.json lacks: its `sampler`, its
-            `trained_block_length`.
+        hub_samplers: released checkpoint -> its sampler, where config.json does not name it.
+        hub_block_lengths: released checkpoint -> block length of its training, which becomes the config's
+            `trained_block_length`, where config.json does not say it.
         refused: model type or architecture of a config.json -> what such a checkpoint is, and the remedy.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
@@ -76,7 +77,8 @@ class Family:
     samplers: Mapping[str, Mapping[str, Any]]
     causal: bool = False
     hub_names: tuple[str, ...] = ()
-    hub_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    hub_samplers: Mapping[str, str] = field(default_factory=dict)
+    hub_block_lengths: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     mask_token: str | None = None

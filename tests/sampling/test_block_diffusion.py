@@ -1,5 +1,6 @@
 """Block diffusion: cache, batches, recordings, hooks and hosts, against a float64 network without a cache."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,13 @@ def test_released_block_checkpoints_are_known_by_name(tmp_path: Path, monkeypatc
     (tmp_path / name).mkdir(parents=True)
     tiny("a2d_qwen3").save_pretrained(tmp_path / name)
     monkeypatch.chdir(tmp_path)  # a directory of the hub's name is found before the hub
-    assert dl.load(name).config.sampler == "dllm_blocks"
+    model = dl.load(name)
+    assert model.config.sampler == "dllm_blocks"
+    with pytest.warns(UserWarning, match="block_length is 8, but the model was trained with blocks of 32"):
+        dl.denoise(model, [[1, 2]], gen_length=16, block_length=8)
+    with warnings.catch_warnings():  # the answer is a part of a block
+        warnings.simplefilter("error")
+        assert dl.denoise(model, [[1, 2]], gen_length=16).settings["block_length"] == 16
     assert dl.load(name, sampler="dllm").config.sampler == "dllm"
 
 

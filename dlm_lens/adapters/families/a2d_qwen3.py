@@ -64,9 +64,8 @@ FAMILY = Family(
     },
     samplers={"dllm": DLLM_SAMPLER, "dllm_blocks": DLLM_BLOCK_SAMPLER},
     hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
-    hub_fields={
-        "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": {"sampler": "dllm_blocks", "trained_block_length": 32},
-    },
+    hub_samplers={"dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": "dllm_blocks"},
+    hub_block_lengths={"dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": 32},
     # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
     mask_token="<|mask|>",
