@@ -1,7 +1,8 @@
 """Twins of the embedded models: equal networks and data, other seeds; trained in the run and stored.
 
 Network 0 of a kind is the shipped model, network s its twin with the seed s of initial weights, order of the data
-and masks. A twin is trained for `twin_steps` steps, fewer than the 10,000 of the shipped models.
+and masks. A twin is trained for `twin_steps` steps, fewer than the 10,000 of the shipped models. A kind that is
+not shipped is trained too, its network 0 with the seed 0.
 """
 
 import os
@@ -12,6 +13,10 @@ from dlm_lens.experiments.results import Item, Settings
 
 SETTINGS: dict[str, Any] = {"networks": 1, "twin_steps": 3000, "trained": "runs/twins"}
 """Networks of each embedded kind (1: the shipped model alone), steps of a twin, and where twins are stored."""
+
+
+NOT_SHIPPED = ("toy-blocks",)
+"""Kinds of `experiments.toy` that the package does not hold: toy as a block-diffusion model."""
 
 
 def networks_of(model: str, settings: Settings) -> range:
@@ -29,9 +34,9 @@ def networks_of(model: str, settings: Settings) -> range:
 
 
 def model_of(item: Item, settings: Settings, bench: Any) -> Any:
-    """The model of an item, its twin with the seed `item["network"]` where that is above 0."""
-    number = item.get("network", 0)
-    return bench.model(str(trained_twin(item["model"], number, settings)) if number else item["model"])
+    """The model of an item, its twin with the seed `item["network"]` where that is above 0 or it is not shipped."""
+    number, name = item.get("network", 0), item["model"]
+    return bench.model(str(trained_twin(name, number, settings)) if number or name in NOT_SHIPPED else name)
 
 
 def trained_twin(model: str, seed: int, settings: Settings) -> Path:
