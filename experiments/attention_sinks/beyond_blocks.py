@@ -129,7 +129,8 @@ def counted(
     steps = np.flatnonzero((weight > 0).any(1))
     share = weight / np.maximum(weight.sum(1, keepdims=True), 1e-12)
     found: dict[str, Any] = {
-        "maps": len(steps) * maps, "with": int(sinks.any(-1).sum()), "mask alone": int(mask_alone.any(-1).sum()) * maps,
+        "maps": len(steps) * maps, "with": int(sinks.any(-1).sum()),
+        "mask alone": int(mask_alone.any(-1).sum()) * maps,
         "sinks": int(sinks.sum()), "prefix": 0, "chance": 0.0,
         **{name: [0, 0, 0.0] for name in ("inside", "crossing", "entering")}, "largest": [0, 0, 0, 0.0],
     }  # fmt: skip
@@ -212,8 +213,8 @@ def render(results: Results) -> Rendering:
         "goes on below the triangles to its right; one that moves with the block steps to the right at each.",
         '"By chance": a sink at any key that is seen, on column sums in proportion to e_j, the attention that it '
         'receives under uniform attention. "The mask alone": uniform attention under the same mask.',
-        "toy decodes the same blocks from left to right with the whole canvas in sight, and its finished blocks are "
-        "recomputed at every step. Steps after the block with the end of the text are left out. toy-blocks is "
+        "toy decodes the same blocks from left to right with the whole canvas in sight, and computes its finished "
+        "blocks again at every step. Steps after the block with the end of the text are left out. toy-blocks is "
         "trained for fewer steps than toy.",
         BESIDE,
     ])  # fmt: skip
@@ -321,8 +322,8 @@ def _steps(results: Results, model: str) -> Iterator[Finding]:
     moved = moved_along(*where)
     yield Finding.of(
         "they move with the block (no statement of the paper's)",
-        f"{model}, block queries: of the largest sinks in a block at its last step, {_ratio_of(*where, 'largest', 2, 0)} "
-        f"are in the next block one step later, {_ratio_of(*where, 'largest', 1, 0)} where they were",
+        f"{model}, block queries: of the largest sinks in a block at its last step, "
+        f"{_ratio_of(*where, 'largest', 2, 0)} are in the next block one step later, {_ratio_of(*where, 'largest', 1, 0)} where they were",
         is_above(moved, NO_EXCESS),
         why="agreement: in the next block more often than a key drawn without a preference",
         null=f"without a preference: {_ratio_of(*where, 'largest', 3, 0)}",

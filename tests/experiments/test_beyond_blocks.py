@@ -112,6 +112,7 @@ def test_findings_follow_their_rules() -> None:
             assert found[names[name]] == verdict, (changes, name)
 
 
+@pytest.mark.long
 def test_a_run_with_an_untrained_network(tmp_path: Path) -> None:
     export(build_model("toy-blocks", 0), "toy-blocks", tmp_path / "toy-blocks-3000steps-seed0")
     experiment = find_experiment("beyond-blocks")
