@@ -323,7 +323,8 @@ def _steps(results: Results, model: str) -> Iterator[Finding]:
     yield Finding.of(
         "they move with the block (no statement of the paper's)",
         f"{model}, block queries: of the largest sinks in a block at its last step, "
-        f"{_ratio_of(*where, 'largest', 2, 0)} are in the next block one step later, {_ratio_of(*where, 'largest', 1, 0)} where they were",
+        f"{_ratio_of(*where, 'largest', 2, 0)} are in the next block one step later, "
+        f"{_ratio_of(*where, 'largest', 1, 0)} where they were",
         is_above(moved, NO_EXCESS),
         why="agreement: in the next block more often than a key drawn without a preference",
         null=f"without a preference: {_ratio_of(*where, 'largest', 3, 0)}",
