@@ -7,6 +7,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.sinks import AttentionShare, LowKeyNorm, MeanReceived, SoftSigmoid, find_sinks, received_of
+from dlm_lens.testing import tiny
 
 pytestmark = pytest.mark.browser
 
@@ -477,3 +478,20 @@ def test_the_controls_stay_on_a_phone(files, opened):
             assert box["x"] >= 0, (down, control)
             assert box["x"] + box["width"] <= 390, (down, control)
     assert page.evaluate("document.getElementById('controls').getBoundingClientRect().height") <= 844 / 2
+
+
+@pytest.mark.long
+def test_rewritten_tokens_are_marked(tmp_path, opened):
+    model = tiny("llada2", sampler="llada2_editing")
+    settings = {"gen_length": 10, "block_length": 4, "threshold": 0.3, "editing_threshold": 0.2}
+    recording = dl.record(model, [[1, 2, 3, 4, 5, 6, 7]], [dl.ReceivedAttention(min_viewers=1)], **settings)
+    revised = recording.run.revised[:, 0]
+    page = opened(dl.viz.report(recording, tmp_path / "report.html"))
+    for step in (0, *revised.any(-1).nonzero().flatten().tolist()[:2]):
+        page.set("#step", step)
+        marked = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.classList.contains('revised'))")
+        assert marked == revised[step].tolist()
+    titles = page.eval_on_selector_all(".cell.revised", "cells => cells.map(c => c.title)")
+    assert titles
+    assert all("rewritten at this step" in title for title in titles)
+    assert page.eval_on_selector_all(".revisedkey", "all => all.length") == 1

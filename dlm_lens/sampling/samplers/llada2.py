@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
 from dlm_lens.sampling.samplers.dream import filtered
@@ -339,4 +340,4 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return values
 
 
-ALGORITHM = Algorithm("llada2", LLaDA2Settings, LLaDA2Sampler, resolve)
+ALGORITHM = Algorithm("llada2", LLaDA2Settings, LLaDA2Sampler, resolve, corruption=CountCorruption())

@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import Revise, SpecialIds
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
@@ -157,4 +158,6 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return values
 
 
-ALGORITHM = Algorithm("llada2_editing", LLaDA2EditingSettings, LLaDA2EditingSampler, resolve)
+ALGORITHM = Algorithm(
+    "llada2_editing", LLaDA2EditingSettings, LLaDA2EditingSampler, resolve, corruption=CountCorruption()
+)
