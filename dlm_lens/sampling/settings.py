@@ -17,6 +17,7 @@ ELSEWHERE = {
     "max_new_tokens": "gen_length",
     "num_steps": "steps",
     "remasking_strategy": "remasking",
+    "small_block_size": "sub_block_length",
     "stopping_criteria_idx": "stop_tokens",
     "timesteps": "steps",
 }

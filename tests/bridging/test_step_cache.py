@@ -35,16 +35,8 @@ def test_a_step_is_the_cache_of_its_canvas(case: str) -> None:
     """Equal to `run_with_cache` on the stored canvas, for every name."""
     model = model_of(case)
     tl, causal = dl.bridge(model), case in ("llama", "qwen2", "qwen3")
-    settings = (
-        {"gen_length": 4}
-        if causal
-        else {"gen_length": 4, "steps": 4, "cfg_scale": 0.0}
-        if case != "dream"
-        else {
-            "gen_length": 4,
-            "steps": 4,
-        }
-    )
+    given = {"steps": 4, "cfg_scale": 0.0}
+    settings = {"gen_length": 4, **{name: given[name] for name in given if name in model.sampler_defaults}}
     run, cache = tl.denoise_with_cache(IDS, cache_steps=2, **settings)
     canvas = run.canvases[2][:, :8] if causal else run.canvases[2]
     with torch.no_grad():

@@ -17,8 +17,7 @@ IDS = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
 
 
 def settings_of(model: Any, **more: Any) -> dict[str, Any]:
-    causal = model.config.model_type in ("llama", "qwen2", "qwen3")
-    return {"gen_length": 6, **({} if causal else {"steps": 6}), "seed": 3, **more}
+    return {"gen_length": 6, **({"steps": 6} if "steps" in model.sampler_defaults else {}), "seed": 3, **more}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -234,7 +234,7 @@ def test_contract_of_masked_diffusion_adapters(case: str) -> None:
     for call in (tl.generate, tl.diffusion_generate):
         with pytest.raises(NotImplementedError, match=r"bridge\.denoise"):
             call(TEXT, max_new_tokens=4)
-    done = tl.denoise(TEXT, steps=4, gen_length=4)
+    done = tl.denoise(TEXT, gen_length=4)
     assert not (done.tokens[:, -4:] == tl.original_model.config.mask_token_id).any()
 
 

@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "a2d, llama": ("a2d_qwen3", {"model_type": "a2d-llama"}),
     "mdlm": ("mdlm", {}),
     "mdlm, told the noise": ("mdlm", {"time_conditioning": True}),
+    "fast-dllm v2": ("fast_dllm_v2", {}),
     "sink_qwen": ("sink_qwen", {}),
     "sink_qwen, sinks": ("sink_qwen", {"num_sinks": 2, "tie_word_embeddings": True}),
     "sink_qwen, softmax": ("sink_qwen", {"softmax": "sink_logits"}),

@@ -1,0 +1,328 @@
+"""Fast-dLLM v2's sampler: blocks, sub-blocks decoded from left to right, and a threshold on probabilities."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.attention import padding_before
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.blocks import BlockSampler
+from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.samplers.sdar import SelectAbove
+from dlm_lens.sampling.settings import at_least_one, not_negative
+from dlm_lens.sampling.sub_block_network import SubBlockLogits
+
+STEP_BLOCK = 32
+"""The length of the blocks of the original's steps, whatever its argument `block_size` is."""
+
+
+@dataclass(frozen=True)
+class FastDllmV2Settings:
+    """Settings of Fast-dLLM v2's `generate` (Efficient-Large-Model/Fast_dLLM_v2_7B, modeling.py).
+
+    Args:
+        gen_length: tokens of the answer (`max_new_tokens`).
+        block_length: tokens of a block (`block_size`), counted from the text's first token; the last one may be
+            short.
+        sub_block_length: tokens of a sub-block (`small_block_size`), which divides the block.
+        threshold: a step unmasks the proposals of the sub-block whose probability is above it, at least the most
+            likely one; at 1 one token per step.
+        temperature: 0 takes the most likely token.
+        top_p: above temperature 0, the probability of the tokens that are sampled from.
+        use_cache: compute finished blocks once, which is exact.
+        use_block_cache: compute the sub-block alone, with keys and values of the block's other positions from
+            before, which is approximate. They are computed again when the sub-block's first position is masked.
+
+    Raises:
+        ValueError: a value is out of its range, or the sub-blocks do not fill a block.
+    """
+
+    gen_length: int
+    block_length: int
+    sub_block_length: int
+    threshold: float = 1.0
+    temperature: float = 0.0
+    top_p: float = 0.95
+    use_cache: bool = True
+    use_block_cache: bool = False
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "gen_length", "block_length", "sub_block_length")
+        not_negative(self, "temperature", zero="greedy")
+        if self.block_length % self.sub_block_length:
+            raise ValueError(
+                f"sub-blocks of {self.sub_block_length} do not fill a block of {self.block_length}; choose a "
+                "sub_block_length that divides block_length"
+            )
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; it is a probability from 0 to 1 (one token a step)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.use_block_cache and not self.use_cache:
+            raise ValueError(
+                "use_block_cache=True needs the cache of finished blocks, which hooks, recorders and "
+                "use_cache=False switch off; leave use_block_cache out"
+            )
+
+
+def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """Settings of a run; the default sub-block holds where it divides the block, otherwise a block is one.
+
+    Raises:
+        ValueError: there is no answer to write.
+    """
+    values = {**defaults, **given}
+    if values["gen_length"] < 1:
+        raise ValueError(
+            f"gen_length is {values['gen_length']}; block diffusion writes an answer after the prompt: give "
+            "gen_length of at least 1"
+        )
+    if "sub_block_length" not in given and values["block_length"] % values["sub_block_length"]:
+        values["sub_block_length"] = values["block_length"]
+    return values
+
+
+class FastDllmV2Propose(nn.Module):
+    """x0 from softmax(logits / temperature) within its nucleus; the confidence is the probability of x0 there.
+
+    At temperature 0 it is the argmax, with its probability among all tokens. [MASK] is never an x0.
+    `reference_quirks` allows it, and takes the argmax for the first token of a block at every temperature.
+
+    Attributes:
+        leads: positions that are the first of their block, where the step decides these; None elsewhere.
+    """
+
+    leads: Bool[Tensor, "batch position"] | None = None
+
+    def __init__(self, settings: FastDllmV2Settings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.noise = settings, noise
+        self.never, self.greedy_leads = [] if reference_quirks else [ids.mask], reference_quirks
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        settings = self.settings
+        likely, chosen = logits.softmax(-1), without(logits, self.never).argmax(-1)
+        if settings.temperature > 0:
+            # [MASK] leaves before the nucleus, which may hold nothing else.
+            scaled = filtered(without(logits, self.never) / settings.temperature, settings.top_p, None).softmax(-1)
+            drawn = self.noise.tokens(scaled, evaluated, eligible)
+            if self.greedy_leads and self.leads is not None:
+                plain = self.leads[evaluated]
+                scaled, drawn = torch.where(plain[:, None], likely, scaled), torch.where(plain, chosen, drawn)
+            likely, chosen = scaled, drawn
+        found = likely.gather(-1, chosen[:, None]).squeeze(-1).float()
+        confidence = found.new_zeros(canvas.shape).masked_scatter(evaluated, found)
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+
+class FastDllmV2Sampler(BlockSampler):
+    """Blocks from left to right, counted from the text, and in each the sub-blocks from left to right.
+
+    The output at i - 1 predicts position i. The first position of a block is therefore predicted by the block
+    before, and a step of its own decides it, before the others are predicted. Each further step proposes for the
+    masks of a row's first sub-block that has any. A row ends when an end of the text in its answer has no mask
+    before it; the rest of its canvas stays masked.
+
+    `reference_quirks`: whole blocks are decoded, gen_length // block_length of them with the one that holds the end
+    of the (longest) prompt, and one token more; the first token of a block is greedy; a prompt of exactly one block
+    is not seen; with several rows (`batch_sample`) the answer of a longer prompt that ends with its block begins as
+    a mask among others; the block that is decoded does not see keys after the next multiple of 32 positions.
+    """
+
+    from_text, adaptive = True, True
+
+    def __init__(
+        self, settings: FastDllmV2Settings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__()
+        self.settings, self.reference_quirks, self.ends = settings, reference_quirks, ids.ends
+        self.block_length, self.use_cache = settings.block_length, settings.use_cache
+        self.propose = FastDllmV2Propose(settings, noise, ids, reference_quirks)
+        self.select = SelectAbove(settings.threshold)
+        self.mask, self._seen_until = ids.mask, 0
+
+    def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
+        """gen_length, so that the last block may be short; with `reference_quirks` whole blocks and a token."""
+        if not self.reference_quirks:
+            return gen_length
+        lengths, total = prompts.sum(-1), self._quirky_length(prompts)
+        return 0 if total is None else max(0, total - int(lengths.min()))
+
+    def _quirky_length(self, content: Bool[Tensor, "batch prompt"]) -> int | None:
+        """How long every text becomes in the original; None where it returns the prompt."""
+        lengths, length = content.sum(-1), self.block_length
+        wanted = self.settings.gen_length // length
+        if not wanted and int(lengths.min()) <= length:
+            return None
+        return (int(lengths.max()) // length + wanted) * length + 1
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> SubBlockLogits:
+        """The network of block diffusion, whose output at i - 1 predicts position i."""
+        rows, settings = torch.arange(len(content), device=content.device), self.settings
+        if self.reference_quirks and len(content) > 1 and settings.temperature > 0:
+            raise ValueError(
+                "the original samples the first row's tokens for every row: with reference_quirks and a "
+                "temperature give one prompt"
+            )
+        if self.reference_quirks and len(content) > 1 and settings.use_block_cache:
+            raise ValueError(
+                "the block caches of the original's rows depend on each other: with reference_quirks and "
+                "use_block_cache give one prompt"
+            )
+        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
+        seen = self._seen(content, prompt_length)
+        self._answer, self._begins = prompt_length, padding_before(seen)
+        self._limits = torch.full_like(self._begins, content.shape[1])
+        if self.reference_quirks:
+            prompts = content[:, :prompt_length]
+            lengths = prompts.sum(-1)
+            alone = lengths % self.block_length == 0
+            least = lengths.min()
+            alone &= (lengths > least) | (least <= self.block_length)
+            self._begins = torch.where(alone, prompt_length, self._begins)
+            total = self._quirky_length(prompts)
+            if total is not None:
+                self._limits = padding_before(content) + total
+        network = SubBlockLogits(
+            model,
+            seen,
+            layout=self.block_layout,
+            sub_block_length=settings.sub_block_length if settings.use_block_cache else None,
+            window=STEP_BLOCK if self.reference_quirks else None,
+            use_cache=self.use_cache,
+        )
+        if network.source is not None and content.shape[1] > prompt_length:
+            network.source[rows, self._begins] = self._begins
+        return network
+
+    def _seen(self, content: Bool[Tensor, "batch position"], prompt_length: int) -> Bool[Tensor, "batch position"]:
+        """What the network sees; in the original not the first block, if that is all of the shortest prompt."""
+        padding = padding_before(content)
+        if not self.reference_quirks or int((prompt_length - padding).min()) != self.block_length:
+            return content
+        where = torch.arange(content.shape[1], device=content.device)
+        return content & (where >= padding[:, None] + self.block_length)
+
+    def inputs(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch seen"],
+        canvas: Int[Tensor, "batch seen"],
+        prompt_length: int,
+    ) -> dict[str, Any]:
+        """Block causal attention over what a step sees."""
+        layout = self.block_layout_of(self.block_length, content, prompt_length)
+        window = STEP_BLOCK if self.reference_quirks else None
+        seen = self._seen(content, prompt_length)
+        return SubBlockLogits(model, seen, layout=layout, window=window).inputs_of(canvas)
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> "FastDllmV2Sampler":
+        """A sampler for passes over the canvases of a finished run, all of which are exact."""
+        sampler: FastDllmV2Sampler = super().for_rerun(settings)
+        names = FastDllmV2Settings.__dataclass_fields__
+        known = {name: value for name, value in settings.items() if name in names}
+        sampler.settings = FastDllmV2Settings(**{**known, "use_block_cache": False})
+        sampler.reference_quirks = bool(settings.get("reference_quirks"))
+        return sampler
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step that may be needed: as many for each block as it has positions."""
+        assert self.block_layout is not None
+        length, found = self.block_length, list[StepPlan]()
+        spans = self.block_layout.spans(prompt_length, positions)
+        for block, span in enumerate(spans):
+            for left in range(length, 0, -1):
+                found.append(StepPlan(len(found), len(spans) * length, block, span, left, span[1]))
+        return found
+
+    def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Positions that the step's network can predict: of each row's block, or of the sub-block it computes."""
+        return self.eligible(masked, plan) if self.settings.use_block_cache else super().reach(masked, plan)
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The first position of a row's block if it is masked; then the masks of its first sub-block with any."""
+        where, start = torch.arange(masked.shape[1], device=masked.device), self._starts(plan)[:, None]
+        within = masked & super().reach(masked, plan) & (where < self._limits[:, None])
+        if self.ended is not None:
+            within &= ~self.ended[:, None]
+        lead = within & self._leads(masked, plan)
+        number = (where - start) // self.settings.sub_block_length
+        current = number.masked_fill(~within, masked.shape[1]).amin(-1, keepdim=True)
+        return torch.where(lead.any(-1, keepdim=True), lead, within & (number == current))
+
+    def _starts(self, plan: StepPlan) -> Int[Tensor, "batch"]:
+        assert self.block_layout is not None
+        return self.block_layout.starts(plan.span)
+
+    def _leads(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The first position of every row's block, where the block before predicts it."""
+        start, where = self._starts(plan), torch.arange(masked.shape[1], device=masked.device)
+        return (where == start[:, None]) & (start > self._begins)[:, None]
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """One in each row, beside those above the threshold."""
+        return eligible.any(-1).long()
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step, whose proposals are told where blocks begin."""
+        self.propose.leads = self._leads(masked, plan)
+        return super().forward(canvas, logits, evaluated, masked, plan)
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether the answer of every row has an end of the text without a mask before it."""
+        self._seen_until = plan.span[1]
+        answer = canvas[:, self._answer :]
+        undecided = answer == torch.tensor(self.mask, device=answer.device)
+        ends = torch.isin(answer, torch.tensor(self.ends, dtype=answer.dtype, device=answer.device))
+        ends &= undecided.cumsum(-1) == 0
+        self.ended = ends.any(-1)
+        return bool(self.ended.all())
+
+    def final_length(self, positions: int, steps: int) -> int:
+        """The end of the last block that was decoded."""
+        return min(self._seen_until or positions, positions)
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended, and the end of the last block."""
+        return {**super().state(), "seen_until": torch.tensor(self._seen_until)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        super().restore(state)
+        self._seen_until = int(state["seen_until"])
+
+
+ALGORITHM = Algorithm("fast_dllm_v2", FastDllmV2Settings, FastDllmV2Sampler, resolve, corruption=CountCorruption())
