@@ -138,29 +138,53 @@ def test_loss_in_float64(from_text: bool, shift: bool, normalisation: Any) -> No
     assert loss_of(model, objective, rows, noised) == pytest.approx(wanted, rel=2e-5)
 
 
-@pytest.mark.parametrize("shift", [False, True])
-def test_training_and_sampling_have_the_same_network(shift: bool) -> None:
-    """A noisy block given the clean text before it is what a step of the sampler sees."""
-    model = block_model(logit_shift=shift)
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a2d-qwen3": ("a2d_qwen3", {"sampler": "dllm_blocks"}),
+    "a2d-qwen3, shifted": ("a2d_qwen3", {"sampler": "dllm_blocks", "logit_shift": True}),
+    "a2d-qwen2": ("a2d_qwen3", {"model_type": "a2d-qwen2", "sampler": "dllm_blocks"}),
+    "a2d-llama": ("a2d_qwen3", {"model_type": "a2d-llama", "sampler": "dllm_blocks"}),
+    "sdar": ("sdar", {}),
+    "llada2": ("llada2", {}),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_training_and_sampling_have_the_same_network(name: str) -> None:
+    """A noisy block given the clean text before it is what a step of the sampler sees, in families with blocks."""
+    family, config = NETWORKS[name]
+    model = tiny(family, **config)
+    objective = MaskedDiffusionLoss(block_length=BLOCK).for_model(model, 2)
     generator = torch.Generator().manual_seed(3)
     clean = torch.randint(0, 60, (2, 14), generator=generator)
     content = torch.ones(2, 14, dtype=torch.bool)
     content[1, :3] = False
     masked = torch.rand(2, 14, generator=generator) < 0.7
     masked[:, :6] = False
+    assert objective.logit_shift is config.get("logit_shift", False)
     noisy = clean.masked_fill(masked, model.config.mask_token_id)
-    layout = BlockLayout(BLOCK, torch.tensor([6, 6]))
+    layout = BlockLayout(BLOCK, torch.tensor([0, 3] if objective.blocks_from_text else [6, 6]))
     network = TwoCopyLogits(model, content, clean=clean, layout=layout)
     with torch.no_grad():
-        found = torch.full((2, 14, model.config.vocab_size), torch.nan)
+        found = torch.full((2, 14, network.model.get_output_embeddings().weight.shape[0]), torch.nan)
         found[masked] = network.at(noisy, masked)
-        for start in (6, 10):
-            plan = StepPlan(0, 2, 0, (start, start + BLOCK), 1, start + BLOCK)
-            canvas = torch.cat([clean[:, :start], noisy[:, start:]], 1)
-            inside = masked & (torch.arange(14) >= start) & (torch.arange(14) < start + BLOCK)
-            sampled = BlockLogits(model, content, layout=layout)
-            logits = sampled.of_step(canvas, inside, plan, own_forward=False)
-            torch.testing.assert_close(found[inside], logits, atol=2e-5, rtol=2e-5)
+        # A row alone, block after block: the clean text before the block, then the noisy block.
+        for row, padding in enumerate((0, 3)):
+            first = int(layout.first[row]) - padding
+            size = 14 - padding
+            for start in range(first % BLOCK - BLOCK, size, BLOCK):
+                inside = torch.zeros(1, size, dtype=torch.bool)
+                inside[0, max(start, 0) : start + BLOCK] = True
+                inside &= masked[row, padding:]
+                if not inside.any():
+                    continue
+                stop = min(start + BLOCK, size)
+                canvas = torch.cat([clean[row, padding:][: max(start, 0)], noisy[row, padding:][max(start, 0) :]])
+                alone = BlockLayout(BLOCK, torch.tensor([first]))
+                sampled = BlockLogits(model, inside.new_ones(1, size), layout=alone)
+                plan = StepPlan(0, 2, 0, (max(start, 0), stop), 1, stop)
+                logits = sampled.of_step(canvas[None], inside, plan, own_forward=False)
+                wanted = found[row, padding:][inside[0]]
+                torch.testing.assert_close(wanted, logits, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("from_text", [False, True])

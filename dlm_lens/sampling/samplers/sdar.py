@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
@@ -309,4 +310,4 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return values
 
 
-ALGORITHM = Algorithm("sdar", SdarSettings, SdarSampler, resolve)
+ALGORITHM = Algorithm("sdar", SdarSettings, SdarSampler, resolve, corruption=CountCorruption())
