@@ -12,6 +12,7 @@ from dlm_lens.hooks import mask_positions, mask_tokens, mask_top_sinks
 from dlm_lens.sampling.samplers.sdar import SdarSettings, SelectAbove, SelectBounded, SelectFirst
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.test_likelihood_blocks import ANSWER, PROMPT, blocks_of, bound64, logits64
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
 RUN: dict[str, Any] = {"gen_length": 9, "seed": 1, "temperature": 0.7, "threshold": 0.3, "stop_tokens": ()}
@@ -207,6 +208,21 @@ def test_the_lens_reads_each_row_as_alone() -> None:
         known.append(lens.kl[entry, -1])
     assert len(known) == int((run.masked[:-1] & run.in_block).sum())
     assert torch.stack(known).abs().max() < 1e-5
+
+
+def test_likelihoods_have_the_blocks_of_the_text() -> None:
+    """The prompt of three tokens shares its block with the answer's first token."""
+    model = tiny("sdar")
+    assert blocks_of(4, 0) == [(3, 4), (4, 8), (8, 9)]
+    got = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule")
+    for start, stop in blocks_of(4, 0):
+        for i in range(start, stop):
+            canvas = (PROMPT + ANSWER)[:i] + [model.config.mask_token_id] * (stop - i)
+            wanted = -float(logits64(model, canvas, 4, 0).log_softmax(-1)[i, ANSWER[i - 3]])
+            assert float(got.losses[0][i - 3]) == pytest.approx(wanted, rel=1e-5)
+    estimate = dl.log_likelihood(model, PROMPT, ANSWER, samples=1024, strata=16, seed=5)
+    # 64 independent estimates, an interval of 4 standard errors.
+    assert float(estimate.value) == pytest.approx(bound64(model, 4, 0), abs=4 * float(estimate.standard_error))
 
 
 def test_a_row_ends_with_the_block_that_has_a_stop_token() -> None:
