@@ -1,6 +1,6 @@
 """Join several recordings: the rows of all of them in one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -52,8 +52,8 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         revised=rows("revised"),
         attention_mask=torch.cat([run.attention_mask for run in runs]),
         rows_ran=_ran(recordings),
+        spans=tuple((min(starts), max(stops)) for starts, stops in _by_step([run.spans for run in runs])),
         # Of the longest run: the others lack the last steps.
-        spans=runs[at].spans,
         blocks=runs[at].blocks,
         computed=runs[at].computed,
         settings={**runs[0].settings, "seeds": _seeds(recordings)},
@@ -71,6 +71,15 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         rows=tuple(row for r in recordings for row in r.rows),
         words={i: word for r in recordings for i, word in r.words.items()},
     )
+
+
+def _by_step(
+    spans: Sequence[Sequence[tuple[int, int]]],
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The starts and the stops of all runs at every step."""
+    for step in zip(*spans, strict=True):
+        starts, stops = zip(*step, strict=True)
+        yield starts, stops
 
 
 def _check_steps(run: DenoisingRun, longest: DenoisingRun) -> None:

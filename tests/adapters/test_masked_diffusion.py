@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dlm_lens as dl
+from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.testing import tiny
 from dlm_lens.training.losses import masked_loss
 from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
@@ -105,7 +106,8 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
         whole = model(input_ids=shown[:1], labels=labels[:1]).loss
     assert float(loss) == pytest.approx(float(by_hand.sum()), rel=1e-5)
     assert float(whole) == pytest.approx(float(by_hand.mean()), rel=1e-5)
-    last = dl.log_likelihood(model, tokens[0, :6], tokens[0, 6:], "chain_rule")
+    one_block = {"block_length": tokens.shape[1]} if Blocks.of(model.config) else {}
+    last = dl.log_likelihood(model, tokens[0, :6], tokens[0, 6:], "chain_rule", **one_block)
     labels[0], shown[0] = -100, tokens[0]
     labels[0, 6], shown[0, 6] = tokens[0, 6], mask
     assert float(-last.value) == pytest.approx(float(losses64(model, shown, labels)[0]), rel=1e-5)

@@ -112,6 +112,22 @@ def test_received_attention_and_its_expectation() -> None:
     assert any(seen != own for seen, own in widths)
     again = dl.received_over_steps(model, run, min_viewers=1)
     torch.testing.assert_close(again.values, received.values, equal_nan=True)
+    # Batches of one row, whose blocks begin at other positions, joined.
+    static = RUN | {
+        "remasking": "low_confidence_static",
+        "steps_per_block": 1,
+        "temperature": 0.0,
+        "gen_length": 10,
+    }
+    whole, parts = (
+        dl.record(
+            model, [PROMPTS[0], [5, 6, 7, 8, 9]], [dl.ReceivedAttention(min_viewers=1)], batch_size=size, **static
+        )
+        for size in (None, 1)
+    )
+    assert parts.run.spans == whole.run.spans
+    assert parts.expected().equal(whole.expected())
+    torch.testing.assert_close(dl.received_of(parts).values, dl.received_of(whole).values, equal_nan=True)
     # A row of the batch taken out has the blocks that it had.
     assert recording.select(batch=1).expected()[:, 0].equal(expected[:, 1])
 
