@@ -38,7 +38,7 @@ def dit64(
 
     def vectors(name: str, count: int) -> list[Tensor]:
         if not config.adaln:
-            return [torch.zeros(1).double(), torch.zeros(1).double(), torch.ones(1).double()] * (count // 2)
+            return [torch.tensor(one).double() for one in (0, 0, 1, 0, 0, 1)][:count]
         return list(linear(condition, name).reshape(count, -1))
 
     if config.adaln:

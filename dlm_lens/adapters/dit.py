@@ -106,7 +106,7 @@ class DiTConfig(LlamaConfig):
         self.use_cache = False
 
     @property
-    def empty_prompt(self) -> list[int]:
+    def empty_prompt(self) -> list[int] | None:
         """The ids that an empty prompt stands for: the model writes without any."""
         return []
 

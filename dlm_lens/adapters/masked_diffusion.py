@@ -73,6 +73,17 @@ MDLM_SAMPLER = {
 }
 """The defaults of kuleshov-group/mdlm's config.yaml; gen_length is ours (theirs is the whole context)."""
 
+BD3LM_SAMPLER = {
+    "gen_length": 128,
+    "block_length": 4,
+    "steps_per_block": 128,
+    "first_hitting": True,
+    "nucleus_p": 1.0,
+    "temperature": 1.0,
+    "use_cache": True,
+}
+"""The defaults of kuleshov-group/bd3lms' config.yaml; gen_length and steps_per_block are ours (theirs are 5000)."""
+
 
 SDAR_SAMPLER = {
     "gen_length": 128,

@@ -94,9 +94,10 @@ def denoise(
             MMaDA: eot_token, which ends a row after the block that ends with it; Dream: top_p, top_k, alg_temp,
             eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md); SMDM: eps; dllm: schedule,
             stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; MDLM: predictor,
-            noise_removal, eps; LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and
-            for 2.1 editing_threshold, max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold,
-            entropy_bound, top_k, top_p, stop_tokens, use_cache; AR: use_cache).
+            noise_removal, eps; BD3-LM: first_hitting, steps_per_block, nucleus_p, use_cache; LLaDA2: threshold,
+            steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and for 2.1 editing_threshold,
+            max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold, entropy_bound, top_k, top_p,
+            stop_tokens, use_cache; AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.

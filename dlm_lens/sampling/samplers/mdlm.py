@@ -13,7 +13,7 @@ from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
-from dlm_lens.sampling.network import CanvasLogits, EditLogits, network_inputs
+from dlm_lens.sampling.network import CanvasLogits, EditLogits
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
@@ -127,7 +127,7 @@ class AncestralPropose(nn.Module):
 
     times = Times(0.0, 1.0, 0.0)
 
-    def __init__(self, temperature: float, noise: Noise, mask: int | None, reference_quirks: bool) -> None:
+    def __init__(self, temperature: float, noise: Noise, mask: int | None, *, reference_quirks: bool) -> None:
         super().__init__()
         self.temperature, self.noise, self.mask = temperature, noise, mask
         self.reference_quirks = reference_quirks
@@ -150,6 +150,7 @@ class AncestralPropose(nn.Module):
             weights = weights * times.unmasked / gumbel
             if self.mask is not None:
                 against = times.masked / gumbel[:, self.mask]
+                weights = weights.index_fill(-1, torch.tensor([self.mask], device=weights.device), -torch.inf)
         best, chosen = weights.max(-1)
         share = (best / (best + against)).nan_to_num(1.0)  # inf / inf: a token whose u is 1
         confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
@@ -211,16 +212,17 @@ class NoiseToldLogits(CanvasLogits):
 
         While anything listens to the model, and in a network that is told the noise level, every step has its pass.
         """
-        told = getattr(self.model.config, "time_conditioning", False)
+        told = self.sampler.is_told(self.model)
         if own_forward or edit is not None or told or has_listeners(self.model):
             return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
         if self._kept is None or not (self._kept[0].equal(canvas) and self._kept[1].equal(evaluated)):
-            self._kept = (canvas, evaluated, self.at(canvas, evaluated))
+            found = super().of_step(canvas, evaluated, plan, own_forward=False)
+            self._kept = (canvas, evaluated, found)
         return self._kept[2]
 
     def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
         """The noise level beside the other arguments."""
-        return {**self.inputs, **self.sampler.told(self.model, len(self._halves(canvas)))}
+        return {**super().inputs_of(canvas), **self.sampler.told(self.model, len(self._halves(canvas)))}
 
 
 class NoiseToldSampler(Sampler):
@@ -228,9 +230,14 @@ class NoiseToldSampler(Sampler):
 
     sigma: float | None = None
 
+    @staticmethod
+    def is_told(model: Any) -> bool:
+        """Whether the network is told the noise level."""
+        return bool(getattr(model.config, "time_conditioning", False))
+
     def told(self, model: Any, rows: int) -> dict[str, Any]:
         """The argument of a pass that tells the network the noise level; none where it is not told."""
-        if self.sigma is None or not getattr(model.config, "time_conditioning", False):
+        if self.sigma is None or not self.is_told(model):
             return {}
         return {"sigma": torch.full((rows,), self.sigma, device=model.device)}
 
@@ -242,7 +249,8 @@ class NoiseToldSampler(Sampler):
         prompt_length: int,
     ) -> dict[str, Any]:
         """Arguments of a pass over what a step sees, beside the ids."""
-        return {**network_inputs(content), **self.told(model, len(canvas))}
+        inputs = super().inputs(model, content, canvas, prompt_length)
+        return {**inputs, **self.told(model, len(canvas))}
 
 
 class MDLMSampler(NoiseToldSampler):
@@ -259,7 +267,7 @@ class MDLMSampler(NoiseToldSampler):
         if reference_quirks and isinstance(noise, SharedNoise):
             noise = Float32Noise(noise)
         self.settings, self.adaptive = settings, not reference_quirks
-        self.propose = AncestralPropose(settings.temperature, noise, ids.mask, reference_quirks)
+        self.propose = AncestralPropose(settings.temperature, noise, ids.mask, reference_quirks=reference_quirks)
         self.select = SelectLikelier()
 
     @classmethod
