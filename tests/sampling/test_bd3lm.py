@@ -214,7 +214,7 @@ def test_the_likelihood_of_blocks() -> None:
                 total -= sum(float(logits[j].log_softmax(-1)[text[j]]) for j in masked)
             losses.append(total / t)
     assert found.losses[0].tolist() == pytest.approx(losses, rel=1e-5)
-    assert all(losses)
+    assert losses[2] > 0
 
 
 def test_stored_and_resumed(tmp_path: Path) -> None:

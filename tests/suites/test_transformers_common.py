@@ -19,6 +19,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "a2d": ("a2d_qwen3", {"head_dim": 10}),
     "a2d, qwen2": ("a2d_qwen3", {"model_type": "a2d-qwen2"}),
     "a2d, llama": ("a2d_qwen3", {"model_type": "a2d-llama"}),
+    "bd3lm": ("bd3lm", {"block_size": 4, "adaln": False}),
     "mdlm": ("mdlm", {}),
     "mdlm, told the noise": ("mdlm", {"time_conditioning": True}),
     "fast-dllm v2": ("fast_dllm_v2", {}),
