@@ -34,7 +34,7 @@ def test_options_are_config_fields_and_the_seed_is_the_weights_() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="no family 'bert'; there are a2d_qwen3, causal, "):
+    with pytest.raises(ValueError, match="no family 'bert'; there are a2d_qwen3, bd3lm, causal, "):
         tiny("bert")
     with pytest.raises(ValueError, match="family 'causal' has no model type 'gpt2'; it has llama, qwen2, qwen3"):
         tiny("causal", model_type="gpt2")

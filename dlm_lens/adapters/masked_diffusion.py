@@ -171,7 +171,8 @@ class MaskedDiffusionMixin(nn.Module):
         """Logits `[batch, position, d_vocab]`; with `labels` (-100: not counted) the cross entropy too.
 
         The logits are as the head gives them. The loss compares label i with the output that predicts position i:
-        the output at i, or at i - 1 in a model with `logit_shift` (Dream), as `denoise` reads them. With learned
+        the output at i, or at i - 1 in a model with `logit_shift` (Dream), as `denoise` reads them, and with
+        `subs` (MDLM) without the mask's logit. With learned
         sinks or labels the head runs on all positions, and the sinks' logits are removed after it.
         """
         host, layout = cast(Any, self), SinkLayout.of(self)
@@ -198,6 +199,9 @@ class MaskedDiffusionMixin(nn.Module):
                     content = attention_mask.bool().to(logits.device)
                 rows = torch.arange(len(logits), device=logits.device)[:, None]
                 predictions = logits[rows, predicting_position(content)]
+            if getattr(host.config, "subs", False):
+                mask = torch.tensor([host.config.mask_token_id], device=logits.device)
+                predictions = predictions.index_fill(-1, mask, -torch.inf)
             loss = host.loss_function(
                 logits=predictions.contiguous(), labels=labels, vocab_size=logits.shape[-1], **kwargs
             )

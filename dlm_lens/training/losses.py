@@ -28,6 +28,7 @@ def weighted_cross_entropy(
     targets: Int[Tensor, "n"],
     weights: Float[Tensor, "n"],
     elements: int | None = None,
+    never: int | None = None,
 ) -> Float[Tensor, ""]:
     """sum_n weights_n (logsumexp(W x_n) - (W x_n)[target_n]), in float32, a few rows of logits at a time.
 
@@ -40,6 +41,7 @@ def weighted_cross_entropy(
         targets: ids.
         weights: of each loss.
         elements: logits in memory at once; None for 2**25 on a CPU and 2**28 on a GPU.
+        never: an id without probability, [MASK] in the SUBS parameterisation of MDLM.
     """
     vocabulary = getattr(head, "out_features", None) or cast(Any, head).weight.shape[0]
     budget = elements or ELEMENTS.get(states.device.type, ELEMENTS["cuda"])
@@ -47,7 +49,7 @@ def weighted_cross_entropy(
     if not len(states):
         # No position was masked: a loss of zero with a gradient, because distributed ranks wait for each other's.
         return states.sum() * 0.0 + sum(parameter.sum() * 0.0 for parameter in head.parameters())
-    if _plain(head):
+    if _plain(head) and never is None:
         dtype = torch.get_autocast_dtype(states.device.type) if _autocast(states) else states.dtype
         total: Tensor = _LinearLoss.apply(states, head.weight, targets, weights.float(), rows, dtype)
         return total
@@ -55,13 +57,16 @@ def weighted_cross_entropy(
     for part in range(0, len(states), rows):
         piece = slice(part, part + rows)
         total = total + checkpoint(
-            _piece, head, states[piece], targets[piece], weights[piece].float(), use_reentrant=False
+            _piece, head, states[piece], targets[piece], weights[piece].float(), never, use_reentrant=False
         )
     return total
 
 
-def _piece(head: nn.Module, states: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    losses = nn.functional.cross_entropy(head(states).float(), targets, reduction="none")
+def _piece(head: nn.Module, states: Tensor, targets: Tensor, weights: Tensor, never: int | None) -> Tensor:
+    logits = head(states).float()
+    if never is not None:
+        logits = logits.index_fill(-1, torch.tensor([never], device=logits.device), -torch.inf)
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
     return (losses * weights).sum()
 
 
@@ -150,7 +155,8 @@ def masked_loss(
     states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
     requested = states.flatten(0, 1)[outputs]
-    return weighted_cross_entropy(requested, model.get_output_embeddings(), targets, weights, elements)
+    never = model.config.mask_token_id if getattr(model.config, "subs", False) else None
+    return weighted_cross_entropy(requested, model.get_output_embeddings(), targets, weights, elements, never)
 
 
 @contextmanager

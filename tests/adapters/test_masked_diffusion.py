@@ -13,6 +13,7 @@ from dlm_lens.testing import tiny
 from dlm_lens.training.losses import masked_loss
 from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.sources import Rows
+from tests.dit64 import dit64
 from tests.reference import forward64
 
 LAYOUTS = [(family.name, model_type) for family in dl.families() for model_type in family.layouts]
@@ -45,6 +46,16 @@ def canvas(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return shown, labels
 
 
+def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
+    """Of one row; a DiT's mask has no probability, and BD3-LM's attention is block causal from the text's start."""
+    if not hasattr(model.config, "cond_dim"):
+        return forward64(model, ids, causal=causal)["logits"][0]
+    width = getattr(model.config, "block_length", None)
+    block = torch.arange(ids.shape[1]) // (width or ids.shape[1])
+    logits = dit64(model, ids, (block[None] <= block[:, None])[None, None])["logits"][0]
+    return logits.index_fill(-1, torch.tensor(model.config.mask_token_id), -torch.inf)
+
+
 def losses64(model: PreTrainedModel, shown: Tensor, labels: Tensor) -> Tensor:
     """Minus the log-probability of each label, by loops: which output predicts which position, in words."""
     causal = getattr(model.config, "mask_token_id", None) is None
@@ -52,7 +63,7 @@ def losses64(model: PreTrainedModel, shown: Tensor, labels: Tensor) -> Tensor:
     found = []
     for row, first in ((0, 0), (1, 2)):
         # Every row by itself, without its padding.
-        logits = forward64(model, shown[row : row + 1, first:], causal=causal)["logits"][0]
+        logits = logits64(model, shown[row : row + 1, first:], causal)
         likely = logits.log_softmax(-1)
         for position in range(first, 7):
             here = position - first

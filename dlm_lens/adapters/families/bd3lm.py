@@ -30,7 +30,7 @@ class BD3LMConfig(DiTConfig):
     """
 
     model_type = "bd3lm"
-    block_size: int = 1
+    block_size: int = 4
     cross_attn: bool = True
     causal: bool = False
     attn_backend: str = "flex"
