@@ -115,6 +115,7 @@ def test_released_checkpoints() -> None:
     (family,) = [family for family in dl.families() if family.name == "llada2"]
     assert family.special_ids[157184] == {"mask": 156895, "eos": 156892}
     assert set(family.hub_samplers) <= set(family.hub_names)
+    assert set(family.hub_block_lengths.values()) == {32}
     assert {name: "2.1" in name for name in family.hub_names} == {
         name: name in family.hub_samplers for name in family.hub_names
     }
@@ -172,3 +173,18 @@ def test_a_checkpoint_without_an_expert(tmp_path: Path) -> None:
     missing = r"missing keys model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight; fetch the files again"
     with pytest.raises(ValueError, match=missing):
         dl.load(tmp_path)
+
+
+def test_released_checkpoints_are_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of the hub's name is found before the hub."""
+    for name, sampler in (("LLaDA2.0-mini", "llada2"), ("LLaDA2.1-mini", "llada2_editing")):
+        (tmp_path / "inclusionAI" / name).mkdir(parents=True)
+        tiny("llada2").save_pretrained(tmp_path / "inclusionAI" / name)
+        monkeypatch.chdir(tmp_path)
+        model = dl.load(f"inclusionAI/{name}")
+        assert type(model).__name__ == "LLaDA2ForMaskedLM"
+        run = dl.denoise(model, [[1, 2]], gen_length=2)
+        assert (run.settings["sampler"], run.settings["block_length"], run.tokens.shape[1]) == (sampler, 32, 32)
+        with pytest.warns(UserWarning, match="block_length is 4, but the model was trained with blocks of 32"):
+            dl.denoise(model, [[1, 2]], gen_length=2, block_length=4)
+    assert tiny("llada2", model_type="llada21_moe").sampler_defaults["editing_threshold"] == 0.9

@@ -306,14 +306,31 @@ def test_traces_read_and_choose_what_is_revised() -> None:
     assert never.masks_left.tolist() == plain.masks_left.tolist()
 
 
-def test_a_trace_of_a_sampler_that_does_not_edit() -> None:
-    lm: Any = dl.DiffusionLM(tiny("llada"))
+@pytest.mark.parametrize("family", [one.name for one in dl.families() if not one.causal])
+def test_traces_of_samplers_that_do_not_edit(family: str) -> None:
+    lm: Any = dl.DiffusionLM(tiny(family))
     with lm.generate([[1, 2, 3]], gen_length=4, steps=2) as tracer:
         revised = [].save()
         for _ in tracer.steps[:]:
             revised.append(lm.sampler.revised.clone())
-    assert len(revised) == 2
+    assert revised
     assert not torch.stack(revised).any()
+
+
+@pytest.mark.parametrize("block_length", [3, 4])
+def test_the_likelihood_counts_blocks_from_the_text(block_length: int) -> None:
+    """chain_rule: each answer token given the tokens before it, with the rest of the text masked."""
+    model, prompt, answer = model_of(), [1, 2, 3, 4, 5], [6, 7, 8]
+    found = dl.log_likelihood(model, prompt, answer, "chain_rule", block_length=block_length)
+    mask, total = model.config.mask_token_id, 0.0
+    visible = torch.tensor(
+        [[key // block_length <= query // block_length for key in range(8)] for query in range(8)]
+    )
+    for place in range(3):
+        ids = torch.tensor([prompt + answer[:place] + [mask] * (3 - place)])
+        logits = forward64(model, ids, visible=visible[None, None])["logits"][0, 5 + place]
+        total += float(logits.log_softmax(-1)[answer[place]])
+    assert float(found.value) == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

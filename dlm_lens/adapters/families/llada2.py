@@ -40,6 +40,7 @@ class LLaDA2Config(Glm4MoeConfig):
     eot_token_id: int | None = None
     sampler: str | None = None
     sampler_defaults: dict[str, Any] | None = None
+    trained_block_length: int | None = None
     # Defaults of the authors' config class, where Glm4Moe's are others.
     use_bias: bool = True
     use_qk_norm: bool = True
@@ -95,6 +96,7 @@ class LLaDA2EditingConfig(LLaDA2Config):
     """The same config under the model type by which dllm tells 2.1, whose sampler edits, from 2.0."""
 
     model_type = "llada21_moe"
+    sampler: str | None = "llada2_editing"
 
 
 class LLaDA2Decoder(Glm4MoeModel):
@@ -143,6 +145,7 @@ FAMILY = Family(
     samplers={"llada2": LLADA2_SAMPLER, "llada2_editing": LLADA2_EDITING_SAMPLER},
     hub_names=(*RELEASED_2_0, *RELEASED_2_1),
     hub_samplers=dict.fromkeys(RELEASED_2_1, "llada2_editing"),
+    hub_block_lengths=dict.fromkeys((*RELEASED_2_0, *RELEASED_2_1), 32),
     special_ids={157184: {"mask": 156895, "eos": 156892}},
     renames=(
         (r"model\.word_embeddings", "model.embed_tokens"),

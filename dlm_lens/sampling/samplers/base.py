@@ -305,5 +305,16 @@ class Sampler(nn.Module):
         eligible, editable = self.eligible(masked, plan), self.editable(masked, plan)
         proposal: Any = self.propose(canvas, logits, evaluated, eligible | editable)
         unmasked = self.select(proposal[1], eligible, self.count(eligible, masked, plan))
-        revised = self.revise(canvas, *proposal, editable)
-        return torch.where(unmasked | revised, proposal[0], canvas), Proposal(*proposal), unmasked
+        return self.canvas_after(canvas, proposal, unmasked, editable), Proposal(*proposal), unmasked
+
+    def canvas_after(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        proposal: Proposal,
+        unmasked: Bool[Tensor, "batch position"],
+        editable: Bool[Tensor, "batch position"] | None = None,
+    ) -> Int[Tensor, "batch position"]:
+        """The canvas after the step: the proposal where it is unmasked, or where `revise` chooses to rewrite it."""
+        none = torch.zeros_like(unmasked)
+        revised = self.revise(canvas, *proposal, none if editable is None else editable)
+        return torch.where(unmasked | revised, proposal[0], canvas)

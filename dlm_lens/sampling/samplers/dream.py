@@ -262,7 +262,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
         proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
         count = self.count(eligible, masked, plan)
         unmasked = eligible if whole else self.select(proposal.confidence, eligible, count)
-        return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked
+        return self.canvas_after(canvas, proposal, unmasked), proposal, unmasked
 
 
 ALGORITHM = Algorithm(

@@ -3,19 +3,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
-from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.blocks import BlockSampler
+from dlm_lens.sampling.samplers.sdar import SdarPropose, SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative
 
 
@@ -27,7 +28,7 @@ class BlockwiseSettings:
         gen_length: tokens of the answer (`max_new_tokens`); the last block is decoded whole, `texts` end before.
         block_length: tokens of a block (`block_size`), counted from the text's first token.
         temperature: 0 takes the most likely token, without top_k and top_p.
-        top_k: keep so many of the most likely tokens; before top_p.
+        top_k: keep so many of the most likely tokens, before top_p; None or 0 for all.
         top_p: keep the most likely tokens up to this probability, with the one that crosses it.
         threshold: every token with a higher confidence is written.
         eos_early_stop: in LLaDA2.0 a row ends inside its block, as soon as an end of the text has no mask before
@@ -48,11 +49,17 @@ class BlockwiseSettings:
     use_cache: bool = True
 
     def __post_init__(self) -> None:
-        at_least_one(self, "gen_length", "block_length", "top_k")
+        at_least_one(self, "gen_length", "block_length")
         not_negative(self, "temperature", zero="greedy")
+        not_negative(self, "top_k", zero="all")
         not_negative(self, "threshold", zero="write every token at once")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+
+    @property
+    def remasking(self) -> str:
+        """SDAR's name of the rule."""
+        return "low_confidence_dynamic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,67 +92,7 @@ class LLaDA2Settings(BlockwiseSettings):
         return each + (step < more)
 
 
-class ConfidentPropose(nn.Module):
-    """x0 from softmax(filtered(logits / temperature)), and its probability there as the confidence.
-
-    The softmax has the dtype of the logits. [MASK] is never an x0 unless `reference_quirks`; without a filter the
-    probabilities are those of all tokens.
-    """
-
-    def __init__(self, settings: BlockwiseSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
-        super().__init__()
-        self.settings, self.noise = settings, noise
-        self.never = None if reference_quirks else ids.mask
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        eligible: Bool[Tensor, "batch position"],
-    ) -> Proposal:
-        """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        settings = self.settings
-        if settings.temperature > 0:
-            logits = logits / settings.temperature
-            if settings.top_k is not None or settings.top_p is not None:
-                # [MASK] leaves before the filter, which may keep nothing else.
-                logits = filtered(self._without_mask(logits, -torch.inf), None, settings.top_k)
-                logits = filtered(logits, settings.top_p, None)
-        likely = logits.softmax(-1)
-        choice = self._without_mask(likely, 0.0)
-        chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
-        confidence = torch.full(canvas.shape, -torch.inf, device=canvas.device)
-        confidence = confidence.masked_scatter(evaluated, likely.gather(-1, chosen[:, None]).squeeze(-1).float())
-        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
-
-    def _without_mask(self, values: Float[Tensor, "n d_vocab"], nothing: float) -> Float[Tensor, "n d_vocab"]:
-        """The values with `nothing` for [MASK], which may not be proposed."""
-        if self.never is None:
-            return values
-        return values.index_fill(-1, torch.tensor([self.never], device=values.device), nothing)
-
-
-class SelectConfident(Select):
-    """Choose every eligible position with a confidence above the threshold, or the `count` best if that is more."""
-
-    def __init__(self, threshold: float) -> None:
-        super().__init__()
-        self.threshold = threshold
-
-    def forward(
-        self,
-        confidence: Float[Tensor, "batch position"],
-        eligible: Bool[Tensor, "batch position"],
-        count: Int[Tensor, "batch"],
-    ) -> Bool[Tensor, "batch position"]:
-        """Return the positions that this step unmasks."""
-        above = eligible & (confidence > self.threshold)
-        best = super().forward(confidence, eligible, count)
-        return torch.where((above.sum(-1) >= count)[:, None], above, best)
-
-
-class BlockwiseSampler(Sampler):
+class BlockwiseSampler(BlockSampler):
     """What both samplers of LLaDA2 have in common: blocks counted from each row's text, and the ends of rows.
 
     The prompt's last tokens share a block with the first masks. Every row decodes its k-th block at the same steps,
@@ -156,7 +103,7 @@ class BlockwiseSampler(Sampler):
     With `reference_quirks` decoding begins after the whole blocks of the prompt, and rows do not end.
     """
 
-    grows, from_text, adaptive = True, True, True
+    from_text, adaptive = True, True
     ends_inside: ClassVar[bool] = False
     gen_length = 0
     reference_quirks = False
@@ -170,15 +117,14 @@ class BlockwiseSampler(Sampler):
         self.use_cache = settings.use_cache
         self.mask, self.eos = ids.mask, ids.eos
         self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
-        self.propose = ConfidentPropose(settings, noise, ids, reference_quirks)
-        self.select = SelectConfident(settings.threshold)
-        self._ended: Tensor | None = None
+        self.propose = SdarPropose(settings, noise, ids, reference_quirks)
+        self.select = SelectAbove(settings.threshold)
 
     @classmethod
-    def for_rerun(cls, settings: Mapping[str, Any]) -> "BlockwiseSampler":
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
         """A sampler for passes over the canvases of a finished run."""
         sampler = super().for_rerun(settings)
-        sampler.block_length, sampler.gen_length = int(settings["block_length"]), int(settings["gen_length"])
+        sampler.gen_length = int(settings["gen_length"])
         return sampler
 
     def network(
@@ -200,25 +146,14 @@ class BlockwiseSampler(Sampler):
                 f"reference_quirks with prompts of {lengths.tolist()} tokens: dllm's code takes prompts of equal "
                 "length only; leave reference_quirks out, or run them one by one"
             )
-        self.block_layout = layout = self.block_layout_of(self.block_length, content, prompt_length)
-        where = torch.arange(content.shape[1], device=content.device)
+        network = super().network(model, content, masked, prompt_length, canvas)
+        where, layout = torch.arange(content.shape[1], device=content.device), network.layout
         # A row's own last block may end before the canvas does.
         blocks = (prompt_length + self.gen_length - layout.first).div(-self.block_length, rounding_mode="floor")
         self._own = where < (layout.first - blocks * self.block_length)[:, None]
         self._answer = self._own & (where >= prompt_length if self.reference_quirks else masked)
         self._begin = prompt_length if self.reference_quirks else int(self._answer.any(0).int().argmax())
-        return BlockLogits(model, content, layout=layout, use_cache=self.use_cache)
-
-    def inputs(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch seen"],
-        canvas: Int[Tensor, "batch seen"],
-        prompt_length: int,
-    ) -> dict[str, Any]:
-        """Block causal attention over what a step sees."""
-        layout = self.block_layout_of(self.block_length, content, prompt_length)
-        return BlockLogits(model, content, layout=layout).inputs_of(canvas)
+        return network
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """As many steps of every block as it can have; those that have nothing to do are left out."""
@@ -241,7 +176,7 @@ class BlockwiseSampler(Sampler):
     def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The positions of the block in rows that are not done with it and have not ended."""
         rows = self.at_work(masked, plan)
-        rows = rows if self._ended is None else rows & ~self._ended
+        rows = rows if self.ended is None else rows & ~self.ended
         return self.reach(masked, plan) & self._own & rows[:, None]
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
@@ -259,8 +194,8 @@ class BlockwiseSampler(Sampler):
             over = (ends & ~(masked & self._answer).cumsum(-1).bool()).any(-1)
         else:
             over = ends.any(-1) & ~self.at_work(masked, plan)
-        self._ended = over if self._ended is None else self._ended | over
-        return bool(self._ended.all())
+        self.ended = over if self.ended is None else self.ended | over
+        return bool(self.ended.all())
 
     def open(self, canvas: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
         """The masks of a canvas."""
@@ -269,14 +204,6 @@ class BlockwiseSampler(Sampler):
     def _has_end(self, tokens: Int[Tensor, "*token"]) -> bool:
         """Whether dllm's code sees an end of the text among these."""
         return self.eos is not None and bool(tokens.eq(self.eos).any())
-
-    def state(self) -> dict[str, Tensor]:
-        """The rows that have ended."""
-        return {} if self._ended is None else {"ended": self._ended}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from such a state."""
-        self._ended = state.get("ended")
 
 
 class LLaDA2Sampler(BlockwiseSampler):

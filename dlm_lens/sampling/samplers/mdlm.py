@@ -315,7 +315,7 @@ class MDLMSampler(NoiseToldSampler):
         self.propose.times = times_of(self.settings, plan.index)  # type: ignore[assignment]
         proposal = Proposal(*self.propose(canvas, logits, evaluated, masked))
         unmasked = self.select(proposal.confidence, masked, masked.sum(-1))
-        return torch.where(unmasked, proposal.tokens, canvas), proposal, unmasked
+        return self.canvas_after(canvas, proposal, unmasked), proposal, unmasked
 
 
 ALGORITHM = Algorithm("mdlm", MDLMSettings, MDLMSampler, answer_settings, corruption=LogLinearCorruption())

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -105,6 +105,30 @@ class BlockDraws(OrderedNoise):
         return drawn.view(inside.shape)[inside].to(probabilities.device)
 
 
+class FilterSettings(Protocol):
+    """The settings that `SdarPropose` reads."""
+
+    @property
+    def temperature(self) -> float:
+        """0 takes the most likely token."""
+        ...
+
+    @property
+    def remasking(self) -> str:
+        """The rule that chooses positions."""
+        ...
+
+    @property
+    def top_k(self) -> int | None:
+        """Sample from so many tokens."""
+        ...
+
+    @property
+    def top_p(self) -> float | None:
+        """Sample from the smallest set with this probability."""
+        ...
+
+
 class SdarPropose(nn.Module):
     """x0 from softmax(filtered(logits / temperature)), and its probability there as confidence.
 
@@ -114,7 +138,7 @@ class SdarPropose(nn.Module):
     and without a filter the probabilities are those of all tokens.
     """
 
-    def __init__(self, settings: SdarSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+    def __init__(self, settings: FilterSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
         self.settings, self.noise = settings, noise
         self.never = [] if reference_quirks else [ids.mask]

@@ -87,5 +87,4 @@ class TimestepSampler(Sampler):
         eligible = eligible & drawn
         proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
         unmasked = self.select(proposal.confidence, eligible, eligible.sum(-1))
-        revised = self.revise(canvas, *proposal, self.editable(masked, plan))
-        return torch.where(unmasked | revised, proposal.tokens, canvas), proposal, unmasked
+        return self.canvas_after(canvas, proposal, unmasked), proposal, unmasked
