@@ -99,6 +99,17 @@ def test_the_mask_of_the_original() -> None:
     assert visible_in_copies(blocks)[0].equal(visible_by_hand(blocks[0].tolist(), [0] * 11))
 
 
+def test_the_mask_of_packed_texts_is_that_of_sdar() -> None:
+    """SDAR's order is [x_t 1, x_0 1, x_t 2, x_0 2], of texts of 7 and 5 tokens; ours x_t of both, then x_0."""
+    golden = load_file(GOLDEN.parent / "sdar" / "forward.safetensors")
+    bias, positions = (golden[f"train_packed.{name}"] for name in ("attention_bias", "position_ids"))
+    within, documents = torch.cat([torch.arange(7), torch.arange(5)])[None], torch.tensor([[0] * 7 + [1] * 5])
+    found = visible_in_copies(within // 4, documents=documents)[0]
+    order = torch.cat([torch.arange(7), torch.arange(12, 19), torch.arange(7, 12), torch.arange(19, 24)])
+    assert found[order][:, order].equal(bias.bool()[0, 0])
+    assert within.repeat(1, 2)[:, order].equal(positions)
+
+
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("from_text", [False, True])
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "batch"])
@@ -145,6 +156,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "a2d-llama": ("a2d_qwen3", {"model_type": "a2d-llama", "sampler": "dllm_blocks"}),
     "sdar": ("sdar", {}),
     "llada2": ("llada2", {}),
+    "fast_dllm_v2": ("fast_dllm_v2", {}),
 }
 
 
@@ -160,7 +172,7 @@ def test_training_and_sampling_have_the_same_network(name: str) -> None:
     content[1, :3] = False
     masked = torch.rand(2, 14, generator=generator) < 0.7
     masked[:, :6] = False
-    assert objective.logit_shift is config.get("logit_shift", False)
+    assert objective.logit_shift is getattr(model.config, "logit_shift", False)
     noisy = clean.masked_fill(masked, model.config.mask_token_id)
     layout = BlockLayout(BLOCK, torch.tensor([0, 3] if objective.blocks_from_text else [6, 6]))
     network = TwoCopyLogits(model, content, clean=clean, layout=layout)
