@@ -175,6 +175,7 @@ def test_a_checkpoint_without_an_expert(tmp_path: Path) -> None:
         dl.load(tmp_path)
 
 
+@pytest.mark.long
 def test_released_checkpoints_are_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory of the hub's name is found before the hub."""
     for name, sampler in (("LLaDA2.0-mini", "llada2"), ("LLaDA2.1-mini", "llada2_editing")):

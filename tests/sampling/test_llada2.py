@@ -35,6 +35,7 @@ def alone64(
     return keep, forward64(model, run.canvases[step, row][keep][None], visible=visible[None, None], **options)
 
 
+@pytest.mark.long
 @BOTH
 def test_confidences_are_those_of_a_float64_network(sampler: str, given: dict[str, Any]) -> None:
     model = model_of(sampler)
@@ -55,6 +56,7 @@ def test_confidences_are_those_of_a_float64_network(sampler: str, given: dict[st
     assert compared > 60
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}]
@@ -200,6 +202,7 @@ def test_editing_by_hand() -> None:
             assert run.unmasked[step, row].equal((wanted != canvas) & masked)
 
 
+@pytest.mark.long
 def test_revised_in_results() -> None:
     run = edits_of(model_of("llada2_editing"))
     written = run.last_written
@@ -215,6 +218,7 @@ def test_revised_in_results() -> None:
     assert changed["step_plain"].tolist() == [int(written[r, p]) for r, p in zip(rows, places, strict=True)]
 
 
+@pytest.mark.long
 def test_recordings_keep_what_was_revised(tmp_path: Path) -> None:
     model, reducers = model_of("llada2_editing"), [dl.ReceivedAttention(min_viewers=1)]
     plain = edits_of(model)
@@ -254,6 +258,7 @@ def test_what_was_not_revised_is_not_stored(tmp_path: Path) -> None:
     assert not dl.Recording.load(tmp_path / "rec").run.revised.any()
 
 
+@pytest.mark.long
 @BOTH
 def test_received_attention_and_its_expectation(sampler: str, given: dict[str, Any]) -> None:
     model = model_of(sampler)
@@ -306,10 +311,11 @@ def test_traces_read_and_choose_what_is_revised() -> None:
     assert never.masks_left.tolist() == plain.masks_left.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [one.name for one in dl.families() if not one.causal])
 def test_traces_of_samplers_that_do_not_edit(family: str) -> None:
     lm: Any = dl.DiffusionLM(tiny(family))
-    with lm.generate([[1, 2, 3]], gen_length=4, steps=2) as tracer:
+    with lm.generate([[1, 2, 3]], gen_length=4) as tracer:
         revised = [].save()
         for _ in tracer.steps[:]:
             revised.append(lm.sampler.revised.clone())
