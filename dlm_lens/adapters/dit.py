@@ -383,8 +383,6 @@ class DiTForMaskedLM(MaskedDiffusionMixin, LlamaForCausalLM):
 
 RENAMES = (
     (r"^backbone\.vocab_embed\.embedding", "model.embed_tokens.weight"),
-    (r"^backbone\.sigma_map\.mlp\.0", "model.sigma_map.fc1"),
-    (r"^backbone\.sigma_map\.mlp\.2", "model.sigma_map.fc2"),
     (r"^backbone\.blocks\.(\d+)\.norm1", r"model.layers.\1.norm1"),
     (r"^backbone\.blocks\.(\d+)\.norm2", r"model.layers.\1.norm2"),
     (r"^backbone\.blocks\.(\d+)\.attn_qkv", r"model.layers.\1.attn_qkv"),  # split below
@@ -397,6 +395,8 @@ RENAMES = (
 """Names in the original checkpoints -> names here."""
 
 RENAMES_OF_MODULATION = (
+    (r"^backbone\.sigma_map\.mlp\.0", "model.sigma_map.fc1"),
+    (r"^backbone\.sigma_map\.mlp\.2", "model.sigma_map.fc2"),
     (r"^backbone\.blocks\.(\d+)\.adaLN_modulation", r"model.layers.\1.modulation"),
     (r"^backbone\.output_layer\.adaLN_modulation", "model.norm.modulation"),
 )
@@ -413,3 +413,9 @@ CONVERSIONS = (
 
 SPECIAL_IDS = {50258: {"mask": 50257, "bos": 50256, "eos": 50256}}
 """GPT-2's vocabulary and the mask."""
+
+TOKENIZERS = {50258: ("openai-community/gpt2", "gpt2")}
+"""The released checkpoints hold no tokenizer."""
+
+MASK_TOKEN = "[MASK]"
+"""Of GPT-2's tokenizer, which has none; the original uses the id alone."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.utils import is_peft_available
 
 from dlm_lens.adapters import smollm2
@@ -111,6 +111,9 @@ def load(
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
     tokenizer = load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options, config)
+    if tokenizer is None and config.vocab_size in family.tokenizers:
+        name, model_type = family.tokenizers[config.vocab_size]
+        tokenizer = load_tokenizer(name, {}, CONFIG_MAPPING[model_type]())
     prepare_config(config, family, tokenizer)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")

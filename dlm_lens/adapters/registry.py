@@ -63,6 +63,8 @@ class Family:
             them.
         mask_token: text of [MASK], added to tokenizers whose next free id it is; the authors' code adds it when
             it loads them.
+        tokenizers: vocabulary size of a released checkpoint -> hub name and model type of its tokenizer, for
+            checkpoints without one.
         chat_options: arguments of the tokenizer's chat template.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
         renames_of_options: likewise, of parameters that not every checkpoint has.
@@ -82,6 +84,7 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     mask_token: str | None = None
+    tokenizers: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     renames_of_options: tuple[tuple[str, str], ...] = ()

@@ -110,6 +110,26 @@ def test_saving_and_buffers_of_the_originals(tmp_path: Path) -> None:
     assert family.special_ids[50258] == {"mask": 50257, "bos": 50256, "eos": 50256}
 
 
+def test_released_checkpoints_take_gpt2s_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of the hub's name is found before the hub; its vocabulary has GPT-2's size."""
+    place = tmp_path / "openai-community" / "gpt2"
+    place.mkdir(parents=True)
+    letters = [chr(code) for code in range(33, 127)] + ["\u0120", "\u0120a"]
+    words = [*letters, *(f"word{i}" for i in range(50256 - len(letters))), "<|endoftext|>"]
+    (place / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (place / "merges.txt").write_text("#version: 0.2\n\u0120 a\n")
+    monkeypatch.chdir(tmp_path)
+    tiny("mdlm", vocab_size=50258, hidden_size=8, num_attention_heads=2, eos_token_id=None, mask_token_id=None,
+         pad_token_id=None).save_pretrained("checkpoint")  # fmt: skip
+    model: Any = dl.load("checkpoint")
+    config = model.config
+    assert (config.mask_token_id, config.bos_token_id, config.eos_token_id) == (50257, 50256, 50256)
+    assert model.tokenizer("b a[MASK]")["input_ids"] == [words.index("b"), words.index("\u0120a"), 50257]
+    run = dl.denoise(model, "b a[MASK]", gen_length=2, steps=3)
+    assert run.masked[0, 0].tolist() == [False, False, True, True, True]
+    assert run.texts[0].startswith("b a")
+
+
 @torch.no_grad()
 def test_bfloat16_is_near_float32() -> None:
     """Norms are computed in float32; the rest rounds."""

@@ -4,9 +4,11 @@ from typing import Any
 
 from dlm_lens.adapters.dit import (
     CONVERSIONS,
+    MASK_TOKEN,
     RENAMES,
     RENAMES_OF_MODULATION,
     SPECIAL_IDS,
+    TOKENIZERS,
     DiTConfig,
     DiTForMaskedLM,
 )
@@ -88,6 +90,8 @@ FAMILY = Family(
         "kuleshov-group/bd3lm-owt-block_size1024-pretrain",
     ),
     special_ids=SPECIAL_IDS,
+    mask_token=MASK_TOKEN,
+    tokenizers=TOKENIZERS,
     renames=RENAMES,
     renames_of_options=RENAMES_OF_MODULATION,
     conversions=CONVERSIONS,

@@ -2,9 +2,11 @@
 
 from dlm_lens.adapters.dit import (
     CONVERSIONS,
+    MASK_TOKEN,
     RENAMES,
     RENAMES_OF_MODULATION,
     SPECIAL_IDS,
+    TOKENIZERS,
     DiTConfig,
     DiTForMaskedLM,
 )
@@ -34,6 +36,8 @@ FAMILY = Family(
         "kuleshov-group/mdlm-noeos-owt",
     ),
     special_ids=SPECIAL_IDS,
+    mask_token=MASK_TOKEN,
+    tokenizers=TOKENIZERS,
     renames=RENAMES,
     renames_of_options=RENAMES_OF_MODULATION,
     conversions=CONVERSIONS,
