@@ -51,16 +51,22 @@ def routed64(config: Any, logits: Tensor, bias: Tensor) -> tuple[list[int], list
 
 
 def experts64(config: Any, weights: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
-    """The mixture of experts of LLaDA2, token by token."""
-    shared = [weights[f"{prefix}shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    """The mixture of experts of LLaDA2 or LLaDA-MoE, token by token."""
+    shared = [weights.get(f"{prefix}shared_experts.{name}_proj.weight") for name in ("gate", "up", "down")]
     stacks = weights[f"{prefix}experts.gate_up_proj"], weights[f"{prefix}experts.down_proj"]
     found = []
     for token in x.flatten(0, 1):
         logits = weights[f"{prefix}gate.weight"] @ token
-        value = gated64(token, *shared)
-        for expert, weight in zip(
-            *routed64(config, logits, weights[f"{prefix}gate.e_score_correction_bias"]), strict=True
-        ):
+        if f"{prefix}gate.e_score_correction_bias" in weights:
+            chosen = routed64(config, logits, weights[f"{prefix}gate.e_score_correction_bias"])
+        else:  # LLaDA-MoE: the k largest of a softmax, as they are
+            likely = torch.exp(logits - logits.max()) / torch.exp(logits - logits.max()).sum()
+            best = sorted(range(len(likely)), key=lambda expert: -float(likely[expert]))[
+                : config.num_experts_per_tok
+            ]
+            chosen = best, [likely[expert] for expert in best]
+        value = torch.zeros_like(token) if shared[0] is None else gated64(token, *shared)
+        for expert, weight in zip(*chosen, strict=True):
             gate, up = stacks[0][expert].chunk(2)
             value = value + weight * gated64(token, gate, up, stacks[1][expert])
         found.append(value)
@@ -137,7 +143,7 @@ def forward64(
     positions: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Every intermediate of a Llama, Qwen2, Qwen3 or LLaDA2 network under its hook point's name, and the logits."""
+    """Every intermediate of a Llama, Qwen2, Qwen3, LLaDA2 or LLaDA-MoE by its hook point's name, and the logits."""
     config = model.config
     weights = {name: value.double() for name, value in model.state_dict().items()}
     kept: dict[str, Tensor] = {}

@@ -21,7 +21,7 @@ from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import CHECKPOINTS, check_model_name, embedded_models
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
-from dlm_lens.adapters.registry import Family, check_class, family_of
+from dlm_lens.adapters.registry import Family, family_of, model_type_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
@@ -96,8 +96,8 @@ def load(
     kept = floating_dtype(dtype)
     source = _resolve(path_or_hub_name, options)
     values, weights = _describe(source, size, options)
-    check_class(values, source)
-    family = family_of(str(values.get("model_type")))
+    values["model_type"] = model_type_of(values, source)
+    family = family_of(values["model_type"])
     config_class, model_class = family.layouts[values["model_type"]]
     given: dict[str, Any] = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id}
     given |= {"eot_token_id": eot_token_id, "sampler": sampler}

@@ -58,6 +58,8 @@ class Family:
         hub_samplers: released checkpoint -> its sampler, where config.json does not name it.
         hub_block_lengths: released checkpoint -> block length of its training, which becomes the config's
             `trained_block_length`, where config.json does not say it.
+        architectures: class that a checkpoint's config.json names in `architectures` -> model type in `layouts`,
+            where the config.json has that of another class.
         refused: model type or architecture of a config.json -> what such a checkpoint is, and the remedy.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
@@ -81,6 +83,7 @@ class Family:
     hub_names: tuple[str, ...] = ()
     hub_samplers: Mapping[str, str] = field(default_factory=dict)
     hub_block_lengths: Mapping[str, int] = field(default_factory=dict)
+    architectures: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     mask_token: str | None = None
@@ -156,18 +159,22 @@ def families() -> tuple[Family, ...]:
     return found
 
 
-def check_class(values: Mapping[str, Any], source: str) -> None:
-    """Raise if a config.json is of a class that a family does not load, though model type or name are like its own.
+def model_type_of(values: Mapping[str, Any], source: str) -> str:
+    """The model type of a config.json, by its class where another class's checkpoints have the same `model_type`.
 
     Raises:
-        ValueError: naming the class and what can be done.
+        ValueError: a class that a family does not load, though model type or name are like its own.
     """
-    architectures = values.get("architectures")
-    named = [values.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
+    own, architectures = str(values.get("model_type")), values.get("architectures")
+    classes = [one for one in (architectures if isinstance(architectures, list) else []) if isinstance(one, str)]
     for family in families():
-        for name in named:
-            if isinstance(name, str) and name in family.refused:
+        for name in (own, *classes):
+            if name in family.refused:
                 raise ValueError(f"the config.json of {source} says {name}: it is {family.refused[name]}")
+    types = [
+        family.architectures[name] for family in families() for name in classes if name in family.architectures
+    ]
+    return types[0] if types else own
 
 
 def family_of(model_type: str) -> Family:
