@@ -67,12 +67,9 @@ class LLaDAMoEConfig(Qwen3MoeConfig):
         values = super().to_dict()
         sparse = [int(layer not in self.mlp_only_layers) for layer in range(self.num_hidden_layers)]
         own = {theirs: values.get(ours, getattr(self, ours)) for theirs, ours in NAMES.items()}
-        fixed = {name: accepted[0] for name, accepted in FIXED.items()}
-        return values | own | fixed | {
-            "moe_layer_freq": sparse,
-            "num_experts": self.num_experts,
-            "rope_theta": (self.rope_parameters or {}).get("rope_theta"),
-        }
+        own |= {name: accepted[0] for name, accepted in FIXED.items()}
+        own |= {"moe_layer_freq": sparse, "num_experts": self.num_experts}
+        return values | own | {"rope_theta": (self.rope_parameters or {}).get("rope_theta")}
 
 
 class LLaDAMoEModelLM(MaskedDiffusionMixin, Qwen3MoeForCausalLM):
