@@ -18,6 +18,7 @@ from .bridging import BridgeRecorder as BridgeRecorder
 from .bridging import StepCache as StepCache
 from .bridging import bridge as bridge
 from .probes import TunedLens as TunedLens
+from .probes import compare as compare
 from .probes import logit_lens as logit_lens
 from .probes import replay as replay
 from .probes import value_norms as value_norms
@@ -31,7 +32,6 @@ from .recording import ValueNorm as ValueNorm
 from .recording import record as record
 from .recording import record_forward as record_forward
 from .sampling import DenoisingRun as DenoisingRun
-from .sampling import compare as compare
 from .sampling import denoise as denoise
 from .sampling import log_likelihood as log_likelihood
 from .sinks import AboveMean as AboveMean

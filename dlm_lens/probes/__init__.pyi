@@ -1,3 +1,5 @@
+from .cache_comparison import CacheComparison as CacheComparison
+from .cache_comparison import compare as compare
 from .flow import RegionFlow as RegionFlow
 from .flow import region_flow as region_flow
 from .lens import LogitLens as LogitLens

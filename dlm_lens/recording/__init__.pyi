@@ -24,6 +24,7 @@ from .reducers.patterns import AttentionEntropy as AttentionEntropy
 from .reducers.patterns import AttentionPattern as AttentionPattern
 from .reducers.patterns import RegionMass as RegionMass
 from .reducers.received import ReceivedAttention as ReceivedAttention
+from .reducers.received import StaleAttention as StaleAttention
 from .reducers.received import TopKeys as TopKeys
 from .reducers.received import WeightedValue as WeightedValue
 from .reruns import rerun as rerun

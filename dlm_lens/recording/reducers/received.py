@@ -15,6 +15,7 @@ from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
 ENTRIES = (
     ReducerEntry(name="received", kind="ReceivedAttention", setting="queries", values="query classes"),
     ReducerEntry(name="weighted-value", kind="WeightedValue", setting="queries", values="query class"),
+    ReducerEntry(name="stale", kind="StaleAttention", setting="queries", values="query class"),
     ReducerEntry(name="top-keys", kind="TopKeys", setting="k", values="count"),
 )
 
@@ -120,6 +121,48 @@ class WeightedValue(Reducer):
         # ||W v|| = ||R v|| for W = Q R: a [d_head, d_head] product per key, and no [key, d_model].
         written = (values @ layer.memory["written"].mT).norm(dim=-1)
         return layer.only_keys(layer.sums[self.queries] * written)
+
+
+@dataclass(frozen=True)
+class StaleAttention(Reducer):
+    """The share of attention that comes to keys of an earlier step, which an approximate cache keeps.
+
+    1/n sum_i sum_j A_ij over the n computed queries i of a class and the kept keys j: 0 at a step that computes
+    everything, and in runs without such a cache. Under uniform attention it is the share of keys that are kept. NaN
+    where the step computes no query of the class.
+
+    Args:
+        queries: which queries count.
+
+    Raises:
+        ValueError: no such class.
+    """
+
+    queries: QueryClass = "all"
+
+    dims = ("step", "batch", "layer", "head")
+    unit = "share of attention"
+    formula = "1/n sum_i sum_{j kept} A_ij"
+
+    def __post_init__(self) -> None:
+        checked_class(self.queries, "StaleAttention")
+
+    @property
+    def name(self) -> str:
+        """The array: stale_attention, or stale_attention_CLASS."""
+        return "stale_attention" if self.queries == "all" else f"stale_attention_{self.queries}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The column sums of its class."""
+        return (f"received:{self.queries}",)
+
+    def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head"]:
+        """The share, NaN without a query."""
+        facts = layer.facts
+        kept = facts.present & ~facts.attending
+        sums = layer.sums[self.queries][..., : kept.shape[1]]
+        return (sums * kept[:, None]).sum(-1) / facts.queries(self.queries).sum(-1)[:, None]  # 0 / 0 is NaN
 
 
 def _triangle(layer: LayerStep) -> Float[Tensor, "head d_head d_head"]:
