@@ -143,10 +143,10 @@ def test_a_trace_reads_the_router() -> None:
     lm: Any = dl.DiffusionLM(model)
     with lm.trace(ids):
         experts = lm.layers[1].mlp.gate.hook_router_experts.output.save()
-        weights = lm.layers[2].mlp.gate.hook_router_weights.output.save()
+        weights = lm.layers[1].mlp.gate.hook_router_weights.output.save()
     seen = routed(model, ids, {})
     assert experts.view(2, 6, 2).equal(seen["router_experts1"])
-    assert weights.view(2, 6, 2).equal(seen["router_weights2"])
+    assert weights.view(2, 6, 2).equal(seen["router_weights1"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dlm_lens.viz.views.terminal_text import NEW, REVISED
 from tests.viz.test_hostile_tokens import Decodes, inert
 from tests.viz.test_report import unpacked
 
-RUN: dict[str, Any] = {"gen_length": 10, "block_length": 4, "threshold": 0.3, "editing_threshold": 0.2}
+RUN: dict[str, Any] = {"gen_length": 10, "block_length": 4, "threshold": 0.3, "editing_threshold": 0.1}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
 
 

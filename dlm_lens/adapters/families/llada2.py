@@ -165,7 +165,6 @@ FAMILY = Family(
         "moe_intermediate_size": 16,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
-        "num_hidden_layers": 3,
         "use_bias": False,
     },
 )
