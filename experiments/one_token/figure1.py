@@ -21,6 +21,9 @@ EDGES = [0.5 * edge for edge in range(0, 61)]
 DRAWN = 300
 """Pairs of the first item whose norms are stored one by one, for the scatter plot."""
 
+COLUMNS = "columns"
+"""Norms of the sinks that an AR model has on column sums; in a bidirectional pass the two scales are one."""
+
 SMALL: dict[str, Any] = {
     "models": ["toy", "toy-sink", "toy-gated"], **recorded_runs.SMALL, "late": 16, "eps": 3.0, "pairs": 10_000,
 }  # fmt: skip
@@ -48,6 +51,11 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         result[f"{match}_counts"] = _counts(norms)
         if item["start"] == 0 and match == "any":
             result["pairs"] = rounded([norms.sink[:DRAWN], norms.other[:DRAWN]], 2)
+    if recording.run.autoregressive:
+        columns = dl.find_sinks(recording, dl.AboveMean(settings["eps"]), relative=False)
+        if bool(columns.is_sink.any()):
+            norms = value_norms(recording, columns, samples=settings["pairs"])
+            result[COLUMNS] = [_sums(norms, prompt) for prompt in range(rows)]
     result |= _moved(found)
     if item["start"] == 0 and not item.get("network"):
         result["maps"] = _maps(model, recording.run, found.scores, settings)
@@ -143,7 +151,8 @@ def render(results: Results) -> Rendering:
         apart, both = (by_network(results, model, name) for name in ("apart", "both"))
         rows.append([
             title(model), str(len(apart)), str(pairs), str(sink), str(other), str(ratio(results, model, "any")),
-            str(ratio(results, model, "masked")), str(over(apart, both)),
+            str(ratio(results, model, "masked")),
+            _of_columns(results, model), str(over(apart, both)),
         ])  # fmt: skip
         for place in (one.value["maps"] for one in results.where(model=model) if "maps" in one.value):
             for step, pattern in zip(place["steps"], place["patterns"], strict=True):
@@ -152,7 +161,8 @@ def render(results: Results) -> Rendering:
         held = next(one.value["pairs"] for one in results.where(model=model) if "pairs" in one.value)
         clouds[title(model)] = {name: list(enumerate(norms)) for name, norms in zip(KINDS, held, strict=True)}
     head = ["model", "networks", "pairs", "value norm of sinks", "of others", "ratio",
-            "ratio, others in the same state", "main sink moved, of maps with one first and last"]  # fmt: skip
+            "ratio, others in the same state", "ratio, sinks on column sums",
+            "main sink moved, of maps with one first and last"]  # fmt: skip
     rule = f"sinks by Eq. 3 of 2510.15731, eps = {results.settings['eps']}, per head, relative to uniform"
     figures = {
         "maps": heat_maps(panels, x="key", y="query", bar="attention"),
@@ -172,7 +182,9 @@ def render(results: Results) -> Rendering:
         "it has a picture and a number and no verdict."
     ]
     notes += recorded_runs.on_scale(results)
-    return Rendering([table], figures, [_finding(results, model) for model in models], notes, captions)
+    findings = [_finding(results, model) for model in models]
+    findings += [_finding(results, model, COLUMNS) for model in models if _on_columns(results, model)]
+    return Rendering([table], figures, findings, notes, captions)
 
 
 KINDS = ("sinks", "others")
@@ -188,14 +200,26 @@ def _distribution(results: Results, model: str) -> dict[str, Any]:
     return {name: list(zip(EDGES[:last], row[:last], strict=True)) for name, row in zip(names, shares, strict=True)}
 
 
-def _finding(results: Results, model: str) -> Finding:
-    found = ratio(results, model, "any")
-    networks = recorded_runs.counted(per_network(results, "any", model=model), "network")
+def _of_columns(results: Results, model: str) -> str:
+    """The ratio for sinks on column sums; "-" for results of an AR model that were stored without it."""
+    if not results.is_causal(model):
+        return str(ratio(results, model, "any"))
+    return str(ratio(results, model, COLUMNS)) if _on_columns(results, model) else "-"
+
+
+def _on_columns(results: Results, model: str) -> bool:
+    return all(COLUMNS in one.value for one in results.where(model=model))
+
+
+def _finding(results: Results, model: str, match: str = "any") -> Finding:
+    found = ratio(results, model, match)
+    networks = recorded_runs.counted(per_network(results, match, model=model), "network")
+    scale = ", sinks on column sums" if match == COLUMNS else ""
     printed = "; ".join(f"{name} {sink:.2f} vs {other:.2f}" for name, (sink, other) in FIGURE1.items())
     return Finding.of(
         f"sinks have shorter values than other tokens ({printed}: ratios "
         f"{', '.join(f'{sink / other:.2f}' for sink, other in FIGURE1.values())})",
-        f"{title(model)}: ratio {found} ({networks})",
+        f"{title(model)}: ratio {found} ({networks}{scale})",
         is_below(found, 1.0),
         "agrees: the whole interval below 1; disagrees: above",
         "1, a random other token of the same prompt, step, layer and head",

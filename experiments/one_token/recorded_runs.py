@@ -125,8 +125,8 @@ def on_scale(results: Results) -> list[str]:
         return []
     return [
         f"{', '.join(names)}: an AR model. Its sinks are found on the scale relative to uniform, as those of the "
-        "others; on column sums an AR model has other sinks ([results.md](results.md) has both scales), so that "
-        "nothing here compares AR with diffusion models."
+        "others, unless column sums are named; on column sums an AR model has other sinks "
+        "([results.md](results.md) has both scales), so that nothing here compares AR with diffusion models."
     ]
 
 

@@ -11,7 +11,7 @@ from dlm_lens.experiments import find_experiment
 from dlm_lens.experiments.attention_sinks.charts import forest_plot, scatter_plots
 from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
 from dlm_lens.experiments.intervals import Interval
-from dlm_lens.experiments.one_token import figure3, noop_bound
+from dlm_lens.experiments.one_token import figure1, figure3, noop_bound
 from dlm_lens.experiments.one_token.recorded_runs import conversion
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
@@ -64,6 +64,26 @@ def test_the_learned_sink_per_prompt_is_that_of_the_patterns(recorded: tuple) ->
             norms = torch.stack([values.norm(dim=-1) for _, values, _ in steps])
             assert found["norm_sink"][row, layer] == pytest.approx(float(norms[..., -1].mean()), rel=1e-4)
             assert found["norm_other"][row, layer] == pytest.approx(float(norms[..., :-1].mean()), rel=1e-4)
+
+
+def test_an_ar_model_s_norms_are_also_those_of_the_sinks_on_column_sums() -> None:
+    """Under a causal mask the scales find other sinks; all of them are sampled, so that the sums are exact."""
+    settings = {**figure1.SMALL, "prompts": 2, "batch": 2, "sampler": {"gen_length": 12}, "late": 3, "eps": 1.0}
+    bench = SimpleNamespace(model=dl.load)
+    value = figure1.run({"model": "toy-ar", "start": 0}, settings, bench)
+    _, recording = figure1.recorded_runs.record_prompts({"model": "toy-ar", "start": 0}, settings, bench)
+    expected = {}
+    for name, relative in (("any", True), (figure1.COLUMNS, False)):
+        is_sink = dl.find_sinks(recording, dl.AboveMean(1.0), relative=relative).is_sink
+        norms = torch.as_tensor(recording.value_norm).double()
+        for row in range(2):
+            own = is_sink[:, row]
+            expected[name] = [float(norms[:, row][own].sum()), int(own.sum())]
+            found = value[name][row]
+            assert found[2] == expected[name][1] > 0
+            assert found[0] == pytest.approx(expected[name][0], rel=1e-4)
+    assert expected["any"] != expected[figure1.COLUMNS]
+    assert figure1.COLUMNS not in figure1.run({"model": "toy", "start": 0}, {**settings, "prompts": 1}, bench)
 
 
 def test_a_model_without_a_learned_sink_has_no_figure_3() -> None:
