@@ -46,16 +46,30 @@ def abstract(held: Held) -> Iterator[str]:
             "No checkpoint of the papers was run, and no GPU was at hand. What of the two papers shows in three "
             "kinds of models that run on two cores:"
         )
-        yield "\n".join((_real(found), _converted_model(found), _from_nothing(found), LIMITS))
+        yield "\n".join((_real(found), _converted_model(found), _from_nothing(found), _limits(found)))
         yield table(found)
 
 
-LIMITS = (
-    "- **What cannot be said without checkpoints of 8B:** whether the papers' numbers hold for LLaDA, Dream and "
-    "MMaDA; how far their sinks drift, and in which direction; what hiding them costs; what a learned sink token "
-    "does in a network that needs one. One network of each kind was trained here: the intervals on this page are "
-    "over prompts and say nothing about other seeds."
-)
+def _limits(held: Held) -> str:
+    moving = held["fig4-moving"]
+    counts = {
+        model: len({one.item.get("network", 0) for one in moving.where(model=model)}) for model in moving.models
+    }
+    several = [model for model, count in counts.items() if count > 1]
+    trained = (
+        "One network of each kind was trained here: the intervals on this page are over prompts and say nothing"
+    )
+    if several:
+        networks = " and ".join(f"{counts[model]} networks of {model}" for model in several)
+        trained = (
+            f"The intervals are over prompts and over {networks} (equal but for the seed); of every other kind "
+            "there is one network, and the intervals say nothing"
+        )
+    return (
+        "- **What cannot be said without checkpoints of 8B:** whether the papers' numbers hold for LLaDA, Dream "
+        "and MMaDA; how far their sinks drift, and in which direction; what hiding them costs; what a learned sink "
+        f"token does in a network that needs one. {trained} about other seeds."
+    )
 
 
 def _real(held: Held) -> str:

@@ -183,7 +183,7 @@ def render(results: Results) -> Rendering:
     ]
     notes += recorded_runs.on_scale(results)
     findings = [_finding(results, model) for model in models]
-    findings += [_finding(results, model, COLUMNS) for model in models if _on_columns(results, model)]
+    findings += [_finding(results, model, COLUMNS) for model in models if on_columns(results, model)]
     return Rendering([table], figures, findings, notes, captions)
 
 
@@ -204,10 +204,11 @@ def _of_columns(results: Results, model: str) -> str:
     """The ratio for sinks on column sums; "-" for results of an AR model that were stored without it."""
     if not results.is_causal(model):
         return str(ratio(results, model, "any"))
-    return str(ratio(results, model, COLUMNS)) if _on_columns(results, model) else "-"
+    return str(ratio(results, model, COLUMNS)) if on_columns(results, model) else "-"
 
 
-def _on_columns(results: Results, model: str) -> bool:
+def on_columns(results: Results, model: str) -> bool:
+    """Whether the results hold norms of the sinks on column sums, as an AR model's do."""
     return all(COLUMNS in one.value for one in results.where(model=model))
 
 

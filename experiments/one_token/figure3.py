@@ -7,6 +7,7 @@ import numpy as np
 
 from dlm_lens.experiments.attention_sinks.recorded_runs import rounded
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, Table, run_script
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import recorded_runs
 from dlm_lens.experiments.one_token.recorded_runs import by_network, inner, items, over, title
 from dlm_lens.experiments.results import Item, Results, Settings
@@ -107,14 +108,16 @@ def percent(found: Any) -> str:
     return f"{100 * found.value:.1f}{bounds}%"
 
 
+def inner_ratio(results: Results, model: str) -> Interval:
+    """Value norm of the learned sink token over that of the others, between the first and the last layer."""
+    return over(*(inner(by_network(results, model, name)) for name in ("norm_sink", "norm_other")))
+
+
 def findings(results: Results, model: str) -> Iterator[Finding]:
     """Shorter values, a large share; over the layers between the first and the last, as the paper says."""
-    sink, other, share, strongest, even = (
-        inner(by_network(results, model, name))
-        for name in ("norm_sink", "norm_other", "share", "strongest", "even")
-    )
-    of = f"{title(model)} ({recorded_runs.counted(sink, 'network')})"
-    ratio = over(sink, other)
+    share, strongest, even = (inner(by_network(results, model, name)) for name in ("share", "strongest", "even"))
+    of = f"{title(model)} ({recorded_runs.counted(share, 'network')})"
+    ratio = inner_ratio(results, model)
     yield Finding.of(
         "in the layers between the first and the last the sink token's value is substantially smaller than the "
         "others' (a figure without numbers)",

@@ -1,7 +1,7 @@
 """docs/results_one_token.md from the committed results: `python -m dlm_lens.experiments.one_token.page`."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -10,6 +10,7 @@ from typing import Any
 from dlm_lens.experiments.appendix import Entry, corrected, entries, entry, glance, on_correction, section
 from dlm_lens.experiments.experiment import Experiment, list_experiments
 from dlm_lens.experiments.one_token import figure3, recorded_runs, tables
+from dlm_lens.experiments.one_token.abstract import abstract
 from dlm_lens.experiments.one_token.miniature import SCRATCH
 from dlm_lens.experiments.one_token.text_corpus import LENGTH
 from dlm_lens.experiments.one_token.toy_language import ROOT
@@ -142,16 +143,20 @@ def settings_line(found: Sequence[Entry]) -> str:
     return f"**Networks.** {lines}. The figures and the no-op bound name their networks.{named}"
 
 
-def abstract(found: Sequence[Entry]) -> Iterator[str]:
-    """Paragraphs on top of the page, made from the results: what shows, and what cannot be said."""
-    yield from ()
-
-
 def page() -> str:
     """The whole page, from results alone."""
     found, texts = committed(), on_text()
     after = corrected([*found, *texts])
-    parts = [HEAD, *abstract(found), SCALE, settings_line(found), PAIRS, rules(), "## At a glance", glance(found)]
+    parts = [
+        HEAD,
+        *abstract(found, NAME),
+        SCALE,
+        settings_line(found),
+        PAIRS,
+        rules(),
+        "## At a glance",
+        glance(found),
+    ]
     parts.append(on_correction([*found, *texts]))
     for one in found:
         parts += section(one, pictures(one), after)
