@@ -176,6 +176,11 @@ def test_released_block_checkpoints_are_known_by_name(tmp_path: Path, monkeypatc
         warnings.simplefilter("error")
         assert dl.denoise(model, [[1, 2]], gen_length=16).settings["block_length"] == 16
     assert dl.load(name, sampler="dllm").config.sampler == "dllm"
+    other = "divelab/OPDLM-0.6B"
+    (tmp_path / other).mkdir(parents=True)
+    tiny("a2d_qwen3").save_pretrained(tmp_path / other)
+    model = dl.load(other)
+    assert (model.config.sampler, model.sampler_defaults["block_length"]) == ("dllm_blocks", 4)
 
 
 def test_what_cannot_be() -> None:

@@ -55,6 +55,13 @@ class A2DLlamaModel(MaskedDiffusionMixin, LlamaForCausalLM):
     config_class = A2DLlamaConfig
 
 
+BLOCK_LENGTHS = {
+    "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": 32,
+    "divelab/OPDLM-0.6B": 4,
+    "divelab/OPDLM-8B": 4,
+}
+"""Released block diffusion checkpoints -> the length of the blocks of their training."""
+
 FAMILY = Family(
     name="a2d_qwen3",
     layouts={
@@ -63,9 +70,9 @@ FAMILY = Family(
         "a2d-llama": (A2DLlamaConfig, A2DLlamaModel),
     },
     samplers={"dllm": DLLM_SAMPLER, "dllm_blocks": DLLM_BLOCK_SAMPLER},
-    hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
-    hub_samplers={"dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": "dllm_blocks"},
-    hub_block_lengths={"dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": 32},
+    hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", *BLOCK_LENGTHS),
+    hub_samplers=dict.fromkeys(BLOCK_LENGTHS, "dllm_blocks"),
+    hub_block_lengths=BLOCK_LENGTHS,
     # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
     mask_token="<|mask|>",

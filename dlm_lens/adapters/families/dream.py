@@ -40,6 +40,8 @@ FAMILY = Family(
     hub_names=(
         "Dream-org/Dream-v0-Base-7B",
         "Dream-org/Dream-v0-Instruct-7B",
+        "Dream-org/Dream-Coder-v0-Base-7B",
+        "Dream-org/Dream-Coder-v0-Instruct-7B",
         "apple/DiffuCoder-7B-Base",
         "apple/DiffuCoder-7B-Instruct",
         "apple/DiffuCoder-7B-cpGRPO",
