@@ -147,7 +147,9 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("top_k", "eot_token", "strata", "batch_size", "top"), whole()),
     "samples": whole(most=16 * LARGEST_COUNT),
     **dict.fromkeys(("rows_per_pass", "min_viewers"), whole(least=1)),
-    **dict.fromkeys(("temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis"), real()),
+    **dict.fromkeys(
+        ("temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis", "threshold", "factor"), real()
+    ),
     **dict.fromkeys(
         (
             "progress", "reference_quirks", "logits_eos_inf", "confidence_eos_eot_inf", "float64_confidence",
@@ -161,6 +163,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(("on_logits", "on_canvas"), function()),
     "layers": INDICES,
+    "cache": one_of("prefix", "dual"),
 }  # fmt: skip
 """Argument -> its requirement in every function without a rule of its own; a name means one thing everywhere."""
 

@@ -100,6 +100,7 @@ class Call:
 SAMPLER = (
     "steps", "gen_length", "block_length", "temperature", "cfg_scale", "remasking", "top_p", "top_k", "alg_temp",
     "eps", "logits_eos_inf", "use_cache", "eot_token", "on_logits", "on_canvas", "reference_quirks", "unknown",
+    "cache", "threshold", "factor",
 )  # fmt: skip
 
 CALLS = {

@@ -16,6 +16,7 @@ from dlm_lens.sampling import Comparison, DenoisingRun, RunObserver, Sampler, St
 from dlm_lens.sampling import compare as compare_hooks
 from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sinks import AboveMean, Detector, Sinks, find_sinks, received_of
+from dlm_lens.sinks.detectors.base import as_detector
 
 Cache = Literal["prefix", "dual"]
 
@@ -277,6 +278,7 @@ def compare(
     for name in ("observers", "on_logits"):
         if name in settings:
             raise ValueError(f"compare makes several runs, which one {name!r} cannot follow; call dlm_lens.denoise")
+    detector = as_detector(detector)
     exact = _ExactLogits(model)
     run = denoise(model, prompts, seed=seed, cache=cache, observers=exact, on_logits=exact.logits, **settings)
     plain = denoise(model, prompts, seed=list(run.settings["seeds"]) if seed is None else seed, **settings)

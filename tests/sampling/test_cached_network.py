@@ -177,7 +177,7 @@ def test_logits_of_a_step_are_nan_where_it_computes_none(model: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("llada", {"cache": "suffix"}, "cache is 'suffix'; it must be 'prefix', 'dual' or None"),
+        ("llada", {"cache": "suffix"}, "cache is 'suffix'; it must be 'prefix' or 'dual'"),
         ("llada", {"threshold": 0.0}, "threshold is 0.0; it is a probability"),
         ("llada", {"factor": 0.0}, "factor is 0.0"),
         ("llada", {"factor": 1.0, "threshold": 0.5}, "give one of them"),

@@ -77,10 +77,6 @@ class LLaDASettings:
         not_negative(self, "cfg_scale", zero="no guidance")
         known_remasking(self.remasking, REMASKING, REMASKING, "LLaDA")
         check_parallel(self)
-        if self.parallel and self.remasking == "random":
-            raise ValueError(
-                "threshold and factor compare probabilities, which remasking='random' does not have; leave one out"
-            )
 
     @property
     def parallel(self) -> bool:
@@ -223,6 +219,10 @@ class LLaDASampler(CachedSampler):
         self.mask = ids.mask
         self.cache, self.adaptive = settings.cache, settings.cache is not None or settings.parallel
         self.each = settings.steps // settings.blocks
+        if settings.parallel and settings.remasking == "random" and not reference_quirks:
+            raise ValueError(
+                "threshold and factor compare probabilities, which remasking='random' does not have; leave one out"
+            )
         if reference_quirks and self.cache and not settings.parallel and self.each == 1:
             raise ValueError(
                 f"reference_quirks with cache={self.cache!r} and one step per block: the authors' code fails "
