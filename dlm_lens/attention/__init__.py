@@ -1,6 +1,6 @@
 """Hook points in attention, the attention functions, visibility, column statistics, and the base class of hooks."""
 
-from dlm_lens.attention.block_layout import BlockLayout
+from dlm_lens.attention.block_layout import BlockLayout, own_blocks
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
     MIN_VIEWERS,
@@ -114,6 +114,7 @@ __all__ = [
     "layer_windows",
     "listening",
     "output_weight",
+    "own_blocks",
     "padding_before",
     "pattern_tiles",
     "position_ids",

@@ -1,10 +1,13 @@
 """`BlockLayout`: where the blocks of block causal attention begin in every row of a batch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from dlm_lens.attention.left_padding import padding_before
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,3 +72,12 @@ class BlockLayout:
     def to(self, device: torch.device) -> "BlockLayout":
         """The same on a device."""
         return BlockLayout(self.length, self.first.to(device))
+
+
+def own_blocks(config: Any, content: Bool[Tensor, "batch position"]) -> BlockLayout | None:
+    """The blocks of a network that attends block by block in every forward pass, counted from the text; else None.
+
+    Its config has a `block_causal_length`. Other networks attend so only where a sampler gives them the mask.
+    """
+    length = getattr(config, "block_causal_length", None)
+    return None if length is None else BlockLayout(length, padding_before(content))

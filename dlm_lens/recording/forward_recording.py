@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import listening
+from dlm_lens.attention import listening, own_blocks
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
@@ -111,10 +111,11 @@ class _ForwardRecorder(Recorder):
         masked = self._masked(ids) & content
         # Also of a causal model: the forward pass sees the whole canvas.
         answer = masked if not self.canvases else self._masked(self.canvases[0]).to(ids.device) & content
-        self.start(Sampler(), content, answer)
+        sampler, index = Sampler(), len(self.canvases)
+        sampler.block_layout = own_blocks(self.model.config, content)
+        self.start(sampler, content, answer)
         self.content = content
-        index = len(self.canvases)
-        self.step(StepPlan(index, index + 1, 0, (0, ids.shape[1]), 1), ids, masked)
+        self.step(StepPlan(index, index + 1, 0, self._span(content), 1), ids, masked)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward pass has ended."""
@@ -132,6 +133,11 @@ class _ForwardRecorder(Recorder):
             self._made = (len(self.steps), self.described(self._run(), arrays))
         return self._made[1]
 
+    def _span(self, content: Bool[Tensor, "batch position"]) -> tuple[int, int]:
+        """The canvas; of a network that attends block by block its last block, up to which all is present."""
+        layout, positions = own_blocks(self.model.config, content), content.shape[1]
+        return (0, positions) if layout is None else layout.spans(positions - 1, positions)[0]
+
     def _masked(self, ids: Int[Tensor, "*run position"]) -> Bool[Tensor, "*run position"]:
         mask_id = getattr(self.model.config, "mask_token_id", None)
         return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
@@ -140,11 +146,13 @@ class _ForwardRecorder(Recorder):
         assert self.content is not None
         canvases = torch.stack(self.canvases)
         masked = self._masked(canvases) & self.content.cpu()
+        length = getattr(self.model.config, "block_causal_length", None)
         return DenoisingRun.of_canvases(
             canvases,
             masked,
             self.content.cpu(),
             prompt_length=canvases.shape[-1],
-            settings={"sampler": "forward"},
+            settings={"sampler": "forward", **({} if length is None else {"block_causal_length": length})},
+            spans=None if length is None else [self._span(self.content.cpu())] * len(canvases),
             tokenizer=getattr(self.model, "tokenizer", None),
         )

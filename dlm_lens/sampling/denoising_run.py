@@ -185,6 +185,8 @@ class DenoisingRun:
     def attention_blocks(self) -> BlockLayout | None:
         """Where the blocks of block causal attention are in every row; None in all other runs."""
         algorithm = algorithms().get(str(self.settings.get("sampler")))
+        if (own := self.settings.get("block_causal_length")) is not None:
+            return BlockLayout(int(own), self.padding)
         if algorithm is None or not algorithm.sampler.grows:
             return None
         length = int(self.settings.get("block_length") or self.settings["gen_length"])

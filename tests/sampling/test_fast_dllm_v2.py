@@ -268,6 +268,26 @@ def test_received_attention_and_its_expectation() -> None:
     assert dl.find_sinks(recording, "top-k:1").is_sink.any()
 
 
+def test_a_recorded_forward_pass_has_the_blocks_of_the_network() -> None:
+    model = model_of()
+    ids = torch.arange(1, 39).view(2, 19)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with dl.record_forward(model, [dl.ReceivedAttention(min_viewers=1)]) as recorded, torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    received, expected, viewers = dl.received_of(recorded.recording), recorded.expected(), recorded.viewers()
+    for row, padding in enumerate((0, 5)):
+        of = torch.arange(19 - padding) // BLOCK
+        visible = of[None, :] <= of[:, None]
+        kept = forward64(model, ids[row : row + 1, padding:], visible=visible[None, None])
+        even = (visible.double() / visible.sum(-1, keepdim=True)).sum(0)
+        torch.testing.assert_close(expected[0, row, padding:].double(), even, atol=1e-5, rtol=1e-5)
+        assert viewers[0, row, padding:].tolist() == visible.sum(0).tolist()
+        for layer in range(2):
+            sums = received.column_sums[0, row, layer][:, padding:].double()
+            torch.testing.assert_close(sums, kept[f"pattern{layer}"][0].sum(-2), atol=2e-5, rtol=2e-4)
+
+
 def test_a_hidden_column_is_hidden_in_every_block() -> None:
     model = model_of()
     seen: list[Tensor] = []

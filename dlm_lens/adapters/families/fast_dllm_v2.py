@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
-from dlm_lens.attention import BlockLayout, padding_before
+from dlm_lens.attention import own_blocks
 
 SAMPLER = {
     "gen_length": 128,
@@ -48,6 +48,11 @@ class FastDllmV2Config(MaskedDiffusionFields, Qwen2Config):
         """The block length of the training."""
         return self.bd_size
 
+    @property
+    def block_causal_length(self) -> int:
+        """The length of the blocks of every forward pass."""
+        return self.bd_size
+
 
 class FastDllmV2Decoder(Qwen2Model):
     """Qwen2's decoder, which sees its own and earlier blocks; a mask [batch, 1, query, key] is taken as it is."""
@@ -83,7 +88,9 @@ class FastDllmV2Decoder(Qwen2Model):
         cached = 0 if cache is None else cache.get_seq_length()
         content = torch.ones(len(given), cached + given.shape[1], dtype=torch.bool, device=given.device)
         content = content if mask is None else mask.bool()
-        visible = BlockLayout(self.config.bd_size, padding_before(content)).visible(content)
+        layout = own_blocks(self.config, content)
+        assert layout is not None
+        visible = layout.visible(content)
         # As in the other families, queries of padding see the content, so that their states are finite.
         visible = (visible | (content[:, None, None, :] & ~content[:, None, :, None]))[:, :, cached:]
         additive = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
