@@ -31,11 +31,18 @@ class BlockLayout:
         where = torch.arange(positions, device=self.first.device)
         return (where - self.first[:, None]).div(self.length, rounding_mode="floor")
 
-    def visible(self, content: Bool[Tensor, "batch position"]) -> Bool[Tensor, "batch 1 query key"]:
-        """Which query sees which key: content of its own and earlier blocks; padding neither sees nor is seen."""
+    def visible(
+        self, content: Bool[Tensor, "batch position"], start: int = 0
+    ) -> Bool[Tensor, "batch 1 query key"]:
+        """Which query sees which key: content of its own and earlier blocks; padding neither sees nor is seen.
+
+        Args:
+            content: False at padding.
+            start: the first query.
+        """
         block = self.numbers(content.shape[1])
-        earlier = block[:, None, :] <= block[:, :, None]
-        return (earlier & content[:, None, :] & content[:, :, None])[:, None]
+        earlier = block[:, None, :] <= block[:, start:, None]
+        return (earlier & content[:, None, :] & content[:, start:, None])[:, None]
 
     def bounds(self, positions: int) -> tuple[Int[Tensor, "batch position"], Int[Tensor, "batch position"]]:
         """First and last canvas position of every position's block."""

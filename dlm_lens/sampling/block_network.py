@@ -104,7 +104,7 @@ class BlockLogits(CanvasLogits):
         if self.ignored is not None:
             valid = valid & ~((canvas == self.ignored) & _before(finished, canvas))
         valid = valid.repeat(halves, 1)
-        visible = self.layout.repeated(halves).visible(valid)[:, :, start:]
+        visible = self.layout.repeated(halves).visible(valid, start)
         # Additive, which every attention function of transformers takes alike.
         dtype = self.model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
