@@ -143,7 +143,9 @@ def main(
     for _ in range(rounds):
         for name, run in runs.items():
             taken[name].append(seconds_of(run))
-    report(taken, written, f"{model or size}, {new_tokens} new tokens, blocks of {block}, {steps_per_block} steps each")
+    report(
+        taken, written, f"{model or size}, {new_tokens} new tokens, blocks of {block}, {steps_per_block} steps each"
+    )
 
 
 def report(taken: Mapping[str, list[float]], written: Mapping[str, Tensor], title: str) -> None:

@@ -31,9 +31,7 @@ class BlockLayout:
         where = torch.arange(positions, device=self.first.device)
         return (where - self.first[:, None]).div(self.length, rounding_mode="floor")
 
-    def visible(
-        self, content: Bool[Tensor, "batch position"], start: int = 0
-    ) -> Bool[Tensor, "batch 1 query key"]:
+    def visible(self, content: Bool[Tensor, "batch position"], start: int = 0) -> Bool[Tensor, "batch 1 query key"]:
         """Which query sees which key: content of its own and earlier blocks; padding neither sees nor is seen.
 
         Args:
