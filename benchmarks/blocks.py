@@ -1,11 +1,11 @@
-"""Speed of block diffusion with the exact prefix cache, against recomputing everything, and against the original code.
+"""Speed of block diffusion with the exact prefix cache, against recomputing everything and the original code.
 
-`python -m benchmarks.blocks [--size small] [--new-tokens 512 --block 32 --steps-per-block 8]`, on the CPU or on a GPU
-if there is one; `--size 0.6B` has the shape of Qwen3-0.6B, and `--model` takes a checkpoint of block diffusion. With
-`--original DIRECTORY`, a checkout of ZHZisZZ/dllm, its sampler and its network run on the same weights.
+`python -m benchmarks.blocks [--size small] [--new-tokens 512 --block 32 --steps-per-block 8]`, on the CPU or on a
+GPU if there is one; `--size 0.6B` has the shape of Qwen3-0.6B, and `--model` takes a checkpoint of block diffusion.
+With `--original DIRECTORY`, a checkout of ZHZisZZ/dllm, its sampler and its network run on the same weights.
 
-Candidates take turns in one process. Times are those of the process (`process_time`), because other programs may use
-the machine; on a GPU they are of the clock.
+Candidates take turns in one process. Times are those of the process (`process_time`), because other programs may
+use the machine; on a GPU they are of the clock.
 """
 
 import sys
@@ -48,8 +48,8 @@ def build(size: str) -> Any:
     shape = SIZES[size]
     last = shape["vocab_size"] - 1
     model: Any = tiny(
-        "a2d_qwen3", sampler="dllm_blocks", tie_word_embeddings=True, max_position_embeddings=4096, mask_token_id=last,
-        eos_token_id=last - 1, pad_token_id=last - 2, initializer_range=0.05, **shape,
+        "a2d_qwen3", sampler="dllm_blocks", tie_word_embeddings=True, max_position_embeddings=4096,
+        mask_token_id=last, eos_token_id=last - 1, pad_token_id=last - 2, initializer_range=0.05, **shape,
     )  # fmt: skip
     with torch.no_grad():
         model.model.embed_tokens.weight[last - 2 :] *= 0.01
@@ -57,7 +57,7 @@ def build(size: str) -> Any:
 
 
 def original(directory: Path) -> Callable[[Any], Any]:
-    """dllm's sampler of block diffusion over its own Qwen3, on the weights of a model of ours.
+    """Block diffusion of dllm: its sampler over its own Qwen3, on the weights of a model of ours.
 
     Only the files of the sampler and of the network are executed.
     """
