@@ -78,6 +78,10 @@ class Job(NamedTuple):
     settings: tuple[tuple[str, Any], ...]
     whole: bool = False
 
+    def within(self, ids: list[int]) -> list[int]:
+        """Prompt and answer, without what follows them on a canvas that ends with a whole block."""
+        return ids[: len(self.prompt) + self.gen_length]
+
 
 class Text(NamedTuple):
     """A request's result: the text up to its end, and the ids of the whole canvas."""
@@ -168,7 +172,7 @@ class Generator:
                 rows = [row[len(row) - length :] for row, length in zip(left.canvas, lengths, strict=True)]
             else:
                 rows = [row[keep] for row, keep in zip(run.tokens, run.attention_mask, strict=True)]
-        return [self._finished(job, row.tolist()) for job, row in zip(jobs, rows, strict=True)]
+        return [self._finished(job, job.within(row.tolist())) for job, row in zip(jobs, rows, strict=True)]
 
     def _leaving(self, jobs: Sequence[Job], options: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `denoise` that end a run when all its texts have ended."""

@@ -410,6 +410,6 @@ class RecordedGenerator:
             given = {**dict(job.settings), "gen_length": job.gen_length}
             rows = (self.batch.document(job.place),)
             run = stored_batch(recorder, [tuple(job.prompt)], rows, [job.seed], self.hooks, given, False).run
-            ids = run.tokens[0][run.attention_mask[0]].tolist()
+            ids = job.within(run.tokens[0][run.attention_mask[0]].tolist())
             text = cut(model.tokenizer, ids[len(job.prompt) :], end_ids(model.config), job.until).text
             yield [Text(job.place, text, ids)]

@@ -49,6 +49,15 @@ def until(model: Any, tokens: list[int], *stops: str) -> str:
     return text
 
 
+@pytest.mark.parametrize("sampler", ["llada2", "llada2_editing"])
+def test_texts_end_before_the_whole_block_that_the_canvas_ends_with(sampler: str) -> None:
+    model = tiny("llada2", sampler=sampler)
+    settings, prompts = {"gen_length": 5, "block_length": 4}, ["w1 w2 w3 w4 w5 w6", "w8 w9"]
+    found = HarnessLM(model, generation=settings).generate_until(requests(prompts))
+    assert alone(model, prompts[0], **settings) != alone(model, prompts[0], **settings)[:5]
+    assert found == [until(model, alone(model, prompt, **settings)[:5]) for prompt in prompts]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 3, None])
 @pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal", "mmada"])
