@@ -60,7 +60,7 @@ class DiTConfig(LlamaConfig):
     Args:
         cond_dim: width of the condition, the embedding of the noise level.
         dropout: of what attention and MLP add, in training.
-        time_conditioning: whether the network is told the noise level; without, it is told 0 at every step.
+        time_conditioning: whether the network is given the noise level; without, it is given 0 at every step.
         adaln: whether norms are modulated at all.
         sampler: the sampling algorithm, where it is not the family's first.
         sampler_defaults: settings of `denoise` that are stored in the checkpoint.
@@ -216,7 +216,7 @@ class DiTFinalNorm(nn.Module):
         super().__init__()
         self.norm_final = DiTLayerNorm(config.hidden_size)
         self.modulation = nn.Linear(config.cond_dim, 2 * config.hidden_size) if config.adaln else None
-        self.told = config.time_conditioning
+        self.conditioned = config.time_conditioning
         # In a list: a module set as an attribute would become a child, and be saved twice.
         self.embedding = [] if embedding is None else [embedding]
 
@@ -228,16 +228,16 @@ class DiTFinalNorm(nn.Module):
         """Return the inputs of the head.
 
         Raises:
-            ValueError: no condition, in a network that is told the noise level.
+            ValueError: no condition, in a network that is given the noise level.
         """
         if self.modulation is None:
             return cast(Tensor, self.norm_final(x))
         if condition is not None:
             shift, scale = self.modulation(condition)[:, None].chunk(2, -1)
             return modulated(self.norm_final(x), shift, scale)
-        if self.told:
+        if self.conditioned:
             raise ValueError(
-                "the network is told the noise level (time_conditioning), on which its last norm depends: a lens "
+                "the network is given the noise level (time_conditioning), on which its last norm depends: a lens "
                 "has none to give; read logits of whole passes instead"
             )
         constant = self.embedding[0](torch.zeros(1, device=x.device))
@@ -248,7 +248,7 @@ class DiTFinalNorm(nn.Module):
 class DiTModel(LlamaModel):
     """The decoder: embedding, layers, final norm. `block_length` makes its attention block causal.
 
-    Without `sigma` a network that is told the noise level takes the one at which as many tokens are masked as a
+    Without `sigma` a network that is given the noise level takes the one at which as many tokens are masked as a
     row has.
     """
 
@@ -336,7 +336,7 @@ class DiTModel(LlamaModel):
             sigma = torch.zeros(1, device=device)
         elif sigma is None:
             if ids is None:
-                raise ValueError("the network is told the noise level: with inputs_embeds, pass sigma [batch]")
+                raise ValueError("the network is given the noise level: with inputs_embeds, pass sigma [batch]")
             content = torch.ones_like(ids, dtype=torch.bool)
             if attention_mask is not None and attention_mask.shape == ids.shape:
                 content = attention_mask.bool()

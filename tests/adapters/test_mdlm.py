@@ -54,14 +54,16 @@ def test_without_time_conditioning_sigma_has_no_effect() -> None:
     model, ids = tiny("mdlm"), torch.arange(12).view(2, 6)
     plain = model(input_ids=ids).logits
     assert model(input_ids=ids, sigma=torch.tensor([0.3, 2.0])).logits.equal(plain)
-    told = tiny("mdlm", time_conditioning=True)
-    told.load_state_dict(model.state_dict())
-    torch.testing.assert_close(told(input_ids=ids, sigma=torch.zeros(2)).logits, plain, atol=1e-5, rtol=1e-5)
-    assert (told(input_ids=ids, sigma=torch.tensor([0.3, 2.0])).logits - plain).abs().amax((1, 2)).min() > 0.05
+    conditioned = tiny("mdlm", time_conditioning=True)
+    conditioned.load_state_dict(model.state_dict())
+    torch.testing.assert_close(conditioned(input_ids=ids, sigma=torch.zeros(2)).logits, plain, atol=1e-5, rtol=1e-5)
+    assert (conditioned(input_ids=ids, sigma=torch.tensor([0.3, 2.0])).logits - plain).abs().amax(
+        (1, 2)
+    ).min() > 0.05
 
 
 @torch.no_grad()
-def test_a_told_network_takes_the_noise_level_from_the_masks() -> None:
+def test_a_conditioned_network_takes_the_noise_level_from_the_masks() -> None:
     model: Any = tiny("mdlm", time_conditioning=True)
     ids = torch.tensor([[1, 2, 63, 63, 5, 63], [61, 61, 7, 63, 8, 9]])
     content = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])

@@ -237,14 +237,14 @@ def test_stored_and_resumed(tmp_path: Path) -> None:
         assert other.run.blocks == whole.run.blocks
 
 
-def test_a_network_that_is_told_the_noise_level() -> None:
+def test_a_network_that_is_conditioned_the_noise_level() -> None:
     model = model_of(time_conditioning=True)
-    told: list[float] = []
-    model.model.sigma_map.register_forward_pre_hook(lambda _m, args: told.extend(args[0].unique().tolist()))
+    conditioned: list[float] = []
+    model.model.sigma_map.register_forward_pre_hook(lambda _m, args: conditioned.extend(args[0].unique().tolist()))
     options = {"first_hitting": False, "steps_per_block": 4, "gen_length": 3}
     run = dl.denoise(model, [[60]], **options)
     expected = [6.9078, math.log(4), math.log(2), math.log(4 / 3)]
-    assert told == pytest.approx(expected[: run.steps], rel=1e-4)
+    assert conditioned == pytest.approx(expected[: run.steps], rel=1e-4)
     with pytest.raises(ValueError, match="which first_hitting=True does not have"):
         dl.denoise(model, [[60]], gen_length=3)
     with pytest.raises(ValueError, match="whose times are not kept"):

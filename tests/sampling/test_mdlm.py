@@ -103,22 +103,22 @@ def test_temperature_and_noise_removal() -> None:
     assert whole.tokens[0].equal(torch.where(left.masked[-1, 0], last.argmax(-1), left.tokens[0]))
 
 
-def test_a_told_network_is_told_the_step_in_runs_and_reruns() -> None:
+def test_a_conditioned_network_gets_the_level_of_the_step_in_runs_and_reruns() -> None:
     model: Any = tiny("mdlm", time_conditioning=True)
-    told: list[float] = []
+    conditioned: list[float] = []
 
     def listen(_module: Any, args: tuple[Tensor, ...]) -> None:
-        told.extend(args[0].unique().tolist())
+        conditioned.extend(args[0].unique().tolist())
 
     handle = model.model.sigma_map.register_forward_pre_hook(listen)
     run = dl.denoise(model, PROMPTS, **RUN)
     expected = [-torch.log(torch.tensor(1 - 0.999 * (1 - step * (1 - 1e-5) / 12))).item() for step in range(12)]
-    assert told == pytest.approx(expected[: run.steps], rel=1e-4)
-    told.clear()
+    assert conditioned == pytest.approx(expected[: run.steps], rel=1e-4)
+    conditioned.clear()
     recording = dl.record(model, PROMPTS, [dl.ReceivedAttention()], **RUN)
     again = dl.received_over_steps(model, run)
     handle.remove()
-    assert told == pytest.approx(expected[: run.steps] * 2, rel=1e-4)
+    assert conditioned == pytest.approx(expected[: run.steps] * 2, rel=1e-4)
     torch.testing.assert_close(again.values, dl.received_of(recording).values, equal_nan=True)
     logits = dit64(model, run.canvases[3, 1:2], sigma=expected[3])["pattern1"]
     sums = dl.received_of(recording).column_sums[3, 1, 1].double()
@@ -179,10 +179,10 @@ def test_traces_resume_and_stored_recordings(tmp_path: Path) -> None:
         assert torch.equal(dl.received_of(other).values.nan_to_num(), dl.received_of(whole).values.nan_to_num())
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_the_likelihood_is_the_mean_over_random_masks(told: bool) -> None:
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_the_likelihood_is_the_mean_over_random_masks(conditioned: bool) -> None:
     """-ln p / t at masked positions, with times and masks drawn by hand and a float64 network."""
-    model = tiny("mdlm", time_conditioning=told)
+    model = tiny("mdlm", time_conditioning=conditioned)
     prompt, answer = [5, 9], [14, 3, 8]
     found = dl.log_likelihood(model, prompt, answer, samples=6, strata=3, seed=7)
     generator, losses = torch.Generator().manual_seed(7), []
@@ -194,7 +194,7 @@ def test_the_likelihood_is_the_mean_over_random_masks(told: bool) -> None:
             masked = [2 + i for i in range(3) if row[2 + i] < 0.999 * t]
             ids = torch.tensor([prompt + answer])
             ids[0, masked] = 63
-            logits = dit64(model, ids, sigma=-math.log(1 - 0.999 * t) if told else 0.0)["logits"][0]
+            logits = dit64(model, ids, sigma=-math.log(1 - 0.999 * t) if conditioned else 0.0)["logits"][0]
             logits[:, 63] = -torch.inf
             logs = logits.log_softmax(-1)
             losses.append(sum(-float(logs[i, (prompt + answer)[i]]) for i in masked) / t)
@@ -204,7 +204,9 @@ def test_the_likelihood_is_the_mean_over_random_masks(told: bool) -> None:
     alone = dl.log_likelihood(model, [], answer, samples=8)
     assert alone.value.isfinite().all()
     chain = dl.log_likelihood(model, prompt, answer, "chain_rule")
-    first = dit64(model, torch.tensor([[5, 9, 63, 63, 63]]), sigma=-math.log(1 - 0.999 * 0.6) if told else 0.0)
+    first = dit64(
+        model, torch.tensor([[5, 9, 63, 63, 63]]), sigma=-math.log(1 - 0.999 * 0.6) if conditioned else 0.0
+    )
     first["logits"][..., 63] = -torch.inf
     assert float(chain.losses[0][0]) == pytest.approx(-float(first["logits"][0, 2].log_softmax(-1)[14]), rel=1e-5)
 

@@ -45,7 +45,7 @@ def test_reference_quirks_reproduce_the_original(setting: dict[str, Any], monkey
 LOSSES = json.loads((GOLDEN / "loss.json").read_text())["entries"]
 
 
-@pytest.mark.parametrize("entry", LOSSES, ids=("plain", "told"))
+@pytest.mark.parametrize("entry", LOSSES, ids=("plain", "conditioned"))
 def test_the_masks_and_weights_of_the_loss_are_the_originals(entry: dict[str, Any]) -> None:
     clean, noisy = torch.tensor(entry["x0"]), torch.tensor(entry["xt"])
     pair = Pair(torch.zeros(0, dtype=torch.long), clean[0])
@@ -54,16 +54,20 @@ def test_the_masks_and_weights_of_the_loss_are_the_originals(entry: dict[str, An
     assert drawn.rate.tolist() == pytest.approx(entry["t"], rel=1e-6)
 
 
-@pytest.mark.parametrize("entry", LOSSES, ids=("plain", "told"))
+@pytest.mark.parametrize("entry", LOSSES, ids=("plain", "conditioned"))
 @torch.no_grad()
 def test_every_loss_is_the_original(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, told = loaded(GOLDEN), entry["time_conditioning"]
-    monkeypatch.setattr(model.config, "time_conditioning", told)
+    model, conditioned = loaded(GOLDEN), entry["time_conditioning"]
+    monkeypatch.setattr(model.config, "time_conditioning", conditioned)
     clean, noisy = torch.tensor(entry["x0"]), torch.tensor(entry["xt"])
     nothing = torch.zeros(0, dtype=torch.long)
     queries = [
         Query(
-            row, Pair(nothing, text), masked, masked, sigma=-math.log(1 - 0.999 * entry["t"][row]) if told else None
+            row,
+            Pair(nothing, text),
+            masked,
+            masked,
+            sigma=-math.log(1 - 0.999 * entry["t"][row]) if conditioned else None,
         )
         for row, (text, masked) in enumerate(zip(clean, noisy == 120, strict=True))
     ]

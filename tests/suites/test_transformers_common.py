@@ -21,7 +21,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "a2d, llama": ("a2d_qwen3", {"model_type": "a2d-llama"}),
     "bd3lm": ("bd3lm", {"block_size": 4, "adaln": False}),
     "mdlm": ("mdlm", {}),
-    "mdlm, told the noise": ("mdlm", {"time_conditioning": True}),
+    "mdlm, given the noise": ("mdlm", {"time_conditioning": True}),
     "fast-dllm v2": ("fast_dllm_v2", {}),
     "sink_qwen": ("sink_qwen", {}),
     "sink_qwen, sinks": ("sink_qwen", {"num_sinks": 2, "tie_word_embeddings": True}),
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 EXCLUDED = {
-    "mdlm, told the noise": {
+    "mdlm, given the noise": {
         "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them"
     },
     "sink_qwen, sinks": {

@@ -13,7 +13,7 @@ from dlm_lens.sampling.likelihood.answer_pairs import Pair
 class Drawn(NamedTuple):
     """Masks of a stratified group of samples, and the probability with which each masked a position.
 
-    `sigma` is the noise level of each, where networks are told it.
+    `sigma` is the noise level of each, where networks are given it.
     """
 
     masked: Bool[Tensor, "sample position"]

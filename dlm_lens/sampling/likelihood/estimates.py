@@ -139,9 +139,9 @@ def monte_carlo(
     """Mean over the samples of the cross entropies of the masked tokens, divided by the masking rate.
 
     A mask that an item draws several times (all of them, if its answer is one token) is evaluated once, unless the
-    network is told the noise level.
+    network is given the noise level.
     """
-    told = bool(getattr(scorer.model.config, "time_conditioning", False))
+    conditioned = bool(getattr(scorer.model.config, "time_conditioning", False))
     shared = torch.Generator().manual_seed(record["seeds"][0]) if record["reference_quirks"] else None
     drawn: dict[int, _Samples] = {}
 
@@ -149,7 +149,7 @@ def monte_carlo(
         """Every different mask of every item, drawn when its turn comes."""
         for item in items:
             generator = shared or torch.Generator().manual_seed(record["seeds"][item])
-            found = drawn[item] = _draw(pairs[item], corruption, record, generator, told=told)
+            found = drawn[item] = _draw(pairs[item], corruption, record, generator, conditioned=conditioned)
             sums[item] = torch.zeros(len(found.different), dtype=torch.float64)
             for number, mask in enumerate(found.different):
                 if mask.any():
@@ -173,12 +173,12 @@ def monte_carlo(
 
 
 def _draw(
-    pair: Pair, corruption: Corruption, record: Mapping[str, Any], generator: torch.Generator, *, told: bool
+    pair: Pair, corruption: Corruption, record: Mapping[str, Any], generator: torch.Generator, *, conditioned: bool
 ) -> _Samples:
     size = record["strata"]
     groups = [corruption.draw(pair, size, generator) for _ in range(record["samples"] // size)]
     levels = [group.sigma for group in groups if group.sigma is not None]
-    if told and levels:
+    if conditioned and levels:
         masks = torch.cat([group.masked for group in groups])
         return _Samples(masks, torch.arange(len(masks)), torch.cat([g.rate for g in groups]), torch.cat(levels))
     different, which = torch.cat([group.masked for group in groups]).unique(dim=0, return_inverse=True)

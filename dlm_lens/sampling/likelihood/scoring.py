@@ -28,7 +28,7 @@ LOGITS = 2**26
 class Query:
     """A term of an item's sum: a text with some positions masked, and the positions whose tokens are scored.
 
-    `sigma` is the noise level, for networks that are told it.
+    `sigma` is the noise level, for networks that are given it.
     """
 
     item: int
@@ -151,8 +151,8 @@ class Scorer:
         batch = assemble(self.model, rows)
         network = self.network(batch.content, batch.prompt, batch.tokens)
         if rows[0].sigma is not None:
-            told = torch.tensor([row.sigma for row in rows], device=batch.canvas.device)
-            network.inputs["sigma"] = told.repeat(2 if self.cfg_scale else 1)
+            sigma = torch.tensor([row.sigma for row in rows], device=batch.canvas.device)
+            network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
         logits = network.at(batch.canvas, batch.scored)
         config = self.model.config
         if getattr(config, "subs", False):

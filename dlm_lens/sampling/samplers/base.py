@@ -237,7 +237,7 @@ class Sampler(nn.Module):
         raise NotImplementedError
 
     def at(self, plan: StepPlan) -> None:
-        """Enter a step, before its passes in runs and reruns; for networks that are told the noise level."""
+        """Enter a step, before its passes in runs and reruns; for networks that are given the noise level."""
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that may be unmasked at this step."""

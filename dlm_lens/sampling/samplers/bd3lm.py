@@ -19,8 +19,8 @@ from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm_blocks import BlockNoise
 from dlm_lens.sampling.samplers.mdlm import (
     AncestralPropose,
-    NoiseToldLogits,
-    NoiseToldSampler,
+    NoiseConditionedLogits,
+    NoiseConditionedSampler,
     SelectLikelier,
     Times,
     log_probabilities,
@@ -139,11 +139,11 @@ class BD3LMPropose(AncestralPropose):
         return kept / kept.sum(-1, keepdim=True)
 
 
-class NoiseToldBlocks(NoiseToldLogits, BlockLogits):
-    """Logits of blocks, of a network that may be told the noise level."""
+class NoiseConditionedBlocks(NoiseConditionedLogits, BlockLogits):
+    """Logits of blocks, of a network that may be given the noise level."""
 
 
-class BD3LMSampler(NoiseToldSampler, BlockSampler):
+class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
     """Blocks from left to right; a block ends when it has no mask, and its last planned step leaves none.
 
     With `reference_quirks` the times are the original's (`BD3LMSettings.times`), blocks are whole, and
@@ -171,31 +171,31 @@ class BD3LMSampler(NoiseToldSampler, BlockSampler):
         masked: Bool[Tensor, "batch position"],
         prompt_length: int,
         canvas: Int[Tensor, "batch position"],
-    ) -> NoiseToldBlocks:
-        """The network of block diffusion; told the noise level, it computes everything at every step.
+    ) -> NoiseConditionedBlocks:
+        """The network of block diffusion; given the noise level, it computes everything at every step.
 
         Raises:
-            ValueError: a network that is told the noise level, with `first_hitting` or in a rerun.
+            ValueError: a network that is given the noise level, with `first_hitting` or in a rerun.
         """
         settings = getattr(self, "settings", None)
-        if self.is_told(model) and (settings is None or settings.first_hitting):
+        if self.is_conditioned(model) and (settings is None or settings.first_hitting):
             what = "a finished run, whose times are not kept" if settings is None else "first_hitting=True"
             raise ValueError(
-                f"the network is told the noise level (time_conditioning), which {what} does not have; "
+                f"the network is given the noise level (time_conditioning), which {what} does not have; "
                 "denoise with first_hitting=False, and hooks or a recorder on that run"
             )
         self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
-        return NoiseToldBlocks(
+        return NoiseConditionedBlocks(
             model,
             content,
             self,
             layout=self.block_layout,
-            use_cache=self.use_cache and not self.is_told(model),  # what is cached would depend on it
+            use_cache=self.use_cache and not self.is_conditioned(model),  # what is cached would depend on it
             **self.guidance(model, masked, prompt_length, canvas),
         )
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
-        """The tokens asked for.
+        """`gen_length`.
 
         Raises:
             ValueError: with `reference_quirks`, a text that does not end with a block, or several rows with

@@ -61,7 +61,7 @@ class Times(NamedTuple):
     """A step's noise.
 
     Args:
-        sigma: what the network is told, if it is told anything.
+        sigma: what the network is given, if it is given anything.
         unmasked: weight of a token, up to its probability: the share of tokens that the step unmasks.
         masked: weight of [MASK]: the share that stays masked; 0 where every mask is to be written.
         drawn: whether tokens are drawn, or the most likely ones taken.
@@ -177,8 +177,8 @@ class SelectLikelier(nn.Module):
         return eligible & (confidence >= 0.5)
 
 
-class NoiseToldLogits(CanvasLogits):
-    """Logits of a network that may be told the noise level; those of a canvas that has not changed are kept.
+class NoiseConditionedLogits(CanvasLogits):
+    """Logits of a network that may be given the noise level; those of a canvas that has not changed are kept.
 
     Args:
         model: from `dlm_lens.load`.
@@ -188,7 +188,11 @@ class NoiseToldLogits(CanvasLogits):
     """
 
     def __init__(
-        self, model: Any, content: Bool[Tensor, "batch position"], sampler: "NoiseToldSampler", **options: Any
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        sampler: "NoiseConditionedSampler",
+        **options: Any,
     ) -> None:
         super().__init__(model, content, **options)
         self.sampler = sampler
@@ -210,10 +214,10 @@ class NoiseToldLogits(CanvasLogits):
     ) -> Float[Tensor, "evaluated d_vocab"]:
         """Logits of the evaluated positions, without a pass where canvas and positions are those of the last step.
 
-        While anything listens to the model, and in a network that is told the noise level, every step has its pass.
+        While anything listens to the model, and in a network that is given the noise level, every step has its pass.
         """
-        told = self.sampler.is_told(self.model)
-        if own_forward or edit is not None or told or has_listeners(self.model):
+        conditioned = self.sampler.is_conditioned(self.model)
+        if own_forward or edit is not None or conditioned or has_listeners(self.model):
             return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
         if self._kept is None or not (self._kept[0].equal(canvas) and self._kept[1].equal(evaluated)):
             found = super().of_step(canvas, evaluated, plan, own_forward=False)
@@ -222,22 +226,22 @@ class NoiseToldLogits(CanvasLogits):
 
     def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
         """The noise level beside the other arguments."""
-        return {**super().inputs_of(canvas), **self.sampler.told(self.model, len(self._halves(canvas)))}
+        return {**super().inputs_of(canvas), **self.sampler.noise_inputs(self.model, len(self._halves(canvas)))}
 
 
-class NoiseToldSampler(Sampler):
-    """A sampler whose network may be told the noise level of the step, as `sigma`."""
+class NoiseConditionedSampler(Sampler):
+    """A sampler whose network may be given the noise level of the step, as `sigma`."""
 
     sigma: float | None = None
 
     @staticmethod
-    def is_told(model: Any) -> bool:
-        """Whether the network is told the noise level."""
+    def is_conditioned(model: Any) -> bool:
+        """Whether the network is given the noise level."""
         return bool(getattr(model.config, "time_conditioning", False))
 
-    def told(self, model: Any, rows: int) -> dict[str, Any]:
-        """The argument of a pass that tells the network the noise level; none where it is not told."""
-        if self.sigma is None or not self.is_told(model):
+    def noise_inputs(self, model: Any, rows: int) -> dict[str, Any]:
+        """The argument of a pass that gives the network the noise level; none where it takes none."""
+        if self.sigma is None or not self.is_conditioned(model):
             return {}
         return {"sigma": torch.full((rows,), self.sigma, device=model.device)}
 
@@ -250,10 +254,10 @@ class NoiseToldSampler(Sampler):
     ) -> dict[str, Any]:
         """Arguments of a pass over what a step sees, beside the ids."""
         inputs = super().inputs(model, content, canvas, prompt_length)
-        return {**inputs, **self.told(model, len(canvas))}
+        return {**inputs, **self.noise_inputs(model, len(canvas))}
 
 
-class MDLMSampler(NoiseToldSampler):
+class MDLMSampler(NoiseConditionedSampler):
     """Ancestral sampling (2406.07524, equation 6): each mask becomes a token with probability (m(t) - m(s)) / m(t).
 
     A run ends early when no mask is left. With `reference_quirks` it goes through every step, and draws in float32,
@@ -285,9 +289,9 @@ class MDLMSampler(NoiseToldSampler):
         masked: Bool[Tensor, "batch position"],
         prompt_length: int,
         canvas: Int[Tensor, "batch position"],
-    ) -> NoiseToldLogits:
-        """The network of the canvas, told the noise level of the step if it is told any."""
-        return NoiseToldLogits(model, content, self, **self.guidance(model, masked, prompt_length, canvas))
+    ) -> NoiseConditionedLogits:
+        """The network of the canvas, given the noise level of the step if it is given any."""
+        return NoiseConditionedLogits(model, content, self, **self.guidance(model, masked, prompt_length, canvas))
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step, and the removal of noise; there are no blocks."""
