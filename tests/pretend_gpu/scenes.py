@@ -227,6 +227,6 @@ def reducers_of(family: str) -> dict[str, Callable[[], Any]]:
 def scenes_of(family: str) -> dict[str, Scene]:
     records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
     masked = {} if family == "causal" else dict(MASKED_ONLY)
-    if family == "dream":
-        del masked["guidance"]  # its sampler has none
+    if family in ("dream", "mdlm", "bd3lm"):
+        del masked["guidance"]  # their samplers have none
     return {**SCENES, **records, **masked}

@@ -214,7 +214,7 @@ class NoiseConditionedLogits(CanvasLogits):
     ) -> Float[Tensor, "evaluated d_vocab"]:
         """Logits of the evaluated positions, without a pass where canvas and positions are those of the last step.
 
-        While anything listens to the model, and in a network that is given the noise level, every step has its pass.
+        While anything listens to the model, and in a network that is given the noise level, every step has a pass.
         """
         conditioned = self.sampler.is_conditioned(self.model)
         if own_forward or edit is not None or conditioned or has_listeners(self.model):
