@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.adapters.config_fields import built_config
+from dlm_lens.adapters.families.llada2 import LLaDA2Config, LLaDA2ForMaskedLM
 from dlm_lens.adapters.group_limited_experts import ROUTER_POINTS
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
@@ -189,3 +191,22 @@ def test_released_checkpoints_are_known_by_name(tmp_path: Path, monkeypatch: pyt
         with pytest.warns(UserWarning, match="block_length is 4, but the model was trained with blocks of 32"):
             dl.denoise(model, [[1, 2]], gen_length=2, block_length=4)
     assert tiny("llada2", model_type="llada21_moe").sampler_defaults["editing_threshold"] == 0.9
+
+
+def test_the_released_sizes_give_16_billion_parameters() -> None:
+    """Sizes of LLaDA2.0-mini in public copies of its config.json; numbers may come without a decimal point."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 157184, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 20,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 256, "n_group": 8,
+        "topk_group": 4, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 512,
+        "first_k_dense_replace": 1, "use_bias": False, "rope_theta": 600000, "routed_scaling_factor": 2,
+        "score_function": "sigmoid", "norm_topk_prob": True, "moe_router_enable_expert_bias": True,
+    }  # fmt: skip
+    config = built_config(LLaDA2Config, sizes, "config.json")
+    with torch.device("meta"):
+        model = LLaDA2ForMaskedLM(config)
+    experts = 19 * 257 * 3 * 512 * 2048  # with the shared one
+    attention = 20 * (2048 * (16 + 2 * 4) * 128 + 16 * 128 * 2048 + 2 * 128 + 2 * 2048)
+    others = 3 * 2048 * 5120 + 19 * 256 * 2048 + 2 * 157184 * 2048 + 2048
+    assert sum(value.numel() for value in model.parameters()) == experts + attention + others
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 600000, "partial_rotary_factor": 0.5}

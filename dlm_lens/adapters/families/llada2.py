@@ -49,7 +49,7 @@ class LLaDA2Config(Glm4MoeConfig):
     num_experts_per_tok: int = 2
     n_group: int = 8
     topk_group: int = 4
-    routed_scaling_factor: float = 2.5
+    routed_scaling_factor: float | int = 2.5
     first_k_dense_replace: int = 0
     head_dim: int | None = None
     num_mtp_layers: int = 0
