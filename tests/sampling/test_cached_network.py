@@ -196,3 +196,20 @@ def test_a_cache_with_masks_in_the_prompt_is_refused() -> None:
     model = tiny("llada")
     with pytest.raises(ValueError, match="cache='dual' and mask tokens in the prompt"):
         dl.denoise(model, [[1, model.config.mask_token_id, 3]], cache="dual", **RUN)
+
+
+def families_with_a_cache() -> list[str]:
+    return [f.name for f in dl.families() if next(iter(f.samplers)) in ("llada", "dream")]
+
+
+@pytest.mark.parametrize("family", families_with_a_cache())
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_in_one_layer_kept_keys_are_exact(family: str, cache: str) -> None:
+    """Keys and values of the first layer are those of the tokens alone, and only tokens of the span change."""
+    model = tiny(family, num_hidden_layers=1)
+    ranked = {"remasking": "maskgit_plus"} if "dream" in model.config.model_type.lower() else {}
+    plain, cached = (dl.denoise(model, PROMPTS, **RUN | ranked, **more) for more in ({}, {"cache": cache}))
+    assert any(cached.computed)
+    assert cached.canvases.equal(plain.canvases)
+    finite = plain.confidence.isfinite()
+    torch.testing.assert_close(cached.confidence[finite], plain.confidence[finite], atol=1e-5, rtol=1e-4)
