@@ -75,6 +75,7 @@ def restated(
     *,
     block: int = BLOCK,
     window: int = 1000,
+    unshifted: int | None = None,
 ) -> list[list[int]]:
     """The canvases after every step at temperature 0, one row without padding, place by place."""
     canvas, found = [*prompt, *[MASK] * gen_length], list[list[int]]()
@@ -93,7 +94,7 @@ def restated(
     last = torch.empty(0)
     for start in range(0, len(canvas), block):
         stop, taken = min(start + block, len(canvas)), False
-        if start and canvas[start] == MASK:
+        if start and start != unshifted and canvas[start] == MASK:
             canvas[start] = choice(last)[0]
             found.append([*canvas])
         while MASK in canvas[start:stop] and not ended():
@@ -105,9 +106,10 @@ def restated(
             logits = network(canvas, first, after, stop, window if whole else 1000)
             places = [place for place in range(low, high) if canvas[place] == MASK]
             chosen = {place: choice(logits[max(place - 1, first) - first]) for place in places}
-            most = max(chosen.values(), key=lambda pair: pair[1])
+            most = max(likely for _, likely in chosen.values())
+            best = next(place for place, (_, likely) in chosen.items() if likely == most)
             for place, (token, likely) in chosen.items():
-                if likely > threshold or (token, likely) == most:
+                if likely > threshold or place == best:
                     canvas[place] = token
             found.append([*canvas])
         if ended():
@@ -389,6 +391,21 @@ def test_the_steps_of_the_original_have_blocks_of_32(options: dict[str, Any]) ->
     assert found != restated(model, prompt, 11, 1.0, bool(options), block=12)
     if not options:
         assert run.canvases.equal(dl.denoise(model, [prompt], use_cache=False, **settings).canvases)
+
+
+def test_the_batch_of_the_original_drops_a_first_token() -> None:
+    """Of a prompt of whole blocks that is neither the shortest nor the longest, as its `batch_sample` does."""
+    model = model_of()
+    prompts = [PROMPTS[1], [*PROMPTS[2], *PROMPTS[2]], [*PROMPTS[0], *range(40, 50)]]
+    settings = {"gen_length": 8, "sub_block_length": SUB, "threshold": 1.0, "reference_quirks": True}
+    run = dl.denoise(model, prompts, **settings)
+    total = (21 // BLOCK + 1) * BLOCK + 1
+    for row, prompt in enumerate(prompts):
+        unshifted = len(prompt) if row == 1 else None
+        expected = restated(model, prompt, total - len(prompt), 1.0, False, unshifted=unshifted)[-1]
+        assert run.tokens[row, int(run.padding[row]) :][:total].tolist() == expected
+    shifted = restated(model, prompts[1], total - 16, 1.0, False)[-1]
+    assert run.tokens[1, int(run.padding[1]) :][:total].tolist() != shifted
 
 
 def test_what_cannot_be() -> None:

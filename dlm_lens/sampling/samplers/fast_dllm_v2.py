@@ -141,8 +141,9 @@ class FastDllmV2Sampler(BlockSampler):
 
     `reference_quirks`: whole blocks are decoded, gen_length // block_length of them with the one that holds the end
     of the (longest) prompt, and one token more; the first token of a block is greedy; a prompt of exactly one block
-    is not seen; with several rows (`batch_sample`) the answer of a longer prompt that ends with its block begins as
-    a mask among others; the block that is decoded does not see keys after the next multiple of 32 positions.
+    is not seen; with several rows (`batch_sample`) the answer of a prompt that ends with its block, and is neither
+    the shortest nor the longest, begins as a mask among others; the block that is decoded does not see keys after
+    the next multiple of 32 positions.
     """
 
     from_text, adaptive = True, True
@@ -199,9 +200,8 @@ class FastDllmV2Sampler(BlockSampler):
         if self.reference_quirks:
             prompts = content[:, :prompt_length]
             lengths = prompts.sum(-1)
-            alone = lengths % self.block_length == 0
-            least = lengths.min()
-            alone &= (lengths > least) | (least <= self.block_length)
+            between = (lengths > lengths.min()) & (lengths < lengths.max())
+            alone = between & (lengths % self.block_length == 0)
             self._begins = torch.where(alone, prompt_length, self._begins)
             total = self._quirky_length(prompts)
             if total is not None:
