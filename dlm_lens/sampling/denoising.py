@@ -83,7 +83,8 @@ def denoise(
             the blocks, and padding seen as content under guidance; Dream: one budget averaged over the rows;
             SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in the prompt
             compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM: draws in
-            float32, every step runs; LLaDA2: rows do not end, masks in the prompt's whole blocks stay.
+            float32, every step runs; LLaDA2: rows do not end, masks in the prompt's whole blocks stay; Fast-dLLM
+            v2: whole blocks and one token more, a prompt of one block is not seen, a block begins greedily.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
@@ -97,7 +98,8 @@ def denoise(
             noise_removal, eps; BD3-LM: first_hitting, steps_per_block, nucleus_p, use_cache; LLaDA2: threshold,
             steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and for 2.1 editing_threshold,
             max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold, entropy_bound, top_k, top_p,
-            stop_tokens, use_cache; AR: use_cache).
+            stop_tokens, use_cache; Fast-dLLM v2: sub_block_length, threshold, top_p, use_cache, use_block_cache;
+            AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.
