@@ -245,6 +245,11 @@ def test_a_network_that_is_conditioned_the_noise_level() -> None:
     run = dl.denoise(model, [[60]], **options)
     expected = [6.9078, math.log(4), math.log(2), math.log(4 / 3)]
     assert conditioned == pytest.approx(expected[: run.steps], rel=1e-4)
+    conditioned.clear()
+    quirky = dl.denoise(model, [[60]], reference_quirks=True, **options | {"steps_per_block": 20})
+    # The original keeps the probabilities of an unchanged block, of another noise level.
+    changed = [True, *(bool(one.any()) for one in quirky.unmasked[:-1])]
+    assert len(conditioned) == sum(changed) < quirky.steps
     with pytest.raises(ValueError, match="which first_hitting=True does not have"):
         dl.denoise(model, [[60]], gen_length=3)
     with pytest.raises(ValueError, match="whose times are not kept"):

@@ -160,6 +160,7 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
         if reference_quirks and isinstance(noise, SharedNoise):
             noise = self.stream = BlockStream(noise)
         self.settings, self.reference_quirks = settings, reference_quirks
+        self.keeps_stale = reference_quirks
         self.block_length, self.use_cache = settings.block_length, settings.use_cache
         self.propose = BD3LMPropose(settings, noise, ids.mask, reference_quirks=reference_quirks)
         self.select = Select() if settings.first_hitting else SelectLikelier()

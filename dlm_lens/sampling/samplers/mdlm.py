@@ -216,7 +216,7 @@ class NoiseConditionedLogits(CanvasLogits):
 
         While anything listens to the model, and in a network that is given the noise level, every step has a pass.
         """
-        conditioned = self.sampler.is_conditioned(self.model)
+        conditioned = self.sampler.is_conditioned(self.model) and not self.sampler.keeps_stale
         if own_forward or edit is not None or conditioned or has_listeners(self.model):
             return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
         if self._kept is None or not (self._kept[0].equal(canvas) and self._kept[1].equal(evaluated)):
@@ -230,9 +230,16 @@ class NoiseConditionedLogits(CanvasLogits):
 
 
 class NoiseConditionedSampler(Sampler):
-    """A sampler whose network may be given the noise level of the step, as `sigma`."""
+    """A sampler whose network may be given the noise level of the step, as `sigma`.
+
+    Attributes:
+        sigma: of the step.
+        keeps_stale: logits of an unchanged canvas are kept although the noise level has changed (a quirk of
+            BD3-LM's code).
+    """
 
     sigma: float | None = None
+    keeps_stale = False
 
     @staticmethod
     def is_conditioned(model: Any) -> bool:
