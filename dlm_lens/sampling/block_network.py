@@ -30,11 +30,12 @@ def block_causal(
 class BlockLogits(CanvasLogits):
     """Logits of the blocks that a step decodes, one in each row; the network sees the canvas up to their last end.
 
-    Keys and values of finished blocks do not depend on later ones: with `use_cache` they are computed once, and a
-    step computes its blocks alone. Where rows have blocks at unequal positions, the cache ends where the first of
-    them begins: the end of a finished block that another row's block overlaps is computed at every step, fewer
-    positions than a block has. Each finished block is computed with all its positions in one pass before a part of
-    it is kept, so that every row is what it is alone. An edit of a finished block empties the cache.
+    Keys and values of finished blocks do not depend on later ones: with `use_cache` they are computed once, in the
+    pass of the next block's first step, and a step computes its blocks alone. Where rows have blocks at unequal
+    positions, the cache ends where the first of them begins: the end of a finished block that another row's block
+    overlaps is computed at every step, fewer positions than a block has. Each finished block is computed with all
+    its positions in one pass before a part of it is kept, so that every row is what it is alone. An edit of a
+    finished block empties the cache.
 
     Positions between the end of a row's block and the end of the span are computed too. No position that is
     predicted sees them, and statistics do not count them.
@@ -115,15 +116,10 @@ class BlockLogits(CanvasLogits):
     def _cached_states(
         self, canvas: Int[Tensor, "batch seen"], needed: Bool[Tensor, "batch seen"], span: tuple[int, int]
     ) -> Float[Tensor, "half needed d_model"]:
-        """The needed positions' states, after the finished blocks that are not cached yet."""
+        """The needed positions' states; finished blocks that are not cached yet are computed in the same pass."""
         start, starts = span[0], self.layout.starts(span)
-        self._extend(canvas, start, starts)
-        ids, inputs = self._halves(canvas)[:, start:], self._inputs(canvas, start, starts)
-        output = self.model.get_decoder()(input_ids=ids, **inputs, past_key_values=self._cache)
-        if self._cache is not None:
-            self._cache.crop(start - canvas.shape[1])  # as many as the step added
-        states = output.last_hidden_state.to(canvas.device)
-        source = self._source(canvas)
+        self._forget_edited(canvas, start)
+        states, source = self._advance(canvas, start, starts), self._source(canvas)
         if source is not None:
             # A position is predicted by the output before it, the first of the span by the last one of the cache.
             before = states[:, :0] if self._last is None else self._last
@@ -134,23 +130,34 @@ class BlockLogits(CanvasLogits):
         return halves[:, needed[:, start:]]
 
     def _extend(self, canvas: Int[Tensor, "batch seen"], start: int, finished: Int[Tensor, "batch"]) -> None:
-        """Cache the positions before `start`; begin anew where one of the finished blocks in it was edited."""
+        """Cache the positions before `start`, in a pass over finished blocks alone."""
+        self._forget_edited(canvas, start)
+        if self._cached < start:
+            # Finished blocks that reach beyond `start` are computed whole, and cut off after the pass.
+            self._advance(canvas[:, : int(finished.max())], start, finished)
+
+    def _forget_edited(self, canvas: Int[Tensor, "batch seen"], start: int) -> None:
+        """Empty the cache where one of the finished blocks in it was edited, or where it reaches beyond `start`."""
         known = self._known.shape[1]
         changed = known > canvas.shape[1] or ((canvas[:, :known] != self._known) & self._finished).any()
         if self._cached > start or bool(changed):
             self._cache, self._cached, self._last = None, 0, None
-        if self._cached == start:
-            return
-        # Finished blocks that reach beyond `start` are computed whole, and cut off after the pass.
-        whole = canvas[:, : min(int(finished.max()), canvas.shape[1])]
-        cache = DynamicCache() if self._cache is None else self._cache
-        inputs = {**self._inputs(whole, self._cached, finished), "use_cache": True, "past_key_values": cache}
-        output = self.model.get_decoder()(input_ids=self._halves(whole)[:, self._cached :], **inputs)
-        self._last = output.last_hidden_state[:, start - self._cached - 1, None].to(canvas.device)
-        self._cache, self._cached = output.past_key_values, start
-        if whole.shape[1] > start:
-            self._cache.crop(start - whole.shape[1])
-        self._known, self._finished = whole.clone(), _before(finished, whole)
+
+    def _advance(
+        self, canvas: Int[Tensor, "batch seen"], start: int, finished: Int[Tensor, "batch"]
+    ) -> Float[Tensor, "row computed d_model"]:
+        """A pass over the positions after the cache, which then ends at `start`: the states from there on."""
+        begin, cache = self._cached, DynamicCache() if self._cache is None and start else self._cache
+        inputs = self._inputs(canvas, begin, finished) | {"use_cache": cache is not None, "past_key_values": cache}
+        output = self.model.get_decoder()(input_ids=self._halves(canvas)[:, begin:], **inputs)
+        states: Tensor = output.last_hidden_state.to(canvas.device)
+        if cache is not None and canvas.shape[1] > start:
+            cache.crop(start - canvas.shape[1])
+        if begin < start:
+            self._cache, self._cached, self._last = cache, start, states[:, start - begin - 1, None]
+            whole = canvas[:, : int(finished.max())]
+            self._known, self._finished = whole.clone(), _before(finished, whole)
+        return states[:, start - begin :]
 
 
 def _before(stop: Int[Tensor, "batch"], canvas: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
