@@ -216,6 +216,8 @@ def render(results: Results) -> Rendering:
         "toy decodes the same blocks from left to right with the whole canvas in sight, and computes its finished "
         "blocks again at every step. Steps after the block with the end of the text are left out. toy-blocks is "
         "trained for fewer steps than toy.",
+        "When a block is finished all block queries are replaced, in toy as well: what is kept then is to be read "
+        "beside toy's number, and the sinks of all queries, most of which are old ones, beside both.",
         BESIDE,
     ])  # fmt: skip
 
