@@ -263,7 +263,7 @@ class SdarSampler(BlockSampler):
         self._answer = 0
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
-        """The tokens asked for; with `reference_quirks` up to the end of a whole block.
+        """The tokens requested; with `reference_quirks` up to the end of a whole block.
 
         Raises:
             ValueError: rows that would end at different positions.
