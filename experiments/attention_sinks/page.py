@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dlm_lens.experiments.appendix import Entry, corrected, entries, glance, on_correction, section
 from dlm_lens.experiments.attention_sinks import (
+    beyond_blocks,
     beyond_confidence,
     beyond_future,
     fig4_moving,
@@ -29,8 +30,8 @@ INTRODUCTION = """# Results: attention sinks in diffusion language models
 
 Every figure and table of [2510.15731](https://arxiv.org/abs/2510.15731), measured on the embedded models (4 layers
 of 4 heads, canvases of about 55 positions, the shipped word problems), on a real AR model of 135 million parameters
-(`smollm2`, English prompts) and on its conversion. Figure 2 is a drawing. The other paper:
-[results of "One Token Is Enough"](results_one_token.md).
+(`smollm2`, English prompts), on its conversion, and on a block-diffusion twin of toy. Figure 2 is a drawing. The
+other paper: [results of "One Token Is Enough"](results_one_token.md).
 """
 
 RULES = """## How to read it
@@ -90,6 +91,8 @@ def _order(experiment: Experiment) -> tuple[int, int]:
     return kind, int(number[0]) if number else 0
 
 
+BLOCKS = "beyond-blocks"
+
 SUMMARISED = {
     "table1-masking",
     "beyond-confidence",
@@ -108,6 +111,7 @@ def summary(held: Mapping[str, Results]) -> Iterator[str]:
             _mechanism(held),
             _elsewhere(held),
             _tuned(held["beyond-instruct"]),
+            *([beyond_blocks.in_words(held[BLOCKS])] if BLOCKS in held else []),
         )
         yield "\n".join(parts)
 
