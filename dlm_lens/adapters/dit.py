@@ -246,7 +246,7 @@ class DiTFinalNorm(nn.Module):
 
 
 class DiTModel(LlamaModel):
-    """The decoder: embedding, layers, final norm. `block_length` makes its attention block causal.
+    """The decoder: embedding, layers, final norm. `block_causal_length` makes its attention block causal.
 
     Without `sigma` a network that is given the noise level takes the one at which as many tokens are masked as a
     row has.
@@ -349,7 +349,7 @@ class DiTModel(LlamaModel):
 
         Blocks are counted from each row's first token.
         """
-        width = getattr(self.config, "block_length", None)
+        width = getattr(self.config, "block_causal_length", None)
         if width is None:
             return None
         first = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)

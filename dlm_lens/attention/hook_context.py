@@ -36,14 +36,14 @@ class RunStep:
         masked: which of its positions are still masked.
         valid: which are content rather than padding.
         answer: which positions were masked when the run began; in an AR run, what the run has written.
-        queries: with an approximate cache, the span (start, stop) of canvas positions that the step computes; the
-            keys and values of the others are those of an earlier step. None: every position.
         config: the model's config, with its special token ids.
         tokenizer: decodes ids; None if there is none.
         memory: values that hooks keep from one step of this run to the next.
         computed: values computed once for all layers of this step (`once`).
         clean: returns, by layer, what keys receive in a pass over the same canvas without any hook. Only runs of a
             hook with `needs_clean_pass` have it.
+        queries: with an approximate cache, the span (start, stop) of canvas positions that the step computes; the
+            keys and values of the others are those of an earlier step. None: every position.
         share: `progress`, where the positions are a part of the canvas.
     """
 
@@ -55,12 +55,12 @@ class RunStep:
     masked: Bool[Tensor, "row position"]
     valid: Bool[Tensor, "row position"]
     answer: Bool[Tensor, "row position"]
-    queries: tuple[int, int] | None = None
     config: Any = field(default=None, repr=False)
     tokenizer: Any = field(default=None, repr=False)
     memory: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
     computed: MutableMapping[Any, Any] = field(default_factory=dict, repr=False)
     clean: Callable[[], Mapping[int, ColumnStats]] | None = field(default=None, repr=False)
+    queries: tuple[int, int] | None = None
     share: Float[Tensor, "row"] | None = field(default=None, repr=False)
 
     @property

@@ -62,7 +62,7 @@ class Step(int):
             state["masked"],
             state["valid"],
             state["answer"],
-            plan.computed,
+            queries=plan.computed,
             memory={} if memory is None else memory,
         )
         return self

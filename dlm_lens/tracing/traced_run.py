@@ -141,8 +141,8 @@ class TracedRun(RunObserver):
         if self.editable:
             edited: Any = self._handle(self.location, canvas)
             canvas = torch.as_tensor(edited, device=canvas.device)
-        given = (canvas, masked, self.state["valid"], self.state["answer"], plan.computed)
-        now = RunStep(plan.index, plan.total, plan.block, plan.span, *given)
+        given = (canvas, masked, self.state["valid"], self.state["answer"])
+        now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed)
         self.now = now if plan.seen is None else now.until(plan.seen, self.layout)
         self._clean = None
         return canvas

@@ -156,6 +156,7 @@ def _elsewhere(held: Mapping[str, Results]) -> str:
         scale: [fig4_moving.share(held["fig4-moving"], model, "moving", scale) for model in ("toy", "toy-ar")]
         for scale in ("sums", "relative")
     }
+    apart = {scale: fig4_moving.apart(held["fig4-moving"], "toy", "toy-ar", scale) for scale in shares}
     static = fig4_moving.share(held["fig4-moving"], "toy-ar", "static", "sums")
     alone = fig4_moving.uniform(held["fig4-moving"], "toy-ar", "sums")
     return (
@@ -163,10 +164,12 @@ def _elsewhere(held: Mapping[str, Results]) -> str:
         f"{future[1]:.2f} of the keys.\n"
         f"- **Past context is not dispensable** for these problems: with a window of 8 toy changes by {lost}; with "
         f"the four strongest sinks kept by {kept}.\n"
-        "- **Whether moving sinks distinguish diffusion depends on the scale.** On column sums, which the paper "
-        f"plots, {shares['sums'][0]} of toy's patterns move and {shares['sums'][1]} of toy-ar's; {static} of "
-        f"toy-ar's are static. The causal mask alone gives that: uniform attention has {alone}. Relative to "
-        f"uniform attention {shares['relative'][0]} of toy's patterns move and {shares['relative'][1]} of toy-ar's."
+        "- **That moving sinks distinguish diffusion from AR models is not shown here.** On column sums, which the "
+        f"paper plots, {shares['sums'][0]} of toy's patterns move and {shares['sums'][1]} of toy-ar's, a "
+        f"difference of {apart['sums']}: toy's networks differ among themselves. {static} of toy-ar's patterns are "
+        f"static; the causal mask alone gives that (uniform attention: {alone}). Relative to uniform attention "
+        f"{shares['relative'][0]} of toy's patterns move and {shares['relative'][1]} of toy-ar's, a difference of "
+        f"{apart['relative']}."
     )
 
 

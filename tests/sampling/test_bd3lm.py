@@ -156,6 +156,17 @@ def test_received_attention_and_its_expectation() -> None:
     torch.testing.assert_close(again.values, received.values, equal_nan=True)
 
 
+def test_a_recorded_forward_pass_has_the_blocks_of_the_network() -> None:
+    model = tiny("bd3lm")
+    with dl.record_forward(model, [dl.ReceivedAttention(min_viewers=1)]) as recorded, torch.no_grad():
+        model(input_ids=torch.arange(1, 12)[None])
+    block = torch.arange(11) // model.config.block_size
+    visible = (block[None, :] <= block[:, None]).double()
+    even = (visible / visible.sum(-1, keepdim=True)).sum(0)
+    torch.testing.assert_close(recorded.expected()[0, 0].double(), even, atol=1e-5, rtol=1e-5)
+    assert recorded.viewers()[0, 0].tolist() == visible.sum(0).tolist()
+
+
 def test_hooks_traces_and_the_lens() -> None:
     model = model_of()
     plain = dl.denoise(model, PROMPTS, **RUN)

@@ -56,7 +56,7 @@ class BD3LMConfig(DiTConfig):
             )
 
     @property
-    def block_length(self) -> int | None:
+    def block_causal_length(self) -> int | None:
         """Of the blocks of the model's own forward; None where it sees the whole canvas."""
         return self.block_size if self.cross_attn else None
 
