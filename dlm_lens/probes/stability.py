@@ -62,6 +62,12 @@ class PatternSimilarity(PatternReducer):
         queries = present.sum(-1)[:, None].float()
         found = now.new_full((*now.shape[:2], len(MEASURES)), torch.nan)
         before = layer.memory.get(("similarity", "before"))
+        if before is not None and before.shape != now.shape:
+            raise ValueError(
+                f"{self.name} compares the patterns of neighbouring steps, and step {layer.run.step} has "
+                f"{now.shape[-2]} queries and {now.shape[-1]} keys, the one before {before.shape[-2]} and "
+                f"{before.shape[-1]}: leave it out for AR decoding and for block diffusion with more than one block"
+            )
         if before is not None:
             found[..., 0] = torch.cosine_similarity(now.flatten(2), before.flatten(2), -1)
             found[..., 1] = torch.minimum(now, before).sum((-1, -2)) / queries
