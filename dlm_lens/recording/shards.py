@@ -278,7 +278,7 @@ class ShardDirectory:
         for path in [self.path / RUN, self.path / TENSORS]:
             path.unlink(missing_ok=True)
         if (self.path / MANIFEST).exists():
-            text = "".join(json.dumps(sealed(line.model_dump())) + "\n" for line in lines).encode()
+            text = "".join(json.dumps(sealed(line.model_dump(exclude_unset=True))) + "\n" for line in lines).encode()
             if text != file_bytes(self.path / MANIFEST, self.remedy):
                 with replacing(self.path / MANIFEST) as file:
                     file.write(text)

@@ -14,6 +14,7 @@ from dlm_lens.recording import KeyNorm, ReceivedAttention, Recording, RecordingS
 from dlm_lens.recording.shards import MANIFEST, RUN, ShardDirectory
 from dlm_lens.sampling import denoise
 from dlm_lens.testing import tiny
+from tests.files.kills import contents
 from tests.recording.reference import PROMPTS
 
 REDUCERS = (ReceivedAttention(("all", "unmasked")), ValueNorm("both"), TopKeys(2))
@@ -86,6 +87,16 @@ def test_every_sampler_goes_on_as_if_nothing_had_been(sampler, tmp_path, monkeyp
     assert_same(resumed, whole)
     assert_same(Recording.load(tmp_path), whole)
     assert resumed.run.texts == whole.run.texts
+
+
+def test_a_resumed_recording_has_the_bytes_of_the_unbroken_one(tmp_path, monkeypatch):
+    # Steps with and without a computed span: a line that is written again must not gain fields.
+    model, settings = tiny("llada"), {"gen_length": 8, "steps": 4, "block_length": 4, "seed": [3, 4]}
+    for name, cache in (("plain", {}), ("dual", {"cache": "dual"})):
+        record(model, PROMPTS, REDUCERS, to=tmp_path / name / "whole", **settings, **cache)
+        killed_behind(monkeypatch, 2, model, PROMPTS, REDUCERS, to=tmp_path / name / "killed", **settings, **cache)
+        record(model, PROMPTS, REDUCERS, to=tmp_path / name / "killed", **settings, **cache)
+        assert contents(tmp_path / name / "killed") == contents(tmp_path / name / "whole")
 
 
 def test_a_row_that_had_ended_stays_ended(tmp_path, monkeypatch):
