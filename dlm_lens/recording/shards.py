@@ -278,7 +278,8 @@ class ShardDirectory:
         for path in [self.path / RUN, self.path / TENSORS]:
             path.unlink(missing_ok=True)
         if (self.path / MANIFEST).exists():
-            text = "".join(json.dumps(sealed(line.model_dump(exclude_unset=True))) + "\n" for line in lines).encode()
+            entries = [sealed(line.model_dump(exclude_unset=True)) for line in lines]
+            text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
             if text != file_bytes(self.path / MANIFEST, self.remedy):
                 with replacing(self.path / MANIFEST) as file:
                     file.write(text)

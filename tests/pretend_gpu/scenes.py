@@ -55,7 +55,7 @@ HOOKS: dict[str, Callable[[], Any]] = {
     "masks": lambda: mask_tokens("mask"),
     "token": lambda: mask_tokens(9),
     "window": lambda: keep_only(2, window=4),
-    # Position 3 is content and stays visible. Without it masks beyond the window's reach of the text see equal contexts,
+    # Position 3 is content and stays visible. Without it masks that no window joins to the text see equal contexts,
     # and the kernels' rounding decides which of them is unmasked first.
     "window ahead": lambda: keep_only((3,), window=3, ahead=2),
     "window after": lambda: keep_only((0,), window=3, stage="after"),

@@ -49,6 +49,19 @@ def run_like(seed=0, steps=6, batch=3, keys=20, prompt=6, noise=4.0, sinks=0):
     )  # fmt: skip
 
 
+def blocks_like(steps, positions):
+    """Two blocks of six, which begin one position later in each row, as those counted from unequal prompts do."""
+
+    def block(step, row):
+        start = 6 + row + 6 * (step >= steps // 2)
+        return start, min(start + 6, positions)
+
+    inside = torch.zeros(steps, 3, positions, dtype=torch.bool)
+    for step, row in np.ndindex(steps, 3):
+        inside[step, row, slice(*block(step, row))] = True
+    return inside, block
+
+
 def of_id(token):
     return {0: "mask", 1: "end of text", 2: "special", 3: "punctuation", 4: "whitespace", 5: "digits", 6: "words",
             7: "punctuation", 8: "words", 9: "whitespace", -1: "learned sink"}[token]  # fmt: skip
@@ -151,14 +164,14 @@ def test_own_classes_need_no_tokenizer():
 def test_place_enrichment_equals_a_loop(sinks):
     received = run_like(seed=3, sinks=sinks)
     paths = trajectories(received, RULE)
-    spans = [(6, 12), (6, 12), (6, 12), (12, 18), (12, 18), (12, 18)]
+    in_block, block = blocks_like(6, 20 - sinks)
     masked = received.masked
 
     def places(step, row, key):
         if key >= 20 - sinks:
             return ["learned sink"]
         if masked[step, row, key]:
-            start, stop = spans[step]
+            start, stop = block(step, row)
             return [
                 "masked",
                 *(["in the block"] if start <= key < stop else []),
@@ -167,7 +180,7 @@ def test_place_enrichment_equals_a_loop(sinks):
         return ["prompt"] if not masked[0, row, key] else ["written"]
 
     seen, base, _ = loop(paths, received, places)
-    table = position_enrichment(paths, spans=spans).set_index("class")
+    table = position_enrichment(paths, in_block=in_block).set_index("class")
     for name, line in table.iterrows():
         assert line["sinks"] == gather(seen, name)
         assert line["enrichment"] == pytest.approx(gather(seen, name) / gather(base, name))
@@ -178,16 +191,16 @@ def test_place_enrichment_equals_a_loop(sinks):
         "masked",
         *(["learned sink"] if sinks else []),
     }
-    with pytest.raises(ValueError, match="2 spans for 6 steps"):
-        position_enrichment(paths, spans=spans[:2])
+    with pytest.raises(ValueError, match=r"in_block has shape \[2, 3, .*run.in_block"):
+        position_enrichment(paths, in_block=in_block[:2])
 
 
 @pytest.mark.parametrize("by", ["all", "head"])
 def test_frontier_alignment_equals_a_loop(by):
     received = run_like(seed=4)
     paths = trajectories(received, RULE)
-    spans = [(6, 12), (6, 12), (6, 12), (12, 18), (12, 18), (12, 18)]
-    table = frontier_alignment(paths, by, spans=spans)
+    in_block, block = blocks_like(6, 20)
+    table = frontier_alignment(paths, by, in_block=in_block)
     masked, scored = received.masked.tolist(), (~received.values[:, :, 0, 0].isnan()).tolist()
 
     def references(step, row):
@@ -197,7 +210,7 @@ def test_frontier_alignment_equals_a_loop(by):
         meet = [k for k in range(20) for other in (k - 1, k + 1)
                 if 0 <= other < 20 and content[k] and content[other] and now[k] != now[other]]  # fmt: skip
         written = [k for k in where if step == 5 or not masked[step + 1][row][k]]
-        start, stop = spans[step]
+        start, stop = block(step, row)
         return {"leftmost mask": where[:1], "rightmost mask": where[-1:], "frontier": meet, "written now": written,
                 "block start": [start], "block end": [stop - 1], "block border": [start, stop - 1]}  # fmt: skip
 

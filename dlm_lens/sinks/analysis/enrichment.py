@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Bool
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
@@ -70,21 +72,21 @@ def token_enrichment(
 
 
 def position_enrichment(
-    paths: Trajectories, by: By = "all", *, spans: Sequence[tuple[int, int]] | None = None
+    paths: Trajectories, by: By = "all", *, in_block: Bool[Tensor, "step batch position"] | None = None
 ) -> pd.DataFrame:
     """Enrichment of position classes among sinks: prompt, decoded answer positions ("written"), masked ones.
 
-    "masked" positions are not decoded yet at the step, the future of 2510.15731, section 5.3. With `spans`, the
-    masked positions of the block being decoded ("in the block") and of later blocks ("after the block") are counted
+    "masked" positions are not decoded yet at the step, the future of 2510.15731, section 5.3. With `in_block`, the
+    masked positions of the row's block ("in the block") and of its later blocks ("after the block") are counted
     separately as well. Columns as in `token_enrichment`, the base again a random key of the same step.
 
     Args:
         paths: from `trajectories`, with masks.
         by: as in `token_enrichment`.
-        spans: the block at each step as (start, stop), `run.spans`.
+        in_block: the positions of every row's block at each step, `run.in_block`.
 
     Raises:
-        ValueError: no masks, or not one span per step.
+        ValueError: no masks, or blocks of another run.
     """
     if paths.masked is None:
         raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
@@ -93,15 +95,29 @@ def position_enrichment(
     learned = np.broadcast_to(position >= paths.canvas, masked.shape)
     prompt = np.broadcast_to(~masked[0] & ~learned[0], masked.shape)
     member = {"prompt": prompt, "written": ~masked & ~prompt & ~learned, "masked": masked}
-    if spans is not None:
-        if len(spans) != len(masked):
-            raise ValueError(f"{len(spans)} spans for {len(masked)} steps; give one per step, run.spans")
-        start, stop = np.asarray(spans).T[:, :, None, None]
-        member["in the block"] = masked & (position >= start) & (position < stop)
-        member["after the block"] = masked & (position >= stop)
+    if in_block is not None:
+        block = blocks_of_rows(paths, in_block)
+        member["in the block"] = masked & block
+        # Positions from the block's start on, without the block.
+        member["after the block"] = masked & np.logical_or.accumulate(block, -1) & ~block & ~learned
     if paths.sinks:
         member["learned sink"] = learned
     return _enrichment(paths, _KeyClasses(tuple(member), np.stack(list(member.values()))), by)
+
+
+def blocks_of_rows(paths: Trajectories, in_block: Bool[Tensor, "step batch position"]) -> NDArray[np.bool_]:
+    """`in_block` for the keys of trajectories, [step, batch, key]; learned sinks are in no block.
+
+    Raises:
+        ValueError: another shape.
+    """
+    steps, batch = len(paths.main), paths.main.shape[1]
+    if tuple(in_block.shape) != (steps, batch, paths.canvas):
+        raise ValueError(
+            f"in_block has shape {list(in_block.shape)}, these trajectories {[steps, batch, paths.canvas]} (step, "
+            "batch, position); give run.in_block of their run"
+        )
+    return np.pad(in_block.cpu().numpy(), ((0, 0), (0, 0), (0, paths.sinks)))
 
 
 def _enrichment(paths: Trajectories, labels: _KeyClasses, by: By) -> pd.DataFrame:

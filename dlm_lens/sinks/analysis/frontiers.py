@@ -1,12 +1,14 @@
 """`frontier_alignment`: distance of the largest sink to the unmasking frontier and to block borders."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Bool
 from numpy.typing import NDArray
+from torch import Tensor
 
+from dlm_lens.sinks.analysis.enrichment import blocks_of_rows
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
 
@@ -15,15 +17,15 @@ POINTS = ("leftmost mask", "rightmost mask", "block start", "block end")
 
 
 def frontier_alignment(
-    paths: Trajectories, by: By = "all", *, spans: Sequence[tuple[int, int]] | None = None
+    paths: Trajectories, by: By = "all", *, in_block: Bool[Tensor, "step batch position"] | None = None
 ) -> pd.DataFrame:
     """Distance of the largest sink to the unmasking frontier and to block borders, against a random key.
 
     2510.15731, section 4.2: Dream's sinks start at the rightmost masked token and follow the frontier to the left;
     LLaDA's move right with the blocks. References at step t, from the masks of that step: the "leftmost mask" and
     the "rightmost mask"; the "frontier", the nearest position at a border of masked and decoded
-    content; "written now", the nearest position decoded at the step; with `spans`, "block start", "block end" and
-    the nearest "block border" of both.
+    content; "written now", the nearest position decoded at the step; with `in_block`, "block start" and "block
+    end" of the row, and the nearest "block border" of both.
 
     Columns: layer, head (by `by`); `reference`; `distance` in positions, mean over steps and patterns; `chance`,
     the same for a random key with a score at the step; `ratio` = distance / chance (1: unrelated, below 1: closer)
@@ -35,10 +37,10 @@ def frontier_alignment(
     Args:
         paths: from `trajectories`, with masks.
         by: "all", "layer" or "head".
-        spans: the block at each step as (start, stop), `run.spans`.
+        in_block: the positions of every row's block at each step, `run.in_block`.
 
     Raises:
-        ValueError: no masks, not one span per step, or an unknown grouping.
+        ValueError: no masks, blocks of another run, or an unknown grouping.
     """
     if paths.masked is None:
         raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
@@ -47,12 +49,11 @@ def frontier_alignment(
     masked = paths.masked.numpy()[..., : paths.canvas]
     scored = paths.scored.numpy()[..., : paths.canvas]
     decided = _decided(paths, masked)
-    if spans is not None and len(spans) != len(masked):
-        raise ValueError(f"{len(spans)} spans for {len(masked)} steps; give one (start, stop) per step, run.spans")
+    block = None if in_block is None else blocks_of_rows(paths, in_block)[..., : paths.canvas]
     groups = [name for name in GROUPS[by] if name in paths.dims]
     # A row that ended early (`eot_token`) keeps masks that are never decoded.
     running = np.flip(np.logical_or.accumulate(np.flip(decided.any(-1), 0), 0), 0)[..., None]
-    references = _references(masked, scored, decided, spans)
+    references = _references(masked, scored, decided, block)
     tables = [_against(paths, scored, name, where & running, groups) for name, where in references.items()]
     return pd.concat(tables, ignore_index=True)
 
@@ -61,7 +62,7 @@ def _references(
     masked: NDArray[np.bool_],
     scored: NDArray[np.bool_],
     decided: NDArray[np.bool_],
-    spans: Sequence[tuple[int, int]] | None,
+    block: NDArray[np.bool_] | None,
 ) -> dict[str, NDArray[np.bool_]]:
     """Name -> the positions of the reference, [step, batch, key]."""
     position = np.arange(masked.shape[-1])
@@ -75,10 +76,9 @@ def _references(
     meets[..., 1:] |= meet
     meets[..., :-1] |= meet
     found = {"leftmost mask": left, "rightmost mask": right, "frontier": meets, "written now": decided}
-    if spans is not None:
-        start, stop = np.asarray(spans).T[:, :, None, None]
-        first = np.broadcast_to(position == start, masked.shape)
-        last = np.broadcast_to(position == stop - 1, masked.shape)
+    if block is not None:
+        edge = np.diff(block, axis=-1, prepend=False, append=False)
+        first, last = block & edge[..., :-1], block & edge[..., 1:]
         found |= {"block start": first, "block end": last, "block border": first | last}
     return found
 
