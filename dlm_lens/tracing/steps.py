@@ -28,7 +28,7 @@ class Step(int):
         memory: what hooks store from step to step.
 
     Attributes:
-        total: steps of the run, T.
+        total: steps of the run, T; the most that it can have, where it may end early.
         block: index of the block being decoded.
         span: the block, as a slice of canvas positions.
         tokens: the canvas x_t that the step starts from, `[batch, position]`.
@@ -141,6 +141,10 @@ class Steps:
     from the end); `steps.where(predicate)` takes the steps whose `Step` the predicate accepts. The body reads and
     edits values in the order in which the model computes them. Code after the loop runs; a second loop visits
     later steps.
+
+    How many steps a run has can depend on its tokens (an end of the text, parallel decoding), and is known only
+    after the last one. Indices are those of the longest run. Where a run ends before one of them, or before the end
+    from which negative ones count, the loop raises an IndexError after the last step.
     """
 
     key: StepKey = field(default_factory=lambda: slice(None))
@@ -162,13 +166,15 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         mediator = Mediator.current("tracer.steps")
         mediator.wanted = _wanted
-        loop, previous, first = loop_state(mediator.worker), mediator.iteration, True
+        loop, previous, first, total = loop_state(mediator.worker), mediator.iteration, True, 0
         try:
             while True:
                 step = self._next(mediator, loop)
                 if step is None:
+                    self._check_end(loop.at + 1, total)
                     return
-                wanted = self._indices(step.total)
+                total = step.total
+                wanted = self._indices(total)
                 if first and wanted:
                     self._check_ahead(min(wanted), step)
                 first = False
@@ -218,6 +224,21 @@ class Steps:
             raise OutOfOrderError(
                 f"tracer.steps requests step {earliest}, but the run is at step {int(step)} already: visit steps "
                 "in increasing order, or in another tracer.invoke()"
+            )
+
+    def _check_end(self, steps: int, total: int) -> None:
+        """Refuse indices that a run which ended early did not reach, or that count from its latest possible end."""
+        if callable(self.key) or steps >= total:
+            return
+        if isinstance(self.key, slice):
+            missed = any(bound is not None and bound < 0 for bound in (self.key.start, self.key.stop))
+        else:
+            missed = max(self._indices(total) or (0,)) >= steps
+        if missed:
+            name = f"slice({self.key.start}, {self.key.stop})" if isinstance(self.key, slice) else self.key
+            raise IndexError(
+                f"tracer.steps[{name}] counts {total} steps, but this run ended after {steps}, which depended on "
+                "its tokens: run it once with dl.denoise, and give indices below its .steps"
             )
 
     def _check_body(self, mediator: Mediator, loop: _LoopState, step: Step) -> None:

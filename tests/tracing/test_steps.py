@@ -177,6 +177,31 @@ def test_a_step_that_is_not_there(lm: Any, key: Any) -> None:
             lm.canvas.sum()
 
 
+@pytest.mark.parametrize(
+    ("key", "visits"),
+    [(-1, None), (slice(-2, None), None), (slice(None, -1), None), ([0, -1], None), (5, None),
+     (3, [3]), ([0, 3], [0, 3]), (slice(2, None), [2, 3]), (slice(5, 7), []), (lambda step: step > 1, [2, 3])],
+    ids=lambda value: "a function" if callable(value) else str(value),
+)  # fmt: skip
+def test_steps_that_a_run_which_ends_early_does_not_reach(lm: Any, key: Any, visits: list[int] | None) -> None:
+    early = {"gen_length": 8, "block_length": 2, "threshold": 1e-6}  # every step decides a block
+    assert dl.denoise(lm._module, IDS, **early).steps == 4
+
+    def visited() -> list[int]:
+        with lm.generate(IDS, **early) as tracer:
+            seen = [].save()
+            for step in tracer.steps[key]:
+                seen.append(int(step))
+        return seen
+
+    if visits is None:
+        with pytest.raises(IndexError, match=r"counts 8 steps, but this run ended after 4.*dl\.denoise"):
+            visited()
+    else:
+        assert visited() == visits
+    assert lm.generate(IDS, **early).steps == 4
+
+
 @pytest.mark.parametrize("key", ["3", 2.0, [1, 2.5], None])
 def test_what_is_no_index(lm: Any, key: Any) -> None:
     with (
