@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention import position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.network import CanvasLogits, EditLogits
+from dlm_lens.sampling.network import CanvasLogits
 
 
 class KeptKeys:
@@ -100,20 +100,6 @@ class CachedLogits(CanvasLogits):
     def enter(self, plan: StepPlan) -> None:
         """The step of the next passes."""
         self._plan = plan
-
-    def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
-    ) -> Float[Tensor, "evaluated d_vocab"]:
-        """Logits of the evaluated positions; `edit` gets those of the canvas, NaN where the step computes none."""
-        self.enter(plan)
-        return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position that the step predicts, NaN elsewhere."""

@@ -290,6 +290,9 @@ class Sampler(nn.Module):
         """How many of the canvas's positions the result keeps after so many steps; all, for most."""
         return positions
 
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """Give the parts what they need to know of the step, before `propose`; nothing, for most."""
+
     def forward(
         self,
         canvas: Int[Tensor, "batch position"],
@@ -302,6 +305,7 @@ class Sampler(nn.Module):
 
         `logits` has a row for every True of `evaluated`, in row-major order.
         """
+        self.prepare(masked, plan)
         eligible, editable = self.eligible(masked, plan), self.editable(masked, plan)
         proposal: Any = self.propose(canvas, logits, evaluated, eligible | editable)
         unmasked = self.select(proposal[1], eligible, self.count(eligible, masked, plan))

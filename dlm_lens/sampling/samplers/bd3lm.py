@@ -219,13 +219,7 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block, at most."""
-        assert self.block_layout is not None
-        spans, steps = self.block_layout.spans(prompt_length, positions), self.settings.block_steps
-        return [
-            StepPlan(block * steps + step, len(spans) * steps, block, span, steps - step, span[1])
-            for block, span in enumerate(spans)
-            for step in range(steps)
-        ]
+        return self.block_plans(prompt_length, positions, self.settings.block_steps)
 
     def times(self, plan: StepPlan) -> Times:
         """The noise of a step; none with `first_hitting`, which draws tokens without [MASK]."""
@@ -248,19 +242,11 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
             return left.clamp(max=1)
         return -(-left // plan.remaining)
 
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The block that the random stream draws for, and the noise of the step."""
         if self.stream is not None:
             self.stream.span = plan.span
         self.propose.times = self.times(plan)  # type: ignore[assignment]
-        return super().forward(canvas, logits, evaluated, masked, plan)
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:

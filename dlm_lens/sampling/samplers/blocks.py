@@ -51,6 +51,16 @@ class BlockSampler(Sampler):
         layout = self.block_layout_of(self.block_length, content, prompt_length)
         return BlockLogits(model, content, layout=layout, ignored=self.ignored(model)).inputs_of(canvas)
 
+    def block_plans(self, begin: int, positions: int, steps: int) -> list[StepPlan]:
+        """So many steps for every block from `begin` on; the network sees the canvas up to the block's end."""
+        assert self.block_layout is not None
+        spans = self.block_layout.spans(begin, positions)
+        return [
+            StepPlan(block * steps + step, len(spans) * steps, block, span, steps - step, seen=span[1])
+            for block, span in enumerate(spans)
+            for step in range(steps)
+        ]
+
     def ignored(self, model: Any) -> int | None:
         """The token that leaves attention once its block is finished, as a reference has it; None for none."""
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlm_lens.attention import padding_before
 from dlm_lens.sampling.algorithm_registry import Algorithm
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import Network
 from dlm_lens.sampling.noise import Noise, SharedNoise
@@ -295,19 +295,11 @@ class DllmSampler(Sampler):
         """Continue from such a state."""
         self._block_masks = state.get("block_masks")
 
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The block that the random stream draws for, and whether the step is the first."""
         if self.stream is not None:
             self.stream.span = plan.span
         self.propose.first = plan.index == 0  # type: ignore[assignment]
-        return super().forward(canvas, logits, evaluated, masked, plan)
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:

@@ -160,7 +160,13 @@ class DreamPropose(nn.Module):
 
 
 class SelectDrawn(nn.Module):
-    """Draw `count` eligible positions per row without replacement, from softmax(confidence / alg_temp)."""
+    """Draw `count` eligible positions per row without replacement, from softmax(confidence / alg_temp).
+
+    Attributes:
+        all: choose every eligible position instead, and draw nothing.
+    """
+
+    all = False
 
     def __init__(self, noise: Noise, alg_temp: float) -> None:
         super().__init__()
@@ -173,6 +179,8 @@ class SelectDrawn(nn.Module):
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
         """Return the positions that this step unmasks."""
+        if self.all:
+            return eligible
         weights = (confidence / self.alg_temp).masked_fill(~eligible, -torch.inf)
         return self.noise.draw(weights, eligible, count) & eligible
 
@@ -198,6 +206,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
         self.parallel = settings.threshold is not None or settings.factor is not None
         self.cache, self.adaptive = settings.cache, settings.cache is not None or self.parallel
         self.fast_quirks = reference_quirks and settings.cache is not None
+        self.draws_positions &= not self.fast_quirks
         if isinstance(noise, SharedNoise) and self.fast_quirks:
             noise = self.stream = SpanNoise(noise)
         if self.parallel:
@@ -238,17 +247,10 @@ class DreamSampler(CachedSampler, TimestepSampler):
         masks = (left.sum() / len(left)).expand(len(left)) if self.reference_quirks else left.float()
         return (masks * self.fraction(plan).to(masks.device)).long()
 
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """With quirks, the step's rule and the positions that the random stream draws for."""
         if not self.fast_quirks:
-            return super().forward(canvas, logits, evaluated, masked, plan)
+            return
         whole = plan.computed is None
         rule = "maskgit_plus" if whole or self.parallel else "entropy"
         self.propose.rule = rule  # type: ignore[assignment]
@@ -258,11 +260,8 @@ class DreamSampler(CachedSampler, TimestepSampler):
             block = seen if self.parallel else seen & (torch.arange(masked.shape[1]) < plan.span[1])
             self.stream.span = plan.computed
             self.stream.drawn = torch.ones_like(masked) if whole else block
-        eligible = self.eligible(masked, plan)
-        proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
-        count = self.count(eligible, masked, plan)
-        unmasked = eligible if whole else self.select(proposal.confidence, eligible, count)
-        return self.canvas_after(canvas, proposal, unmasked), proposal, unmasked
+        if isinstance(self.select, SelectDrawn):
+            self.select.all = whole
 
 
 ALGORITHM = Algorithm(

@@ -251,13 +251,7 @@ class FastDllmV2Sampler(BlockSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step that may be needed: as many for each block as it has positions."""
-        assert self.block_layout is not None
-        length, found = self.block_length, list[StepPlan]()
-        spans = self.block_layout.spans(prompt_length, positions)
-        for block, span in enumerate(spans):
-            for left in range(length, 0, -1):
-                found.append(StepPlan(len(found), len(spans) * length, block, span, left, span[1]))
-        return found
+        return self.block_plans(prompt_length, positions, self.block_length)
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that the step's network can predict: of each row's block, or of the sub-block it computes."""
@@ -289,17 +283,9 @@ class FastDllmV2Sampler(BlockSampler):
         """One in each row, beside those above the threshold."""
         return eligible.any(-1).long()
 
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step, whose proposals are told where blocks begin."""
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """Where blocks begin."""
         self.propose.leads = self._leads(masked, plan)
-        return super().forward(canvas, logits, evaluated, masked, plan)
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether the answer of every row has an end of the text without a mask before it."""

@@ -149,6 +149,10 @@ class ImageSampler(Sampler):
         keep = (masked.sum(-1) - 1).clamp(max=self.settings.masks_after(plan.index, plan.span[1] - plan.span[0]))
         return (eligible.sum(-1) - keep.clamp(min=1)).clamp(min=0)
 
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The temperature of the step."""
+        self.select.temperature = self.settings.temperature_at(plan.index)
+
     def forward(
         self,
         canvas: Int[Tensor, "batch position"],
@@ -160,7 +164,6 @@ class ImageSampler(Sampler):
         """One step; eligible positions that are not chosen are masked after it."""
         first = self.layout.text_tokens
         check_finite(logits[:, first : first + self.layout.codebook_size], evaluated, plan.index)
-        self.select.temperature = self.settings.temperature_at(plan.index)
         _, proposal, chosen = super().forward(canvas, logits, evaluated, masked, plan)
         others = canvas.masked_fill(self.eligible(masked, plan), self.mask_id)
         return torch.where(chosen, proposal.tokens, others), proposal, chosen & masked

@@ -281,21 +281,11 @@ class LLaDASampler(CachedSampler):
         """Continue from such a state."""
         self._done, self._block_masks = state.get("done"), state.get("block_masks")
 
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The span that the random stream draws for."""
         if self.stream is not None:
-            self.stream.span, self.stream.twice = (
-                plan.computed,
-                self.cache == "prefix" and plan.computed is not None,
-            )
-        return super().forward(canvas, logits, evaluated, masked, plan)
+            self.stream.span = plan.computed
+            self.stream.twice = self.cache == "prefix" and plan.computed is not None
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row ended with this step's block."""

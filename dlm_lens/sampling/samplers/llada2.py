@@ -56,11 +56,6 @@ class BlockwiseSettings:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
 
-    @property
-    def remasking(self) -> str:
-        """SDAR's name of the rule."""
-        return "low_confidence_dynamic"
-
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA2Settings(BlockwiseSettings):
@@ -117,7 +112,13 @@ class BlockwiseSampler(BlockSampler):
         self.use_cache = settings.use_cache
         self.mask, self.eos = ids.mask, ids.eos
         self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
-        self.propose = SdarPropose(settings, noise, ids, reference_quirks)
+        self.propose = SdarPropose(
+            noise,
+            [] if reference_quirks else [ids.mask],
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+        )
         self.select = SelectAbove(settings.threshold)
 
     @classmethod
@@ -157,13 +158,7 @@ class BlockwiseSampler(BlockSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """As many steps of every block as it can have; those that have nothing to do are left out."""
-        assert self.block_layout is not None
-        spans, each = self.block_layout.spans(self._begin, positions), self.most_steps()
-        return [
-            StepPlan(block * each + step, len(spans) * each, block, span, each - step, seen=span[1])
-            for block, span in enumerate(spans)
-            for step in range(each)
-        ]
+        return self.block_plans(self._begin, positions, self.most_steps())
 
     def most_steps(self) -> int:
         """How many steps a block can have."""

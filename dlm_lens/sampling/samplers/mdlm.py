@@ -314,19 +314,15 @@ class MDLMSampler(NoiseConditionedSampler):
         """Every masked position."""
         return masked
 
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """All masks, of which `select` takes those whose draw is a token."""
+        return eligible.sum(-1)
+
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The noise of the step."""
         self.propose.times = times_of(self.settings, plan.index)  # type: ignore[assignment]
-        proposal = Proposal(*self.propose(canvas, logits, evaluated, masked))
-        unmasked = self.select(proposal.confidence, masked, masked.sum(-1))
-        return self.canvas_after(canvas, proposal, unmasked), proposal, unmasked
 
 
 ALGORITHM = Algorithm("mdlm", MDLMSettings, MDLMSampler, answer_settings, corruption=LogLinearCorruption())

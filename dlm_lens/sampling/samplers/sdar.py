@@ -1,8 +1,8 @@
 """SDAR's sampler for block diffusion: blocks counted from the text, and four rules that choose the positions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -105,43 +105,28 @@ class BlockDraws(OrderedNoise):
         return drawn.view(inside.shape)[inside].to(probabilities.device)
 
 
-class FilterSettings(Protocol):
-    """The settings that `SdarPropose` reads."""
-
-    @property
-    def temperature(self) -> float:
-        """0 takes the most likely token."""
-        ...
-
-    @property
-    def remasking(self) -> str:
-        """The rule that chooses positions."""
-        ...
-
-    @property
-    def top_k(self) -> int | None:
-        """Sample from so many tokens."""
-        ...
-
-    @property
-    def top_p(self) -> float | None:
-        """Sample from the smallest set with this probability."""
-        ...
-
-
 class SdarPropose(nn.Module):
     """x0 from softmax(filtered(logits / temperature)), and its probability there as confidence.
 
     Temperature, top_k and top_p apply in this order and change the confidence; at temperature 0 x0 is the most
-    likely token, and its confidence is that of the plain softmax. "entropy_bounded" ranks by minus the entropy
-    -sum p ln p instead. [MASK] is never an x0 unless `reference_quirks`: the filters are those of the other tokens,
-    and without a filter the probabilities are those of all tokens.
+    likely token, and its confidence is that of the plain softmax; `by_entropy` it is minus the entropy -sum p ln p.
+    The tokens `never` are no x0: the filters are those of the other tokens, and without a filter the probabilities
+    are those of all tokens.
     """
 
-    def __init__(self, settings: FilterSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+    def __init__(
+        self,
+        noise: Noise,
+        never: Sequence[int | None],
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        by_entropy: bool = False,
+    ) -> None:
         super().__init__()
-        self.settings, self.noise = settings, noise
-        self.never = [] if reference_quirks else [ids.mask]
+        self.noise, self.never, self.temperature = noise, list(never), temperature
+        self.top_k, self.top_p, self.by_entropy = top_k, top_p, by_entropy
 
     def forward(
         self,
@@ -151,11 +136,10 @@ class SdarPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        settings = self.settings
         likely = self._filtered(logits).softmax(-1)
         choice = likely.index_fill(-1, torch.tensor(self.never, dtype=torch.long, device=likely.device), 0.0)
-        chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
-        if settings.remasking == "entropy_bounded":
+        chosen = self.noise.tokens(choice, evaluated, eligible) if self.temperature > 0 else choice.argmax(-1)
+        if self.by_entropy:
             found = -torch.special.entr(likely).sum(-1)
         else:
             found = likely.gather(-1, chosen[:, None]).squeeze(-1)
@@ -163,14 +147,13 @@ class SdarPropose(nn.Module):
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
     def _filtered(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
-        settings = self.settings
-        if settings.temperature == 0:
+        if self.temperature == 0:
             return logits
-        logits = logits / settings.temperature
-        if settings.top_k or (settings.top_p is not None and settings.top_p < 1):
+        logits = logits / self.temperature
+        if self.top_k or (self.top_p is not None and self.top_p < 1):
             # [MASK] leaves before the filters, which may keep nothing else.
-            logits = filtered(without(logits, self.never), None, settings.top_k or None)
-            logits = filtered(logits, settings.top_p, None)
+            logits = filtered(without(logits, self.never), None, self.top_k or None)
+            logits = filtered(logits, self.top_p, None)
         return logits
 
 
@@ -250,7 +233,14 @@ class SdarSampler(BlockSampler):
             )
         self.settings, self.reference_quirks = settings, reference_quirks
         self.block_length, self.use_cache = settings.block_length, settings.use_cache
-        self.propose = SdarPropose(settings, noise, ids, reference_quirks)
+        self.propose = SdarPropose(
+            noise,
+            [] if reference_quirks else [ids.mask],
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            by_entropy=settings.remasking == "entropy_bounded",
+        )
         self.select = {
             "sequential": SelectFirst(),
             "low_confidence_static": Select(),
@@ -280,14 +270,8 @@ class SdarSampler(BlockSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block, at most."""
-        assert self.block_layout is not None
-        self._answer, steps = prompt_length, self.settings.block_steps
-        spans = self.block_layout.spans(prompt_length, positions)
-        return [
-            StepPlan(block * steps + step, len(spans) * steps, block, span, steps - step, span[1])
-            for block, span in enumerate(spans)
-            for step in range(steps)
-        ]
+        self._answer = prompt_length
+        return self.block_plans(prompt_length, positions, self.settings.block_steps)
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
@@ -310,18 +294,10 @@ class SdarSampler(BlockSampler):
         self.ended = ends if self.ended is None else self.ended | ends
         return bool(self.ended.all())
 
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The block that the random stream draws for."""
         if self.stream is not None:
             self.stream.span = plan.span
-        return super().forward(canvas, logits, evaluated, masked, plan)
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:

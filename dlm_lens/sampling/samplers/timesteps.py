@@ -48,6 +48,7 @@ class TimestepSampler(Sampler):
         self.blocks, self.each = blocks, settings.steps // blocks
         times = torch.linspace(1, settings.eps, self.each + 1)
         self.fractions = [1 - times[i + 1] / times[i] for i in range(self.each)]
+        self.draws_positions = settings.remasking == "origin"
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block; without blocks the answer is one."""
@@ -77,8 +78,9 @@ class TimestepSampler(Sampler):
         plan: StepPlan,
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
         """One step; with `origin` the positions are drawn first and only theirs are proposed for."""
-        if self.schedule.remasking != "origin":
+        if not self.draws_positions:
             return super().forward(canvas, logits, evaluated, masked, plan)
+        self.prepare(masked, plan)
         fraction = 1.0 if plan.remaining == 1 else float(self.fraction(plan))
         eligible = self.eligible(masked, plan)
         drawn = self.noise.masked_positions(eligible).to(canvas.device) < fraction
