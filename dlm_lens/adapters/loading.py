@@ -204,6 +204,9 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     for name, value in family.special_ids.get(vocabulary, {}).items():
         if getattr(config, f"{name}_token_id", None) is None:
             setattr(config, f"{name}_token_id", value)
+    if not family.has_mask_token:
+        config.mask_token_id = None
+        return
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
     if config.mask_token_id is None:
         config.mask_token_id = tokenizer_mask

@@ -54,6 +54,8 @@ class Family:
             where neither the checkpoint nor the caller says otherwise. The first is the family's; a checkpoint's
             config.json may name another in its field `sampler`.
         causal: whether it is autoregressive: a position sees the ones before it and predicts the next.
+        has_mask_token: whether its diffusion models fill in [MASK]; in those of uniform noise open positions hold
+            random tokens, and their sampler says which are open (`Sampler.open_positions`).
         hub_names: released checkpoints that load.
         hub_samplers: released checkpoint -> its sampler, where config.json does not name it.
         hub_block_lengths: released checkpoint -> block length of its training, which becomes the config's
@@ -80,6 +82,7 @@ class Family:
     layouts: Mapping[str, tuple[type[Any], type[Any]]]
     samplers: Mapping[str, Mapping[str, Any]]
     causal: bool = False
+    has_mask_token: bool = True
     hub_names: tuple[str, ...] = ()
     hub_samplers: Mapping[str, str] = field(default_factory=dict)
     hub_block_lengths: Mapping[str, int] = field(default_factory=dict)

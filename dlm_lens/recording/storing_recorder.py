@@ -86,7 +86,8 @@ class StoringRecorder(Recorder):
     def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, unmasked: Tensor) -> None:
         """Keep the arrays of a finished step until its state is known."""
         assert self._seen is not None
-        revised = revised_positions(*self._seen, canvas)
+        opened = self.sampler.open_positions(canvas, plan.index + 1)
+        revised = revised_positions(*self._seen, canvas, opened)
         self._step = (FinishedStep(plan, *self._seen, proposal, unmasked, revised), self.step_arrays())
 
     def keep(self, state: RunState) -> None:

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
@@ -16,7 +15,7 @@ from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context, warn_untrained_blocks
-from dlm_lens.sampling.samplers.base import SpecialIds, first_id
+from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.settings import (
     OBSERVERS,
     RESUME,
@@ -75,7 +74,9 @@ def denoise(
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
             model the logits are [batch, d_vocab] of the next token. Returns a replacement or None.
         on_canvas: called as (step, canvas) with the canvas that a step starts from, and with step = T for the
-            finished one. Returns a replacement or None; positions that it masks again are filled in again.
+            finished one. Returns a replacement or None; positions that it masks again are filled in again. For a
+            model without a mask token it changes tokens, and what is open stays open (the random first canvas is
+            planted so, at step 0).
         progress: show a progress bar.
         reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a
             single seed), [MASK] allowed as a proposal; LLaDA: block budgets fixed when a block starts (masks in
@@ -185,27 +186,15 @@ def _prepare(
     sampler = algorithm.sampler(settings, noise, ids, reference_quirks=reference_quirks)
     length = sampler.answer_length(prompts.attention_mask, settings.gen_length)
     warn_beyond_context(model, width + length)
-    if sampler.autoregressive:
-        # What is not decided yet is known by its place; its token is never read.
-        open_id = first_id(model.config.pad_token_id, model.config.eos_token_id, 0)
-    else:
-        open_id = ids.mask
-    answer = prompts.ids.new_full((len(prompts.ids), length), open_id or 0)
-    canvas = torch.cat([prompts.ids, answer], 1)
-    content = torch.cat([prompts.attention_mask, torch.ones_like(answer, dtype=torch.bool)], 1)
-
-    def is_masked(step: int, canvas: Tensor) -> Tensor:
-        if sampler.autoregressive:
-            return torch.arange(canvas.shape[1], device=canvas.device).expand_as(canvas) >= width + step
-        return (canvas == ids.mask) & (content | reference_quirks)
-
+    content = prompts.attention_mask
+    content = torch.cat([content, content.new_ones(len(content), length)], 1)
+    canvas = sampler.begin(model, prompts.ids, content | reference_quirks)
     record = {"sampler": algorithm.name, **values, "seeds": seeds}
     record |= {"reference_quirks": reference_quirks} if sampler.has_quirks else {}
     return {
-        "network": sampler.network(model, content, canvas == open_id, width, canvas),
+        "network": sampler.network(model, content, sampler.open_positions(canvas, 0), width, canvas),
         "sampler": sampler,
         "canvas": canvas,
         "history": History(model, content, width, record),
-        "is_masked": is_masked,
         "noise": noise,
     }

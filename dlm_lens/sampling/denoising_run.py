@@ -58,16 +58,18 @@ class Proposal(NamedTuple):
 class DenoisingRun:
     """A finished run; all tensors are on the CPU.
 
-    A step is one forward pass, counted from the most masked canvas; `canvases[t]` is the input of step t and
-    `canvases[-1]` the result. For an AR baseline a step is one decoded token, and a position that is not decided
-    yet counts as masked (its token is a placeholder).
+    A step is one forward pass, counted from the most open canvas; `canvases[t]` is the input of step t and
+    `canvases[-1]` the result. A position is *open* while it is not decided: in a model with a mask token it holds
+    [MASK], in a model of uniform noise a random token, and in an AR baseline, whose steps are decoded tokens, a
+    placeholder. `open` and `masked` are one tensor, so that code written for masked models reads all others;
+    `canvases == mask_token_id` says the same for the first kind alone.
 
     Args:
         canvases: token ids x_t.
-        masked: which positions of each canvas are masked (not decided yet).
+        masked: which positions of each canvas are open; see `open`.
         proposals: x0, the token proposed for every position that was evaluated; elsewhere the canvas's own.
         confidence: the number that the sampler ranked by; -inf where a position was not eligible.
-        unmasked: which positions each step unmasked (decided).
+        unmasked: which positions each step decided: they were open at it, and took over the proposal.
         attention_mask: True for content, False for the padding on the left of shorter prompts.
         prompt_length: positions before the answer, padding included.
         spans: the block decoded at each step, as (start, stop) canvas positions; with blocks counted from the text,
@@ -78,8 +80,8 @@ class DenoisingRun:
         tokenizer: decodes `texts`; None if the model has none.
         rows_ran: how many steps each row ran, where runs of different lengths were joined (a recording of several
             batches); None if every row ran all.
-        revised: which decided positions each step rewrote, with another token or with [MASK], which opens them
-            again; in samplers that edit (LLaDA2.1). None, which becomes all False: no step did.
+        revised: which decided positions each step rewrote with another token, or opened again; in samplers that
+            edit (LLaDA2.1) or renoise (uniform noise). None, which becomes all False: no step did.
         computed: with an approximate cache, the span (start, stop) of positions that each step computed; None for a
             step that computed all. Empty: every step computed all that it saw.
 
@@ -213,6 +215,15 @@ class DenoisingRun:
         return ((where >= spans[:, :1]) & (where < spans[:, 1:]))[:, None]
 
     @property
+    def open(self) -> Bool[Tensor, "step_plus_one batch position"]:
+        """Which positions of each canvas are not decided yet; `masked` is its other name, of the same tensor.
+
+        It is what the sampler says (`Sampler.open_positions`), and no function of the canvas where open positions
+        hold random tokens.
+        """
+        return self.masked
+
+    @property
     def steps(self) -> int:
         """How many steps ran, T."""
         return self.unmasked.shape[0]
@@ -255,19 +266,20 @@ class DenoisingRun:
 
     @property
     def masks_left(self) -> Int[Tensor, "batch"]:
-        """Masks on the final canvas; 0 unless an intervention or a reference quirk left some."""
+        """Open positions of the final canvas; 0 unless an intervention or a reference quirk left some."""
         return self.masked[-1].sum(-1)
 
     @cached_property
     def step_of(self) -> Int[Tensor, "batch position"]:
-        """The (last) step that unmasked a position; -1 for the prompt and for positions that no step unmasked."""
+        """The (last) step that decided a position; -1 for the prompt and for positions that no step decided."""
         return self._last_step(self.unmasked)
 
     @cached_property
     def last_written(self) -> Int[Tensor, "batch position"]:
-        """The last step that unmasked or revised a position, which proposed its final token; -1 if none did.
+        """The last step that decided or revised a position, which proposed its final token; -1 if none did.
 
-        `step_of` where no step revised it afterwards.
+        `step_of` where no step revised it afterwards. A position that is open on the final canvas has no final
+        token; its step is the one that opened it.
         """
         return self._last_step(self.unmasked | self.revised)
 
@@ -277,7 +289,7 @@ class DenoisingRun:
 
     @property
     def progress(self) -> Float[Tensor, "step_plus_one batch"]:
-        """Share of the answer (the positions masked at the start) that is decided, per canvas and row.
+        """Share of the answer (the positions open at the start) that is decided, per canvas and row.
 
         It falls where a sampler opens decided positions again.
         """
@@ -318,15 +330,17 @@ def revised_positions(
     before: Int[Tensor, "batch position"],
     masked: Bool[Tensor, "batch position"],
     after: Int[Tensor, "batch position"],
+    opened: Bool[Tensor, "batch position"],
 ) -> Bool[Tensor, "batch position"] | None:
-    """Which decided positions a step rewrote; None: none.
+    """Which decided positions a step rewrote or opened again; None: none.
 
     Args:
         before: the canvas that the step saw.
-        masked: which of its positions were masked.
+        masked: which of its positions were open.
         after: the canvas that the sampler made of it.
+        opened: which positions of that are open.
     """
-    revised = (before != after) & ~masked
+    revised = ((before != after) | opened) & ~masked
     return revised if bool(revised.any()) else None
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -18,8 +18,6 @@ from dlm_lens.sampling.samplers.base import Sampler
 
 OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
 OnCanvas = Callable[[int, Tensor], Tensor | None]
-IsMasked = Callable[[int, Tensor], Bool[Tensor, "batch position"]]
-"""Which positions of the canvas of a step are masked (not decided yet)."""
 
 
 def run_sampler(
@@ -28,7 +26,6 @@ def run_sampler(
     canvas: Int[Tensor, "batch position"],
     history: History,
     *,
-    is_masked: IsMasked,
     logits: Literal["needed", "masked", "all"] = "needed",
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
@@ -41,11 +38,10 @@ def run_sampler(
 
     Args:
         network: whose logits the sampler reads.
-        sampler: plans the steps, and proposes and selects at each.
+        sampler: plans the steps, says what is open, and proposes and selects at each; its `begin` has been called.
         canvas: the first canvas.
         history: where the steps are kept.
-        is_masked: which positions are masked; called at every step, after edits of the canvas.
-        logits: where the head is evaluated: at the eligible positions, at every masked one, or everywhere.
+        logits: where the head is evaluated: at the eligible positions, at every open one, or everywhere.
         on_logits: as for `dlm_lens.denoise`.
         on_canvas: as for `dlm_lens.denoise`.
         progress: show a progress bar.
@@ -71,16 +67,14 @@ def run_sampler(
     run, step = sampler.progress
     bar = tqdm(total=len(plans), desc=run, unit=step, disable=not progress)
     steps = Upcoming(sampler, plans, len(history.plans))
-    plan = None if over else steps.following(canvas, is_masked)
+    plan = None if over else steps.following(canvas)
     while plan is not None:
         left, canvas = canvas, _edited(on_canvas, plan.index, canvas, rows)
-        plan = sampler.planned(plan, is_masked(plan.index, canvas), canvas != left)
+        plan = sampler.planned(plan, sampler.open_positions(canvas, plan.index), canvas != left)
         network.enter(plan)
-        shown, canvas = (
-            canvas,
-            observing.step(plan, canvas, partial(is_masked, plan.index), editable=not sampler.autoregressive),
-        )
-        masked = is_masked(plan.index, canvas)
+        opened = partial(sampler.open_positions, step=plan.index)
+        shown, canvas = canvas, observing.step(plan, canvas, opened, editable=not sampler.autoregressive)
+        masked = sampler.open_positions(canvas, plan.index)
         if canvas is not shown and sampler.planned(plan, masked, canvas != shown) != plan:
             raise ValueError(
                 f"an observer edited step {plan.index} outside positions {plan.computed}, where the cache keeps "
@@ -98,8 +92,9 @@ def run_sampler(
         except NonFiniteLogitsError as error:
             error.partial = history.result()
             raise
-        history.finish(plan, proposal, unmasked, revised_positions(before, masked, canvas))
-        following = None if sampler.finished(canvas, plan) else steps.following(canvas, is_masked)
+        after = sampler.open_positions(canvas, plan.index + 1)
+        history.finish(plan, proposal, unmasked, revised_positions(before, masked, canvas, after))
+        following = None if sampler.finished(canvas, plan) else steps.following(canvas)
         observing.finish(plan, canvas, proposal, unmasked, over=following is None)
         bar.update()
         plan = following
@@ -107,7 +102,7 @@ def run_sampler(
     observing.stop()
     done = len(history.plans)
     canvas = _edited(on_canvas, done, canvas, rows)
-    history.start(canvas, is_masked(done, canvas))
+    history.start(canvas, sampler.open_positions(canvas, done))
     history.cut(sampler.final_length(canvas.shape[1], done))
     return history.result()
 
@@ -124,11 +119,11 @@ class Upcoming:
     def __init__(self, sampler: Sampler, plans: Sequence[StepPlan], done: int) -> None:
         self.sampler, self.plans, self.done = sampler, deque(plans), done
 
-    def following(self, canvas: Int[Tensor, "batch position"], is_masked: IsMasked) -> StepPlan | None:
+    def following(self, canvas: Int[Tensor, "batch position"]) -> StepPlan | None:
         """The next step that runs, counted after the ones that ran; None if there is none."""
         while self.plans:
             plan = replace(self.plans.popleft(), index=self.done)
-            if not self.sampler.leaves_out(is_masked(plan.index, canvas), plan):
+            if not self.sampler.leaves_out(self.sampler.open_positions(canvas, plan.index), plan):
                 self.done += 1
                 return plan
         return None

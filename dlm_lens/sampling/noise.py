@@ -49,6 +49,10 @@ class Noise(Protocol):
         """`count` positions per row, drawn without replacement from softmax(weights)."""
         ...
 
+    def uniform_tokens(self, wanted: Bool[Tensor, "batch position"], size: int) -> Int[Tensor, "batch position"]:
+        """A token id from 0 to `size` - 1 for every wanted position, all with the same probability; 0 elsewhere."""
+        ...
+
 
 class RowNoise:
     """A generator per row, which draws for that row's eligible positions only.
@@ -122,6 +126,14 @@ class RowNoise:
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return rank < count[:, None]
 
+    def uniform_tokens(self, wanted: Bool[Tensor, "batch position"], size: int) -> Int[Tensor, "batch position"]:
+        """A token id per wanted position, 0 elsewhere."""
+        chosen = wanted.cpu()
+        tokens = torch.zeros(chosen.shape, dtype=torch.long)
+        for row, (keep, generator) in enumerate(zip(chosen, self.generators, strict=True)):
+            tokens[row, keep] = torch.randint(size, (int(keep.sum()),), generator=generator)
+        return tokens.to(wanted.device)
+
 
 class SharedNoise:
     """The reference's stream: one generator for the batch, numbers for every position, in its order."""
@@ -184,6 +196,11 @@ class SharedNoise:
             drawn = torch.multinomial(weights.softmax(-1).cpu(), number, generator=self.generator)
             chosen.scatter_(-1, drawn, True)
         return chosen.to(weights.device)
+
+    def uniform_tokens(self, wanted: Bool[Tensor, "batch position"], size: int) -> Int[Tensor, "batch position"]:
+        """Draw for all positions of the batch with `torch.randint`; 0 where none is wanted."""
+        tokens = torch.randint(size, tuple(wanted.shape), generator=self.generator)
+        return tokens.masked_fill(~wanted.cpu(), 0).to(wanted.device)
 
 
 def add_gumbel(

@@ -53,7 +53,7 @@ class RunState:
 class FinishedStep:
     """One step of a run: its plan, the canvas that it saw, its proposal and what it unmasked and revised.
 
-    `revised` is None if the step rewrote no decided position.
+    `masked` are the open positions of that canvas. `revised` is None if the step rewrote no decided position.
     """
 
     plan: StepPlan
@@ -148,14 +148,17 @@ class RunObserver:
         Args:
             sampler: of the run.
             content: False where there is padding.
-            answer: what was masked when the run began, if it continues after earlier steps; None if the first step
+            answer: what was open when the run began, if it continues after earlier steps; None if the first step
                 is still to come.
         """
 
     def step(
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
-        """A step begins; returns the canvas that it sees: the one given, or (except in AR decoding) another."""
+        """A step begins; returns the canvas that it sees: the one given, or (except in AR decoding) another.
+
+        `masked` are the open positions of the canvas, whether they hold [MASK] or not.
+        """
         return canvas
 
     def finish(
@@ -165,9 +168,9 @@ class RunObserver:
         proposal: Proposal,
         unmasked: Bool[Tensor, "batch position"],
     ) -> None:
-        """A step is over: `canvas` is the next one, `unmasked` the masked positions that took over the proposal.
+        """A step is over: `canvas` is the next one, `unmasked` the open positions that took over the proposal.
 
-        A sampler that edits also rewrites decided positions of the canvas (`denoising_run.revised_positions`).
+        A sampler that edits or renoises also rewrites decided positions (`denoising_run.revised_positions`).
         """
 
     def keep(self, state: RunState) -> None:
@@ -183,7 +186,7 @@ class RunObserver:
 class StepObserver(RunObserver):
     """An observer that changes nothing and has the run's present step as a `RunStep`, at `now`.
 
-    `answer` is what was masked at the first step.
+    `answer` is what was open at the first step.
 
     Args:
         model: the network, whose config and tokenizer the steps carry.
@@ -274,7 +277,7 @@ class RunObservers:
         self,
         plan: StepPlan,
         canvas: Int[Tensor, "batch position"],
-        is_masked: Callable[[Tensor], Bool[Tensor, "batch position"]],
+        opened: Callable[[Tensor], Bool[Tensor, "batch position"]],
         *,
         editable: bool = True,
     ) -> Int[Tensor, "batch position"]:
@@ -284,7 +287,7 @@ class RunObservers:
             ValueError: an observer returned no canvas, or edited one that is not `editable`.
         """
         for observer in self.observers:
-            edited = same_shape("the observer", canvas, observer.step(plan, canvas, is_masked(canvas)))
+            edited = same_shape("the observer", canvas, observer.step(plan, canvas, opened(canvas)))
             if not editable and edited is not canvas and not edited.equal(canvas):
                 raise ValueError(
                     f"{type(observer).__name__} edited the canvas at step {plan.index}; an AR model has no canvas "

@@ -57,7 +57,7 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     if hasattr(config_class, "cond_dim"):  # the condition of a DiT
         values |= {"cond_dim": 16, "intermediate_size": 0}
     settings = config_class(**{**values, **known[family].tiny, **config})
-    if not known[family].causal and settings.mask_token_id is None:
+    if not known[family].causal and known[family].has_mask_token and settings.mask_token_id is None:
         settings.mask_token_id = MASK
     tokenizer = _tokenizer(settings.vocab_size, getattr(settings, "mask_token_id", None))
     prepare_config(settings, known[family], tokenizer)

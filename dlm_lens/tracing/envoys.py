@@ -187,7 +187,11 @@ class SamplerEnvoy(Envoy):
 
     @eproperty(key="select.output", description="positions unmasked at this step [batch, position]")
     def unmasked(self, value: Tensor) -> Bool[Tensor, "batch position"]:
-        """The positions that the sampler decides at this step; assign to force an order."""
+        """The positions that the sampler decides at this step; assign to force an order.
+
+        A sampler that renoises (uniform noise) selects among decided positions too: those that stay decided are in
+        it, and what is left out becomes open.
+        """
         return value
 
     @unmasked.postprocess  # type: ignore[no-redef]

@@ -39,8 +39,10 @@ def canvas(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     shown = ids.clone()
     labels = ids.masked_fill(PADDING == 0, -100)
     labels[0, 2] = labels[1, 4] = -100
-    if mask is None:
+    if not hasattr(model.config, "mask_token_id"):
         labels[1, 2] = -100  # transformers compares it with the padding's output
+    elif mask is None:
+        pass  # uniform noise: every token may be a random one
     else:
         shown[0, [1, 4, 6]] = shown[1, [2, 5]] = mask
     return shown, labels
@@ -58,7 +60,7 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
 
 def losses64(model: PreTrainedModel, shown: Tensor, labels: Tensor) -> Tensor:
     """Minus the log-probability of each label, by loops: which output predicts which position, in words."""
-    causal = getattr(model.config, "mask_token_id", None) is None
+    causal = not hasattr(model.config, "mask_token_id")
     shift = causal or getattr(model.config, "logit_shift", False)
     found = []
     for row, first in ((0, 0), (1, 2)):
@@ -100,7 +102,7 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
     """On what is masked: the training module's numerator and the chain rule's terms, against the same network."""
     mask = getattr(model.config, "mask_token_id", None)
     if mask is None:
-        pytest.skip("an AR model has no masks; its loss is compared in test_objective.py and test_likelihood.py")
+        pytest.skip("a model without masks; its loss is compared in test_objective.py and test_likelihood.py")
     tokens = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
     masked = torch.tensor([[False, False, False, True, False, True, True]])
     labels = tokens.masked_fill(~masked, -100)

@@ -254,6 +254,12 @@ def log_likelihood(
     check_model(model)
     algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
     causal = algorithm.sampler.autoregressive
+    if not (causal or family_of(model.config.model_type).has_mask_token):
+        raise ValueError(
+            f"{type(model).__name__} is a model of uniform noise: its open positions hold random tokens instead of "
+            "masks, and every likelihood here masks; compare losses on held-out text instead "
+            "(dlm_lens.training.UniformDiffusionLoss)"
+        )
     method = method or ("chain_rule" if causal else "mc")
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")

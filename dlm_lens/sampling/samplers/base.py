@@ -2,6 +2,11 @@
 
 The positions that `select` chooses are unmasked at the step. In samplers that edit, `revise` chooses decided
 positions that take over the proposal too.
+
+A position is *open* while it is not decided. `Sampler.begin` makes the first canvas and `Sampler.open_positions`
+says what is open: where there is a mask token, the positions that hold it; in AR decoding, those after the prefix;
+in models of uniform noise, whose open positions hold random tokens, what the sampler has noted. Parameters called
+`masked` are the open positions, in every sampler.
 """
 
 from collections.abc import Mapping
@@ -122,6 +127,8 @@ class Sampler(nn.Module):
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
             The loop sets it from `RunObserver.proposes_all`.
         progress: what a progress bar calls the run and its steps.
+        mask_id: of [MASK]; None before the run begins, and for models without a mask token.
+        fillable: where [MASK] is open; None before the run begins.
     """
 
     propose: nn.Module
@@ -142,6 +149,8 @@ class Sampler(nn.Module):
     block_length: int = 0
     block_layout: BlockLayout | None = None
     proposes_all: bool = False
+    mask_id: int | None = None
+    fillable: Bool[Tensor, "batch position"] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +183,39 @@ class Sampler(nn.Module):
         """How often the network sees every row: twice with guidance, the conditional rows first."""
         return 2 if self.cfg_scale else 1
 
+    def begin(
+        self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """Begin a run: the first canvas, the prompts and an answer of mask tokens.
+
+        A sampler of uniform noise overrides it with random tokens, and notes that they are open. Another first
+        canvas is planted by `on_canvas` at step 0, which changes tokens and not what such a sampler has noted. A
+        run that is resumed begins too, before `restore`.
+
+        Args:
+            model: from `dlm_lens.load`.
+            prompts: padded on the left.
+            fillable: positions of prompts and answer where [MASK] is to be filled in; with `reference_quirks`
+                padding too.
+        """
+        self.mask_id, self.fillable = getattr(model.config, "mask_token_id", None), fillable
+        answer = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), self.mask_id or 0)
+        return torch.cat([prompts, answer], 1)
+
+    def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
+        """Which positions of a canvas are open, that is, not decided yet.
+
+        By default those that hold [MASK] and may be filled in. A sampler whose openness is no token id keeps it
+        from `begin` on, updates it in `forward`, and stores it with `state`.
+
+        Args:
+            canvas: what a step sees, edits included, or what the last one left.
+            step: steps that are finished.
+        """
+        if self.mask_id is None or self.fillable is None:
+            return torch.zeros_like(canvas, dtype=torch.bool)
+        return (canvas == self.mask_id) & self.fillable
+
     def network(
         self,
         model: Any,
@@ -187,7 +229,7 @@ class Sampler(nn.Module):
         Args:
             model: from `dlm_lens.load`.
             content: False where there is padding.
-            masked: what is masked on the first canvas; guidance masks everything else for its second half.
+            masked: what is open on the first canvas; guidance masks everything else for its second half.
             prompt_length: positions before the answer.
             canvas: the first one.
         """
@@ -205,7 +247,8 @@ class Sampler(nn.Module):
         fixed = ~masked & ~torch.isin(canvas, torch.tensor(self.guidance_keeps, device=canvas.device))
         if self.hides_prompt:
             fixed = torch.arange(masked.shape[1], device=masked.device).expand_as(masked) < prompt_length
-        return {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": model.config.mask_token_id}
+        mask_id = getattr(model.config, "mask_token_id", None)
+        return {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": mask_id}
 
     def inputs(
         self,

@@ -12,7 +12,7 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import PrefixLogits
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds
+from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, first_id
 from dlm_lens.sampling.settings import not_negative
 
 
@@ -85,7 +85,7 @@ class SelectAll(nn.Module):
 class CausalSampler(Sampler):
     """One token per step and row; a row that has ended repeats its end token until every row has ended.
 
-    The network sees prefixes of the canvas (`PrefixLogits`), and what is not decided yet counts as masked.
+    The network sees prefixes of the canvas (`PrefixLogits`), and what is not decided yet is open.
     """
 
     autoregressive = True
@@ -99,6 +99,21 @@ class CausalSampler(Sampler):
         self.settings, self.use_cache = settings, settings.use_cache
         self.propose: CausalPropose = CausalPropose(settings, noise, ids.ends)
         self.select = SelectAll()
+        self._prompt_length = 0
+
+    def begin(
+        self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """The prompts and an answer of placeholders, which nothing reads."""
+        self._prompt_length = prompts.shape[1]
+        placeholder = first_id(model.config.pad_token_id, model.config.eos_token_id, 0)
+        answer = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), placeholder or 0)
+        return torch.cat([prompts, answer], 1)
+
+    def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
+        """What is not decided yet is known by its place."""
+        where = torch.arange(canvas.shape[1], device=canvas.device)
+        return (where >= self._prompt_length + step).expand_as(canvas)
 
     def network(
         self,

@@ -125,7 +125,8 @@ class ImageSampler(Sampler):
     ) -> None:
         super().__init__()
         self.settings, self.layout, self.mask_id = settings, layout, mask_id
-        self.image, self.reference_quirks = image, reference_quirks
+        self.image = self.fillable = image
+        self.reference_quirks = reference_quirks
         self.cfg_scale = settings.cfg_scale
         self.propose = ImagePropose(noise, layout, mask_id)
         self.select: ImageSelect = ImageSelect(noise, reference_quirks)
@@ -266,7 +267,6 @@ def generate_image_tokens(
         ImageSampler(settings, noise, layout, mask_id, image, reference_quirks),
         ids,
         History(model, prompts.attention_mask, start, record),
-        is_masked=lambda step, canvas: (canvas == mask_id) & image,
         on_logits=on_logits,
         on_canvas=on_canvas,
         progress=progress,

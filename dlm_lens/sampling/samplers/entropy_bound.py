@@ -1,0 +1,262 @@
+"""The entropy-bound sampler of uniform-noise DLMs: every position is predicted, accepted or made random again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.samplers.base import Revise, Sampler, SpecialIds
+from dlm_lens.sampling.settings import at_least_one, not_negative
+
+
+@dataclass(frozen=True)
+class EntropyBoundSettings:
+    """Settings of the entropy-bound sampler, under the names of DiffusionGemma's generation in transformers.
+
+    Args:
+        steps: denoising steps, at most.
+        gen_length: tokens of the answer, which is one canvas.
+        entropy_bound: of what is accepted at a step, in nats; see `SelectEntropyBound`.
+        t_min: temperature of the last step.
+        t_max: temperature before the first one.
+        stability_threshold: a row is done when the most likely tokens of all positions are those of this many steps
+            before too, and it is confident; None: never early.
+        confidence_threshold: mean entropy in nats below which a row is confident; None: never early.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    entropy_bound: float = 0.1
+    t_min: float = 0.4
+    t_max: float = 0.8
+    stability_threshold: int | None = 1
+    confidence_threshold: float | None = 0.005
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps", "gen_length")
+        not_negative(self, "entropy_bound", zero="accept the position with the lowest entropy alone")
+        not_negative(self, "stability_threshold", zero="confidence alone ends a row")
+        not_negative(self, "confidence_threshold", zero="never early")
+        if not 0 < self.t_min <= self.t_max:
+            raise ValueError(
+                f"the temperatures are t_min={self.t_min} and t_max={self.t_max}; they must be above 0 (at 0 every "
+                "entropy is 0, and the first step accepts all) and t_max at least t_min"
+            )
+
+    def temperature(self, remaining: int, total: int) -> float:
+        """Of a step: t_min + (t_max - t_min) n / N, with n steps left of N, this one included."""
+        return self.t_min + (self.t_max - self.t_min) * (remaining / total)
+
+
+class EntropyPropose(nn.Module):
+    """x0 drawn from softmax(logits / temperature); confidence = minus its entropy in nats.
+
+    At a row's last step x0 is the most likely token.
+
+    Attributes:
+        temperature: of the step.
+        last: the step is the run's last.
+        ending: per row, whether this step is its last.
+        entropy: of every position, inf where none was evaluated.
+        best: the most likely tokens.
+    """
+
+    temperature = 1.0
+    last = False
+    ending: Bool[Tensor, "batch"]
+
+    def __init__(self, settings: EntropyBoundSettings, noise: Noise) -> None:
+        super().__init__()
+        self.settings, self.noise = settings, noise
+        self.history: Int[Tensor, "step batch position"] | None = None
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        scaled = (logits / self.temperature).float().log_softmax(-1)
+        probabilities = scaled.exp()
+        entropy = -(probabilities * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
+        drawn = self.noise.tokens(probabilities, evaluated, eligible)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=entropy.dtype, device=canvas.device)
+        confidence = confidence.masked_scatter(evaluated, -entropy).masked_fill(~eligible, -torch.inf)
+        best = canvas.masked_scatter(evaluated, scaled.argmax(-1))
+        self.ending = self._ends(best, confidence, eligible)
+        return Proposal(
+            torch.where(self.ending[:, None], best, canvas.masked_scatter(evaluated, drawn)), confidence
+        )
+
+    def _ends(self, best: Tensor, confidence: Tensor, eligible: Tensor) -> Bool[Tensor, "batch"]:
+        """The rows whose most likely tokens stay the same, with a low mean entropy; all rows at the last step."""
+        running, settings = eligible.any(-1), self.settings
+        if self.last or settings.stability_threshold is None or settings.confidence_threshold is None:
+            return running & self.last
+        if self.history is None:
+            self.history = best.new_full((settings.stability_threshold, *best.shape), -1)
+        unchanged = ((self.history == best) | ~eligible).all(-1).all(0)
+        mean = -confidence.masked_fill(~eligible, 0.0).sum(-1) / eligible.sum(-1).clamp(min=1)
+        if settings.stability_threshold:
+            self.history = torch.cat([self.history[1:], best[None]])
+        return running & unchanged & (mean < settings.confidence_threshold)
+
+
+class SelectEntropyBound(nn.Module):
+    """Accept the k positions of lowest entropy, for the largest k with H_1 + ... + H_k - H_k <= bound.
+
+    With the entropies in ascending order H_k is their maximum; the left side bounds the mutual information between
+    the accepted tokens, which are drawn independently (2505.24857; `EntropyBoundSampler.accept_canvas` of
+    transformers). The first is always accepted; of equal entropies the earlier position comes first.
+
+    Args:
+        bound: in nats.
+
+    Attributes:
+        ending: rows of which all is accepted.
+    """
+
+    ending: Bool[Tensor, "batch"] | None = None
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions that the step accepts, among open and decided ones; `count` has no part in it."""
+        entropy, order = (-confidence).masked_fill(~eligible, torch.inf).sort(dim=-1, stable=True)
+        known = entropy.isfinite()
+        before = entropy.masked_fill(~known, 0.0).cumsum(-1) - entropy
+        accepted = torch.zeros_like(eligible).scatter(-1, order, (before <= self.bound) & known)
+        return accepted if self.ending is None else accepted | (eligible & self.ending[:, None])
+
+
+class EntropyBoundSampler(Sampler):
+    """Uniform-noise denoising (`DiffusionGemmaGenerationMixin.generate` of transformers, one canvas at a time).
+
+    The answer begins as tokens drawn uniformly from the vocabulary, all open. At every step the network predicts
+    each position of the answer, open or decided; those that `select` accepts take over the drawn token and are
+    decided, and all others become new random tokens and are open. A position that was decided is `revised` where
+    its token changes or it is opened again. At a row's last step every position takes its most likely token, so
+    that none stays open. A row ends early as `EntropyBoundSettings` says, and does not change after that.
+
+    Openness is no token id: the sampler keeps it, and it is part of the state that a run is resumed from. Rows have
+    random generators of their own.
+    """
+
+    has_quirks = False
+
+    def __init__(
+        self, settings: EntropyBoundSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__()
+        self.settings, self.noise = settings, noise
+        self.propose: EntropyPropose = EntropyPropose(settings, noise)
+        self.select: SelectEntropyBound = SelectEntropyBound(settings.entropy_bound)
+        self.revise = Revise(-torch.inf)
+        self.vocabulary = 0
+        self._open = self._answer = torch.empty(0, dtype=torch.bool)
+        self._ended = torch.empty(0, dtype=torch.bool)
+
+    def begin(
+        self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """The prompts and an answer of random tokens."""
+        where = torch.arange(fillable.shape[1], device=fillable.device)
+        self._answer = self._open = (where >= prompts.shape[1]).expand(fillable.shape)
+        self._ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
+        self.vocabulary = int(model.config.vocab_size)
+        canvas = self.noise.uniform_tokens(self._answer, self.vocabulary)
+        return torch.cat([prompts, canvas[:, prompts.shape[1] :]], 1)
+
+    def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
+        """What the last finished step did not accept; before the first one the whole answer."""
+        return self._open
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step; there are no blocks."""
+        total, span = self.settings.steps, (prompt_length, positions)
+        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The open positions."""
+        return masked
+
+    def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The decided positions of the answer, in rows that have not ended."""
+        return self._answer & ~masked & ~self._ended[:, None]
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """No number is planned."""
+        return eligible.sum(-1)
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step."""
+        self.propose.temperature = self.settings.temperature(plan.remaining, plan.total)
+        self.propose.last = plan.remaining == 1
+        predicted = self.eligible(masked, plan) | self.editable(masked, plan)
+        proposal = Proposal(*self.propose(canvas, logits, evaluated, predicted))
+        self.select.ending = self.propose.ending
+        accepted = self.select(proposal.confidence, predicted, self.count(predicted, masked, plan))
+        after = self.canvas_after(canvas, proposal, accepted & masked, accepted & ~masked)
+        self._open = predicted & ~accepted
+        random = self.noise.uniform_tokens(self._open, self.vocabulary)
+        self._ended = self._ended | self.propose.ending
+        return torch.where(self._open, random, after), proposal, accepted & masked
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row has ended."""
+        return bool(self._ended.all())
+
+    def state(self) -> dict[str, Tensor]:
+        """What is open, which rows have ended, and the most likely tokens of the last steps."""
+        found = {"open": self._open, "ended": self._ended}
+        return found if self.propose.history is None else {**found, "likeliest": self.propose.history}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        self._open, self._ended = state["open"], state["ended"]
+        self.propose.history = state.get("likeliest")
+
+
+def entropy_bound_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """The caller's settings, then the checkpoint's; `temperature` is that of every step.
+
+    Raises:
+        ValueError: `temperature` beside `t_min` or `t_max`.
+    """
+    values = {**defaults, **given}
+    temperature = values.pop("temperature", None)
+    if temperature is not None:
+        if "t_min" in given or "t_max" in given:
+            raise ValueError(f"temperature {temperature} is t_min and t_max in one; leave it or them out")
+        values |= {"t_min": temperature, "t_max": temperature}
+    return values
+
+
+ALGORITHM = Algorithm("entropy_bound", EntropyBoundSettings, EntropyBoundSampler, entropy_bound_settings)
