@@ -208,6 +208,11 @@ class EntropyBoundSampler(Sampler):
         """No number is planned."""
         return eligible.sum(-1)
 
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The step's temperature."""
+        self.propose.temperature = self.settings.temperature(plan.remaining, plan.total)
+        self.propose.last = plan.remaining == 1
+
     def forward(
         self,
         canvas: Int[Tensor, "batch position"],
@@ -217,8 +222,7 @@ class EntropyBoundSampler(Sampler):
         plan: StepPlan,
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
         """One step."""
-        self.propose.temperature = self.settings.temperature(plan.remaining, plan.total)
-        self.propose.last = plan.remaining == 1
+        self.prepare(masked, plan)
         predicted = self.eligible(masked, plan) | self.editable(masked, plan)
         proposal = Proposal(*self.propose(canvas, logits, evaluated, predicted))
         self.select.ending = self.propose.ending
