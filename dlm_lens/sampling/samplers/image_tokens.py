@@ -114,6 +114,8 @@ class ImageSampler(Sampler):
     and the last step leaves a mask as well.
     """
 
+    mask_id: int
+
     def __init__(
         self,
         settings: ImageSettings,
