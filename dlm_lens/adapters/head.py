@@ -14,10 +14,13 @@ def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Te
 
     c tanh(u / c) with the config's `final_logit_softcapping` c (Gemma 2, 2408.00118, section 2), u times
     `logit_scale` (Cohere), u divided by `logits_scaling` (Granite), u times `lm_head_multiplier` (Falcon-H1).
+    With the config's `float32_logits` (DiffusionGemma) u is scaled in float32 at least.
     `check_head` raises where a family does something else.
     """
     config = model.config.get_text_config()
     logits: Tensor = model.get_output_embeddings()(states)
+    if getattr(model.config, "float32_logits", False):
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scale = getattr(config, "logit_scale", None)
     divisor = getattr(config, "logits_scaling", None)
     multiplier = getattr(config, "lm_head_multiplier", None)

@@ -28,9 +28,11 @@ from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
 from dlm_lens.attention import add_hook_points, check_hook_points
 from dlm_lens.files.json_objects import read_object
-from dlm_lens.printable import one_line, printable_name
+from dlm_lens.printable import one_line, printable_name, shown
 
-_PLAIN_GENERATION = GenerationConfig()
+SAMPLER_CONFIGS = ("EntropyBoundSamplerConfig",)
+"""Classes of transformers that a generation_config.json may name for its sampler."""
+
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 logger = logging.getLogger(__name__)
@@ -101,6 +103,11 @@ def load(
     config_class, model_class = family.layouts[values["model_type"]]
     given: dict[str, Any] = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id}
     given |= {"eot_token_id": eot_token_id, "sampler": sampler}
+    if not family.has_mask_token and mask_token_id is not None:
+        raise ValueError(
+            f"mask_token_id is {mask_token_id}, and {family.name} has no mask token: its positions hold random "
+            "tokens until they are decided; leave mask_token_id out"
+        )
     if values.get("sampler") is None and sampler is None:
         name = str(path_or_hub_name)
         given |= {
@@ -186,7 +193,13 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
     own = getattr(model.config, "sampler_defaults", None) or {}
     defaults = dict(family.samplers[family.sampler_of(model.config)])
     trained = getattr(model.config, "trained_block_length", None)
-    extras.sampler_defaults = {**defaults, **({} if trained is None else {"block_length": trained}), **own}
+    generation = getattr(model, "generation_settings", {})
+    extras.sampler_defaults = {
+        **defaults,
+        **({} if trained is None else {"block_length": trained}),
+        **generation,
+        **own,
+    }
     return model.eval()
 
 
@@ -329,19 +342,31 @@ def _fetched(source: str, options: dict[str, Any]) -> list[Path]:
     return files if isinstance(files, list) else []
 
 
-def _generation_config(source: str, config: Any, options: dict[str, Any]) -> GenerationConfig:
-    """How transformers' own `generate` decodes an AR model: from generation_config.json, or from the config.
+def _generation_config(kind: Any, source: str, config: Any, options: dict[str, Any]) -> Any:
+    """How transformers' own `generate` decodes the model: from generation_config.json, or from the config.
+
+    Args:
+        kind: the class that the model has for it.
+        source: of the weights.
+        config: of the model.
+        options: `revision`, if any.
 
     Raises:
         ValueError: the file is damaged.
     """
     found = None if Path(source).is_file() else optional_file(source, "generation_config.json", options)
     if found is None:
-        return GenerationConfig.from_model_config(config)
+        return GenerationConfig.from_model_config(config) if kind is GenerationConfig else kind()
     what = f"the generation_config.json of {source}"
-    values = {name: value for name, value in read_object(found, what).items() if name in vars(_PLAIN_GENERATION)}
+    values = {name: value for name, value in read_object(found, what).items() if name in vars(kind())}
+    sampler = values.get("sampler_config")
+    if isinstance(sampler, dict) and sampler.get("_cls_name") not in SAMPLER_CONFIGS:
+        raise ValueError(
+            f"{what} says sampler_config = {shown(sampler)}; its _cls_name must be {', '.join(SAMPLER_CONFIGS)}: "
+            "take the file that came with the weights"
+        )
     try:
-        return GenerationConfig.from_dict(values)
+        return kind.from_dict(values)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{what} cannot be read ({one_line(error)}); fetch it again, or remove it") from error
 
@@ -349,7 +374,8 @@ def _generation_config(source: str, config: Any, options: dict[str, Any]) -> Gen
 def _load_weights(model_class: type[PreTrainedModel], source: str, **options: Any) -> PreTrainedModel:
     revision = {name: value for name, value in options.items() if name == "revision"}
     # Given, so that transformers reads no further file to learn how to generate.
-    options["generation_config"] = _generation_config(source, options["config"], revision)
+    kind = getattr(model_class, "generation_config_class", None) or GenerationConfig
+    options["generation_config"] = _generation_config(kind, source, options["config"], revision)
     if _may_offload(options["device_map"]):
         options["offload_folder"] = tempfile.mkdtemp(dir=_offload_root())
     # Sizes that do not match are reported like the rest, by name, instead of by an error that names nothing.

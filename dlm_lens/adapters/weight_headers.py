@@ -296,8 +296,10 @@ def _expected(model_class: Any, config: Any, what: str, family: Family) -> _Expe
     try:
         with torch.device("meta"):
             model = model_class(config)
-        for kind in {type(module) for module in model.modules() if type(module).__name__.endswith(_ROTARY)}:
-            _check_rotary(kind(config))
+        # With the config of the part that they are in: a text network beside a vision tower has its own.
+        rotary = {type(module): module for module in model.modules() if type(module).__name__.endswith(_ROTARY)}
+        for kind, module in rotary.items():
+            _check_rotary(kind(getattr(module, "config", config)))
     except REFUSALS as error:
         raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
     mapping = get_model_conversion_mapping(model)
@@ -317,7 +319,10 @@ def _check_rotary(rotary: Any) -> None:
     tables = [value for name, value in rotary.named_buffers() if name.endswith("inv_freq")]
     # One for each kind of layer in models with several (Gemma 3).
     scales = [float(value) for name, value in vars(rotary).items() if name.endswith("attention_scaling")]
-    numbers = all(bool((table.isfinite() & (table > 0)).all()) for table in tables)
+    kinds = getattr(rotary, "rope_type", None)
+    if "proportional" in (kinds.values() if isinstance(kinds, Mapping) else [kinds]):
+        tables = [table[table != 0] for table in tables]  # its frequencies of 0 leave a part of each head unrotated
+    numbers = all(len(table) and bool((table.isfinite() & (table > 0)).all()) for table in tables)
     if not (numbers and all(0 < scale < float("inf") for scale in scales)):
         raise ValueError(
             "the frequencies of its rotary positions are not finite and above 0; look at rope_theta and "

@@ -11,7 +11,7 @@ The attention function receives queries and keys after rotation only. Before it,
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -116,15 +116,16 @@ def add_hook_points(model: Model) -> Model:
     """
     if has_hook_points(model):
         return model
-    found = list(_dispatching_modules(model))
-    if not found:
+    stacks = attention_stacks(model).values()
+    found = [list(_dispatching_modules(stack)) for stack in stacks]
+    if not any(found):
         raise ValueError(
             f"{type(model).__name__} has no attention module that calls transformers' attention interface "
             "(ALL_ATTENTION_FUNCTIONS): its attention cannot be hooked"
         )
     guard_hooks()
     lock = ModelLock()
-    for index, attention in enumerate(found):
+    for index, attention in (each for modules in found for each in enumerate(modules)):
         attention.lock, attention.hook_layer = lock, index
         attention.config = DispatchedConfig(attention.config, _attention_functions(type(attention)))
         _add_projection_points(attention)
@@ -138,9 +139,23 @@ def has_hook_points(module: Any) -> bool:
     return any(isinstance(child, HookPoint) for child in module.modules())
 
 
-def hooked_attentions(model: nn.Module) -> list[Any]:
-    """The attention modules with hook points, in order."""
-    return [module for module in model.modules() if is_hooked_attention(module)]
+def attention_stacks(model: Any) -> Mapping[str, nn.Module]:
+    """The parts of a model with attention of their own, by name; "" is the one whose outputs are the predictions.
+
+    Most models are one stack. A model with an encoder names its stacks in a property `attention_stacks`.
+    """
+    stacks: Mapping[str, nn.Module] | None = getattr(model, "attention_stacks", None)
+    return {"": model} if stacks is None else stacks
+
+
+def hooked_attentions(model: Any, stack: str = "") -> list[Any]:
+    """The attention modules with hook points, in order.
+
+    Args:
+        model: or a part of one.
+        stack: of `attention_stacks`; by default the one that predicts.
+    """
+    return [module for module in attention_stacks(model)[stack].modules() if is_hooked_attention(module)]
 
 
 def is_hooked_attention(module: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dlm_lens.attention.hook_points import is_hooked_attention
+from dlm_lens.attention.hook_points import attention_stacks, is_hooked_attention
 from dlm_lens.attention.model_access import unwrapped
 from dlm_lens.placement import resident
 
@@ -21,15 +21,19 @@ AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm", "mlp_gate")
 """Norms or gates between the MLP and the residual stream."""
 
 
-def attention_blocks(model: Any) -> list[nn.Module]:
+def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
     """The decoder layers, in order, whose attention has hook points.
+
+    Args:
+        model: from `dlm_lens.load`.
+        stack: of `attention_stacks`; by default the one that predicts.
 
     Raises:
         ValueError: there are none.
     """
     blocks = [
         layer
-        for layer in model.modules()
+        for layer in attention_stacks(model)[stack].modules()
         if unwrapped(layer) is layer
         and any(is_hooked_attention(unwrapped(child)) for child in layer._modules.values())
     ]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention.hook_points import hooked_attentions
+from dlm_lens.attention.hook_points import attention_stacks, hooked_attentions
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
 from dlm_lens.placement import input_device
 
@@ -44,7 +44,7 @@ def check_hook_points(
     Raises:
         ValueError: one of these does not hold: attention of this class cannot be hooked.
     """
-    modules = hooked_attentions(model)
+    modules = [module for stack in attention_stacks(model) for module in hooked_attentions(model, stack)]
     training = model.training
     if training:
         model.eval()
@@ -119,7 +119,8 @@ class _Activations:
 
         True for an attention without `hook_q`; two queries of zeros have the same direction.
         """
-        if not self.values["q"]:
+        pattern = self.values["pattern"][0]
+        if not self.values["q"] or pattern.shape[-1] > pattern.shape[-2]:  # the first query is at a later position
             return True
         before, after = self.values["q"][0], self.values["rot_q"][0]
         if before.shape != after.shape:
@@ -151,7 +152,7 @@ def _kept_activations(modules: list[Any]) -> Iterator[list[_Activations]]:
 def _summed_parts(model: Any) -> Iterator[None]:
     """Find out in a forward pass whether attention's and the MLP's outputs sum to what each layer adds."""
     handles = []
-    for block in attention_blocks(model):
+    for block in [block for stack in attention_stacks(model) for block in attention_blocks(model, stack)]:
         attention = attention_of(block)
         attention.adds_up = True
         try:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import SinkLayout, attach_hooks, attention_blocks, exclusive
+from dlm_lens.attention import SinkLayout, attach_hooks, attends_causally, attention_blocks, exclusive
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.sealed_json import Document, fitted, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
@@ -217,7 +217,7 @@ def _batches(
     """Canvases, and the positions of the loss: those that predict a masked token."""
     generator = torch.Generator().manual_seed(seed)
     length = min(length, len(ids))
-    causal = bool(getattr(model.config, "is_causal", True))
+    causal = attends_causally(model)
     for _ in range(steps):
         starts = torch.randint(len(ids) - length + 1, (batch_size, 1), generator=generator)
         tokens = ids[starts + torch.arange(length)]

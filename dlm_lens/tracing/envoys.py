@@ -20,6 +20,7 @@ from dlm_lens.attention import (
     SinkLayout,
     adding_module,
     as_hook,
+    attends_causally,
     attention_blocks,
     attention_of,
     hook_keys,
@@ -127,7 +128,7 @@ class AttentionEnvoy(Envoy):
 
     def _context(self, hook: Hook, step: Step | None, rows: int) -> PointContext:
         root, site = self.root, hook.site
-        causal = bool(getattr(root.config, "is_causal", True))
+        causal = attends_causally(root._module)
         layer = self._module.hook_layer
         name = f"blocks.{layer}.{NAMES[site]}"
         run = None if step is None else root.run_step(step).for_rows(rows)

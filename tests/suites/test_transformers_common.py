@@ -85,7 +85,8 @@ REQUIRED = (
 
 
 def test_every_family_of_masked_models_is_here():
-    assert {family for family, _ in MODELS.values()} == {each.name for each in families() if not each.causal}
+    masked = {each.name for each in families() if not each.causal and each.name != "diffusion_gemma"}
+    assert {family for family, _ in MODELS.values()} == masked
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -14,7 +14,7 @@ from dlm_lens.testing import tiny
 from tests.pretend_gpu.placing import PLACEMENTS, Placement, placed
 from tests.pretend_gpu.scenes import Scene, scenes_of
 
-FAMILIES = tuple(family.name for family in dl.families())
+FAMILIES = tuple(family.name for family in dl.families() if family.name != "diffusion_gemma")
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 """Float32 on another attention kernel: measured gaps are below 1e-5; float16 storage rounds at 2^-11."""
 

@@ -1,0 +1,220 @@
+"""DiffusionGemma: a causal encoder fills a cache, a bidirectional decoder denoises a canvas of random tokens."""
+
+from dataclasses import fields
+from typing import Any, ClassVar, NoReturn
+
+from huggingface_hub.dataclasses import strict
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
+from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaBlockDiffusionOutputWithPast
+from transformers.utils import can_return_tuple
+
+from dlm_lens.adapters.config_fields import check_fields, without_foreign_fields
+from dlm_lens.adapters.encoder_decoder import CanvasModel
+from dlm_lens.adapters.head import head_logits
+from dlm_lens.adapters.registry import Family
+from dlm_lens.attention import add_hook_points
+from dlm_lens.printable import shown
+
+DIFFUSION_GEMMA_SAMPLER = {
+    "gen_length": 256,
+    "steps_per_block": 48,
+    "entropy_bound": 0.1,
+    "t_min": 0.4,
+    "t_max": 0.8,
+    "stability_threshold": 1,
+    "confidence_threshold": 0.005,
+}
+"""The defaults of transformers' DiffusionGemmaGenerationConfig."""
+
+GENERATION = {
+    "max_new_tokens": "gen_length",
+    "max_denoising_steps": "steps_per_block",
+    "sampler_config": "entropy_bound",
+    "t_min": "t_min",
+    "t_max": "t_max",
+    "stability_threshold": "stability_threshold",
+    "confidence_threshold": "confidence_threshold",
+}
+"""Fields of generation_config.json -> our settings."""
+
+TEXT_FIELDS = frozenset(field.name for field in fields(DiffusionGemmaTextConfig)) | {
+    "final_logit_softcapping",
+    "global_head_dim",
+    "num_global_key_value_heads",
+}
+"""Fields of the text network."""
+
+OF_LAYERS = {"head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"}
+"""Those of its fields that full and sliding layers have different values of."""
+
+NOT_TEXT = frozenset(field.name for field in fields(DiffusionGemmaConfig))
+IDS = ("pad_token_id", "eos_token_id", "bos_token_id")
+
+
+@strict
+class DiffusionGemmaLMConfig(DiffusionGemmaConfig):
+    """Config of DiffusionGemma: transformers' own, with the text network's fields readable at the top.
+
+    Fields of the text network may also be given at the top (`hidden_size=32`).
+
+    Args:
+        eot_token_id: of the end of a turn.
+        sampler: the sampling algorithm, if not the family's.
+        sampler_defaults: settings of `denoise`.
+
+    Raises:
+        ValueError: a field of the text network that cannot be.
+    """
+
+    eot_token_id: int | None = None
+    pad_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    bos_token_id: int | None = None
+    sampler: str | None = None
+    sampler_defaults: dict[str, Any] | None = None
+    mask_token_id: int | None = None
+    float32_logits: ClassVar[bool] = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Put fields of the text network into its config."""
+        text: Any = self.text_config
+        own = {name: kwargs.pop(name) for name in list(kwargs) if name in TEXT_FIELDS - NOT_TEXT}
+        own |= {name: value for name in IDS if (value := getattr(self, name)) is not None}
+        if not isinstance(text, DiffusionGemmaTextConfig):
+            _check_text(text or {})
+            own, text = {**without_foreign_fields(text or {}), **own}, None
+        if text is None:
+            self.text_config = DiffusionGemmaTextConfig(**own)
+        else:
+            for name, value in own.items():
+                setattr(text, name, value)
+        super().__post_init__(**without_foreign_fields(kwargs))
+        for name in IDS:
+            setattr(self, name, getattr(self.text_config, name))
+
+    def __getattr__(self, name: str) -> Any:
+        # Only names that this config does not have itself; heads differ between the kinds of layers.
+        if name in TEXT_FIELDS - OF_LAYERS - {"rope_parameters"} and "text_config" in vars(self):
+            return getattr(self.text_config, name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+
+def _check_text(values: Any) -> None:
+    """Refuse a text_config whose fields cannot be, those of single layers among them.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"text_config is {shown(values)}; it must be an object with the fields of the text network"
+        )
+    layers = values.get("per_layer_config") or {}
+    check_fields({name: value for name, value in values.items() if name != "per_layer_config"}, "text_config")
+    if not isinstance(layers, dict):
+        raise ValueError(f"text_config says per_layer_config = {shown(layers)}; it must be an object by layer")
+    for index, fields_of_layer in layers.items():
+        if not isinstance(fields_of_layer, dict) or not set(fields_of_layer) <= OF_LAYERS:
+            raise ValueError(
+                f"text_config says per_layer_config[{shown(index)}] = {shown(fields_of_layer)}; layers differ in "
+                "head_dim and num_key_value_heads alone: take the file that came with the weights"
+            )
+        check_fields(fields_of_layer, f"text_config, per_layer_config[{shown(index)}]")
+
+
+class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
+    """DiffusionGemma; parity with transformers' own class: tests/adapters/test_diffusion_gemma.py.
+
+    `model(input_ids)` are the logits `[batch, canvas, d_vocab]` of the last `config.canvas_length` positions, the
+    canvas, after the others as the prompt (`CanvasModel`). transformers' own calls, and its `generate`, work too.
+    """
+
+    config_class = DiffusionGemmaLMConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = CanvasModel(config)
+        self.tie_weights()
+        add_hook_points(self)
+
+    @property
+    def attention_stacks(self) -> dict[str, Any]:
+        """The stacks of layers with hook points: the one that predicts the canvas, and "encoder"."""
+        return {"": self.model.decoder, "encoder": self.model.encoder.language_model}
+
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """What the checkpoint's generation_config.json says about the sampler, under our names."""
+        theirs = {name: getattr(self.generation_config, name, None) for name in GENERATION}
+        theirs["sampler_config"] = getattr(theirs["sampler_config"], "entropy_bound", None)
+        return {GENERATION[name]: value for name, value in theirs.items() if value is not None}
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Whether transformers may run the experts as grouped products; it looks for them in this file alone."""
+        return True
+
+    def get_decoder(self, *args: Any, **kwargs: Any) -> Any:
+        """The network without its head, encoder included."""
+        return self.model
+
+    @can_return_tuple
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits of the canvas, `[batch, canvas, d_vocab]`, in float32 at least; arguments as `CanvasModel`'s.
+
+        Raises:
+            ValueError: labels, or as `CanvasModel`.
+        """
+        kwargs.pop("logits_to_keep", None)
+        if kwargs.pop("labels", None) is not None:
+            raise ValueError("DiffusionGemma computes no loss here; leave labels out")
+        output = self.model(*args, **{**kwargs, "return_dict": True})
+        return DiffusionGemmaBlockDiffusionOutputWithPast(
+            logits=head_logits(self, output.last_hidden_state),
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+            past_key_values=output.past_key_values,
+            encoder_last_hidden_state=output.encoder_last_hidden_state,
+        )
+
+    def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.
+
+        Raises:
+            OSError: transformers treats it as a missing file.
+        """
+        raise OSError("dlm_lens never executes code that came with a checkpoint")
+
+
+FAMILY = Family(
+    name="diffusion_gemma",
+    layouts={"diffusion_gemma": (DiffusionGemmaLMConfig, DiffusionGemmaLM)},
+    samplers={"diffusion_gemma": DIFFUSION_GEMMA_SAMPLER},
+    has_mask_token=False,
+    hub_names=("google/diffusiongemma-26B-A4B-it",),
+    special_ids={262144: {"eot": 106}},
+    tiny={
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "canvas_length": 8,
+        "final_logit_softcapping": 20.0,
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "patch_size": 2,
+            "position_embedding_size": 4,
+        },
+    },
+)
