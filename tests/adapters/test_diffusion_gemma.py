@@ -166,13 +166,14 @@ def test_q_k_v_and_z_are_what_the_layer_computes(stack: str) -> None:
     model, tokens = tiny("diffusion_gemma"), ids(1)
     for block in attention_blocks(model, stack):
         attention, held = attention_of(block), dict[str, Tensor]()
-        handles = [attention._modules[f"hook_{n}"].register_forward_hook(
-            lambda _m, _i, out, n=n: held.__setitem__(n, out)) for n in ("q", "k", "v", "pattern", "z")]  # fmt: skip
-        handles.append(
-            attention.register_forward_pre_hook(
-                lambda _m, _a, kw: held.__setitem__("x", kw["hidden_states"]), with_kwargs=True
-            )
-        )
+
+        def keep(name: str, held: dict[str, Tensor] = held) -> Any:
+            return lambda _m, _i, out: held.__setitem__(name, out)
+
+        points = {name: attention._modules[f"hook_{name}"] for name in ("q", "k", "v", "pattern", "z")}
+        handles = [point.register_forward_hook(keep(name)) for name, point in points.items()]
+        norm: Any = block
+        handles.append(norm.input_layernorm.register_forward_hook(keep("x")))
         with listening(model):
             model(input_ids=tokens, canvas_start=9)
         for handle in handles:
