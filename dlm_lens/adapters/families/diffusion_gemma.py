@@ -77,25 +77,26 @@ class DiffusionGemmaLMConfig(DiffusionGemmaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Put fields of the text network into its config."""
-        text: Any = self.text_config
+        host: Any = self
+        text: Any = host.text_config
         own = {name: kwargs.pop(name) for name in list(kwargs) if name in TEXT_FIELDS - NOT_TEXT}
         own |= {name: value for name in IDS if (value := getattr(self, name)) is not None}
         if not isinstance(text, DiffusionGemmaTextConfig):
             _check_text(text or {})
             own, text = {**without_foreign_fields(text or {}), **own}, None
         if text is None:
-            self.text_config = DiffusionGemmaTextConfig(**own)
+            host.text_config = DiffusionGemmaTextConfig(**own)
         else:
             for name, value in own.items():
                 setattr(text, name, value)
         super().__post_init__(**without_foreign_fields(kwargs))
         for name in IDS:
-            setattr(self, name, getattr(self.text_config, name))
+            setattr(self, name, getattr(host.text_config, name))
 
     def __getattr__(self, name: str) -> Any:
         # Only names that this config does not have itself; heads differ between the kinds of layers.
         if name in TEXT_FIELDS - OF_LAYERS - {"rope_parameters"} and "text_config" in vars(self):
-            return getattr(self.text_config, name)
+            return getattr(vars(self)["text_config"], name)
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
 
