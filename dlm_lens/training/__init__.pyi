@@ -15,6 +15,7 @@ from .losses import weighted_cross_entropy as weighted_cross_entropy
 from .objective import MaskedDiffusionLoss as MaskedDiffusionLoss
 from .objective import NextToken as NextToken
 from .objective import Objective as Objective
+from .objective import UniformDiffusionLoss as UniformDiffusionLoss
 from .settings import DataSettings as DataSettings
 from .settings import ModelSettings as ModelSettings
 from .settings import Optimisation as Optimisation

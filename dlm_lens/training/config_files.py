@@ -25,8 +25,8 @@ def shipped_configs() -> tuple[str, ...]:
 def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingSettings":
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
-    A file may name another file in `base` and replaces its values. The `kind` of the objective is masked_diffusion
-    or next_token.
+    A file may name another file in `base` and replaces its values. The `kind` of the objective is masked_diffusion,
+    uniform_diffusion or next_token.
 
     Raises:
         FileNotFoundError: neither a file nor a shipped config.
@@ -55,10 +55,14 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
     """
-    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
+    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, UniformDiffusionLoss
     from dlm_lens.training.settings import TrainingSettings
 
-    objectives = {"masked_diffusion": MaskedDiffusionLoss, "next_token": NextToken}
+    objectives = {
+        "masked_diffusion": MaskedDiffusionLoss,
+        "uniform_diffusion": UniformDiffusionLoss,
+        "next_token": NextToken,
+    }
     given = dict(values)
     objective = dict(given.pop("objective", None) or {})
     kind = objective.pop("kind", "masked_diffusion")

@@ -15,7 +15,7 @@ from dlm_lens.training.conversion import TARGETS
 from dlm_lens.training.gpus import DEVICES, Device
 from dlm_lens.training.initialization import NEW, SCRATCH, smdm_config
 from dlm_lens.training.losses import ELEMENTS
-from dlm_lens.training.objective import NextToken
+from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
 from dlm_lens.training.settings import TrainingSettings
 
 MOST_DEVICES = 8
@@ -162,7 +162,7 @@ def plan(
     total, layers = _parameters(config)
     copies = _copies(config, settings)
     attention = 12 * copies * settings.data.length * _width(config) * config.num_hidden_layers
-    masked = 1.0 if isinstance(settings.objective, NextToken) else 0.5
+    masked = 0.5 if isinstance(settings.objective, MaskedDiffusionLoss) else 1.0
     head = 6 * masked * config.vocab_size * config.hidden_size
     flops = tokens * (copies * (6 * layers + attention) + head)
     muon = layers if settings.optimisation.optimizer == "muon" else 0
@@ -180,7 +180,7 @@ def _divides(settings: TrainingSettings, devices: int) -> bool:
 def _copies(config: Any, settings: TrainingSettings) -> int:
     """How often a pass of the training holds every token: twice in block diffusion, which sees x_t and x_0."""
     objective = settings.objective
-    if isinstance(objective, NextToken):
+    if not isinstance(objective, MaskedDiffusionLoss):
         return 1
     found = Blocks.of(config) if objective.block_length is None else objective.block_length
     return 2 if found else 1

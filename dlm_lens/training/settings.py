@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from dlm_lens.attention import Placement
-from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, check_choices
+from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, UniformDiffusionLoss, check_choices
 from dlm_lens.training.sources import Packing
 
 OptimizerName = Literal["adamw", "muon"]
@@ -164,7 +164,7 @@ class TrainingSettings:
     output: str = "runs/training"
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    objective: MaskedDiffusionLoss | NextToken = field(default_factory=MaskedDiffusionLoss)
+    objective: MaskedDiffusionLoss | UniformDiffusionLoss | NextToken = field(default_factory=MaskedDiffusionLoss)
     optimisation: Optimisation = field(default_factory=Optimisation)
     batch_size: int = 512
     micro_batch_size: int = 8

@@ -17,6 +17,7 @@ from torch import Tensor
 from dlm_lens.attention import SinkLayout
 from dlm_lens.placement import input_device
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
+from dlm_lens.training.objective import UniformDiffusionLoss
 from dlm_lens.training.sources import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
@@ -95,15 +96,21 @@ class SinkStatistics:
 
 
 def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> ProbeBatch:
-    """Canvases of fixed sequences at `LEVELS`; for an AR baseline the text itself, once."""
+    """Canvases of fixed sequences at `LEVELS`; for an AR baseline the text itself, once.
+
+    Open positions hold the mask token, under `UniformDiffusionLoss` random tokens.
+    """
     rows = Rows.of(examples, source.length, source.padding)
-    mask = getattr(objective, "mask_token_id", None)
-    if mask is None:
+    if isinstance(objective, UniformDiffusionLoss):
+        noise: Any = objective.random_tokens(range(len(rows.tokens)), rows.tokens.shape[1], PROBE_SEED)
+    else:
+        noise = getattr(objective, "mask_token_id", None)
+    if noise is None:
         return ProbeBatch(rows.tokens[None], torch.zeros_like(rows.visible)[None], rows.visible)
     generator = torch.Generator().manual_seed(PROBE_SEED)
     draws = torch.rand(rows.tokens.shape, generator=generator)
     masked = torch.stack([(draws < level) & rows.answer for level in LEVELS])
-    return ProbeBatch(rows.tokens.expand(len(LEVELS), -1, -1).masked_fill(masked, mask), masked, rows.visible)
+    return ProbeBatch(torch.where(masked, noise, rows.tokens), masked, rows.visible)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from dlm_lens.training.checkpoints import (
 from dlm_lens.training.data import Batching, BatchStream, build_source, read_dataset
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
-from dlm_lens.training.objective import MaskedDiffusionLoss
+from dlm_lens.training.objective import NextToken
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
@@ -274,7 +274,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if self.examples is None:
             raise ValueError("the evaluation loss needs eval_dataset, which was not given")
         objective = replace(self.objective, random_length_share=0.0)
-        if isinstance(objective, MaskedDiffusionLoss):
+        if not isinstance(objective, NextToken):
             objective = replace(objective, low_discrepancy=True, group=self.settings.eval_samples)
         loss = evaluation_loss(
             self.model,

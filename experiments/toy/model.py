@@ -11,9 +11,15 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from dlm_lens.adapters.families.a2d_qwen3 import A2DQwen2Config, A2DQwen2Model
 from dlm_lens.adapters.families.sink_qwen import SinkQwenConfig, SinkQwenForMaskedLM
+from dlm_lens.adapters.families.uniform_qwen import (
+    ENTROPY_BOUND_SAMPLER,
+    UniformQwenConfig,
+    UniformQwenForDiffusion,
+)
 from experiments.toy.tokenizer import SEQUENCE_LENGTH, build_tokenizer
 
 MASKED_DIFFUSION = (SinkQwenConfig, SinkQwenForMaskedLM)
+UNIFORM_NOISE = (UniformQwenConfig, UniformQwenForDiffusion)
 BLOCK_DIFFUSION = (A2DQwen2Config, A2DQwen2Model)
 AUTOREGRESSIVE = (Qwen2Config, Qwen2ForCausalLM)
 
@@ -35,6 +41,11 @@ class Variant:
         """Whether the variant is an autoregressive baseline."""
         return self.classes == AUTOREGRESSIVE
 
+    @property
+    def uniform(self) -> bool:
+        """Whether the variant denoises uniform noise, without a mask token."""
+        return self.classes == UNIFORM_NOISE
+
 
 # 32 answer positions after at most 32 prompt positions: the trained length, 64.
 ANSWER_LENGTH = 32
@@ -51,6 +62,9 @@ VARIANTS: dict[str, Variant] = {
     "toy-sink": Variant(MASKED_DIFFUSION, LOW_CONFIDENCE, {"num_sinks": 1}),
     "toy-gated": Variant(MASKED_DIFFUSION, LOW_CONFIDENCE, {"gated_attention": True}),
     "toy-blocks": Variant(BLOCK_DIFFUSION, LOW_CONFIDENCE, {"sampler": "dllm_blocks"}),
+    "toy-uniform": Variant(
+        UNIFORM_NOISE, {**ENTROPY_BOUND_SAMPLER, "steps": ANSWER_LENGTH, "gen_length": ANSWER_LENGTH}
+    ),
     "toy-ar": Variant(AUTOREGRESSIVE, {"gen_length": ANSWER_LENGTH, "temperature": 0.0}),
 }
 
@@ -87,6 +101,6 @@ def checkpoint_fields(name: str) -> dict[str, Any]:
         "pad_token_id": tokenizer.pad_token_id,
         "sampler_defaults": variant.sampler_defaults,
     }
-    if not variant.causal:
+    if not (variant.causal or variant.uniform):
         fields["mask_token_id"] = tokenizer.mask_token_id
     return fields | variant.fields

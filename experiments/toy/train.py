@@ -23,6 +23,7 @@ from dlm_lens.training import (
     NextToken,
     Optimisation,
     TrainingSettings,
+    UniformDiffusionLoss,
 )
 from dlm_lens.training.checkpoints import last_checkpoint, read_run
 from dlm_lens.training.settings import OptimizerName
@@ -42,6 +43,11 @@ DIFFUSION = MaskedDiffusionLoss(
 )
 """Exactly ceil(t R) of a region's R positions are masked, t evenly spread over the batch. The region is the answer
 with its `<eos>` tail, in 30% of the rows the whole canvas."""
+
+UNIFORM = UniformDiffusionLoss(
+    masks="count", normalisation="sequence", low_discrepancy=True, whole_share=0.3, floor=1e-6
+)
+"""The same positions, with random tokens in place of masks; the loss counts the whole region."""
 
 RATE = 2e-3
 OPTIMISATION = Optimisation(
@@ -68,7 +74,7 @@ class Settings:
         return TrainingSettings(
             output=str(directory),
             data=DataSettings(length=SEQUENCE_LENGTH),
-            objective=NextToken(normalisation="sequence") if VARIANTS[self.model].causal else DIFFUSION,
+            objective=objective_of(self.model),
             optimisation=Optimisation(**{**asdict(OPTIMISATION), "optimizer": self.optimizer}),
             batch_size=self.batch_size,
             micro_batch_size=self.batch_size,
@@ -81,6 +87,14 @@ class Settings:
             log_steps=CURVE_EVERY,
             report_to=(),
         )
+
+
+def objective_of(name: str) -> MaskedDiffusionLoss | UniformDiffusionLoss | NextToken:
+    """The objective of a variant."""
+    variant = VARIANTS[name]
+    if variant.causal:
+        return NextToken(normalisation="sequence")
+    return UNIFORM if variant.uniform else DIFFUSION
 
 
 def trainer_of(

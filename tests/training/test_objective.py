@@ -1,13 +1,14 @@
 """The objective against float64 computations written from the formulas, with noise that is given."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dlm_lens.testing import tiny
-from dlm_lens.training import Example, MaskedDiffusionLoss, NextToken, Rows, masked_loss
+from dlm_lens.training import Example, MaskedDiffusionLoss, NextToken, Rows, UniformDiffusionLoss, masked_loss
 from dlm_lens.training.objective import Noised
 from tests.reference import forward64
 
@@ -27,7 +28,7 @@ def given_noise(rows: Rows, share: float = 0.5) -> Noised:
     return Noised(masked, rate, 1 / rate, rows.answer)
 
 
-def loss_of(model: torch.nn.Module, objective: MaskedDiffusionLoss | NextToken, asked: dict[str, Tensor]) -> float:
+def loss_of(model: torch.nn.Module, objective: Any, asked: dict[str, Tensor]) -> float:
     count = float(asked.pop("count"))
     return float(masked_loss(model, **asked)) / count
 
@@ -224,3 +225,61 @@ def test_a_mask_token_in_the_text_is_refused() -> None:
 def test_a_model_without_a_mask_token_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no mask token; turn .* with dlm_lens\.training\.convert"):
         MaskedDiffusionLoss().for_model(tiny("causal"), 8)
+
+
+def uniform_loss64(model: torch.nn.Module, rows: Rows, noised: Noised, tokens: Tensor, normalisation: str) -> float:
+    """-log p(x_0^i | x_t) of every position that could be noise, one after the other."""
+    canvas = torch.where(noised.masked, tokens, rows.tokens)
+    logits = forward64(model, canvas, None if bool(rows.visible.all()) else rows.visible)["logits"]
+    sums = []
+    for row in range(len(canvas)):
+        own = [
+            float(logits[row, i].exp().sum().log() - logits[row, i, rows.tokens[row, i]])
+            for i in range(canvas.shape[1])
+            if noised.region[row, i]
+        ]
+        sums.append(own)
+    if normalisation == "token":
+        return sum(map(sum, sums)) / sum(map(len, sums))
+    return sum(sum(own) / len(own) for own in sums) / len(sums)
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence"])
+@pytest.mark.parametrize("config", [{}, {"num_sinks": 2}])
+def test_uniform_noise_is_the_cross_entropy_of_every_position(normalisation: str, config: dict[str, int]) -> None:
+    model = tiny("uniform_qwen", **config)
+    rows = example_rows(prompt_length=4)
+    objective = UniformDiffusionLoss(normalisation=normalisation).for_model(model, 3)  # type: ignore[arg-type]
+    tokens = torch.randint(0, 64, rows.tokens.shape, generator=torch.Generator().manual_seed(5))
+    noised = given_noise(rows)
+    asked = objective.loss_arguments(rows, noised, tokens)
+    assert asked["input_ids"].equal(torch.where(noised.masked, tokens, rows.tokens))
+    # A float32 network of two layers.
+    assert loss_of(model, objective, asked) == pytest.approx(
+        uniform_loss64(model, rows, noised, tokens, normalisation), rel=1e-5
+    )
+
+
+def test_uniform_noise_replaces_the_share_of_the_time_by_every_token_alike() -> None:
+    objective = UniformDiffusionLoss(masks="count", vocabulary=64)
+    rows = example_rows(400, length=20, prompt_length=4)
+    rows = Rows(torch.full_like(rows.tokens, 99), rows.visible, rows.answer, rows.prompt)
+    shown = objective.prepare(rows, range(400), 0)["input_ids"]
+    noise = shown != 99
+    times = objective.noise.times(range(400), 0)
+    assert noise.sum(-1).equal((objective.noise.rate(times)[0] * 16).ceil().long())
+    assert not noise[:, :4].any()
+    counts = torch.bincount(shown[noise], minlength=64).double()
+    # Chi squared with 63 degrees of freedom: mean 63, standard deviation 11.2.
+    expected = counts.sum() / 64
+    assert 63 - 4 * 11.2 < float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * 11.2
+    again = objective.prepare(Rows.of([Example(rows.tokens[7], 4)], 20, 0), [7], 0)["input_ids"]
+    assert again[0].equal(shown[7])
+
+
+@pytest.mark.parametrize("family", ["llada", "causal"])
+def test_uniform_noise_needs_a_model_without_a_mask_token(family: str) -> None:
+    with pytest.raises(ValueError, match="is no model of uniform noise"):
+        UniformDiffusionLoss().for_model(tiny(family), 4)
+    with pytest.raises(ValueError, match="has no mask token"):
+        MaskedDiffusionLoss().for_model(tiny("uniform_qwen"), 4)
