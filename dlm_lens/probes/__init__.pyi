@@ -1,5 +1,7 @@
 from .cache_comparison import CacheComparison as CacheComparison
 from .cache_comparison import compare as compare
+from .depth import SerialDepth as SerialDepth
+from .depth import serial_depth as serial_depth
 from .flow import RegionFlow as RegionFlow
 from .flow import region_flow as region_flow
 from .lens import LogitLens as LogitLens
