@@ -9,8 +9,18 @@ from torch import Tensor, nn
 from dlm_lens.attention import check_ids
 
 
+def head_states(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_model"]:
+    """States that have passed the final norm, as the output embedding takes them.
+
+    Encoders such as ModernBERT have a prediction head between the two (a dense layer, an activation, a norm), which
+    their family names `prediction_head`.
+    """
+    head = getattr(model, "prediction_head", None)
+    return states if head is None else head(states)
+
+
 def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_vocab"]:
-    """Logits of states that have passed the final norm: u = W_U h, scaled as the config says.
+    """Logits of states that have passed the final norm: u = W_U h, scaled as the config says; h as `head_states`.
 
     c tanh(u / c) with the config's `final_logit_softcapping` c (Gemma 2, 2408.00118, section 2), u times
     `logit_scale` (Cohere), u divided by `logits_scaling` (Granite), u times `lm_head_multiplier` (Falcon-H1).
@@ -18,7 +28,7 @@ def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Te
     `check_head` raises where a family does something else.
     """
     config = model.config.get_text_config()
-    logits: Tensor = model.get_output_embeddings()(states)
+    logits: Tensor = model.get_output_embeddings()(head_states(model, states))
     if getattr(model.config, "float32_logits", False):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scale = getattr(config, "logit_scale", None)

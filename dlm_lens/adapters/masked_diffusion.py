@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.attention import SinkLayout, add_hook_points, predicting_position
+from dlm_lens.attention import SinkLayout, add_hook_points, hooked_attentions, predicting_position
 
 LLADA_SAMPLER = {
     "steps": 128,
@@ -148,11 +148,10 @@ class MaskedDiffusionMixin(nn.Module):
                 config.gradient_checkpointing = checkpointing
             model.model = self.decoder_class(config)
             model.tie_weights()  # the head was tied to the embedding of the replaced decoder
-        for layer in model.model.layers:
-            layer.self_attn.is_causal = False
         if getattr(config, "float32_rotation", False):
             model.model.rotary_emb = Float32RotaryEmbedding(config)
-        add_hook_points(model)
+        for attention in hooked_attentions(add_hook_points(model)):
+            attention.is_causal = False
         model.loss_type = "ForMaskedLM"
 
     @can_return_tuple

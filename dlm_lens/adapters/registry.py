@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -70,6 +71,7 @@ class Family:
         tokenizers: vocabulary size of a released checkpoint -> hub name and model type of its tokenizer, for
             checkpoints without one.
         chat_options: arguments of the tokenizer's chat template.
+        text_options: arguments of the tokenizer for plain texts.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
         renames_of_options: likewise, of parameters that not every checkpoint has.
         conversions: of tensors that the host holds split or joined.
@@ -92,6 +94,7 @@ class Family:
     mask_token: str | None = None
     tokenizers: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     chat_options: Mapping[str, Any] = field(default_factory=dict)
+    text_options: Mapping[str, Any] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     renames_of_options: tuple[tuple[str, str], ...] = ()
     conversions: tuple[WeightConverter, ...] = ()
@@ -113,10 +116,11 @@ class Family:
         """Register the family's own model types with transformers' Auto classes and its weight loader.
 
         A registered class takes precedence over a checkpoint's `auto_map`, so that its Python is never executed.
-        Types that transformers ships itself (llama, qwen2) are left as they are.
+        Types that transformers ships itself (llama, modernbert) are left as they are: only `load` takes them for
+        the family's.
         """
         for model_type, (config_class, model_class) in self.layouts.items():
-            if config_class.__module__.startswith("transformers."):
+            if model_type in CONFIG_MAPPING_NAMES:
                 continue
             AutoConfig.register(model_type, config_class, exist_ok=True)
             for auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
@@ -29,7 +30,8 @@ HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 
 `q`, `k`, `v`, `rot_q`, `rot_k`, `z` are `[batch, position, head, d_head]` (k and v with key/value heads);
 `scores` and `pattern` are `[batch, head, query, key]`. With a cache, `rot_k` and `v` hold the cached keys too. An
-attention that projects queries and keys in another way than by `q_proj` and `k_proj` has no `q` and `k`.
+attention that projects queries and keys in another way than by `q_proj` and `k_proj` has no `q` and `k`, unless its
+family says where they are in the output of a fused projection.
 """
 
 DISPATCH = "dlm_lens"
@@ -268,11 +270,12 @@ class ProjectionPoint(HookPoint):
         name: "q" or "k".
         heads: how many query (key) heads.
         width: d_head.
+        start: the first of its columns in the output of a fused projection; None for a projection of its own.
     """
 
-    def __init__(self, name: str, heads: int, width: int) -> None:
+    def __init__(self, name: str, heads: int, width: int, start: int | None = None) -> None:
         super().__init__()
-        self.name, self.heads, self.width = name, heads, width
+        self.name, self.heads, self.width, self.start = name, heads, width, start
         self.connections = 0
         self.source: list[nn.Module] = []  # in a list: a module set as an attribute would become a child
         self.attention: list[Any] = []
@@ -316,6 +319,13 @@ class ProjectionPoint(HookPoint):
 
     def pass_through(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         """The edited output of the projection; None where nothing was edited."""
+        if self.start is not None:
+            part = slice(self.start, self.start + self.heads * self.width)
+            heads = output[..., part].unflatten(-1, (self.heads, self.width))
+            changed = self(heads)
+            if changed is heads:
+                return None
+            return torch.cat([output[..., : part.start], changed.flatten(-2), output[..., part.stop :]], -1)
         if output.ndim == 3:
             heads = output.unflatten(-1, (self.heads, self.width))
             edited: Tensor = self(heads)
@@ -358,14 +368,21 @@ class _ConnectedHandle:
 
 
 def _add_projection_points(attention: Any) -> None:
-    """Give an attention module `hook_q` and `hook_k`, where it has projections of their own for both."""
+    """Give an attention module `hook_q` and `hook_k`, where it has projections for both.
+
+    They are `q_proj` and `k_proj`, or those that a family names in `fused_projections` of the module: for "q" and
+    "k" the name of the projection, and the first of its output's columns.
+    """
     width = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     sizes = {name: _out_features(getattr(attention, f"{name}_proj", None)) for name in ("q", "k")}
+    fused = getattr(attention, "fused_projections", None)
+    if fused is not None:
+        sizes = dict.fromkeys(("q", "k"), attention.config.num_attention_heads * width)
     clipped = getattr(attention.config, "clip_qkv", None) is not None
     if not isinstance(width, int) or clipped or any(not size or size % width for size in sizes.values()):
         return
     for name, size in sizes.items():
-        point = ProjectionPoint(name, size // width, width)
+        point = ProjectionPoint(name, size // width, width, None if fused is None else fused[name][1])
         point.attention.append(attention)
         attention.add_module(f"hook_{name}", point)
 
@@ -385,7 +402,10 @@ def _connected(model: Any) -> Iterator[None]:
 
 
 def _source(attention: Any, name: str) -> Any:
-    """The module whose output is the query (key) before rotation."""
+    """The module whose output is, or holds, the query (key) before rotation."""
+    fused = getattr(attention, "fused_projections", None)
+    if fused is not None:
+        return attention.get_submodule(fused[name][0])
     for norm in _NORMS[name]:
         if isinstance(attention._modules.get(norm), nn.Module):
             return attention._modules[norm]

@@ -16,20 +16,26 @@ def attends_causally(model: Any) -> bool:
 def layer_windows(model: Any) -> tuple[int | None, ...]:
     """The sliding window w of every layer, None where a layer has none: query i sees the keys i - w + 1, ..., i.
 
+    In an encoder that sees both sides (ModernBERT) query i sees the keys i - w, ..., i + w.
+
     As transformers' models decide from the config: layers of the type "sliding_attention" have the window
     `sliding_window`; in a config without `layer_types` every layer has it. Where the code of an architecture builds
     no masks with windows, the field is ignored. Positions count padding.
 
     Raises:
-        ValueError: layers of another type than these, windows in a model that is not causal or has learned sink
-            tokens, or a window below 1.
+        ValueError: layers of another type than these, windows in a model that is not causal (unless its code builds
+            masks with windows to both sides) or has learned sink tokens, or a window below 1.
     """
     attentions = hooked_attentions(model)
     config = model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     name = type(model).__name__
     if kinds is None:
-        whole = "full_attention" if window is None or not _slides(attentions) else "sliding_attention"
+        whole = (
+            "full_attention"
+            if window is None or not _builds(attentions, "create_sliding_window_causal_mask")
+            else "sliding_attention"
+        )
         kinds = ["chunked_attention" if getattr(config, "attention_chunk_size", None) else whole] * len(attentions)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
@@ -45,9 +51,11 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
             f"{len(attentions)} attention modules; statistics need a window of at least 1 and a type for each"
         )
     causal = attends_causally(model)
-    if not causal or SinkLayout.of(model).count:
+    sides = _builds(attentions, "create_bidirectional_sliding_window_mask")
+    if not (causal or sides) or SinkLayout.of(model).count:
+        why = "learned sink tokens" if causal or sides else "is not causal"
         raise ValueError(
-            f"{name} has sliding_attention layers and {'learned sink tokens' if causal else 'is not causal'}; "
+            f"{name} has sliding_attention layers and {why}; "
             "statistics of attention support sliding windows of causal models without learned sink tokens"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -64,7 +72,7 @@ def smallest_window(config: Any) -> int | None:
     return window
 
 
-def _slides(attentions: list[Any]) -> bool:
-    """Whether the files of these modules' classes build masks with sliding windows."""
+def _builds(attentions: list[Any], function: str) -> bool:
+    """Whether the files of these modules' classes use a function of transformers that builds masks."""
     files = {sys.modules.get(parent.__module__) for each in attentions for parent in type(each).__mro__}
-    return any(hasattr(file, "create_sliding_window_causal_mask") for file in files)
+    return any(hasattr(file, function) for file in files)

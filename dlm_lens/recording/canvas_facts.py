@@ -25,14 +25,14 @@ class CanvasFacts:
         causal: an AR run, in which positions that are not written yet are neither queries nor keys.
         sinks: number of learned sink tokens: keys after the canvas positions; as queries they are not counted.
         unpadded: the network takes padding for content (a quirk of a reference), so that padding is a key.
-        window: the sliding window w of the layer, in an AR run: query i sees the keys i - w + 1, ..., i; None if
-            the layer has none.
+        window: the sliding window w of the layer: query i sees the keys i - w + 1, ..., i in an AR run, else those
+            from i - w to i + w; None if the layer has none.
         blocks: of block causal attention, where a position sees its own and earlier blocks of the row; positions
             after the row's current block are neither queries nor keys. Rows are the axis before positions.
         computed: positions whose queries a step with an approximate cache computes; all are keys. None: all.
 
     Raises:
-        ValueError: a window below 1, or in a run that is not causal; blocks beside causality or learned sinks.
+        ValueError: a window below 1, or beside learned sinks or blocks; blocks beside causality or learned sinks.
     """
 
     valid: Bool[Tensor, "*run position"]
@@ -48,10 +48,10 @@ class CanvasFacts:
     _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or not self.causal or self.sinks):
+        if self.window is not None and (self.window < 1 or self.sinks or self.blocks is not None):
             raise ValueError(
-                f"CanvasFacts(window={self.window}, causal={self.causal}, sinks={self.sinks}): a window is at "
-                "least 1, in a causal run without learned sink tokens"
+                f"CanvasFacts(window={self.window}, sinks={self.sinks}): a window is at least 1, in a run without "
+                "learned sink tokens and blocks"
             )
 
         if self.blocks is not None and (self.causal or self.sinks or self.unpadded):
@@ -92,7 +92,7 @@ class CanvasFacts:
     def expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         """e_j = sum_i M_ij / sum_k M_ik over a class of queries: r_j under uniform attention.
 
-        Without causality every query gives 1 / n to each of the n visible keys, so that all have the same e_j.
+        Without causality and windows every query gives 1 / n to each of the n visible keys: all have the same e_j.
         """
         return self._once("expected", name, self._expected)
 
@@ -123,23 +123,23 @@ class CanvasFacts:
             start, end = self._bounds()
             each = queries.double() / seen.cumsum(-1).gather(-1, end).clamp(min=1)
             return (each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen).float()
-        if not self.causal:
+        if not self.causal and self._whole:
             each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
             return self._beside_sinks(seen) * each
         # Key j is seen by the queries i >= j; query i sees the keys up to i.
-        if self._whole:
+        if self.causal and self._whole:
             each = queries / seen.cumsum(-1).clamp(min=1)
             return each.flip(-1).cumsum(-1).flip(-1) * seen
         # Differences of sums over long canvases: in float32 they would lose digits.
         each = queries.double() / self._in_window(seen.long()).clamp(min=1)
-        even = self._in_window(each.flip(-1)).flip(-1)
+        even = self._in_window(each.flip(-1)).flip(-1)  # turned round: the queries that see a key
         return even.masked_fill(~seen | (self.viewers(name) == 0), 0.0).float()
 
     def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
         if self.blocks is not None:
             return queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self._bounds()[0]) * seen
-        if not self.causal:
+        if not self.causal and self._whole:
             return self._beside_sinks(seen) * queries.sum(-1, keepdim=True)
         if self._whole:
             return queries.flip(-1).cumsum(-1).flip(-1) * seen
@@ -151,10 +151,12 @@ class CanvasFacts:
         return self.window is None or self.window >= self.valid.shape[-1]
 
     def _in_window(self, values: Tensor) -> Tensor:
-        """The sum of the values at i - w + 1, ..., i, for every i."""
-        sums = values.cumsum(-1)
-        earlier = torch.nn.functional.pad(sums, (self.window or 0, 0))[..., : sums.shape[-1]]
-        return sums - earlier
+        """The sum of the values at i - w + 1, ..., i, for every i; without causality at i - w, ..., i + w."""
+        window, positions = self.window or 0, values.shape[-1]
+        after, before = (0, window) if self.causal else (window, window + 1)
+        sums = torch.nn.functional.pad(values, (0, after)).cumsum(-1)
+        earlier = torch.nn.functional.pad(sums, (before, 0))[..., :positions]
+        return sums[..., after:] - earlier
 
     @property
     def _visible(self) -> Bool[Tensor, "*run position"]:

@@ -116,8 +116,10 @@ class Tap:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores."""
-        return float(attention_of(next(iter(self.blocks.values()))).scaling)
+        """The factor of the scores: the module's `scaling`, or 1 / sqrt(d_head) in modules without (ModernBERT)."""
+        attention = attention_of(next(iter(self.blocks.values())))
+        scaling = getattr(attention, "scaling", None)
+        return float(head_width(attention) ** -0.5 if scaling is None else scaling)
 
     def _remove_reader(self, attention: Any) -> None:
         attention.hook_z.readers = tuple(reader for reader in attention.hook_z.readers if reader != self._read)

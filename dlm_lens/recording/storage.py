@@ -263,7 +263,7 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
         not a <= b <= positions for a, b in [*facts.spans, *filter(None, facts.computed)]
     ):
         raise _ContradictionError(f"the prompt or a block ends after the {positions} positions")
-    if facts.windows and (len(facts.windows) != len(facts.layers) or not facts.causal or facts.sinks):
+    if facts.windows and (len(facts.windows) != len(facts.layers) or facts.sinks):
         raise _ContradictionError(f"sliding windows of {len(facts.windows)} layers for {len(facts.layers)} layers")
     if len({spec.name for spec in facts.specs}) != len(facts.specs):
         raise _ContradictionError("two arrays have one name")

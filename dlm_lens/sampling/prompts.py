@@ -246,7 +246,8 @@ def _tokenize(model: Any, texts: list[str], may_be_empty: bool) -> list[list[int
         if not (text.strip() or may_be_empty):
             raise ValueError(f"prompt {row} is empty; give at least one token (ids of the BOS token alone will do)")
         check_text(text, f"prompt {row}")
-    return [list(ids) for ids in tokenizer(texts)["input_ids"]]
+    options = family_of(model.config.model_type).text_options
+    return [list(ids) for ids in tokenizer(texts, **options)["input_ids"]]
 
 
 def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:

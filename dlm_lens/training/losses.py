@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from dlm_lens.adapters.head import head_states
 from dlm_lens.attention import SinkLayout
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.two_copies import two_copies
@@ -154,7 +155,7 @@ def masked_loss(
         input_ids = inputs.pop("input_ids")
     states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
-    requested = states.flatten(0, 1)[outputs]
+    requested = head_states(model, states.flatten(0, 1)[outputs])
     never = model.config.mask_token_id if getattr(model.config, "subs", False) else None
     return weighted_cross_entropy(requested, model.get_output_embeddings(), targets, weights, elements, never)
 

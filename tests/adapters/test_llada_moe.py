@@ -14,6 +14,7 @@ from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
 from tests.reference import forward64
+from tests.sampling.plain_dllm import plain_dllm
 
 MOE = GOLDEN / "llada_moe"
 IDS = {name: json.loads((MOE / "forward.json").read_text())[name] for name in ("mask_token_id", "eos_token_id")}
@@ -110,3 +111,25 @@ def test_it_denoises_records_and_follows_hooks() -> None:
         model, prompts, gen_length=8, block_length=4, steps=8, hooks=[dlm_lens.hooks.mask_top_sinks(2)]
     )
     assert not hooked.tokens.equal(run.tokens)
+
+
+@pytest.mark.parametrize("changes", [{}, {"steps": 8}, {"cfg_scale": 1.0}], ids=str)
+def test_dllm_s_sampler_over_an_independent_network_gives_the_same_trajectory(changes: dict[str, Any]) -> None:
+    """dllm runs LLaDA-MoE with its MDLM sampler, whose numbers are LLaDA's where the steps divide the block."""
+    model: Any = dlm_lens.load(MOE, **IDS)
+    settings: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 4, **changes}
+    prompts = [[3, 4, 9, 20, 7], [11, 30]]
+
+    def logits(ids: Tensor, mask: Tensor) -> Tensor:
+        return forward64(model, ids, mask)["logits"].float()
+
+    canvases, ranks = plain_dllm(logits, prompts, mask=IDS["mask_token_id"], fill=0, **settings)
+    run = dlm_lens.denoise(model, prompts, **settings)
+    assert run.steps == len(ranks) == settings["steps"]
+    for row, prompt in enumerate(prompts):
+        keep, size = run.attention_mask[row], len(prompt) + 8
+        for step, canvas in enumerate(canvases):
+            assert run.canvases[step, row, keep].equal(canvas[row, :size])
+        for step, confidence in enumerate(ranks):
+            found = run.confidence[step, row, keep].float()
+            torch.testing.assert_close(found, confidence[row, :size], atol=1e-5, rtol=1e-4)

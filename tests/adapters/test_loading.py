@@ -274,7 +274,7 @@ def test_families_tell_what_they_load() -> None:
     families = {family.name: family for family in dlm_lens.families()}
     blocks = {"a2d_qwen3", "fast_dllm_v2", "sdar", "llada2", "bd3lm"}
     masked = {*blocks, "llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "mdlm", "llada_moe"}
-    assert families.keys() == {*masked, "uniform_qwen", "causal"}
+    assert families.keys() == {*masked, "modernbert", "uniform_qwen", "causal"}
     assert [family.name for family in families.values() if not family.has_mask_token] == ["uniform_qwen"]
     assert "GSAI-ML/LLaDA-8B-Instruct" in families["llada"].hub_names
     assert families["llada"].special_ids[126464] == {"mask": 126336, "eos": 126081, "eot": 126348}

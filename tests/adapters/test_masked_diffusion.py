@@ -14,6 +14,7 @@ from dlm_lens.training.losses import masked_loss
 from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.sources import Rows
 from tests.dit64 import dit64
+from tests.modernbert64 import modernbert64
 from tests.reference import forward64
 
 LAYOUTS = [
@@ -55,6 +56,8 @@ def canvas(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
     """Of one row; a DiT's mask has no probability, and BD3-LM's attention is block causal from the text's start."""
+    if model.config.model_type == "modernbert":
+        return modernbert64(model, ids)["logits"][0]
     if not hasattr(model.config, "cond_dim"):
         return forward64(model, ids, causal=causal)["logits"][0]
     width = getattr(model.config, "block_causal_length", None)

@@ -259,6 +259,21 @@ def test_facts_of_a_window_equal_the_dense_mask_in_float64(size: int, window: in
     assert torch.equal(viewers(mask, seen)[0], facts.viewers("all")[0])
 
 
+@pytest.mark.parametrize(("size", "window", "padding"), [(20, 4, 3), (20, 19, 3), (20, 20, 0), (300, 64, 90)])
+def test_facts_of_a_window_to_both_sides_equal_the_dense_mask_in_float64(
+    size: int, window: int, padding: int
+) -> None:
+    where = torch.arange(size)
+    content, masked, answer = where >= padding, where % 3 == 1, where > size // 2
+    facts = CanvasFacts(content[None], (content & masked)[None], answer[None], answer[None], window=window)
+    dense = content & ((where[:, None] - where).abs() <= window)
+    for name in ("all", "masked", "prompt", "block"):
+        counts = facts.queries(name)[0].double()
+        even = counts @ (dense.double() / dense.sum(-1, keepdim=True).clamp(min=1))
+        torch.testing.assert_close(facts.expected(name)[0].double(), even, rtol=1e-6, atol=1e-12)
+        assert torch.equal(facts.viewers(name)[0].double(), counts @ dense.double())
+
+
 KINDS = (
     "mistral", "mixtral", "phi3", "phimoe", "starcoder2", "doge", "gemma2", "gemma3_text", "gpt_oss", "cohere2",
     "olmo3", "exaone4", "qwen2", "qwen2_moe", "qwen3", "llama", "granite",
@@ -326,8 +341,6 @@ def test_windows_that_statistics_do_not_know_are_refused() -> None:
     model = add_hook_points(build("llama4_text"))
     with pytest.raises(ValueError, match="has chunked_attention layers; statistics of attention support"):
         Recorder(model, [ReceivedAttention()])
-    with pytest.raises(ValueError, match="has sliding_attention layers and is not causal"):
-        Recorder(add_hook_points(build("modernbert")), [ReceivedAttention()])
     sink_model = tiny("sink_qwen", use_sliding_window=True, sliding_window=4, max_window_layers=0)
     with pytest.raises(ValueError, match="has sliding_attention layers and is not causal"):
         Recorder(sink_model, [ReceivedAttention()])
