@@ -14,6 +14,8 @@ from .replays import Replay as Replay
 from .replays import replay as replay
 from .sink_mass import MixingBound as MixingBound
 from .sink_mass import SinkMass as SinkMass
+from .smearing import TokenSmearing as TokenSmearing
+from .smearing import token_smearing as token_smearing
 from .stability import PatternSimilarity as PatternSimilarity
 from .stability import PatternStability as PatternStability
 from .stability import pattern_stability as pattern_stability

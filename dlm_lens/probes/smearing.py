@@ -1,0 +1,237 @@
+"""`token_smearing`: likely tokens of a step beside the place where they end up."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.arguments import Rule, checked_arguments, is_real, whole
+from dlm_lens.attention import exclusive
+from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks.statistics import Estimate, estimate, mean_of, summed
+
+PLACES = ("here", "near", "far", "nowhere")
+PROBABILITY = Rule("a probability, above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSmearing:
+    """Where the predictions of every step expect tokens, compared with where these are in the result.
+
+    Token smearing (2606.20560, section 5.2.1): the model knows a token and not yet its position, so that several
+    neighbouring positions predict it. For a position j that step t predicts, with the token v that the result has
+    there, and p_t(i, v) the probability of v at position i ([MASK] has none):
+
+        own_j = p_t(j, v),    near_j = sum of p_t(i, v) over 0 < |i - j| <= radius,
+
+    over predicted positions i of the row whose own token in the result is not v. `near_by_chance` is what near_j
+    would be on average if the same probabilities were at random ones of these positions: their number within the
+    radius times the mean of p_t(i, v). The excess of one over the other is smearing.
+
+    `places` counts the likely tokens of a step (2606.20560, Figure 3): every p_t(i, v) above `threshold` is "here"
+    if the result has v at i, "near" if it has v within the radius, "far" if at another position of the answer, or
+    "nowhere". `near_tokens_by_chance` is the expected number of "near" ones if the other tokens of the answer were
+    in random order: with c occurrences of v among N of them, w of the N within the radius,
+    1 - C(N - c, w) / C(N, w) for each likely token that is not "here". 2606.20560 counts semantically similar
+    tokens too, which this does not.
+
+    Args:
+        run: the run.
+        own: own_j, NaN where the step predicts nothing, or the result has a mask.
+        near: near_j.
+        near_by_chance: its expectation; NaN with no other position to compare with.
+        places: the number of likely tokens in each of `PLACES`.
+        near_tokens_by_chance: the expected number of "near" ones.
+        threshold: of likely tokens.
+        radius: in positions.
+        seed: of the intervals.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    run: DenoisingRun = field(repr=False)
+    own: Float[Tensor, "step batch position"]
+    near: Float[Tensor, "step batch position"]
+    near_by_chance: Float[Tensor, "step batch position"]
+    places: Int[Tensor, "step batch place"]
+    near_tokens_by_chance: Float[Tensor, "step batch"]
+    threshold: float
+    radius: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        step, batch, position = self.run.unmasked.shape
+        check_shapes(self, step=step, batch=batch, position=position, place=len(PLACES))
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenSmearing(own {self.mean('own')}, near {self.mean('near')}, by chance "
+            f"{self.mean('near_by_chance')}; excess {self.excess}; radius={self.radius})"
+        )
+
+    @property
+    def excess(self) -> Estimate:
+        """Near - near_by_chance, mean over predicted positions and steps; the interval is over prompts."""
+        return self._mean(self.near - self.near_by_chance)
+
+    def mean(self, name: str) -> Estimate:
+        """The mean of "own", "near" or "near_by_chance" where all three are defined.
+
+        Raises:
+            ValueError: another name.
+        """
+        if name not in ("own", "near", "near_by_chance"):
+            raise ValueError(f"name is {name!r}; it must be 'own', 'near' or 'near_by_chance'")
+        return self._mean(getattr(self, name))
+
+    def share(self, place: str) -> Estimate:
+        """The share of the likely tokens that are in a place; the interval is over prompts.
+
+        Raises:
+            ValueError: an unknown place.
+        """
+        if place not in PLACES:
+            raise ValueError(f"place is {place!r}; it must be one of {', '.join(PLACES)}")
+        counts = self.places.sum(0).double()
+        pairs = torch.stack([counts[:, PLACES.index(place)], counts.sum(-1)], -1)
+        return estimate(pairs.numpy(), mean_of, seed=self.seed)
+
+    def table(self) -> pd.DataFrame:
+        """One line per step: predicted positions, the three means, and the numbers of likely tokens by place."""
+        defined = self._defined
+        count = defined.sum((1, 2))
+        columns: dict[str, Any] = {"step": range(len(count)), "predicted": count.tolist()}
+        for name in ("own", "near", "near_by_chance"):
+            sums = getattr(self, name).masked_fill(~defined, 0.0).sum((1, 2))
+            columns[name] = (sums / count).tolist()
+        for index, place in enumerate(PLACES):
+            columns[f"tokens_{place}"] = self.places[..., index].sum(-1).tolist()
+        columns["tokens_near_by_chance"] = self.near_tokens_by_chance.sum(-1).tolist()
+        return pd.DataFrame(columns)
+
+    @property
+    def _defined(self) -> Bool[Tensor, "step batch position"]:
+        return self.near_by_chance.isfinite() & self.own.isfinite()
+
+    def _mean(self, values: Float[Tensor, "step batch position"]) -> Estimate:
+        where = self._defined
+        rows = where.nonzero()[:, 1].numpy()
+        found = values[where].double()
+        pairs = torch.stack([found, torch.ones_like(found)], -1).numpy()
+        return estimate(summed(pairs, rows, values.shape[1]), mean_of, seed=self.seed)
+
+
+@checked_arguments(threshold=PROBABILITY, radius=whole(least=1, most=2**20))
+@torch.no_grad()
+@exclusive
+def token_smearing(
+    model: Any, run: DenoisingRun, *, threshold: float = 0.03, radius: int = 10, progress: bool = False
+) -> TokenSmearing:
+    """Run the model on every canvas of a run, and compare its predictions with the tokens of the result.
+
+    One forward pass per step. Memory besides the pass: the logits of the predicted positions in float64, a row at a
+    time; the result is [step, batch, position].
+
+    Args:
+        model: from `dlm_lens.load`, the run's.
+        run: from `denoise`.
+        threshold: a token is likely above this probability (0.03 in 2606.20560).
+        radius: what counts as near, in positions (10 in 2606.20560).
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: the run is no `DenoisingRun`.
+        ValueError: a run of another model, with an approximate cache, or of an AR model, whose steps predict one
+            position.
+    """
+    stored = StoredRun(model, run)
+    if stored.autoregressive:
+        raise ValueError(
+            "token_smearing: a step of an AR run predicts one position, beside which there is no other"
+        )
+    steps, batch, positions = run.unmasked.shape
+    found = {name: torch.full((steps, batch, positions), torch.nan) for name in ("own", "near", "near_by_chance")}
+    places = torch.zeros(steps, batch, len(PLACES), dtype=torch.long)
+    chance = torch.zeros(steps, batch)
+    ends = Results(stored.run, radius)
+    for step in tqdm(range(steps), desc="smearing", unit="step", disable=not progress):
+        predicted, states = stored.predicted(step).cpu(), stored.states(step)
+        start = 0
+        for row in range(batch):
+            where = predicted[row].nonzero().flatten()
+            part = states[:, start : start + len(where)]
+            start += len(where)
+            if len(where) == 0:
+                continue
+            likely = _probabilities(stored, part)
+            places[step, row], chance[step, row] = ends.places_of(row, where, likely > threshold)
+            for name, values in ends.masses_of(row, where, likely).items():
+                found[name][step, row, where] = values.float()
+    return TokenSmearing(
+        run, **found, places=places, near_tokens_by_chance=chance, threshold=threshold, radius=radius
+    )
+
+
+def _probabilities(stored: StoredRun, states: Tensor) -> Float[Tensor, "predicted d_vocab"]:
+    logits = stored.logits(states).double()
+    mask = getattr(stored.model.config, "mask_token_id", None)
+    if mask is not None and mask < logits.shape[-1]:
+        logits[:, mask] = -torch.inf
+    return logits.softmax(-1).cpu()
+
+
+class Results:
+    """The tokens of a run's result, for comparison with what was predicted.
+
+    Args:
+        run: the run.
+        radius: what counts as near.
+    """
+
+    def __init__(self, run: DenoisingRun, radius: int) -> None:
+        self.radius = radius
+        self.tokens = run.tokens.masked_fill(run.masked[-1], -1)
+        """-1 where the result has a mask."""
+        self.answer = run.masked[0] & ~run.masked[-1]
+
+    def masses_of(
+        self, row: int, where: Int[Tensor, "predicted"], likely: Float[Tensor, "predicted d_vocab"]
+    ) -> dict[str, Float[Tensor, "predicted"]]:
+        """own, near and near_by_chance of a row's predicted positions; NaN where the result has a mask."""
+        token = self.tokens[row, where]
+        mass = likely[:, token.clamp(min=0)].T  # [j, i]: the probability at i of the token that j has in the end
+        other = token[None, :] != token[:, None]
+        close = other & ((where[None, :] - where[:, None]).abs() <= self.radius)
+        mean = (mass * other).sum(-1) / other.sum(-1)
+        values = {
+            "own": mass.diagonal(),
+            "near": (mass * close).sum(-1),
+            "near_by_chance": close.sum(-1) * mean,
+        }
+        return {name: value.masked_fill(token < 0, torch.nan) for name, value in values.items()}
+
+    def places_of(
+        self, row: int, where: Int[Tensor, "predicted"], likely: Bool[Tensor, "predicted d_vocab"]
+    ) -> tuple[Int[Tensor, "place"], Float[Tensor, ""]]:
+        """How many likely tokens of a row are in each place, and how many would be near by chance."""
+        from scipy.stats import hypergeom
+
+        at, token = likely.nonzero().unbind(-1)
+        answer = self.answer[row].nonzero().flatten()
+        same = self.tokens[row, answer][None, :] == token[:, None]
+        distance = (answer[None, :] - where[at][:, None]).abs()
+        elsewhere, close = distance > 0, (distance > 0) & (distance <= self.radius)
+        here = (same & ~elsewhere).any(-1)
+        near = ~here & (same & close).any(-1)
+        far = ~here & ~near & same.any(-1)
+        counts = torch.stack([here, near, far, ~(here | near | far)]).sum(-1)
+        total, inside, number = elsewhere.sum(-1), close.sum(-1), (same & elsewhere).sum(-1)
+        # None of the c occurrences among w positions, drawn from N.
+        absent = torch.as_tensor(hypergeom.pmf(0, total.numpy(), number.numpy(), inside.numpy()))
+        return counts, (1 - absent)[~here].sum()
