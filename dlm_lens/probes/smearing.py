@@ -173,9 +173,7 @@ def token_smearing(
             places[step, row], chance[step, row] = ends.places_of(row, where, likely > threshold)
             for name, values in ends.masses_of(row, where, likely).items():
                 found[name][step, row, where] = values.float()
-    return TokenSmearing(
-        run, **found, places=places, near_tokens_by_chance=chance, threshold=threshold, radius=radius
-    )
+    return TokenSmearing(run, *found.values(), places, chance, threshold, radius)
 
 
 def _probabilities(stored: StoredRun, states: Tensor) -> Float[Tensor, "predicted d_vocab"]:
