@@ -173,7 +173,9 @@ def token_smearing(
             places[step, row], chance[step, row] = ends.places_of(row, where, likely > threshold)
             for name, values in ends.masses_of(row, where, likely).items():
                 found[name][step, row, where] = values.float()
-    return TokenSmearing(run, *found.values(), places, chance, threshold, radius)
+    return TokenSmearing(
+        run, found["own"], found["near"], found["near_by_chance"], places, chance, threshold, radius
+    )
 
 
 def _probabilities(stored: StoredRun, states: Tensor) -> Float[Tensor, "predicted d_vocab"]:
