@@ -19,7 +19,7 @@ from dlm_lens.cli.options import (
 )
 from dlm_lens.cli.prompts import read_prompts
 from dlm_lens.files.paths import check_directory
-from dlm_lens.option_values import whole_numbers
+from dlm_lens.option_values import one_of, whole_numbers
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 
@@ -43,6 +43,15 @@ def record_command(
     remasking: Annotated[
         str | None, typer.Option(help="How the sampler chooses the positions of a step, such as low_confidence.")
     ] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Approximate cache of bidirectional models: prefix or dual (Fast-dLLM).")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Unmask all positions of the block with this confidence or more.")
+    ] = None,
+    factor: Annotated[
+        float | None, typer.Option(help="Unmask as many as the confidence allows (Fast-dLLM); or --threshold.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every prompt.")] = 0,
     layers: Annotated[str | None, typer.Option(help="Layers to record, such as 0,5,-1; all by default.")] = None,
     device: Annotated[str | None, DEVICE] = None,
@@ -63,6 +72,8 @@ def record_command(
     check_dtype(dtype)
     check_device(device)
     check_storage("--storage", storage)
+    if cache is not None:
+        one_of("--cache", cache, ("prefix", "dual"))
     check_least(1, batch_size=batch_size, steps=steps, gen_length=gen_length, block_length=block_length)
     check_least(0, temperature=temperature)
     chosen = None if layers is None else whole_numbers("--layers", layers)
@@ -81,6 +92,9 @@ def record_command(
         "block_length": block_length,
         "temperature": temperature,
         "remasking": remasking,
+        "cache": cache,
+        "threshold": threshold,
+        "factor": factor,
     }
     network = load(model, dtype=dtype, device_map=device_or_gpu(device))
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)

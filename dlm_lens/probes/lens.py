@@ -212,7 +212,8 @@ def logit_lens(
     softmax(W_U norm(h_l)) with the network's final norm ("logit lens", nostalgebraist 2020; named in 2510.15731,
     section 7, to read sinks at future positions). It also gives the entropy, the KL from the network's output and
     the rank of the token that was finally decoded; the last two only where the token is still masked, because the
-    training loss does not cover visible positions. Of a guided run the conditional half is read.
+    training loss does not cover visible positions. Of a guided run the conditional half is read; of a step with an
+    approximate cache the positions that it computes.
 
     Memory: the states of the entries of one step in the chosen layers, and a few rows of logits at a time.
 
@@ -254,7 +255,7 @@ def logit_lens(
     learned = SinkLayout.of(model).count
     places = choose_positions(run, positions, wanted, chosen, learned, controls, seed)
     entries = _Entries(stored, head, places, chosen, top, tuned)
-    runner = stored.runner(hooks) if len(hooks) else None
+    runner = entries.hooked.runner(hooks) if len(hooks) else None
     found = [
         entries.at(step, runner) for step in tqdm(wanted, desc="logit lens", unit="step", disable=not progress)
     ]
@@ -287,6 +288,9 @@ class _Entries:
         tuned: TunedLens | None,
     ) -> None:
         self.stored, self.head, self.places, self.layers, self.top = stored, head, places, layers, top
+        self.hooked = StoredRun(
+            stored.model, stored.run
+        )  # with a cache the passes with hooks keep keys of their own
         self.layout, self.last = SinkLayout.of(stored.model), len(attention_blocks(stored.model)) - 1
         self.translate = (lambda layer, stream: stream) if tuned is None else tuned.translate
         self.shifted = stored.autoregressive or bool(getattr(stored.model.config, "logit_shift", False))
@@ -308,8 +312,8 @@ class _Entries:
     def _places(self, step: int) -> dict[str, Tensor]:
         run, places = self.stored.run, self.places
         canvas = run.tokens.shape[1]
-        # An AR step has the prefix only, and with blocks a row ends with its own; after its end there is nothing.
-        seen = self.stored.seen(step)[places.batch, places.position.clamp(max=canvas - 1)]
+        # An AR step has the prefix only, with blocks a row ends with its own, with a cache a step has its span.
+        seen = self.stored.computes(step)[places.batch, places.position.clamp(max=canvas - 1)]
         here = (places.step == step) & (seen | (places.position >= canvas))
         here &= run.row_steps[places.batch] > step
         names = ("step", "batch", "position", "sink", "sink_layer")
@@ -319,6 +323,8 @@ class _Entries:
         predicts = predicts.masked_fill((position >= canvas) | (predicts >= canvas), -1)
         masked = run.masked[step, batch, position.clamp(max=canvas - 1)] & (position < canvas)
         predicted = run.masked[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
+        if run.computed:
+            predicted &= self.stored.predicted(step).cpu()[batch, predicts.clamp(min=0)]
         written = run.tokens[batch, predicts.clamp(min=0)]
         written = written.masked_fill((predicts < 0) | run.masked[-1, batch, predicts.clamp(min=0)], -1)
         return place | {"predicts": predicts, "masked": masked, "predicted": predicted, "written": written}
@@ -327,11 +333,15 @@ class _Entries:
         """The output of each layer, and of the last one."""
         canvas, length = self.stored.run.tokens.shape[1], self.stored.length(step)
         position = torch.where(place["position"] < canvas, place["position"], place["position"] - canvas + length)
+        stored = self.stored if runner is None else self.hooked
+        position = position - stored.first(step)
         reader = EntryReader(self.layout, len(self.stored.run.tokens), place["batch"], position)
         layers = sorted({*self.layers, self.last})
         with nullcontext() if runner is None else runner:
-            if runner is not None:
-                self.stored.enter(runner, step)
-            with attach_hooks(self.stored.model, reader, layers=layers):
-                self.stored.states(step)
+            if runner is None:
+                stored.prepare(step)
+            else:
+                stored.enter(runner, step)
+            with attach_hooks(stored.model, reader, layers=layers):
+                stored.states(step)
         return [reader.streams[layer] for layer in layers]

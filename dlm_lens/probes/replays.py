@@ -235,8 +235,9 @@ def replay(
 
     The canvases are the stored ones at every step, so that step t shows the effect of the hooks at step t alone;
     `dlm_lens.compare` lets the runs diverge. Hooks get the step and keep their state from step to step, as in a
-    run; guidance, padding and Dream's logit shift are those of the run. An AR run is replayed prefix by prefix,
-    without a cache.
+    run; guidance, padding and Dream's logit shift are those of the run. An AR run is replayed prefix by prefix.
+    With an approximate cache a step sees the keys that an earlier step left, and with hooks those of that step's
+    pass with hooks, as a run with the hooks would.
 
     Each step takes two forward passes of the run's batch (a third for hooks that want clean statistics). Logits are
     compared a few positions at a time. Memory besides the pass: the residual stream of the predicted positions in
@@ -295,14 +296,18 @@ class _Passes:
     ) -> None:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
-        self.runner = stored.runner(hooks)
+        self.hooked = StoredRun(
+            stored.model, stored.run
+        )  # with a cache the passes with hooks keep keys of their own
+        self.runner = self.hooked.runner(hooks)
 
     def compared(self, step: int) -> dict[str, Tensor]:
         """All measures of a step, on the CPU."""
-        plain = self._run(step)
+        self.stored.prepare(step)
+        plain = self._run(self.stored, step)
         with self.runner:
-            self.stored.enter(self.runner, step)
-            hooked = self._run(step)
+            self.hooked.enter(self.runner, step)
+            hooked = self._run(self.hooked, step)
         predicted = self.stored.predicted(step).cpu()
         found = {"predicted": predicted, **self._per_position(predicted, plain.states, hooked.states)}
         found |= self._residual(step, plain.reader, hooked.reader)
@@ -313,13 +318,13 @@ class _Passes:
     def counted(self, step: int) -> Bool[Tensor, "batch position"]:
         """The queries that count at a step: the content that is in the pass."""
         seen = self.stored.content.clone()
-        seen &= self.stored.seen(step).to(seen.device)
+        seen &= self.stored.computes(step).to(seen.device)
         return seen if self.queries == "all" else seen & self.stored.run.masked[step].to(seen.device)
 
-    def _run(self, step: int) -> _Pass:
-        stored = self.stored
+    def _run(self, stored: StoredRun, step: int) -> _Pass:
         rows = len(stored.run.tokens)
-        reader = ResidualReader(self.layout, rows, self._sources(step), self.counted(step), self.layers)
+        sources, counted, first = self._sources(step), self.counted(step), stored.first(step)
+        reader = ResidualReader(self.layout, rows, sources, counted, self.layers, first)
         with reading(stored.model, reader, self.attention):
             return _Pass(stored.states(step), reader)
 

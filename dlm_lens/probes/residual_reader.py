@@ -60,6 +60,7 @@ class ResidualReader(Hook):
         states: the canvas positions whose residual stream it keeps.
         queries: the canvas positions that count as queries; a pass over a prefix has the first ones only.
         layers: the layers that it reads.
+        first: the position of the pass's first query.
         residual: layer -> the states that it kept in the last pass.
         columns: layer -> the sums of received attention in the last pass.
     """
@@ -69,6 +70,7 @@ class ResidualReader(Hook):
     states: Bool[Tensor, "batch position"]
     queries: Bool[Tensor, "batch position"]
     layers: tuple[int, ...] = field()
+    first: int = 0
     residual: dict[int, Float[Tensor, "state d_model"]] = field(default_factory=dict)
     columns: dict[int, ColumnStats] = field(default_factory=dict)
 
@@ -77,7 +79,7 @@ class ResidualReader(Hook):
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Keep the states at the positions."""
         canvas = tensor[: self.rows, self.layout.canvas(tensor.shape[1])]
-        wanted = self.states[:, : canvas.shape[1]].to(canvas.device)
+        wanted = self.states[:, self.first : self.first + canvas.shape[1]].to(canvas.device)
         self.residual[hook.layer()] = canvas[wanted]
         return tensor
 

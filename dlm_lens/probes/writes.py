@@ -120,8 +120,9 @@ def sink_writes(
 
     The head adds this vector to the residual stream of a query whose attention goes to the key alone (with gated
     attention: with the gate open). The final norm removes its length, so that the distribution shows its direction;
-    the length is reported as `norm`. Each sink is paired with a control, another key of the same pattern that is no
-    sink, drawn with `seed`.
+    the length is reported as `norm`. With an approximate cache the values that a step does not compute are those of
+    the step that did. Each sink is paired with a control, another key of the same pattern that is no sink, drawn
+    with `seed`.
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -208,6 +209,7 @@ class _Reader:
     def run(self, stored: StoredRun, step: int) -> None:
         """One step of the run."""
         self.step = step
+        stored.prepare(step)
         self.tap.open()
         try:
             stored.states(step)

@@ -72,6 +72,19 @@ class StoredCanvases:
         blocks = run.attention_blocks
         return before if blocks is None else before & blocks.until(run.spans[step], positions)
 
+    def computes(self, step: int) -> Bool[Tensor, "batch position"]:
+        """The positions among `seen` whose states a step computes; with a cache those of its span."""
+        span, found = self._computed(step), self.seen(step)
+        if span is None:
+            return found
+        where = torch.arange(found.shape[1])
+        return found & (where >= span[0]) & (where < span[1])
+
+    def first(self, step: int) -> int:
+        """The position of a pass's first query: 0, or where a cached step's span begins."""
+        span = self._computed(step)
+        return 0 if span is None else span[0]
+
     def plan(self, step: int) -> StepPlan:
         """The plan that the run had for a step."""
         run = self.run
@@ -84,7 +97,10 @@ class StoredCanvases:
         return self.run.computed[step] if self.run.computed else None
 
     def forward(self, step: int) -> Any:
-        """The network without its head on the canvas of a step; in a guided run the conditional half alone."""
+        """The network without its head on the canvas of a step; in a guided run the conditional half alone.
+
+        A step with a cache finds the keys of the pass that `prepare` made.
+        """
         self.sampler.at(self.plan(step))
         canvas = self.run.canvases[step, :, : self.length(step)].to(self.device)
         if self._passes is not None:
@@ -104,22 +120,40 @@ class StoredCanvases:
         """Begin the run for an observer."""
         observer.start(self.sampler, self.content, self.run.masked[0].to(self.device))
 
-    def enter(self, observer: RunObserver, step: int) -> None:
-        """Begin a step for an observer; of a cached run after a pass of the step whose keys it keeps.
+    def prepare(self, step: int, observer: RunObserver | None = None) -> None:
+        """Make the pass whose keys a step of a cached run keeps, unless the last whole pass was that one.
+
+        Args:
+            step: of the run.
+            observer: sees that pass as a step.
 
         Raises:
             ValueError: the run does not hold that step.
         """
-        if self._computed(step) is not None:
-            whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
-            if not whole:
-                raise ValueError(
-                    f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
-                    "give the whole run"
-                )
-            if self._kept != whole[-1]:
+        if self._computed(step) is None:
+            return
+        whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
+        if not whole:
+            raise ValueError(
+                f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
+                "give the whole run"
+            )
+        if self._kept != whole[-1]:
+            if observer is not None:
                 self.enter(observer, whole[-1])
-                self.forward(whole[-1])
+            self._pass(whole[-1])
+
+    def _pass(self, step: int) -> None:
+        """A pass of a step for its keys alone."""
+        self.forward(step)
+
+    def enter(self, observer: RunObserver, step: int) -> None:
+        """Begin a step for an observer; of a cached run after a pass of the step whose keys it keeps.
+
+        Raises:
+            ValueError: as `prepare`.
+        """
+        self.prepare(step, observer)
         self.sampler.at(self.plan(step))
         canvas, masked = self.run.canvases[step], self.run.masked[step]
         observer.step(self.plan(step), canvas.to(self.device), masked.to(self.device))
@@ -136,7 +170,9 @@ class StoredRun(StoredCanvases):
     """Runs a model again over the canvases of a run, with its guidance, padding and logit shift.
 
     The canvases stay fixed. A pass goes over all rows of a step; an AR step sees the prefix and predicts one
-    position.
+    position. A step of a run with a cache computes its span and sees the keys that an earlier step left, which is
+    run again where it was not the last whole pass. Passes with hooks and passes without take a `StoredRun` each, so
+    that each keeps its own keys.
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -151,11 +187,6 @@ class StoredRun(StoredCanvases):
         if isinstance(run, DenoisingRun):
             check_model(model)
         super().__init__(model, run)
-        if run.computed:
-            raise ValueError(
-                f"a run with cache={run.settings.get('cache')!r} cannot be run again: its steps attend to "
-                "keys of earlier steps; take a run without a cache, or dlm_lens.compare"
-            )
         name = str(run.settings.get("sampler"))
         if name not in algorithms():
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")
@@ -187,9 +218,23 @@ class StoredRun(StoredCanvases):
 
     def states(self, step: int) -> Float[Tensor, "half predicted d_model"]:
         """A forward pass over the canvas of a step: the head's inputs for the predicted positions, row by row."""
-        self.sampler.at(self.plan(step))
+        self.prepare(step)
+        plan = self.plan(step)
+        self.sampler.at(plan)
+        self._network.enter(plan)
         canvas = self.run.canvases[step].to(self.device)[:, : self.length(step)]
+        self._kept = step if plan.computed is None else self._kept
         return self._network.states(canvas, self.predicted(step))
+
+    def _pass(self, step: int) -> None:
+        """A pass of a step for its keys alone."""
+        self.states(step)
+
+    def enter(self, observer: RunObserver, step: int) -> None:
+        """Begin a step for an observer, whose passes without hooks are of the same step."""
+        self.prepare(step, observer)
+        self._network.enter(self.plan(step))
+        super().enter(observer, step)
 
     def logits(self, states: Float[Tensor, "half predicted d_model"]) -> Float[Tensor, "predicted d_vocab"]:
         """Logits of (some of) the states, guided as in the run."""

@@ -63,6 +63,25 @@ def test_a_file_of_prompts(files):
     assert {p for p in before if before[p] != after[p]} == {p for p in before if p.parent == gone}
 
 
+def test_a_cache_and_parallel_decoding(files):
+    options = ["--cache", "dual", "--threshold", "0.2", "--block-length", "4", "--gen-length", "8"]
+    result = CliRunner().invoke(cli.app, arguments(files, "cached", *options))
+    assert result.exit_code == 0, result.output
+    settings = {
+        "cache": "dual",
+        "threshold": 0.2,
+        "block_length": 4,
+        "gen_length": 8,
+        "temperature": 0.5,
+        "seed": 3,
+    }
+    for row, found in enumerate(RecordingSet(files / "cached")):
+        wanted = record(tiny("llada"), [TEXTS[row]], [ReceivedAttention()], steps=4, **settings)
+        assert found.run.computed == wanted.run.computed
+        assert any(found.run.computed)
+        assert found.run.tokens.equal(wanted.run.tokens)
+
+
 @pytest.mark.long
 def test_two_processes_share_the_prompts(files):
     command = [
