@@ -120,11 +120,8 @@ def test_the_blocks_of_a_sampler_order_the_answer() -> None:
 
 def test_the_mean_is_over_rows_that_have_a_tau() -> None:
     found = decision_order(run_of([0, 1, 2]))
-    two = DecisionOrder(
-        found.run, "answer", found.step, found.rewrites, torch.tensor([math.nan]), found.pairs, found.retracted
-    )
     assert found.mean.value == 1.0
-    assert math.isnan(two.mean.value)
+    assert math.isnan(replace(found, tau=torch.tensor([math.nan])).mean.value)
 
 
 def test_what_is_no_run_is_refused() -> None:
