@@ -9,6 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.recording import Recording
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
 from dlm_lens.viz.selection import as_received, choose, index_of, level_of
 
@@ -64,6 +65,28 @@ class Track:
         low, high = (min(canvas), max(canvas) + 1) if canvas else (0, 0)
         own = [(max(start - self.padding, low), min(stop - self.padding, high)) for start, stop in spans]
         return [span if here and span[0] < span[1] else None for span, here in zip(own, self.defined, strict=True)]
+
+    def marks(self, chosen: Bool[Tensor, "step position"] | None) -> list[tuple[int, int]]:
+        """The (step, key) of chosen canvas positions, with keys that count from the row's first token.
+
+        Raises:
+            ValueError: of another number of steps.
+        """
+        if chosen is None:
+            return []
+        if len(chosen) != len(self.largest):
+            raise ValueError(
+                f"revised has {len(chosen)} steps, the figure has {len(self.largest)}; give run.revised[:, row] of "
+                "its run"
+            )
+        return [(step, position - self.padding) for step, position in chosen.nonzero().tolist()]
+
+
+def row_blocks(run: DenoisingRun, row: int) -> list[tuple[int, int]]:
+    """The block of a row at each step of its run, as (start, stop) canvas positions; empty where it has ended."""
+    inside = run.in_block[:, row].long()
+    starts, lengths = inside.argmax(-1).tolist(), inside.sum(-1).tolist()
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
 def track_of(given: Source, detector: Detector | None, layer: int | None, head: int | None, row: int) -> Track:

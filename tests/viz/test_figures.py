@@ -10,9 +10,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from dlm_lens.sinks import AboveMean, AttentionShare, Received, TopK, find_sinks, trajectories
-from dlm_lens.viz import incoming_attention, sink_positions
+from dlm_lens.recording import ReceivedAttention, record
+from dlm_lens.sinks import AboveMean, AttentionShare, Received, TopK, find_sinks, received_of, trajectories
+from dlm_lens.testing import tiny
+from dlm_lens.viz import incoming_attention, row_blocks, sink_positions
 from dlm_lens.viz.figures.labels import caption, token_label, token_labels
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import find_plot
 
 STEPS, BATCH, LAYERS, HEADS, KEYS = 6, 2, 2, 3, 10
 HOSTILE = ["$x_1$", "$\\frac{1}{0}$", "$", "$$a^{", "\n\t", "你好", "\u202e\x1b[31m", "\\", "{}%#&~", ""]
@@ -155,6 +159,35 @@ def test_blocks_are_outlined_over_their_steps(received):
     ]
     with pytest.raises(ValueError, match="2 blocks for 6 steps"):
         sink_positions(received, layer=4, head=1, blocks=spans[:2])
+
+
+def test_rewritten_tokens_are_marked_and_blocks_are_those_of_the_row():
+    model = tiny("llada2", sampler="llada2_editing")
+    prompts = [[5, 9, 14, 3, 20], [7, 8]]
+    settings = {"gen_length": 8, "block_length": 4, "threshold": 0.3, "editing_threshold": 0.1}
+    rec = record(model, prompts, [ReceivedAttention(min_viewers=1)], **settings)
+    for row, padding in ((0, 0), (1, 3)):
+        blocks = row_blocks(rec.run, row)
+        expected = {
+            (step, position - padding)
+            for step in range(rec.run.steps)
+            for position in range(rec.run.tokens.shape[1])
+            if rec.run.revised[step, row, position]
+        }
+        assert expected
+        figure = sink_positions(rec, layer=1, head=0, row=row, blocks=blocks)
+        (marks,) = [one for one in figure.axes[0].collections if one.get_gid() == "revised"]
+        assert {tuple(map(int, place)) for place in marks.get_offsets()} == expected
+        # Blocks of four from the row's own first token.
+        corners = {box.get_xy()[1] + 0.5 for box in figure.axes[0].patches}
+        assert all(corner % 4 == 0 for corner in corners)
+        assert "token rewritten" in [text.get_text() for text in figure.legends[0].get_texts()]
+    plain = sink_positions(received_of(rec), layer=1, head=0)
+    assert not [one for one in plain.axes[0].collections if one.get_gid() == "revised"]
+    with pytest.raises(ValueError, match=r"revised has 2 steps.*run.revised"):
+        sink_positions(rec, layer=1, head=0, revised=rec.run.revised[:2, 0])
+    drawn = find_plot("sink-positions").draw(PlotOptions(recordings={"a": rec, "b": rec}, layer=1, head=0))
+    assert [len([c for c in axes.collections if c.get_gid() == "revised"]) for axes in drawn.axes] == [1, 1]
 
 
 @pytest.mark.parametrize(("level", "layer", "head"), [("head", 7, 2), ("layer", 7, None), ("model", None, None)])

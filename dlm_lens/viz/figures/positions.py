@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
+from jaxtyping import Bool
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
@@ -19,7 +21,7 @@ from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, most_moving
-from dlm_lens.viz.sink_tracks import Source, Track, track_of, trajectories_of
+from dlm_lens.viz.sink_tracks import Source, Track, row_blocks, track_of, trajectories_of
 
 MOST_MODELS = 6
 
@@ -34,6 +36,7 @@ def sink_positions(
     head: int | Literal["moving"] | None = "moving",
     row: int = 0,
     blocks: Sequence[tuple[int, int]] | None = None,
+    revised: Bool[Tensor, "step position"] | None = None,
     title: str = "",
 ) -> Figure:
     """Position of the key with the highest score at every step: filled where it is a sink, hollow where it is not.
@@ -49,14 +52,19 @@ def sink_positions(
             head whose sinks move most often; the caption names it.
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
-        blocks: the block being decoded at each step as (start, stop), `DenoisingRun.spans`, to draw the borders.
+        blocks: the row's block at each step as (start, stop) canvas positions, to draw the borders:
+            `row_blocks(run, row)`, or `DenoisingRun.spans` where all rows have the same.
+        revised: which decided tokens of the row each step rewrote, `run.revised[:, row]`, to mark them; by default
+            a recording's own.
         title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: another type, or a detector with `Sinks` or `Trajectories`.
         ValueError: an unknown layer, head or row, a layer without a head or the reverse, another level, another
-            number of blocks than steps, or no head with a sink.
+            number of blocks than steps, rewritten tokens of other steps, or no head with a sink.
     """
+    if revised is None and isinstance(sinks, Recording):
+        revised = sinks.run.revised[:, row]
     chosen = layer == head == "moving"
     if layer == "moving" or head == "moving":
         if not chosen:
@@ -64,12 +72,13 @@ def sink_positions(
         layer, head = most_moving(trajectories_of(sinks, detector), row)
     track = track_of(sinks, detector, layer, head, row)
     steps, positions = len(track.largest), len(track.content)
+    rewritten = track.marks(revised)
     if blocks is not None and len(blocks) != steps:
         raise ValueError(f"{len(blocks)} blocks for {steps} steps; give one (start, stop) per step, run.spans")
     width, height = min(14.0, max(6.0, 0.09 * steps + 2.5)), min(10.0, max(3.4, 0.055 * positions + 1.6))
     figure = NotebookFigure(figsize=(width, height), layout="constrained")
-    draw_track(figure.add_subplot(), track, height, blocks or ())
-    explain_track(figure, masked=track.masked is not None, blocks=bool(blocks))
+    draw_track(figure.add_subplot(), track, height, blocks or (), rewritten)
+    explain_track(figure, masked=track.masked is not None, blocks=bool(blocks), revised=bool(rewritten))
     sentences = [
         *([title] if title else []),
         "Position with the highest score",
@@ -98,7 +107,7 @@ def sink_positions_by_model(
         detector: the rule for `Received` and recordings; `AboveMean(3.0)`, Eq. 3, by default.
         heads: name -> (layer, head), with None as in `sink_positions`.
         rows: name -> sequence of the batch; 0 by default.
-        blocks: name -> the block at each step, `DenoisingRun.spans`.
+        blocks: name -> the row's block at each step, as in `sink_positions`.
         title: the beginning of the caption.
 
     Raises:
@@ -117,14 +126,16 @@ def sink_positions_by_model(
     panels = list(figure.subplots(down, across, squeeze=False).flat)
     for axes in panels[len(models) :]:
         axes.set_axis_off()
-    tracks = {}
+    tracks, edits = {}, False
     for axes, (name, given) in zip(panels, models.items(), strict=False):
         rule = detector if not hasattr(given, "detector") else None
         track = tracks[name] = track_of(given, rule, *heads[name], rows.get(name, 0))
         spans = blocks.get(name, ())
         if spans and len(spans) != len(track.largest):
             raise ValueError(f"{name}: {len(spans)} blocks for {len(track.largest)} steps; give run.spans")
-        draw_track(axes, track, 2.6, spans)
+        rewritten = track.marks(given.run.revised[:, rows.get(name, 0)] if isinstance(given, Recording) else None)
+        edits = edits or bool(rewritten)
+        draw_track(axes, track, 2.6, spans, rewritten)
         about = [
             name,
             level_label(track.level, *heads[name]).removeprefix("level: "),
@@ -132,7 +143,8 @@ def sink_positions_by_model(
             f"sink in {sum(track.passes)} of {sum(track.defined)} steps",
         ]
         axes.set_title(caption(about, 4.2), loc="left", fontsize=7.5, **PLAIN)
-    explain_track(figure, masked=any(t.masked is not None for t in tracks.values()), blocks=bool(blocks))
+    masked = any(track.masked is not None for track in tracks.values())
+    explain_track(figure, masked=masked, blocks=bool(blocks), revised=edits)
     sentences = [
         *([title] if title else []),
         "Position with the highest score",
@@ -159,25 +171,43 @@ def _draw(options: PlotOptions) -> Figure:
             layer=layer,
             head=head,
             row=options.row,
-            blocks=options.run.spans,
+            blocks=row_blocks(options.run, options.row),
+            revised=options.run.revised[:, options.row],
             title=options.name,
         )
     received = {name: as_received(recording) for name, recording in options.recordings.items()}
     return sink_positions_by_model(
-        received,
+        options.recordings,
         options.rule,
         heads={name: options.place(of_model) for name, of_model in received.items()},
         rows=dict.fromkeys(received, options.row),
-        blocks={name: recording.run.spans for name, recording in options.recordings.items()},
+        blocks={name: row_blocks(recording.run, options.row) for name, recording in options.recordings.items()},
         title=", ".join(options.chosen) if options.title is None else options.title,
     )
 
 
-def draw_track(axes: Axes, track: Track, height: float, blocks: Sequence[tuple[int, int]] = ()) -> None:
-    """Draw the largest key of one pattern over the steps, in axes of about `height` inches."""
+def draw_track(
+    axes: Axes,
+    track: Track,
+    height: float,
+    blocks: Sequence[tuple[int, int]] = (),
+    revised: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Draw the largest key of one pattern over the steps, in axes of about `height` inches.
+
+    Args:
+        axes: to draw in.
+        track: the pattern's.
+        height: of the axes.
+        blocks: of every step.
+        revised: the (step, key) of tokens that were rewritten.
+    """
     _shade_masked(axes, track)
     _draw_blocks(axes, track.blocks(blocks) if blocks else ())
     _draw_marks(axes, track)
+    if revised:
+        steps, keys = zip(*revised, strict=True)
+        axes.scatter(steps, keys, s=14, linewidths=0.8, zorder=4, marker="x", color="black", gid="revised")
     _name_axes(axes, track, height)
     if not any(track.passes):
         note(axes, "no sink by the rule at any step", 0.93)
@@ -242,7 +272,7 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
         _name_tokens(axes, track, spacing=(high - low + 2) / (height * 7))
 
 
-def explain_track(figure: Figure, *, masked: bool, blocks: bool) -> None:
+def explain_track(figure: Figure, *, masked: bool, blocks: bool, revised: bool = False) -> None:
     """Draw a legend of the marks that can occur."""
     handles: list[Artist] = [
         Line2D([], [], linestyle="", marker="o", markersize=4, color=SINK, label="largest, a sink by the rule"),
@@ -254,7 +284,10 @@ def explain_track(figure: Figure, *, masked: bool, blocks: bool) -> None:
         handles.append(Patch(facecolor=MASKED, label=MASKED_LABEL))
     if blocks:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=7, frameon=False)
+    if revised:
+        mark = Line2D([], [], linestyle="", marker="x", markersize=4, color="black", label="token rewritten")
+        handles.append(mark)
+    figure.legend(handles=handles, loc="outside lower left", ncols=4 + revised, fontsize=7, frameon=False)
 
 
 def _name_tokens(axes: Axes, track: Track, spacing: float) -> None:
