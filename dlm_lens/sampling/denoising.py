@@ -121,7 +121,7 @@ def denoise(
         logits = "needed"
         if hooks or any(observer.whole_prefix for observer in observers):
             given = _without_cache(given)
-    elif algorithm.sampler.grows and (hooks or observers):
+    elif algorithm.sampler.grows and hasattr(algorithm.settings, "use_cache") and (hooks or observers):
         given = _without_cache(given)
     run = _prepare(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward

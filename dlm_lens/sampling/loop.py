@@ -63,7 +63,7 @@ def run_sampler(
     rows = int(network.model.get_input_embeddings().weight.shape[0])
     observing.start(sampler, history)
     if resume is not None and not over:
-        _refill(network, observing, history, own_forward=own_forward)
+        _refill(network, observing, sampler, history, own_forward=own_forward)
     run, step = sampler.progress
     bar = tqdm(total=len(plans), desc=run, unit=step, disable=not progress)
     steps = Upcoming(sampler, plans, len(history.plans))
@@ -137,18 +137,18 @@ def _after(plans: list[StepPlan], done: Sequence[StepPlan], *, adaptive: bool) -
     return plans[1 + [(plan.block, plan.remaining) for plan in plans].index(last) :]
 
 
-def _refill(network: Network, observing: RunObservers, history: History, *, own_forward: bool) -> None:
-    """Give an approximate cache the keys of the last step that computed the whole canvas, before a run is resumed.
+def _refill(
+    network: Network, observing: RunObservers, sampler: Sampler, history: History, *, own_forward: bool
+) -> None:
+    """Make the passes again that the next step depends on, before a run is resumed (`Sampler.repeated_after`).
 
-    The observers see that step begin, so that hooks act in the pass as they did in it.
+    The observers see those steps begin, so that hooks act in the passes as they did in them.
     """
-    if not history.plans or not any(plan.computed for plan in history.plans):
-        return
-    at = max(i for i, plan in enumerate(history.plans) if plan.computed is None)
-    plan, canvas, masked = history.plans[at], history.canvases[at], history.masked[at]
-    network.enter(plan)
-    observing.step(plan, canvas, lambda _: masked)
-    network.of_step(canvas, torch.zeros_like(masked), plan, own_forward=own_forward)
+    for at in sampler.repeated_after(history.plans):
+        plan, canvas, masked = history.plans[at], history.canvases[at], history.masked[at]
+        network.enter(plan)
+        observing.step(plan, canvas, lambda _, masked=masked: masked)  # type: ignore[misc]
+        network.of_step(canvas, torch.zeros_like(masked), plan, own_forward=own_forward)
 
 
 def _edit_logits(on_logits: OnLogits, step: int, canvas: Tensor) -> Callable[[Tensor], Tensor]:

@@ -93,6 +93,11 @@ class DiffusionGemmaLMConfig(DiffusionGemmaConfig):
         for name in IDS:
             setattr(self, name, getattr(host.text_config, name))
 
+    @property
+    def trained_block_length(self) -> int | None:
+        """The canvas that the model was trained with."""
+        return self.canvas_length
+
     def __getattr__(self, name: str) -> Any:
         # Only names that this config does not have itself; heads differ between the kinds of layers.
         if name in TEXT_FIELDS - OF_LAYERS - {"rope_parameters"} and "text_config" in vars(self):

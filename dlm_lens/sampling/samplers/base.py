@@ -9,7 +9,7 @@ in models of uniform noise, whose open positions hold random tokens, what the sa
 `masked` are the open positions, in every sampler.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention import BlockLayout, padding_before
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, network_inputs
 
 
@@ -259,6 +259,28 @@ class Sampler(nn.Module):
     ) -> dict[str, Any]:
         """Arguments of a pass over what a step sees, beside the ids."""
         return network_inputs(content)
+
+    def rerun_network(
+        self, model: Any, content: Bool[Tensor, "batch position"], run: DenoisingRun, plans: Sequence[StepPlan]
+    ) -> Network | None:
+        """The network for passes over a finished run whose steps depend on what earlier ones computed; else None.
+
+        Args:
+            model: from `dlm_lens.load`.
+            content: False where there is padding.
+            run: the finished run.
+            plans: of its steps.
+        """
+        return None
+
+    def repeated_after(self, done: Sequence[StepPlan]) -> list[int]:
+        """The finished steps whose passes are made again before a run is resumed, in order.
+
+        By default the last one over the whole canvas, whose keys an approximate cache keeps.
+        """
+        if not any(plan.computed for plan in done):
+            return []
+        return [max(index for index, plan in enumerate(done) if plan.computed is None)]
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """How many positions of the canvas follow the prompts.

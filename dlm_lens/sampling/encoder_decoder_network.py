@@ -1,0 +1,193 @@
+"""Logits of DiffusionGemma's canvases: prompt and finished canvases in the encoder's cache, self-conditioning."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.adapters.encoder_decoder import new_cache
+from dlm_lens.adapters.head import head_logits
+from dlm_lens.attention import position_ids
+from dlm_lens.sampling.denoising_run import DenoisingRun, StepPlan
+from dlm_lens.sampling.network import EditLogits
+
+
+class EncodedPrefix:
+    """The encoder's keys and values of what is before a canvas, and the ids that they are of."""
+
+    def __init__(self) -> None:
+        self.cache: Any = new_cache()
+        self.ids: Tensor | None = None
+
+    def enter(self, prefix: Int[Tensor, "batch prefix"]) -> Any:
+        """The cache for a canvas after these ids: emptied if it holds others, to be extended if it holds fewer."""
+        known = self.ids
+        if known is not None:
+            shorter = known.shape[1] > prefix.shape[1]
+            if shorter or not torch.equal(known, prefix[:, : known.shape[1]]):
+                self.cache = new_cache()
+        self.ids = prefix
+        return self.cache
+
+
+class EncoderDecoderLogits:
+    """Logits of a step's canvas, at the span of its plan, for one run.
+
+    All before the canvas goes through the encoder once: the prompt, and every finished canvas in a pass of its own.
+    The canvas goes through the decoder, which sees the encoder's keys and values and the whole canvas, and is
+    conditioned on the logits of the step before, divided by that step's temperature; the first step of a canvas on
+    none. An edit of what is before the canvas empties the cache.
+
+    The keys of a step are all positions up to the canvas's end.
+
+    Args:
+        model: from `dlm_lens.load`.
+        content: False at the padding on the left.
+        prompt_length: positions before the first canvas.
+        length: of a canvas.
+        temperature: of a step.
+        counts_padding: positions count the padding, as transformers' `generate` does (a quirk).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        *,
+        prompt_length: int,
+        length: int,
+        temperature: Callable[[StepPlan], float],
+        counts_padding: bool = False,
+    ) -> None:
+        self.model, self.content, self.temperature = model, content, temperature
+        self.prompt_length, self.length = prompt_length, length
+        counted = torch.ones_like(content) if counts_padding else content
+        self.positions = position_ids(counted)
+        self.conditioning: Float[Tensor, "batch canvas d_vocab"] | None = None
+        self._prefix, self._clean = EncodedPrefix(), EncodedPrefix()
+        self._plan: StepPlan | None = None
+        self._block = -1
+
+    def enter(self, plan: StepPlan) -> None:
+        """The step of the next passes; the first one of a canvas is not conditioned."""
+        if plan.block != self._block:
+            self.conditioning, self._block = None, plan.block
+        self._plan = plan
+
+    def of_step(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        evaluated: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+        *,
+        own_forward: bool,
+        grad: bool = False,
+        edit: EditLogits | None = None,
+    ) -> Float[Tensor, "evaluated d_vocab"]:
+        """Logits of the evaluated positions of the canvas, on which the next step is conditioned.
+
+        `edit` gets those of the whole canvas, NaN elsewhere.
+        """
+        self.enter(plan)
+        start, stop = plan.span
+        with torch.enable_grad() if grad else nullcontext():
+            logits = self._run(self.model, canvas, self._prefix).logits.to(canvas.device).detach()
+        if edit is not None:
+            whole = logits.new_full((*canvas.shape, logits.shape[-1]), torch.nan)
+            whole[:, start:stop] = logits
+            logits = edit(whole)[:, start:stop]
+        self.condition(logits)
+        found: Tensor = logits[evaluated[:, start:stop]]
+        return found
+
+    def condition(self, logits: Float[Tensor, "batch canvas d_vocab"]) -> None:
+        """Condition the next step on these logits of the present one."""
+        assert self._plan is not None
+        self.conditioning = (logits / self.temperature(self._plan)).to(self.model.dtype)
+
+    def states(
+        self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
+    ) -> Float[Tensor, "1 needed d_model"]:
+        """The inputs of the head for the `needed` positions of the canvas."""
+        states = self.forward(canvas).last_hidden_state.to(canvas.device)
+        start, stop = self._span
+        wanted: Tensor = states[needed[:, start:stop]][None]
+        return wanted
+
+    def head(self, states: Float[Tensor, "1 needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
+        """Logits of (some of) these states."""
+        logits: Tensor = head_logits(self.model, states[0])
+        return logits.to(states.device)
+
+    def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
+        """A pass of the step without the head, with an encoder's cache of such passes."""
+        return self._run(self.model.get_decoder(), canvas, self._clean)
+
+    @property
+    def _span(self) -> tuple[int, int]:
+        assert self._plan is not None
+        return self._plan.span
+
+    def _run(self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], prefix: EncodedPrefix) -> Any:
+        start, stop = self._span
+        model, content, cache = self.model.get_decoder(), self.content[:, :stop], prefix.enter(canvas[:, :start])
+        # The prompt in one pass and every finished canvas in one of its own, as when each was finished. What is kept
+        # for later steps has no graph.
+        with torch.no_grad():
+            for end in range(self.prompt_length, start + 1, self.length):
+                model.encode(canvas, self.content, self.positions, cache, end)
+        given: dict[str, Any] = {} if bool(content.all()) else {"attention_mask": content}
+        return network(
+            input_ids=canvas[:, :stop],
+            canvas_start=start,
+            position_ids=self.positions[:, :stop],
+            past_key_values=cache,
+            self_conditioning_logits=self.conditioning,
+            **given,
+        )
+
+
+class StoredConditioning(EncoderDecoderLogits):
+    """The network of a finished run: every step is conditioned as in passes over the run's canvases without hooks.
+
+    The states before the head of all steps are computed when the object is made, and kept on the CPU; a step's
+    conditioning is the head of those of the step before.
+
+    Args:
+        model: from `dlm_lens.load`; no hooks are on it.
+        content: False at the padding on the left.
+        run: the finished run.
+        plans: of its steps.
+        **options: of `EncoderDecoderLogits`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        run: DenoisingRun,
+        plans: list[StepPlan],
+        **options: Any,
+    ) -> None:
+        super().__init__(model, content, **options)
+        self._plans: list[StepPlan] = plans
+        self._states: list[Tensor] = []
+        with torch.no_grad():
+            for step, plan in enumerate(plans):
+                self.enter(plan)
+                canvas = run.canvases[step].to(content.device)
+                self._states.append(self.forward(canvas).last_hidden_state.cpu())
+
+    def enter(self, plan: StepPlan) -> None:
+        """The step of the next passes, conditioned on the one before in the same canvas."""
+        super().enter(plan)
+        before = plan.index - 1
+        self.conditioning = None
+        if before >= 0 and self._plans[before].block == plan.block:
+            states = self._states[before].to(self.content.device)
+            self._plan = self._plans[before]
+            self.condition(head_logits(self.model, states))
+            self._plan = plan
