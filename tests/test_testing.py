@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import dlm_lens
 from dlm_lens.testing import tiny
 
-FAMILIES = [family.name for family in dlm_lens.families() if family.name != "diffusion_gemma"]
+FAMILIES = [family.name for family in dlm_lens.families()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from dlm_lens.attention.hook_points import hooked_attentions
+from dlm_lens.attention.hook_points import attention_stacks, hooked_attentions
 from dlm_lens.attention.sink_layout import SinkLayout
 
 
@@ -16,7 +16,8 @@ def attends_causally(model: Any) -> bool:
 def layer_windows(model: Any) -> tuple[int | None, ...]:
     """The sliding window w of every layer, None where a layer has none: query i sees the keys i - w + 1, ..., i.
 
-    In an encoder that sees both sides (ModernBERT) query i sees the keys i - w, ..., i + w.
+    In an encoder that sees both sides (ModernBERT) query i sees the keys i - w, ..., i + w. The decoder beside an
+    encoder (DiffusionGemma) sees its whole canvas and the last w - 1 positions before it.
 
     As transformers' models decide from the config: layers of the type "sliding_attention" have the window
     `sliding_window`; in a config without `layer_types` every layer has it. Where the code of an architecture builds
@@ -51,7 +52,8 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
             f"{len(attentions)} attention modules; statistics need a window of at least 1 and a type for each"
         )
     causal = attends_causally(model)
-    sides = _builds(attentions, "create_bidirectional_sliding_window_mask")
+    # The decoder beside an encoder (DiffusionGemma) sees its canvas, and the window before it.
+    sides = _builds(attentions, "create_bidirectional_sliding_window_mask") or "encoder" in attention_stacks(model)
     if not (causal or sides) or SinkLayout.of(model).count:
         why = "learned sink tokens" if causal or sides else "is not causal"
         raise ValueError(

@@ -26,13 +26,15 @@ class CanvasFacts:
         sinks: number of learned sink tokens: keys after the canvas positions; as queries they are not counted.
         unpadded: the network takes padding for content (a quirk of a reference), so that padding is a key.
         window: the sliding window w of the layer: query i sees the keys i - w + 1, ..., i in an AR run, else those
-            from i - w to i + w; None if the layer has none.
+            from i - w to i + w; with blocks (DiffusionGemma) all that are `computed`, and the last w - 1 positions
+            before them. None if the layer has none.
         blocks: of block causal attention, where a position sees its own and earlier blocks of the row; positions
             after the row's current block are neither queries nor keys. Rows are the axis before positions.
         computed: positions whose queries a step with an approximate cache computes; all are keys. None: all.
 
     Raises:
-        ValueError: a window below 1, or beside learned sinks or blocks; blocks beside causality or learned sinks.
+        ValueError: a window below 1, or beside learned sinks, or beside blocks of which no span is computed; blocks
+            beside causality or learned sinks.
     """
 
     valid: Bool[Tensor, "*run position"]
@@ -48,10 +50,11 @@ class CanvasFacts:
     _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or self.sinks or self.blocks is not None):
+        whole = self.blocks is not None and self.computed is None
+        if self.window is not None and (self.window < 1 or self.sinks or whole):
             raise ValueError(
                 f"CanvasFacts(window={self.window}, sinks={self.sinks}): a window is at least 1, in a run without "
-                "learned sink tokens and blocks"
+                "learned sink tokens, and without blocks unless a step computes one alone"
             )
 
         if self.blocks is not None and (self.causal or self.sinks or self.unpadded):
@@ -160,6 +163,11 @@ class CanvasFacts:
 
     @property
     def _visible(self) -> Bool[Tensor, "*run position"]:
+        if self.window is not None and self.blocks is not None:
+            assert self.computed is not None
+            start = self.computed.int().argmax(-1, keepdim=True)
+            where = torch.arange(self.valid.shape[-1], device=self.valid.device)
+            return self.present & (where >= start - (self.window - 1))
         return torch.ones_like(self.valid) if self.unpadded else self.present
 
     def _beside_sinks(self, canvas: Bool[Tensor, "*run position"]) -> Bool[Tensor, "*run key"]:

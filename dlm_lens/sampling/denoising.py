@@ -180,7 +180,7 @@ def _prepare(
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
     if algorithm.sampler.grows:
-        most = None if algorithm.sampler.from_text else settings.gen_length
+        most = None if algorithm.sampler.from_text or algorithm.sampler.whole_blocks else settings.gen_length
         warn_untrained_blocks(model, settings.block_length or settings.gen_length, most)
     noise = SharedNoise(seeds[0]) if reference_quirks else RowNoise(seeds)
     sampler = algorithm.sampler(settings, noise, ids, reference_quirks=reference_quirks)

@@ -131,7 +131,9 @@ class EncoderDecoderLogits:
         assert self._plan is not None
         return self._plan.span
 
-    def _run(self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], prefix: EncodedPrefix) -> Any:
+    def _run(
+        self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], prefix: EncodedPrefix
+    ) -> Any:
         start, stop = self._span
         model, content, cache = self.model.get_decoder(), self.content[:, :stop], prefix.enter(canvas[:, :start])
         # The prompt in one pass and every finished canvas in one of its own, as when each was finished. What is kept

@@ -14,6 +14,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
+from dlm_lens.sampling.network import Network
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.sampling.settings import check_model
@@ -50,7 +51,11 @@ class StoredCanvases:
         self.sampler = sampler_of(run)
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
-        self._passes = CachedLogits(model, self._network_content) if run.computed else None
+        plans = [self.plan(step) for step in range(run.steps)]
+        self._own = self.sampler.rerun_network(model, self.content, self.run, plans)
+        self._passes: Network | None = self._own
+        if self._own is None and run.computed:
+            self._passes = CachedLogits(model, self._network_content)
         self._kept: int | None = None
 
     @property
@@ -130,7 +135,7 @@ class StoredCanvases:
         Raises:
             ValueError: the run does not hold that step.
         """
-        if self._computed(step) is None:
+        if self._own is not None or self._computed(step) is None:
             return
         whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
         if not whole:
@@ -197,7 +202,7 @@ class StoredRun(StoredCanvases):
             )
         masked = self.run.masked[0].to(self.device)
         first = self.run.canvases[0].to(self.device)
-        self._network = self.sampler.network(model, self.content, masked, run.prompt_length, first)
+        self._network = self._own or self.sampler.network(model, self.content, masked, run.prompt_length, first)
 
     @property
     def halves(self) -> int:

@@ -115,6 +115,7 @@ class Sampler(nn.Module):
             out, without a forward pass, and the others are counted through.
         from_text: blocks of block causal attention are counted from each row's first token, so that the prompt's
             rest shares its block with the first masks; otherwise from the first position of the answer.
+        whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
         hides_prompt: guidance masks all of the prompt's positions, instead of those that were not masked at first.
         cfg_scale: classifier-free guidance of the run; 0 for none.
@@ -138,6 +139,7 @@ class Sampler(nn.Module):
     grows: ClassVar[bool] = False
     adaptive: bool = False
     from_text: ClassVar[bool] = False
+    whole_blocks: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")

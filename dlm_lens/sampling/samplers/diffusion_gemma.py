@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -83,6 +83,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
     has_quirks = True
     grows = True
     adaptive = True
+    whole_blocks = True
 
     def __init__(
         self,
@@ -123,7 +124,9 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
             ValueError: an empty prompt, which leaves the encoder nothing.
         """
         if not prompts.shape[1]:
-            raise ValueError("the prompt is empty; DiffusionGemma's encoder needs at least one token, such as <bos>")
+            raise ValueError(
+                "the prompt is empty; DiffusionGemma's encoder needs at least one token, such as <bos>"
+            )
         self._prompt = prompts.shape[1]
         self.pad = model.config.pad_token_id
         where = torch.arange(fillable.shape[1], device=fillable.device)
@@ -149,8 +152,11 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         self, model: Any, content: Bool[Tensor, "batch position"], run: DenoisingRun, plans: Sequence[StepPlan]
     ) -> StoredConditioning:
         """Encoder and decoder, with the conditioning of every step."""
-        options = self._network_options(run.prompt_length)
-        return StoredConditioning(model, content, run, list(plans), **options)
+        first = {plan.block: plan.index for plan in reversed(plans)}
+        planned = [
+            replace(plan, remaining=self.settings.steps - (plan.index - first[plan.block])) for plan in plans
+        ]
+        return StoredConditioning(model, content, run, planned, **self._network_options(run.prompt_length))
 
     def _network_options(self, prompt_length: int) -> dict[str, Any]:
         return {
@@ -173,9 +179,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         assert layout is not None
         spans, each = layout.spans(prompt_length, positions), self.settings.steps
         return [
-            StepPlan(
-                block * each + step, len(spans) * each, block, span, each - step, seen=span[1], computed=span
-            )
+            StepPlan(block * each + step, len(spans) * each, block, span, each - step, seen=span[1], computed=span)
             for block, span in enumerate(spans)
             for step in range(each)
         ]
@@ -185,8 +189,9 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         return [index for index, plan in enumerate(done) if plan.block == done[-1].block]
 
     def _running(self, masked: Tensor, plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The canvas, in rows that are not done with it."""
-        return self._inside(masked, plan.span) & ~self._ended[:, None]
+        """The canvas, in rows that are not done with it; none of a canvas that is finished."""
+        here = self._inside(masked, plan.span) & ~self._ended[:, None]
+        return here if plan.span[0] >= self._stop else torch.zeros_like(here)
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The open positions of the canvas, in rows that are not done with it."""
@@ -195,7 +200,11 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
     def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Its decided positions in these rows; with `reference_quirks` the whole canvas of the others too."""
         inside = self._inside(masked, plan.span)
-        return inside & ~self.eligible(masked, plan) if self.reference_quirks else self._running(masked, plan) & ~masked
+        return (
+            inside & ~self.eligible(masked, plan)
+            if self.reference_quirks
+            else self._running(masked, plan) & ~masked
+        )
 
     def leaves_out(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row is done with the canvas."""
@@ -227,7 +236,9 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
             after = self._finish_canvas(after, plan)
         return after, proposal, accepted & masked
 
-    def _finish_canvas(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> Int[Tensor, "batch position"]:
+    def _finish_canvas(
+        self, canvas: Int[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch position"]:
         """End the rows with an end of the text, and begin the next canvas of the others."""
         self.propose.history, stop = None, plan.span[1]
         ends = self._inside(canvas, plan.span) & torch.isin(canvas, canvas.new_tensor(self.ends))
