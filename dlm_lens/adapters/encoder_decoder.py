@@ -150,7 +150,7 @@ class CanvasModel(DiffusionGemmaModel):
             self_conditioning_logits=self_conditioning_logits,
             decoder_attention_mask=self.decoder_masks(content, start),
             decoder_position_ids=where,
-            **kwargs,
+            **{**kwargs, "query_start": start},
         )
         return DiffusionGemmaModelOutputWithPast(
             last_hidden_state=decoded.last_hidden_state,

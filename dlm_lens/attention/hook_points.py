@@ -150,6 +150,15 @@ def attention_stacks(model: Any) -> Mapping[str, nn.Module]:
     return {"": model} if stacks is None else stacks
 
 
+def computed_span(model: Any, positions: int) -> tuple[int, int] | None:
+    """The span (start, stop) of ids whose queries and logits `model(input_ids)` computes; None: all of them.
+
+    In a model with an encoder the canvas, where the decoder says so (`canvas_span`).
+    """
+    span = getattr(getattr(model, "get_decoder", lambda: None)(), "canvas_span", None)
+    return None if span is None else span(positions)
+
+
 def hooked_attentions(model: Any, stack: str = "") -> list[Any]:
     """The attention modules with hook points, in order.
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import listening, own_blocks
+from dlm_lens.attention import computed_span, listening, own_blocks
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
@@ -59,9 +59,14 @@ def record_forward(
         dtype: how statistics are stored.
 
     Raises:
-        ValueError: as `Recorder`; a forward pass without input_ids, with a cache, or with a mask [batch, 1, query,
+        ValueError: as `Recorder`; a model with an encoder; a forward pass without input_ids, with a cache, or with a mask [batch, 1, query,
             key].
     """
+    if computed_span(model, 2) is not None:
+        raise ValueError(
+            f"a forward pass of {type(model).__name__} computes its canvas alone, after an encoder; record a run with "
+            "dlm_lens.record"
+        )
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
     decoder: nn.Module = model.get_decoder()
     with listening(model):

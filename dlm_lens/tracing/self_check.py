@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, computed_span
 from dlm_lens.placement import input_device
 
 LENGTH = 6
@@ -28,7 +28,8 @@ def check_model(lm: Any) -> None:
     last = len(lm.layers) - 1
     pattern, logits = _clean(lm, ids, last)
     length = LENGTH + SinkLayout.of(module).count
-    expected = (1, module.config.num_attention_heads, length, length)
+    start, stop = computed_span(module, LENGTH) or (0, length)
+    expected = (1, module.config.num_attention_heads, stop - start, length)
     if tuple(pattern.shape) != expected:
         raise SelfCheckError(_message(last, f"has shape {tuple(pattern.shape)}, not {expected}"))
     sums = pattern.float().sum(-1)
