@@ -59,13 +59,13 @@ def record_forward(
         dtype: how statistics are stored.
 
     Raises:
-        ValueError: as `Recorder`; a model with an encoder; a forward pass without input_ids, with a cache, or with a mask [batch, 1, query,
-            key].
+        ValueError: as `Recorder`; a model with an encoder; a forward pass without input_ids, with a cache, or with a
+            mask [batch, 1, query, key].
     """
     if computed_span(model, 2) is not None:
         raise ValueError(
-            f"a forward pass of {type(model).__name__} computes its canvas alone, after an encoder; record a run with "
-            "dlm_lens.record"
+            f"a forward pass of {type(model).__name__} computes its canvas alone, after an encoder; record a run "
+            "with dlm_lens.record"
         )
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
     decoder: nn.Module = model.get_decoder()

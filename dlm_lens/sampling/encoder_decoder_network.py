@@ -136,8 +136,8 @@ class EncoderDecoderLogits:
     ) -> Any:
         start, stop = self._span
         model, content, cache = self.model.get_decoder(), self.content[:, :stop], prefix.enter(canvas[:, :start])
-        # The prompt in one pass and every finished canvas in one of its own, as when each was finished. What is kept
-        # for later steps has no graph.
+        # The prompt in one pass and every finished canvas in one of its own, as when each was finished. What is
+        # kept for later steps has no graph.
         with torch.no_grad():
             for end in range(self.prompt_length, start + 1, self.length):
                 model.encode(canvas, self.content, self.positions, cache, end)

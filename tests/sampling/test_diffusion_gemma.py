@@ -1,4 +1,4 @@
-"""DiffusionGemma's sampler against transformers' own `generate`, in one process; rows, resuming, several canvases."""
+"""DiffusionGemma's sampler against transformers' own `generate`, in one process; rows, several canvases."""
 
 import warnings
 from typing import Any
@@ -51,7 +51,7 @@ def ours(model: Any, ids: Tensor, mask: Tensor, seed: int, **given: Any) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
 def test_token_for_token_with_generate(settings: dict[str, Any]) -> None:
-    """Batches with padding, canvases one after another beyond the window of the sliding layers, ends of the text."""
+    """Batches with padding, several canvases, beyond the window of the sliding layers, ends of the text."""
     model, ids = tiny("diffusion_gemma"), prompts()
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -102,11 +102,12 @@ def test_a_static_cache_inside_the_window_changes_nothing() -> None:
 def test_a_row_is_what_it_is_alone() -> None:
     model, ids = tiny("diffusion_gemma"), prompts(3, 11)
     given = {**CALM, "gen_length": 24, "steps_per_block": 5, "confidence_threshold": 3.0}
-    alone = [dl.denoise(model, row[None, skip:], seed=7 + i, **given) for i, (row, skip) in enumerate(zip(ids, (0, 4, 9), strict=True))]  # fmt: skip
+    skips = (0, 4, 9)
+    alone = [dl.denoise(model, ids[i : i + 1, skip:], seed=7 + i, **given) for i, skip in enumerate(skips)]
     mask = torch.ones_like(ids)
     mask[1, :4] = mask[2, :9] = 0
     batch = dl.denoise(model, ids, mask, seed=[7, 8, 9], **given)
-    for row, (one, skip) in enumerate(zip(alone, (0, 4, 9), strict=True)):
+    for row, (one, skip) in enumerate(zip(alone, skips, strict=True)):
         length = one.tokens.shape[1]
         assert torch.equal(batch.tokens[row, skip : skip + length], one.tokens[0])
 

@@ -69,15 +69,16 @@ class DiffusionGemmaSettings:
 
 
 class DiffusionGemmaSampler(EntropyBoundSampler):
-    """Entropy-bound sampling of one canvas after another (`DiffusionGemmaGenerationMixin.generate` of transformers).
+    """Entropy-bound sampling of one canvas after another (`DiffusionGemmaGenerationMixin` of transformers).
 
     A canvas is `EntropyBoundSampler`'s answer. When every row is done with it, it goes through the encoder, and the
     next one begins as random tokens. Rows that are done before the others wait. A row ends with the canvas that
     holds an end of its text: what follows that becomes padding, and is decided. The run ends with its last row.
 
     With `reference_quirks`, numbers are drawn for all positions of the canvas in every row, positions count the
-    padding, and a row that has ended is denoised like the others (so that the run waits for it) and then replaced by
-    padding.
+    padding, and a row that has ended is denoised like the others (so that the run waits for it) and then replaced
+    by padding. transformers' static cache is another network where a prompt is longer than the window of the sliding
+    layers: the canvas's keys overwrite the encoder's. That is not reproduced; inside the window both caches agree.
     """
 
     has_quirks = True
