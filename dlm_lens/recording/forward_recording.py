@@ -59,8 +59,8 @@ def record_forward(
         dtype: how statistics are stored.
 
     Raises:
-        ValueError: as `Recorder`; a model with an encoder; a forward pass without input_ids, with a cache, or with a
-            mask [batch, 1, query, key].
+        ValueError: as `Recorder`; a model with an encoder; a forward pass without input_ids, with a cache, or with
+            a mask [batch, 1, query, key].
     """
     if computed_span(model, 2) is not None:
         raise ValueError(

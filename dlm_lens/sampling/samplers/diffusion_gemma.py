@@ -77,8 +77,8 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
 
     With `reference_quirks`, numbers are drawn for all positions of the canvas in every row, positions count the
     padding, and a row that has ended is denoised like the others (so that the run waits for it) and then replaced
-    by padding. transformers' static cache is another network where a prompt is longer than the window of the sliding
-    layers: the canvas's keys overwrite the encoder's. That is not reproduced; inside the window both caches agree.
+    by padding. With a static cache transformers computes something else where a prompt is longer than the window of
+    the sliding layers: the canvas's keys overwrite the encoder's. That is not reproduced.
     """
 
     has_quirks = True
