@@ -1,5 +1,7 @@
 from .cache_comparison import CacheComparison as CacheComparison
 from .cache_comparison import compare as compare
+from .commitments import Commitment as Commitment
+from .commitments import commitment as commitment
 from .decisions import DecisionOrder as DecisionOrder
 from .decisions import decision_order as decision_order
 from .depth import SerialDepth as SerialDepth

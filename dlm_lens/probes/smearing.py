@@ -7,10 +7,10 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from dlm_lens.arguments import Rule, checked_arguments, is_real, whole
 from dlm_lens.attention import exclusive
+from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import Estimate, estimate, mean_of, summed
@@ -135,8 +135,7 @@ def token_smearing(
 ) -> TokenSmearing:
     """Run the model on every canvas of a run, and compare its predictions with the tokens of the result.
 
-    One forward pass per step. Memory besides the pass: the logits of the predicted positions in float64, a row at a
-    time; the result is [step, batch, position].
+    One forward pass per step; logits are read a few positions at a time. The result is [step, batch, position].
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -160,30 +159,15 @@ def token_smearing(
     places = torch.zeros(steps, batch, len(PLACES), dtype=torch.long)
     chance = torch.zeros(steps, batch)
     ends = Results(stored.run, radius)
-    for step in tqdm(range(steps), desc="smearing", unit="step", disable=not progress):
-        predicted, states = stored.predicted(step).cpu(), stored.states(step)
-        start = 0
-        for row in range(batch):
-            where = predicted[row].nonzero().flatten()
-            part = states[:, start : start + len(where)]
-            start += len(where)
-            if len(where) == 0:
-                continue
-            likely = _probabilities(stored, part)
-            places[step, row], chance[step, row] = ends.places_of(row, where, likely > threshold)
-            for name, values in ends.masses_of(row, where, likely).items():
-                found[name][step, row, where] = values.float()
+    bar = "smearing" if progress else ""
+    for one in read_predictions(stored, ends.tokens, threshold=threshold, progress=bar):
+        at = one.step, one.row
+        places[at], chance[at] = ends.places_of(one.row, one.where[one.likely_at], one.likely_token)
+        for name, values in ends.masses_of(one.row, one.where, one.final).items():
+            found[name][(*at, one.where)] = values.float()
     return TokenSmearing(
         run, found["own"], found["near"], found["near_by_chance"], places, chance, threshold, radius
     )
-
-
-def _probabilities(stored: StoredRun, states: Tensor) -> Float[Tensor, "predicted d_vocab"]:
-    logits = stored.logits(states).double()
-    mask = getattr(stored.model.config, "mask_token_id", None)
-    if mask is not None and mask < logits.shape[-1]:
-        logits[:, mask] = -torch.inf
-    return logits.softmax(-1).cpu()
 
 
 class Results:
@@ -201,11 +185,10 @@ class Results:
         self.answer = run.masked[0] & ~run.masked[-1]
 
     def masses_of(
-        self, row: int, where: Int[Tensor, "predicted"], likely: Float[Tensor, "predicted d_vocab"]
+        self, row: int, where: Int[Tensor, "predicted"], final: Float[Tensor, "predicted predicted"]
     ) -> dict[str, Float[Tensor, "predicted"]]:
         """own, near and near_by_chance of a row's predicted positions; NaN where the result has a mask."""
-        token = self.tokens[row, where]
-        mass = likely[:, token.clamp(min=0)].T  # [j, i]: the probability at i of the token that j has in the end
+        token, mass = self.tokens[row, where], final.T
         other = token[None, :] != token[:, None]
         close = other & ((where[None, :] - where[:, None]).abs() <= self.radius)
         mean = (mass * other).sum(-1) / other.sum(-1)
@@ -217,15 +200,14 @@ class Results:
         return {name: value.masked_fill(token < 0, torch.nan) for name, value in values.items()}
 
     def places_of(
-        self, row: int, where: Int[Tensor, "predicted"], likely: Bool[Tensor, "predicted d_vocab"]
+        self, row: int, at: Int[Tensor, "likely"], token: Int[Tensor, "likely"]
     ) -> tuple[Int[Tensor, "place"], Float[Tensor, ""]]:
-        """How many likely tokens of a row are in each place, and how many would be near by chance."""
+        """How many of a row's likely tokens, at these positions, are in each place; how many near by chance."""
         from scipy.stats import hypergeom
 
-        at, token = likely.nonzero().unbind(-1)
         answer = self.answer[row].nonzero().flatten()
         same = self.tokens[row, answer][None, :] == token[:, None]
-        distance = (answer[None, :] - where[at][:, None]).abs()
+        distance = (answer[None, :] - at[:, None]).abs()
         elsewhere, close = distance > 0, (distance > 0) & (distance <= self.radius)
         here = (same & ~elsewhere).any(-1)
         near = ~here & (same & close).any(-1)

@@ -1,0 +1,188 @@
+"""`commitment`: when a run's predictions settle on a token, how sure they are, and how right."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.arguments import checked_arguments
+from dlm_lens.attention import exclusive
+from dlm_lens.probes.predictions import read_predictions, result_of
+from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks.statistics import Estimate, estimate_mean
+from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
+
+
+@dataclass(frozen=True, eq=False)
+class Commitment:
+    """What each step predicts at the open positions of a run, and from when on it is the final token.
+
+    A position is *committed* at step t if from t on until it is decided every step's most likely token is its final
+    one: the first step from which the prediction never changes (2604.23235). `lead` is how many steps earlier that
+    is than the decision. A position whose last prediction was another token, because the sampler drew one that is
+    not the most likely, is committed by the decision itself: its lead is -1.
+
+    Args:
+        run: the run.
+        token: the most likely token ([MASK] is none) at the open positions that the step predicts; -1 elsewhere.
+        confidence: its probability; NaN elsewhere.
+        entropy: of the prediction, in nats; NaN elsewhere.
+        likely: the probability of the token that the result has there; NaN elsewhere.
+        reference: the tokens that count as right; -1 where none is known.
+        seed: of the intervals.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    run: DenoisingRun = field(repr=False)
+    token: Int[Tensor, "step batch position"]
+    confidence: Float[Tensor, "step batch position"]
+    entropy: Float[Tensor, "step batch position"]
+    likely: Float[Tensor, "step batch position"]
+    reference: Int[Tensor, "batch position"]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        step, batch, position = self.run.unmasked.shape
+        check_shapes(self, step=step, batch=batch, position=position)
+
+    def __repr__(self) -> str:
+        return f"Commitment(lead {self.mean_lead} steps, {int(self.flips.sum())} changes of a prediction)"
+
+    @property
+    def predicted(self) -> Bool[Tensor, "step batch position"]:
+        """Where there is a prediction."""
+        return self.token >= 0
+
+    @property
+    def decided_at(self) -> Int[Tensor, "batch position"]:
+        """The step that decided a position for the last time; -1 for none."""
+        return self.run.step_of
+
+    @property
+    def committed_at(self) -> Int[Tensor, "batch position"]:
+        """The step at which a position is committed; -1 where no prediction was read, or it stayed open."""
+        steps = torch.arange(self.run.steps)[:, None, None]
+        before = self.predicted & (steps <= self.decided_at)
+        other = before & (self.token != self.run.tokens)
+        # The step after the last one that predicted another token, among those that predicted something.
+        after = before & (steps > (other * (steps + 1)).amax(0) - 1)
+        first = torch.where(after, steps, self.run.steps).amin(0)
+        first = torch.where(first < self.run.steps, first, self.decided_at + 1)
+        return torch.where(before.any(0) & ~self.run.open[-1], first, -1)
+
+    @property
+    def lead(self) -> Float[Tensor, "batch position"]:
+        """How many steps a position is committed before it is decided; NaN where it is not."""
+        lead = (self.decided_at - self.committed_at).float()
+        return lead.masked_fill(self.committed_at < 0, torch.nan)
+
+    @property
+    def flips(self) -> Int[Tensor, "batch position"]:
+        """How often the most likely token changed from one prediction to the next, while the position was open."""
+        count = torch.zeros_like(self.run.tokens)
+        last = torch.full_like(self.run.tokens, -1)
+        for token in self.token:
+            there = token >= 0
+            count += there & (last >= 0) & (token != last)
+            last = torch.where(there, token, last)
+        return count
+
+    @property
+    def mean_lead(self) -> Estimate:
+        """The mean lead over positions; the interval is over prompts."""
+        return self._mean(self.lead, self.lead.isfinite())
+
+    def by_class(self) -> pd.DataFrame:
+        """One line per class of final tokens: positions, mean lead, share committed at the first prediction.
+
+        Raises:
+            ValueError: the run has no tokenizer to tell classes.
+        """
+        class_of = TokenClasses(self.run.tokenizer, None, self.run.eos_token_ids)
+        known, start = self.committed_at >= 0, self.predicted.float().argmax(0)
+        names = np.array([[class_of(token) for token in row] for row in self.run.tokens.tolist()])
+        lines = []
+        for name in TOKEN_CLASSES:
+            where = known & torch.from_numpy(names == name)
+            if bool(where.any()):
+                line: dict[str, Any] = {"class": name, "positions": int(where.sum())}
+                line |= self._mean(self.lead, where).columns("lead")
+                line |= self._mean((self.committed_at == start).float(), where).columns("from_start")
+                lines.append(line)
+        return pd.DataFrame(lines)
+
+    def calibration(self, bins: int = 10) -> pd.DataFrame:
+        """One line per step: how sure and how right the predictions are, where the right token is known.
+
+        With confidence c and correctness y of n predictions: `brier` is mean((c - y)^2); `ece` is the sum over
+        `bins` equal bins of c of (their share of n) |mean y - mean c| (Guo et al. 2017, equation 3).
+
+        Raises:
+            ValueError: less than one bin.
+        """
+        if bins < 1:
+            raise ValueError(f"bins is {bins}; it must be at least 1")
+        counted = self.predicted & (self.reference >= 0)
+        lines = []
+        for step in range(self.run.steps):
+            where = counted[step]
+            sure = self.confidence[step][where].double().numpy()
+            right = (self.token[step] == self.reference)[where].double().numpy()
+            line: dict[str, Any] = {"step": step, "predictions": len(sure)}
+            if len(sure):
+                index = np.minimum((sure * bins).astype(int), bins - 1)
+                gaps = np.abs(np.bincount(index, right - sure, bins)).sum() / len(sure)
+                line |= {"confidence": sure.mean(), "accuracy": right.mean(), "ece": gaps}
+                line |= {"brier": ((sure - right) ** 2).mean(), "entropy": self.entropy[step][where].mean().item()}
+            lines.append(line)
+        return pd.DataFrame(lines)
+
+    def _mean(self, values: Float[Tensor, "batch position"], where: Bool[Tensor, "batch position"]) -> Estimate:
+        rows = where.nonzero()[:, 0]
+        return estimate_mean(values[where].numpy(), rows.numpy(), len(where), seed=self.seed)
+
+
+@checked_arguments()
+@torch.no_grad()
+@exclusive
+def commitment(model: Any, run: DenoisingRun, *, reference: Any = None, progress: bool = False) -> Commitment:
+    """Run the model on every canvas of a run, and read what it predicts at the open positions.
+
+    One forward pass per step; logits are read a few positions at a time.
+
+    Args:
+        model: from `dlm_lens.load`, the run's.
+        run: from `denoise`.
+        reference: token ids [batch, position] on the run's canvas that count as right, -1 where none is known; None
+            for the run's own result, so that calibration says how well the run foresees itself.
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: the run is no `DenoisingRun`.
+        ValueError: a run of another model, or a reference of another shape.
+    """
+    stored = StoredRun(model, run)
+    result = result_of(stored)
+    right = result if reference is None else torch.as_tensor(reference)
+    if right.shape != result.shape:
+        raise ValueError(
+            f"reference has shape {list(right.shape)}, and the run's canvas {list(result.shape)}; give token ids "
+            "for every position of the canvas, -1 where none is known"
+        )
+    shape = run.unmasked.shape
+    token = torch.full(shape, -1)
+    found = {name: torch.full(shape, torch.nan) for name in ("confidence", "entropy", "likely")}
+    for one in read_predictions(stored, result, progress="commitment" if progress else ""):
+        at = one.step, one.row, one.where
+        token[at] = one.token
+        found["confidence"][at], found["entropy"][at] = one.confidence.float(), one.entropy.float()
+        own = one.final.diagonal().masked_fill(result[one.row, one.where] < 0, torch.nan)
+        found["likely"][at] = own.float()
+    return Commitment(run, token, found["confidence"], found["entropy"], found["likely"], right)

@@ -1,0 +1,88 @@
+"""`read_predictions`: what the model predicts at every open position of every step of a finished run."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dlm_lens.sampling import StoredRun
+
+ENTRIES_AT_ONCE = 2**22
+"""Probabilities in float64 at a time: 32 MiB for each of a few tensors."""
+
+
+class Predictions(NamedTuple):
+    """The predictions of a row at a step, in float64 and on the CPU; [MASK] has no probability.
+
+    Args:
+        step: of the run.
+        row: of the batch.
+        where: the canvas positions that the step predicts.
+        token: the most likely token at each.
+        confidence: its probability.
+        entropy: of the prediction, in nats.
+        final: [i, j], the probability at position i of the token that the result has at position j; 0 where the
+            result has no token.
+        likely_at: for every token with more than the threshold, the index in `where`.
+        likely_token: that token.
+    """
+
+    step: int
+    row: int
+    where: Int[Tensor, "predicted"]
+    token: Int[Tensor, "predicted"]
+    confidence: Float[Tensor, "predicted"]
+    entropy: Float[Tensor, "predicted"]
+    final: Float[Tensor, "predicted predicted"]
+    likely_at: Int[Tensor, "likely"]
+    likely_token: Int[Tensor, "likely"]
+
+
+def read_predictions(
+    stored: StoredRun, result: Int[Tensor, "batch position"], *, threshold: float = 1.0, progress: str = ""
+) -> Iterator[Predictions]:
+    """The predictions of every step and row that predicts anything; one forward pass per step.
+
+    Args:
+        stored: the run.
+        result: the tokens of the result, -1 where there is none.
+        threshold: above which a token is likely; none is above 1.
+        progress: what a progress bar calls it; empty for none.
+    """
+    mask = getattr(stored.model.config, "mask_token_id", None)
+    size = max(1, ENTRIES_AT_ONCE // int(stored.model.get_output_embeddings().weight.shape[0]))
+    for step in tqdm(range(stored.run.steps), desc=progress, unit="step", disable=not progress):
+        predicted, states = stored.predicted(step).cpu(), stored.states(step)
+        start = 0
+        for row in range(len(predicted)):
+            where = predicted[row].nonzero().flatten()
+            wanted, parts = result[row, where], []
+            for first in range(start, start + len(where), size):
+                part = states[:, first : min(first + size, start + len(where))]
+                logits = stored.logits(part).double()
+                if mask is not None and mask < logits.shape[-1]:
+                    logits[:, mask] = -torch.inf
+                parts.append(_reduced(logits.log_softmax(-1), wanted, threshold, first - start))
+            start += len(where)
+            if parts:
+                yield Predictions(step, row, where, *(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def _reduced(
+    log: Float[Tensor, "part d_vocab"], wanted: Int[Tensor, "predicted"], threshold: float, first: int
+) -> tuple[Tensor, ...]:
+    """What is kept of the predictions of a few positions, the first of which has index `first`."""
+    likely = log.exp()
+    confidence, token = likely.max(-1)
+    entropy = torch.special.entr(likely).sum(-1)
+    final = likely[:, wanted.clamp(min=0).to(likely.device)].cpu().masked_fill(wanted < 0, 0.0)
+    at, among = (likely > threshold).nonzero().unbind(-1)
+    return token.cpu(), confidence.cpu(), entropy.cpu(), final, at.cpu() + first, among.cpu()
+
+
+def result_of(stored: StoredRun) -> Int[Tensor, "batch position"]:
+    """The tokens of the run's result; -1 where a position stayed open."""
+    return stored.run.tokens.masked_fill(stored.run.open[-1], -1)

@@ -1,0 +1,138 @@
+"""When predictions settle, and how calibrated they are, against loops and planted predictions."""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.probes import Commitment, commitment
+from dlm_lens.sampling import StoredRun, denoise
+from dlm_lens.testing import tiny
+from tests.probes.test_decisions import run_of
+from tests.recording.reference import PROMPTS
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llada": ("llada", {"steps": 6, "gen_length": 10, "temperature": 0.7}),
+    "semi-autoregressive": ("llada", {"steps": 6, "gen_length": 12, "block_length": 4}),
+    "shift": ("dream", {"steps": 5, "gen_length": 9}),
+    "blocks": ("sdar", {"gen_length": 8, "block_length": 4, "steps": 8}),
+    "causal": ("causal", {"gen_length": 5}),
+}
+
+
+def committed_by_loop(found: Commitment) -> list[list[int]]:
+    """The first step from which every prediction is the final token, by walking back from the decision."""
+    run = found.run
+    wanted = []
+    for row in range(len(run.tokens)):
+        line = []
+        for place in range(run.tokens.shape[1]):
+            decided = int(run.step_of[row, place])
+            seen = [
+                (t, int(found.token[t, row, place])) for t in range(decided + 1) if found.token[t, row, place] >= 0
+            ]
+            first = decided + 1
+            for step, token in reversed(seen):
+                if token != int(run.tokens[row, place]):
+                    break
+                first = step
+            line.append(first if seen and not run.masked[-1, row, place] else -1)
+        wanted.append(line)
+    return wanted
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_numbers_are_those_of_the_logits_that_the_run_saw(name: str) -> None:
+    family, settings = RUNS[name]
+    model = tiny(family)
+    seen: list[Tensor] = []
+    run = denoise(model, PROMPTS, seed=[3, 4], on_logits=lambda *given: seen.append(given[2].clone()), **settings)
+    found, stored = commitment(model, run), StoredRun(model, run)
+    mask = getattr(model.config, "mask_token_id", None)
+    for step, row in itertools.product(range(run.steps), range(len(run.tokens))):
+        predicted = stored.predicted(step)[row].nonzero().flatten().tolist()
+        assert found.predicted[step, row].nonzero().flatten().tolist() == predicted
+        for place in predicted:
+            logits = (seen[step][row] if name == "causal" else seen[step][row, place]).double()
+            if mask is not None:
+                logits[mask] = -math.inf
+            likely = logits.softmax(-1)
+            assert int(found.token[step, row, place]) == int(likely.argmax())
+            positive = likely[likely > 0]
+            wanted = (likely.max(), -(positive * positive.log()).sum(), likely[run.tokens[row, place]])
+            got = [float(getattr(found, one)[step, row, place]) for one in ("confidence", "entropy", "likely")]
+            assert got == pytest.approx([float(value) for value in wanted], rel=1e-5)
+    assert found.committed_at.tolist() == committed_by_loop(found)
+
+
+def planted(predictions: list[list[int]], steps: list[int], final: list[int]) -> Commitment:
+    """Predictions [step][position] of a run that decides position i at steps[i]."""
+    run = run_of(steps)
+    run = replace(run, canvases=torch.where(run.masked, 99, torch.tensor(final)))
+    token = torch.tensor(predictions)[:, None]
+    values = torch.where(token >= 0, 0.5, math.nan)
+    return Commitment(run, token, values, values, values, run.tokens)
+
+
+def test_commitments_that_are_known() -> None:
+    # Position 0 wavers 7, 5, 7, 7; position 1 knows its token from the start; position 2 is drawn against the odds.
+    found = planted([[7, 8, 1], [5, 8, 1], [7, 8, 2], [7, -1, -1]], steps=[3, 2, 2], final=[7, 8, 9])
+    assert found.committed_at.tolist() == [[2, 0, 3]]
+    assert found.lead.tolist() == [[1, 2, -1]]
+    assert found.flips.tolist() == [[2, 0, 1]]
+    assert found.mean_lead.value == pytest.approx(2 / 3)
+
+
+def test_calibration_is_that_of_a_loop_over_bins() -> None:
+    model = tiny("llada")
+    run = denoise(model, PROMPTS, seed=[3, 4], steps=4, gen_length=10, temperature=1.0)
+    found = commitment(model, run)
+    table = found.calibration(bins=5)
+    for step, line in enumerate(table.itertuples()):
+        entries = [
+            (
+                float(found.confidence[step, row, place]),
+                float(found.token[step, row, place] == run.tokens[row, place]),
+            )
+            for row, place in found.predicted[step].nonzero().tolist()
+        ]
+        ece = 0.0
+        for number in range(5):
+            inside = [(c, y) for c, y in entries if number / 5 <= c < (number + 1) / 5 or (number == 4 and c == 1)]
+            if inside:
+                ece += abs(sum(y - c for c, y in inside)) / len(entries)
+        assert line.predictions == len(entries)
+        assert line.ece == pytest.approx(ece)
+        assert line.brier == pytest.approx(sum((c - y) ** 2 for c, y in entries) / len(entries))
+        assert line.accuracy == pytest.approx(sum(y for _, y in entries) / len(entries))
+    # Of the right tokens elsewhere nothing is known.
+    blind = commitment(model, run, reference=torch.full_like(run.tokens, -1))
+    assert blind.calibration()["predictions"].sum() == 0
+
+
+@pytest.mark.long
+def test_the_answers_of_a_trained_model_are_known_from_the_start() -> None:
+    model = dl.load("toy")
+    prompts = [
+        "tom has 5 apples . tom buys 4 more . how many apples ? :",
+        "mia has 9 eggs . mia buys 2 more . how many eggs ? :",
+    ]
+    found = commitment(model, dl.denoise(model, prompts, steps=16, gen_length=16))
+    assert found.mean_lead.value > 5
+    table = found.by_class().set_index("class")
+    assert table["positions"].sum() == 32
+    assert (table["lead_low"] <= table["lead"]).all()
+
+
+def test_a_reference_of_another_shape_is_refused() -> None:
+    model = tiny("llada")
+    run = denoise(model, PROMPTS, steps=2, gen_length=4)
+    with pytest.raises(ValueError, match=r"reference has shape \[1, 3\], and the run's canvas"):
+        commitment(model, run, reference=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="bins is 0; it must be at least 1"):
+        commitment(model, run).calibration(bins=0)
