@@ -137,7 +137,8 @@ def _for_network(
     """The columns in this network's order of canvas and sink tokens, with rows repeated for guidance."""
     layout, run = hook.sinks, hook.run
     canvas, known = keys - layout.count, found.shape[-1] - sinks
-    growing = run is not None and hook.causal
+    # An AR step sees what is written, in block diffusion it sees the canvas up to the end of its block.
+    growing = run is not None and (hook.causal or run.whole == known)
     if sinks != layout.count or canvas > known or (canvas < known and not growing):
         raise ValueError(
             f"{who}: the source has {known} canvas positions and {sinks} sink tokens, the run {canvas} and "

@@ -45,6 +45,7 @@ class RunStep:
         queries: with an approximate cache, the span (start, stop) of canvas positions that the step computes; the
             keys and values of the others are those of an earlier step. None: every position.
         share: `progress`, where the positions are a part of the canvas.
+        whole: positions of the run's canvas, where the step sees a prefix of it; None where it sees all.
     """
 
     step: int
@@ -62,6 +63,7 @@ class RunStep:
     clean: Callable[[], Mapping[int, ColumnStats]] | None = field(default=None, repr=False)
     queries: tuple[int, int] | None = None
     share: Float[Tensor, "row"] | None = field(default=None, repr=False)
+    whole: int | None = None
 
     @property
     def prompt(self) -> Bool[Tensor, "row position"]:
@@ -97,7 +99,7 @@ class RunStep:
         if blocks is not None:
             seen = blocks.until(self.span, stop)
             cut |= {name: cut[name] & seen.to(cut[name].device) for name in ("masked", "valid", "answer")}
-        return replace(self, **cut)
+        return replace(self, **cut, whole=self.whole or self.tokens.shape[1])
 
     def first_of(self, queries: int) -> int | None:
         """The canvas position of the first of the step's `queries`, if they are the span that the step computes."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook, exclusive
 from dlm_lens.hooks import mask_random, mask_sinks
-from dlm_lens.probes.replays import replay
+from dlm_lens.probes.replays import Replay, replay
 from dlm_lens.probes.sink_mass import SinkMass
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import ReceivedAttention, rerun
@@ -35,7 +35,7 @@ class SinkMechanism:
     Args:
         run: the run without hooks.
         dependence: share of each query's attention that goes to sinks.
-        predicted: the masked positions, which the step predicts.
+        predicted: the masked positions, which the step predicts; in block diffusion those of the row's block.
         confidence: confidence with the sinks masked minus without, on the same canvas; NaN where not predicted.
         confidence_control: the same with as many random columns masked, mean over the controls' seeds.
         later: step at which a position was decoded in a separate run with the sinks masked, minus without; NaN
@@ -196,30 +196,29 @@ def sink_mechanism(
     known = mask_sinks(source=sinks, per=per)  # type: ignore[arg-type]
     own = mask_sinks(detector, per=per)  # type: ignore[arg-type]
 
-    def replayed(hook: Hook) -> Tensor:
-        return replay(model, plain, [hook], attention=False).confidence_change
+    def replayed(hook: Hook) -> Replay:
+        return replay(model, plain, [hook], attention=False)
 
     def compared(hook: Hook) -> Comparison:
         return Comparison(plain, denoise(model, prompts, seed=seed, hooks=[hook], **settings), (repr(hook),))
 
+    without = replayed(known)
     with_sinks = compared(own)
     others = [compared(mask_random(like=own, seed=s)) for s in controls]
     return SinkMechanism(
         run=plain,
         dependence=mass.mean((2, 3)),
-        predicted=_predicted(plain),
-        confidence=replayed(known),
-        confidence_control=torch.stack([replayed(mask_random(like=known, seed=s)) for s in controls]).mean(0),
+        predicted=without.predicted,
+        confidence=without.confidence_change,
+        confidence_control=torch.stack(
+            [replayed(mask_random(like=known, seed=s)).confidence_change for s in controls]
+        ).mean(0),
         later=with_sinks.step_change,
         later_control=torch.stack([other.step_change for other in others]).mean(0),
         tokens_changed=torch.stack([with_sinks.tokens_changed.float(), _mean_changed(others)]),
         rule=sinks.rule,
         controls=tuple(controls),
     )
-
-
-def _predicted(run: DenoisingRun) -> Tensor:
-    return run.masked[:-1] & run.attention_mask
 
 
 def _mean_changed(runs: Sequence[Comparison]) -> Tensor:

@@ -113,3 +113,51 @@ def test_what_has_no_order_to_choose_is_refused() -> None:
         sink_mechanism(tiny("llada"), PROMPTS, RULE, controls=(), **RUN)
     with pytest.raises(ValueError, match="there is no sink"):
         sink_mechanism(tiny("llada"), PROMPTS, dl.AboveMean(1000.0), **RUN)
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "bd3lm": {"temperature": 0.0, "gen_length": 8, "seed": [3, 4]},
+    "sdar": {"temperature": 0.0, "gen_length": 8, "remasking": "sequential", "seed": [3, 4]},
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_known_sinks_of_block_diffusion_are_those_of_every_row_alone(family: str) -> None:
+    """A step sees a prefix of the canvas, and rows of unequal prompts have blocks at unequal positions."""
+    model, settings = tiny(family), BLOCKS[family]
+    together = sink_mechanism(model, PROMPTS[:2], RULE, controls=(1,), **settings)
+    run = together.run
+    assert together.predicted.equal(run.masked[:-1] & run.in_block & run.attention_mask)
+    for row in range(2):
+        single = sink_mechanism(
+            model, PROMPTS[row : row + 1], RULE, controls=(1,), **{**settings, "seed": settings["seed"][row]}
+        )
+        padding = int(run.padding[row])
+        width = min(run.tokens.shape[1] - padding, single.run.tokens.shape[1])
+        # In the batch a row whose block is decided waits for the others.
+        steps, own = (one.predicted[:, at].any(-1) for one, at in ((together, row), (single, 0)))
+        for name in ("confidence", "dependence"):
+            found = getattr(together, name)[steps, row, padding : padding + width]
+            expected = getattr(single, name)[own, 0, :width]
+            kept = single.predicted[own, 0, :width]
+            assert kept.sum() == single.predicted.sum()
+            torch.testing.assert_close(found[kept], expected[kept], atol=1e-5, rtol=1e-4)
+        assert single.confidence.nan_to_num().abs().max() > 1e-4
+    rec = dl.record(model, PROMPTS[:2], **settings)
+    # In the first layer, which no hook has changed, the sinks that were measured are those of the pass itself.
+    known, own = (
+        replay(model, rec.run, [dl.hooks.at_layers(hook, [0])], attention=False)
+        for hook in (mask_sinks(source=dl.find_sinks(rec, RULE)), mask_sinks(RULE))
+    )
+    torch.testing.assert_close(known.confidence_hooked, own.confidence_hooked, equal_nan=True)
+    longer = dl.find_sinks(dl.record(model, PROMPTS[:2], **{**settings, "gen_length": 16}), RULE)
+    with pytest.raises(ValueError, match="give one of the same prompts, length and model"):
+        replay(model, rec.run, [mask_sinks(source=longer)], attention=False)
+
+
+def test_a_cache_has_a_mechanism_too() -> None:
+    model, settings = tiny("llada"), {"gen_length": 8, "block_length": 4, "steps": 8, "seed": 3}
+    found = sink_mechanism(model, PROMPTS[:2], RULE, controls=(1,), cache="dual", **settings)
+    assert any(found.run.computed)
+    assert found.dependence[found.predicted].isfinite().all()
+    assert found.confidence[found.predicted].isfinite().all()

@@ -24,10 +24,9 @@ REFUSED_BY_SOME = (
     "guidance",
     "record: pattern similarity",
     "reference quirks",
-    "sink mechanism",
 )
 """Calls that some families refuse in a sentence, which is then the same everywhere: no layout of the bridge, a
-sampler without guidance, a canvas that grows, an original that takes one prompt, rows of unequal canvases."""
+sampler without guidance, a canvas that grows, an original that takes one prompt."""
 
 
 def model_of(family: str) -> Any:
