@@ -49,6 +49,8 @@ class EncoderDecoderLogits:
         prompt_length: positions before the first canvas.
         length: of a canvas.
         temperature: of a step.
+        conditions_on: what the decoder is conditioned on: the "logits"; their "top" token alone, with probability
+            1 (the token bottleneck of 2606.20560); or "none".
         counts_padding: positions count the padding, as transformers' `generate` does (a quirk).
     """
 
@@ -60,10 +62,11 @@ class EncoderDecoderLogits:
         prompt_length: int,
         length: int,
         temperature: Callable[[StepPlan], float],
+        conditions_on: str = "logits",
         counts_padding: bool = False,
     ) -> None:
         self.model, self.content, self.temperature = model, content, temperature
-        self.prompt_length, self.length = prompt_length, length
+        self.prompt_length, self.length, self.conditions_on = prompt_length, length, conditions_on
         counted = torch.ones_like(content) if counts_padding else content
         self.positions = position_ids(counted)
         self.conditioning: Float[Tensor, "batch canvas d_vocab"] | None = None
@@ -106,6 +109,11 @@ class EncoderDecoderLogits:
     def condition(self, logits: Float[Tensor, "batch canvas d_vocab"]) -> None:
         """Condition the next step on these logits of the present one."""
         assert self._plan is not None
+        if self.conditions_on == "none":
+            return
+        if self.conditions_on == "top":
+            best = logits.argmax(-1, keepdim=True)
+            logits = torch.full_like(logits, torch.finfo(torch.float16).min).scatter(-1, best, 0.0)
         self.conditioning = (logits / self.temperature(self._plan)).to(self.model.dtype)
 
     def states(

@@ -1,7 +1,7 @@
 """The run loop: a plain function over a `Sampler` and a network, which never edits a canvas in place."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -53,6 +53,7 @@ def run_sampler(
         NonFiniteLogitsError: its `partial` is the `DenoisingRun` of the steps before.
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
+    seen = {(plan.block, plan.remaining): plan.seen for plan in plans}
     observing = RunObservers(observers, [sampler] if noise is None else [noise, sampler])
     own_forward = logits == "all" or observing.needs_full_logits
     sampler.proposes_all = observing.proposes_all
@@ -63,7 +64,7 @@ def run_sampler(
     rows = int(network.model.get_input_embeddings().weight.shape[0])
     observing.start(sampler, history)
     if resume is not None and not over:
-        _refill(network, observing, sampler, history, own_forward=own_forward)
+        _refill(network, observing, sampler, history, seen, own_forward=own_forward)
     run, step = sampler.progress
     bar = tqdm(total=len(plans), desc=run, unit=step, disable=not progress)
     steps = Upcoming(sampler, plans, len(history.plans))
@@ -138,7 +139,13 @@ def _after(plans: list[StepPlan], done: Sequence[StepPlan], *, adaptive: bool) -
 
 
 def _refill(
-    network: Network, observing: RunObservers, sampler: Sampler, history: History, *, own_forward: bool
+    network: Network,
+    observing: RunObservers,
+    sampler: Sampler,
+    history: History,
+    seen: Mapping[tuple[int, int], int | None],
+    *,
+    own_forward: bool,
 ) -> None:
     """Make the passes again that the next step depends on, before a run is resumed (`Sampler.repeated_after`).
 
@@ -146,6 +153,8 @@ def _refill(
     """
     for at in sampler.repeated_after(history.plans):
         plan, canvas, masked = history.plans[at], history.canvases[at], history.masked[at]
+        # As it was planned: the finished steps of a stored run do not say what their network saw.
+        plan = replace(plan, seen=seen.get((plan.block, plan.remaining)))
         network.enter(plan)
         observing.step(plan, canvas, lambda _, masked=masked: masked)  # type: ignore[misc]
         network.of_step(canvas, torch.zeros_like(masked), plan, own_forward=own_forward)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.utils import TransformersKwargs
 
 from dlm_lens.adapters import family_of, load
-from dlm_lens.attention import ColumnStats, RunStep, hooked_attentions
+from dlm_lens.attention import ColumnStats, RunStep, attention_stacks, hooked_attentions
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
@@ -76,7 +76,11 @@ class DiffusionLM(HuggingFaceModel):
         super().__init__(
             model,
             rename=module_names(model),
-            envoys={type(attention): AttentionEnvoy for attention in hooked_attentions(model)},
+            envoys={
+                type(attention): AttentionEnvoy
+                for stack in attention_stacks(model)
+                for attention in hooked_attentions(model, stack)
+            },
             interleaver=RunInterleaver(),
         )
         # A child outside the module's tree, like nnsight's `generator`; a run sets its sampler there.

@@ -23,8 +23,10 @@ from dlm_lens.attention import (
     attends_causally,
     attention_blocks,
     attention_of,
+    attention_stacks,
     hook_keys,
     hook_point,
+    hooked_attentions,
 )
 from dlm_lens.attention.layers import MLPS
 from dlm_lens.tracing.steps import Step
@@ -119,7 +121,9 @@ class AttentionEnvoy(Envoy):
             value = getattr(self, hook.site)
             setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))
             return
-        layer = self.root.layers[self._module.hook_layer]
+        stacks = attention_stacks(root := self.root._module)
+        own = next(name for name in stacks if any(self._module is each for each in hooked_attentions(root, name)))
+        layer = getattr(self.root, f"{own}_layers" if own else "layers")[self._module.hook_layer]
         envoy = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
         value = envoy.output
         first = value[0] if isinstance(value, tuple) else value
@@ -229,7 +233,8 @@ class SamplerEnvoy(Envoy):
 def module_names(model: Any) -> dict[str, str]:
     """Path of a module -> its name in a trace, the same for all families.
 
-    `layers`, `embed`, `ln_final` and `lm_head`; in a layer `attn` and `mlp`.
+    `layers`, `embed`, `ln_final` and `lm_head`; in a layer `attn` and `mlp`. In a model with an encoder its layers
+    are `encoder_layers`.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     block = attention_blocks(model)[0]
@@ -239,6 +244,9 @@ def module_names(model: Any) -> dict[str, str]:
         paths[id(model.get_output_embeddings())]: "lm_head",
         _child(block, attention_of(block)): "attn",
     }
+    for stack in attention_stacks(model):
+        if stack:
+            names[paths[id(attention_blocks(model, stack)[0])].rpartition(".")[0]] = f"{stack}_layers"
     names[_mlp(block)] = "mlp"  # OPT has no such module; then no module has the name
     with suppress(ValueError):
         names[paths[id(final_norm(model))]] = "ln_final"

@@ -22,6 +22,9 @@ from dlm_lens.sampling.samplers.entropy_bound import (
 )
 from dlm_lens.sampling.settings import at_least_one
 
+CONDITIONS = ("logits", "top", "none")
+"""What the decoder can be conditioned on."""
+
 
 @dataclass(frozen=True)
 class DiffusionGemmaSettings:
@@ -36,6 +39,8 @@ class DiffusionGemmaSettings:
         t_max: temperature before its first one.
         stability_threshold: for how many steps the most likely tokens stay before a row is done with a canvas.
         confidence_threshold: mean entropy in nats below which it may be.
+        self_conditioning: what the next step is conditioned on: the "logits" of this one; their "top" token alone,
+            so that nothing but tokens passes from step to step (2606.20560's token bottleneck); or "none".
 
     Raises:
         ValueError: a value is out of its range.
@@ -49,8 +54,13 @@ class DiffusionGemmaSettings:
     t_max: float = 0.8
     stability_threshold: int | None = 1
     confidence_threshold: float | None = 0.005
+    self_conditioning: str = "logits"
 
     def __post_init__(self) -> None:
+        if self.self_conditioning not in CONDITIONS:
+            raise ValueError(
+                f"self_conditioning is {self.self_conditioning!r}; it must be one of {', '.join(CONDITIONS)}"
+            )
         at_least_one(self, "gen_length", "block_length", "steps_per_block")
         _ = self.of_canvas
 
@@ -96,6 +106,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
     ) -> None:
         super().__init__(settings.of_canvas, noise, ids, reference_quirks=reference_quirks)
         self.reference_quirks, self.block_length = reference_quirks, settings.block_length
+        self.conditions_on = settings.self_conditioning
         self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
         self.pad: int | None = None
         self._over = torch.empty(0, dtype=torch.bool)
@@ -107,7 +118,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         sampler = super().for_rerun(settings)
         names = (field.name for field in fields(DiffusionGemmaSettings))
         own = DiffusionGemmaSettings(**{name: settings[name] for name in names if name in settings})
-        sampler.settings = own.of_canvas
+        sampler.settings, sampler.conditions_on = own.of_canvas, own.self_conditioning
         sampler.block_length = int(settings["block_length"])
         sampler.reference_quirks = bool(settings.get("reference_quirks"))
         return sampler
@@ -164,6 +175,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
             "prompt_length": prompt_length,
             "length": self.block_length,
             "temperature": self.temperature,
+            "conditions_on": self.conditions_on,
             "counts_padding": self.reference_quirks,
         }
 

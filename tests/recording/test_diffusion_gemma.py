@@ -1,0 +1,205 @@
+"""DiffusionGemma's runs against transformers' own class in float64: recordings, hooks, lens, traces, resuming."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.attention import listening
+from dlm_lens.hooks import mask_positions, mask_top_sinks
+from tests.adapters.test_diffusion_gemma import pair
+
+PROMPTS = [[5, 9, 13, 2, 7, 30, 31], [3, 8, 1, 4]]
+RUN: dict[str, Any] = {
+    "gen_length": 16, "steps_per_block": 4, "seed": 1, "entropy_bound": 2.0, "t_min": 1.5, "t_max": 2.5
+}  # fmt: skip
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+"""Norms and logits are float32 in a float64 model too; at low temperatures self-conditioning multiplies that error by
+ten at every step."""
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    model, theirs = pair(torch.float64)
+    theirs.set_attn_implementation("eager")
+    return model, theirs
+
+
+@torch.no_grad()
+def steps64(theirs: Any, run: Any, row: int, hidden: tuple[int, ...] = ()) -> list[tuple[Tensor, list[Tensor]]]:
+    """Logits of the canvas and patterns of every layer at every step of a row without its padding.
+
+    Every step encodes all before the canvas anew, in one pass. `hidden` are canvas positions that no query sees.
+    """
+    patterns: list[Tensor] = []
+    handles = [
+        layer.self_attn.register_forward_hook(lambda _m, _i, out: patterns.append(out[1]))
+        for layer in theirs.model.decoder.layers
+    ]
+    found, conditioning, block = list[tuple[Tensor, list[Tensor]]](), None, -1
+    settings, keep, first = run.settings, run.attention_mask[row], 0
+    for step in range(run.steps):
+        if run.blocks[step] != block:
+            conditioning, block, first = None, run.blocks[step], step
+        padding = int((~keep).sum())
+        start, stop = (place - padding for place in run.spans[step])
+        ids = run.canvases[step, row][keep][None, :stop]
+        seen = torch.ones(1, stop, dtype=torch.bool)
+        seen[:, [place - padding for place in hidden]] = False
+        patterns.clear()
+        logits = theirs(
+            input_ids=ids[:, :start],
+            decoder_input_ids=ids[:, start:],
+            self_conditioning_logits=conditioning,
+            decoder_attention_mask=seen if hidden else None,
+        ).logits
+        share = (settings["steps_per_block"] - (step - first)) / settings["steps_per_block"]
+        conditioning = logits.double() / (settings["t_min"] + (settings["t_max"] - settings["t_min"]) * share)
+        whole = [torch.nn.functional.pad(each[0], (stop - each.shape[-1], 0)) for each in patterns]
+        found.append((logits[0], whole))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_logits_of_every_step_are_those_of_the_whole_chain(models: tuple[Any, Any]) -> None:
+    """With the encoder's cache and self-conditioning, over two canvases, plain and with hidden keys."""
+    model, theirs = models
+    for hidden in ((), (4, 5)):
+        kept: dict[int, Tensor] = {}
+        hooks = [mask_positions(*hidden)] if hidden else []
+        run = dl.denoise(model, PROMPTS, hooks=hooks, on_logits=lambda t, _c, x: kept.__setitem__(t, x), **RUN)
+        assert run.steps == 8
+        for row in range(2):
+            for step, (logits, _) in enumerate(steps64(theirs, run, row, hidden)):
+                start, stop = run.spans[step]
+                # Of logits up to 5; without the conditioning they differ by more than 0.1.
+                torch.testing.assert_close(
+                    kept[step][row, start:stop].float(), logits.float(), rtol=1e-4, atol=2e-4
+                )
+                assert kept[step][row, :start].isnan().all()
+
+
+def test_received_attention_and_its_expectation(models: tuple[Any, Any]) -> None:
+    model, theirs = models
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(("all", "masked"), min_viewers=1)], **RUN)
+    run = recording.run
+    assert run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
+    for row in range(2):
+        padding = int((~run.attention_mask[row]).sum())
+        for step, (_, patterns) in enumerate(steps64(theirs, run, row)):
+            start, stop = run.spans[step]
+            opened = run.masked[step, row, start:stop]
+            for layer, pattern in enumerate(patterns):
+                # Every query of the canvas sees all content up to the canvas's end; in the first two layers of the
+                # encoder's keys the last 6 - 1 alone.
+                seen = torch.zeros(run.tokens.shape[1], dtype=torch.bool)
+                seen[max(padding, start - 5) if layer < 2 else padding : stop] = True
+                for name, chosen in (("all", torch.ones_like(opened)), ("masked", opened)):
+                    expected = recording.expected(name, layer=layer)[step, row]
+                    torch.testing.assert_close(expected, seen * (chosen.sum() / seen.sum()))
+                    array = recording.received if name == "all" else recording.received_masked
+                    found = array[step, row, layer][:, seen].double() * expected[seen]
+                    if not chosen.any():
+                        continue
+                    sums = pattern[:, chosen].sum(1)
+                    torch.testing.assert_close(found, sums[:, seen[padding:stop]].double(), **CLOSE)
+                    assert array[step, row, layer][:, ~seen].isnan().all()
+
+
+def test_reruns_give_what_the_run_gave(models: tuple[Any, Any]) -> None:
+    model, _ = models
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **RUN)
+    again = dl.received_over_steps(model, recording.run, min_viewers=1)
+    torch.testing.assert_close(
+        again.values.nan_to_num(), dl.received_of(recording).values.nan_to_num(), rtol=1e-6, atol=1e-6
+    )
+    hidden = dl.replay(model, recording.run, [mask_top_sinks(2)])
+    assert float(hidden.kl.nan_to_num().max()) > 1e-4
+
+
+def test_the_last_layer_of_the_logit_lens_is_the_output(models: tuple[Any, Any]) -> None:
+    model, theirs = models
+    run = dl.denoise(model, PROMPTS, **RUN)
+    lens = dl.logit_lens(model, run)
+    found = [
+        (t, r, p) for t, r, p in zip(lens.step.tolist(), lens.batch.tolist(), lens.position.tolist(), strict=True)
+    ]
+    for row in range(2):
+        for step, (logits, _) in enumerate(steps64(theirs, run, row)):
+            entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
+            start = run.spans[step][0]
+            for index, (t, r, position) in enumerate(found):
+                if (t, r) == (step, row):
+                    torch.testing.assert_close(
+                        lens.entropy[index, -1].double(), entropy[position - start], rtol=1e-4, atol=1e-4
+                    )
+
+
+def test_traces_read_both_stacks_and_self_conditioning(models: tuple[Any, Any]) -> None:
+    model, theirs = models
+    lm = dl.DiffusionLM(model)
+    decoder, encoder, conditions = [], [], []
+    with lm.generate(PROMPTS[:1], **RUN) as tracer:
+        for step in tracer.steps:
+            if step in (0, 4):
+                encoder.append(lm.encoder_layers[2].attn.pattern.save())
+            else:
+                conditions.append(lm.model.hook_self_conditioning.output.save())
+            decoder.append(lm.layers[1].attn.pattern.save())
+        run = tracer.result.save()
+    assert run.tokens.equal(dl.denoise(model, PROMPTS[:1], **RUN).tokens)
+    expected = steps64(theirs, run, 0)
+    assert len(decoder) == 8
+    for pattern, (_, patterns) in zip(decoder, expected, strict=True):
+        torch.testing.assert_close(pattern[0].double(), patterns[1].double(), **CLOSE)
+    assert [tuple(each.shape[2:]) for each in encoder] == [(7, 7), (8, 15)]
+    last = expected[0][0].double() / 2.5
+    torch.testing.assert_close(conditions[0][0].double(), last, rtol=1e-4, atol=1e-4)
+
+
+def test_the_token_bottleneck_is_the_top_token_at_the_hook_point(models: tuple[Any, Any]) -> None:
+    model, _ = models
+
+    def top(_m: Any, _i: Any, logits: Tensor) -> Tensor:
+        return torch.full_like(logits, -1e30).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
+
+    plain = dl.denoise(model, PROMPTS, **RUN)
+    with listening(model):
+        handle = model.model.hook_self_conditioning.register_forward_hook(top)
+        hooked = dl.denoise(model, PROMPTS, **RUN)
+        handle.remove()
+    run = dl.denoise(model, PROMPTS, self_conditioning="top", **RUN)
+    assert run.canvases.equal(hooked.canvases)
+    assert not run.canvases.equal(plain.canvases)
+    none = dl.denoise(model, PROMPTS, self_conditioning="none", **RUN)
+    assert none.canvases[1].equal(plain.canvases[1])  # the first step is conditioned on nothing
+    assert not none.canvases.equal(plain.canvases)
+    with pytest.raises(ValueError, match="self_conditioning is 'soft'"):
+        dl.denoise(model, PROMPTS, self_conditioning="soft", **RUN)
+
+
+@pytest.mark.parametrize("last", [2, 6])
+def test_a_recording_is_stored_and_resumed(models: tuple[Any, Any], tmp_path: Path, last: int) -> None:
+    model, _ = models
+    reducers = [dl.ReceivedAttention(min_viewers=1)]
+    whole = dl.record(model, PROMPTS, reducers, **RUN)
+    passes: list[int] = []
+
+    def stop(*_: Any) -> None:
+        passes.append(1)
+        if len(passes) == last:
+            raise KeyboardInterrupt
+
+    handle = model.model.decoder.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    handle.remove()
+    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    for other in (resumed, dl.Recording.load(tmp_path / "rec")):
+        for name in ("canvases", "open", "unmasked", "revised", "proposals", "confidence"):
+            assert getattr(other.run, name).equal(getattr(whole.run, name)), name
+        assert torch.equal(dl.received_of(other).values.nan_to_num(), dl.received_of(whole).values.nan_to_num())
