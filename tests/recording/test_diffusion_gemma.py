@@ -17,8 +17,8 @@ RUN: dict[str, Any] = {
     "gen_length": 16, "steps_per_block": 4, "seed": 1, "entropy_bound": 2.0, "t_min": 1.5, "t_max": 2.5
 }  # fmt: skip
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
-"""Norms and logits are float32 in a float64 model too; at low temperatures self-conditioning multiplies that error by
-ten at every step."""
+"""Norms and logits are float32 in a float64 model too; at low temperatures self-conditioning multiplies that error
+by ten at every step."""
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +65,22 @@ def steps64(theirs: Any, run: Any, row: int, hidden: tuple[int, ...] = ()) -> li
     return found
 
 
-def test_logits_of_every_step_are_those_of_the_whole_chain(models: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("hidden", [(), (4, 5)])
+def test_logits_of_every_step_are_those_of_the_whole_chain(
+    models: tuple[Any, Any], hidden: tuple[int, ...]
+) -> None:
     """With the encoder's cache and self-conditioning, over two canvases, plain and with hidden keys."""
     model, theirs = models
-    for hidden in ((), (4, 5)):
-        kept: dict[int, Tensor] = {}
-        hooks = [mask_positions(*hidden)] if hidden else []
-        run = dl.denoise(model, PROMPTS, hooks=hooks, on_logits=lambda t, _c, x: kept.__setitem__(t, x), **RUN)
-        assert run.steps == 8
-        for row in range(2):
-            for step, (logits, _) in enumerate(steps64(theirs, run, row, hidden)):
-                start, stop = run.spans[step]
-                # Of logits up to 5; without the conditioning they differ by more than 0.1.
-                torch.testing.assert_close(
-                    kept[step][row, start:stop].float(), logits.float(), rtol=1e-4, atol=2e-4
-                )
-                assert kept[step][row, :start].isnan().all()
+    kept: dict[int, Tensor] = {}
+    hooks = [mask_positions(*hidden)] if hidden else []
+    run = dl.denoise(model, PROMPTS, hooks=hooks, on_logits=lambda t, _c, x: kept.__setitem__(t, x), **RUN)
+    assert run.steps == 8
+    for row in range(2):
+        for step, (logits, _) in enumerate(steps64(theirs, run, row, hidden)):
+            start, stop = run.spans[step]
+            # Of logits up to 5; without the conditioning they differ by more than 0.1.
+            torch.testing.assert_close(kept[step][row, start:stop].float(), logits.float(), rtol=1e-4, atol=2e-4)
+            assert kept[step][row, :start].isnan().all()
 
 
 def test_received_attention_and_its_expectation(models: tuple[Any, Any]) -> None:
