@@ -1,5 +1,6 @@
 """Model families: `Family`, and the registry of the files in `families/`, each of which defines `FAMILY`."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,6 +23,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dlm_lens.declarations import defined_in
+
+logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names of a checkpoint's tensors -> their shapes."""
@@ -181,7 +184,29 @@ def model_type_of(values: Mapping[str, Any], source: str) -> str:
     types = [
         family.architectures[name] for family in families() for name in classes if name in family.architectures
     ]
-    return types[0] if types else own
+    if types:
+        return types[0]
+    owners = {name: _types_of(name) for name in classes}
+    if any(owners.values()) and not any(own in found for found in owners.values()):
+        name, found = next((name, found) for name, found in owners.items() if found)
+        logger.warning(
+            "the config.json of %s says model_type %s and the class %s, which is that of %s; it is loaded as %s",
+            source,
+            own,
+            name,
+            " or ".join(found),
+            own,
+        )
+    return own
+
+
+def _types_of(name: str) -> tuple[str, ...]:
+    """The model types whose class of this library has a name."""
+    layouts = [layout for family in families() for layout in family.layouts.items()]
+    own = [
+        (model_type, kind) for model_type, (_, kind) in layouts if not kind.__module__.startswith("transformers.")
+    ]
+    return tuple(model_type for model_type, kind in own if kind.__name__ == name)
 
 
 def family_of(model_type: str) -> Family:

@@ -73,6 +73,9 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
     for name in values:
         if name not in names:
             hint = f" ({name} is {ELSEWHERE[name]} here)" if ELSEWHERE.get(name) in names else ""
+            if name == "cache":
+                own = "; use_cache keeps finished blocks, which is exact" if "use_cache" in names else ""
+                hint = f" (approximate caches are for the samplers of LLaDA and Dream{own})"
             raise ValueError(f"the {family} sampler has no setting {name!r}; it has {', '.join(names)}{hint}")
     return kind(**values)
 

@@ -274,13 +274,26 @@ def test_families_tell_what_they_load() -> None:
     families = {family.name: family for family in dlm_lens.families()}
     blocks = {"a2d_qwen3", "fast_dllm_v2", "sdar", "llada2", "bd3lm"}
     masked = {*blocks, "llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "mdlm", "llada_moe"}
-    assert families.keys() == {*masked, "modernbert", "uniform_qwen", "causal"}
-    assert [family.name for family in families.values() if not family.has_mask_token] == ["uniform_qwen"]
+    assert families.keys() == {*masked, "modernbert", "uniform_qwen", "diffusion_gemma", "causal"}
+    without = {family.name for family in families.values() if not family.has_mask_token}
+    assert without == {"uniform_qwen", "diffusion_gemma"}
     assert "GSAI-ML/LLaDA-8B-Instruct" in families["llada"].hub_names
     assert families["llada"].special_ids[126464] == {"mask": 126336, "eos": 126081, "eot": 126348}
     assert families["causal"].causal
     assert not families["llada"].causal
     assert list(families["sink_qwen"].samplers) == ["llada", "dream"]
+
+
+def test_a_class_of_another_family_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """MDLM and BD3-LM have the same tensors, so that only the class says which one a checkpoint is."""
+    model = tiny("mdlm")
+    model.save_pretrained(tmp_path)
+    dlm_lens.load(tmp_path)
+    assert not caplog.messages
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "bd3lm"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dlm_lens.load(tmp_path)
+    assert "says model_type bd3lm and the class MDLMForMaskedLM, which is that of mdlm; it is loaded" in caplog.text
 
 
 def test_an_unknown_sampler_in_a_config_is_refused() -> None:

@@ -183,7 +183,12 @@ def test_logits_of_a_step_are_nan_where_it_computes_none(model: Any) -> None:
         ("llada", {"factor": 1.0, "threshold": 0.5}, "give one of them"),
         ("llada", {"threshold": 0.5, "remasking": "random"}, "which remasking='random' does not have"),
         ("llada", {"cache": "dual", "steps": 3, "reference_quirks": True}, "one step per block"),
-        ("a2d_qwen3", {"cache": "dual"}, "the dllm sampler has no setting 'cache'"),
+        ("a2d_qwen3", {"cache": "dual"}, "no setting 'cache'; .*are for the samplers of LLaDA and Dream\\)"),
+        (
+            "llada2",
+            {"cache": "prefix"},
+            "no setting 'cache'; .*; use_cache keeps finished blocks, which is exact\\)",
+        ),
         ("sink_llama", {"cache": "dual"}, "learned sink tokens"),
     ],
 )
