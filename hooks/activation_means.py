@@ -16,7 +16,7 @@ from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
 from dlm_lens.sampling import denoise
 
 CLASSES = ("masked", "visible", "sink")
-"""Masked positions, content that is not masked, learned sink tokens."""
+"""Masked (open) positions, content that is not masked, learned sink tokens."""
 
 BINS = 4
 

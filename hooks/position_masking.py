@@ -14,7 +14,7 @@ from dlm_lens.hooks.positions import check_sinks_known
 from dlm_lens.hooks.token_selection import classes_of
 
 CLASSES: dict[str, tuple[str, ...]] = {
-    "mask": (), "prompt": (), "eos": ("end of text",), "punctuation": ("punctuation",),
+    "mask": (), "open": (), "prompt": (), "eos": ("end of text",), "punctuation": ("punctuation",),
     "whitespace": ("whitespace",), "digits": ("digits",), "words": ("words",),
     "special": ("special", "end of text", "mask"),
 }  # fmt: skip
@@ -130,7 +130,7 @@ class MaskTokens(ColumnHook):
     def _chosen(self, run: RunStep) -> Bool[Tensor, "row position"]:
         chosen = torch.zeros_like(run.masked)
         for one in self.classes:
-            if one == "mask":
+            if one in ("mask", "open"):
                 chosen = chosen | run.masked
             elif one == "prompt":
                 chosen = chosen | run.prompt
@@ -152,10 +152,10 @@ def mask_tokens(
 ) -> MaskTokens:
     """Hide keys from every query by their tokens at the step: classes of tokens, or token ids.
 
-    "mask": positions that are still masked. "prompt": the prompt. "eos": ids that end a text or a turn.
-    "punctuation" (and symbols), "whitespace", "digits", "words": by the token's text, the classes of
-    `token_enrichment`. "special": the tokenizer's special tokens. All classes but "mask" and "prompt" exclude
-    masked positions.
+    "mask" or "open": positions that are still masked, or hold a random token. "prompt": the prompt. "eos": ids that
+    end a text or a turn. "punctuation" (and symbols), "whitespace", "digits", "words": by the token's text, the
+    classes of `token_enrichment`. "special": the tokenizer's special tokens. All classes but the first two and
+    "prompt" exclude open positions, as token ids do.
 
     Raises:
         ValueError: no class, or an unknown one.

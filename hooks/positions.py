@@ -9,8 +9,10 @@ from torch import Tensor
 
 from dlm_lens.attention import PointContext, RunStep, SinkToken, run_of
 
-PositionClass = Literal["masked", "visible", "prompt", "answer"]
-"""Positions that are masked at the step, that are not, of the prompt, or of the answer (AR: written by the run)."""
+PositionClass = Literal["masked", "visible", "prompt", "answer", "open", "decided"]
+"""Positions that are masked at the step, that are not, of the prompt, or of the answer (AR: written by the run).
+
+"open" is "masked" and "decided" is "visible", by the words that fit models without a mask token."""
 
 Positions = tuple[int | SinkToken, ...] | PositionClass | None
 """Canvas positions (negative from the end) and `sink(i)`, a class of positions, or None for every position."""
@@ -95,7 +97,7 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
     chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
     if isinstance(positions, str):
         given = run_of(hook, who).for_rows(rows)
-        of_class = given.valid & ~given.masked if positions == "visible" else getattr(given, positions)
+        of_class = given.decided if positions == "visible" else getattr(given, positions)
         chosen[:, canvas] = of_class.to(chosen.device)
     elif positions is None:
         chosen[:] = True

@@ -15,7 +15,7 @@ Classes = str | Sequence[str] | None
 
 
 def checked_classes(classes: Any, known: Sequence[str] = TOKEN_CLASSES) -> tuple[str, ...] | None:
-    """The names as a tuple, each once; None for all tokens.
+    """The names as a tuple, each once; None for all tokens. "open" is "mask": open positions, whatever they hold.
 
     Raises:
         ValueError: no name, or an unknown one.
@@ -23,6 +23,7 @@ def checked_classes(classes: Any, known: Sequence[str] = TOKEN_CLASSES) -> tuple
     if classes is None:
         return None
     names = (classes,) if isinstance(classes, str) else tuple(classes) if isinstance(classes, Sequence) else ()
+    names = tuple("mask" if name == "open" and "mask" in known else name for name in names)
     if not names or any(name not in known for name in names):
         raise ValueError(f"classes is {classes!r:.200}; it must be one or several of {', '.join(map(repr, known))}")
     return tuple(dict.fromkeys(names))

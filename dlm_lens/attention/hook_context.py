@@ -33,9 +33,10 @@ class RunStep:
         span: the block, as (start, stop) canvas positions; where rows have blocks of their own, from the first
             start to the last end.
         tokens: the canvas before the step.
-        masked: which of its positions are still masked.
+        masked: which of its positions are open, that is, still masked; in models without a mask token they hold
+            random tokens. `open` is the same.
         valid: which are content rather than padding.
-        answer: which positions were masked when the run began; in an AR run, what the run has written.
+        answer: which positions were open when the run began; in an AR run, what the run has written.
         config: the model's config, with its special token ids.
         tokenizer: decodes ids; None if there is none.
         memory: values that hooks keep from one step of this run to the next.
@@ -66,8 +67,18 @@ class RunStep:
     whole: int | None = None
 
     @property
+    def open(self) -> Bool[Tensor, "row position"]:
+        """`masked`, by the word that fits models without a mask token too."""
+        return self.masked
+
+    @property
+    def decided(self) -> Bool[Tensor, "row position"]:
+        """Content that is not open."""
+        return self.valid & ~self.masked
+
+    @property
     def prompt(self) -> Bool[Tensor, "row position"]:
-        """The prompt: content that was not masked when the run began."""
+        """The prompt: content that was not open when the run began."""
         return self.valid & ~self.answer
 
     @property
@@ -219,6 +230,11 @@ class PointContext:
     @property
     def masked(self) -> Bool[Tensor, "row position"]:
         """Which positions of the canvas are still masked."""
+        return run_of(self, "this hook").masked
+
+    @property
+    def open(self) -> Bool[Tensor, "row position"]:
+        """`masked`, by the word that fits models without a mask token too."""
         return run_of(self, "this hook").masked
 
     @property

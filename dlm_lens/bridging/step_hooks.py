@@ -38,7 +38,7 @@ HookFunction = Callable[[Any, Any], Any]
 FwdHook = tuple[str | Callable[[str], bool], HookFunction]
 """A hook point's name, or a filter of names, and the function that runs there; as in `run_with_hooks`."""
 
-_RUN_FIELDS = {field.name for field in fields(RunStep)} | {"progress", "prompt"}
+_RUN_FIELDS = {field.name for field in fields(RunStep)} | {"progress", "prompt", "open", "decided"}
 
 
 class StepPoint:

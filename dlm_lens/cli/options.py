@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from dlm_lens.option_values import one_of
-from dlm_lens.recording.query_classes import QUERY_CLASSES
+from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
 from dlm_lens.sinks.detector_registry import DETECTORS, parse_detector
 
 LEVELS = ("head", "layer", "model")
@@ -84,7 +84,7 @@ def check_rule(recording: Path, detector: str, level: str = "head", queries: str
 
     parse_detector(detector)
     one_of("--level", level, LEVELS)
-    one_of("--queries", queries, QUERY_CLASSES)
+    one_of("--queries", queries, (*QUERY_CLASSES, *OTHER_NAMES))
     check_recording(recording)
 
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.adapters import family_of
 from dlm_lens.attention import checked
 from dlm_lens.attention.hook_context import NoRunError
 from dlm_lens.evaluation.encoding import Encoder
@@ -102,7 +103,7 @@ class Likelihoods:
             yield from (same[start : start + CHUNK] for start in range(0, len(same), CHUNK))
 
     def _answers(self, items: Sequence[Item]) -> list[Answer]:
-        causal = getattr(self.model.config, "mask_token_id", None) is None
+        causal = family_of(self.model.config.model_type).causal
         if causal and self.settings.method in (None, "chain_rule"):
             return teacher_forced(self.model, items, self.batch_size)
         values = self._values(items)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from dlm_lens.adapters import family_of
 from dlm_lens.attention import listening
 from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
 from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods
@@ -380,7 +381,7 @@ class RecordedLikelihoods:
 
     @property
     def _causal(self) -> bool:
-        return getattr(self.recordings.model.config, "mask_token_id", None) is None
+        return family_of(self.recordings.model.config.model_type).causal
 
     @property
     def _method(self) -> str:

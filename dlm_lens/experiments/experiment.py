@@ -117,13 +117,14 @@ class Bench:
         """The model of that name: embedded, a directory or a hub name."""
         if name not in self._held:
             import dlm_lens
+            from dlm_lens.adapters import family_of
             from dlm_lens.evaluation.responses import fingerprint
 
             # Two models of 8B do not fit into memory together.
             self._held.clear()
             self._notes.clear()
             model = dlm_lens.load(name, **self.loading)
-            self.loaded(name, fingerprint(model), getattr(model.config, "mask_token_id", None) is None)
+            self.loaded(name, fingerprint(model), family_of(model.config.model_type).causal)
             self._held[name] = model
         return self._held[name]
 

@@ -42,9 +42,9 @@ class LogitLens:
         batch: row of each entry.
         position: canvas position of each entry; learned sink tokens come after the canvas.
         predicts: the position whose token it predicts; -1 for none.
-        masked: whether `position` is masked at the step.
-        predicted: whether `predicts` is masked at the step; the training loss covers these positions only. In an AR
-            run: whether `predicts` is the next token.
+        masked: whether `position` is masked (open) at the step.
+        predicted: whether the training loss covers `predicts`: where it is masked at the step, and in a model of
+            uniform noise in the whole answer. In an AR run: whether `predicts` is the next token.
         sink: whether the entry is a sink in any of the layers; False for controls and other positions.
         sink_layer: the layers in which it is a sink.
         top_tokens: the likeliest tokens.
@@ -322,7 +322,9 @@ class _Entries:
         predicts = position + 1 if self.shifted else position
         predicts = predicts.masked_fill((position >= canvas) | (predicts >= canvas), -1)
         masked = run.masked[step, batch, position.clamp(max=canvas - 1)] & (position < canvas)
-        predicted = run.masked[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
+        # Under uniform noise the loss covers the whole answer, open or decided.
+        trained = run.masked[:1].expand_as(run.masked) if run.uniform_noise else run.masked
+        predicted = trained[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
         if run.computed:
             predicted &= self.stored.predicted(step).cpu()[batch, predicts.clamp(min=0)]
         written = run.tokens[batch, predicts.clamp(min=0)]

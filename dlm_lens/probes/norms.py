@@ -17,7 +17,7 @@ from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, mean_of, ratio_of, summed
 
-ValueMatch = Literal["any", "masked"]
+ValueMatch = Literal["any", "masked", "open"]
 
 TIE = 1e-5
 """Norms that differ by less than this, relatively, count as equal: equal tokens have equal values in the first
@@ -184,7 +184,7 @@ def value_norms(
         recording: with ValueNorm, and for shares of attention with ReceivedAttention.
         sinks: as `find_sinks` found them in this recording; "learned" for the model's learned sink tokens.
         samples: pairs at most; the paper has 10,000.
-        match: "masked" to pair masked sinks with masked tokens and decoded ones with decoded ones.
+        match: "masked" (or "open") to pair masked sinks with masked tokens and decoded ones with decoded ones.
         seed: of the sample.
 
     Raises:
@@ -193,6 +193,7 @@ def value_norms(
     """
     if not isinstance(recording, Recording):
         raise TypeError(f"the recording is a {type(recording).__name__}; give one of dlm_lens.record")
+    match = "masked" if match == "open" else match
     if samples < 1 or match not in ("any", "masked"):
         raise ValueError(
             f"value_norms(samples={samples}, match={match!r}): samples is at least 1, match 'any' or 'masked'"

@@ -22,6 +22,7 @@ from dlm_lens.attention import (
 )
 from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_layers
 from dlm_lens.probes.unembedding import kl_divergence, token_rank
+from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
@@ -249,7 +250,7 @@ def replay(
         hooks: interventions (`dlm_lens.hooks`).
         layers: the layers to compare, negative from the end; None for all. Hooks act in all of their own layers.
         attention: compute received attention too, without storing patterns.
-        queries: the queries that count for it: "all", or those whose position is "masked" at the step.
+        queries: the queries that count for it: "all", or those whose position is "masked" (or "open") at the step.
         min_viewers: a key seen by fewer counted queries is undefined (NaN).
         progress: show a progress bar.
 
@@ -260,6 +261,7 @@ def replay(
     stored = StoredRun(model, run)
     if not len(checked(hooks)):
         raise ValueError("replay: hooks is empty; give at least one hook")
+    queries = checked_class(queries, "replay")
     if queries not in ("all", "masked") or (queries == "masked" and stored.autoregressive):
         raise ValueError(f"replay: queries is {queries!r}; 'all', or (in a DLM) 'masked'")
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "replay: ")

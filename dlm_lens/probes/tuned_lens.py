@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from dlm_lens.adapters import family_of
 from dlm_lens.attention import SinkLayout, attach_hooks, attends_causally, attention_blocks, exclusive
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.sealed_json import Document, fitted, parsed
@@ -230,6 +231,10 @@ def _batches(
         if learn is not masked:
             learn[:, -1] = False
             learn[:, -2] |= ~learn.any(-1)
+        if not family_of(model.config.model_type).has_mask_token:
+            random = torch.randint(model.config.vocab_size, tokens.shape, generator=generator)
+            yield torch.where(masked, random, tokens), learn
+            continue
         yield tokens.masked_fill(masked, model.config.mask_token_id), learn
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import BlockLayout
-from dlm_lens.recording.query_classes import QueryClass
+from dlm_lens.recording.query_classes import QueryClass, checked_class
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +19,8 @@ class CanvasFacts:
 
     Args:
         valid: content (True) or padding (False).
-        masked: masked positions (in an AR run: not written yet).
-        answer: positions that were masked when the run began.
+        masked: open positions, with [MASK] or a random token in them (in an AR run: not written yet).
+        answer: positions that were open when the run began.
         block: positions of the block that is being decoded, in block diffusion those of each row's.
         causal: an AR run, in which positions that are not written yet are neither queries nor keys.
         sinks: number of learned sink tokens: keys after the canvas positions; as queries they are not counted.
@@ -90,18 +90,18 @@ class CanvasFacts:
 
     def queries(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
         """The queries of a class."""
-        return self._once("queries", name, self._queries)
+        return self._once("queries", checked_class(name, "queries"), self._queries)
 
     def expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         """e_j = sum_i M_ij / sum_k M_ik over a class of queries: r_j under uniform attention.
 
         Without causality and windows every query gives 1 / n to each of the n visible keys: all have the same e_j.
         """
-        return self._once("expected", name, self._expected)
+        return self._once("expected", checked_class(name, "expected"), self._expected)
 
     def viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         """How many queries of a class see each key."""
-        return self._once("viewers", name, self._viewers)
+        return self._once("viewers", checked_class(name, "viewers"), self._viewers)
 
     def _once(self, kind: str, name: QueryClass, compute: Callable[[QueryClass], Tensor]) -> Tensor:
         """Compute once: all layers of a step read the same."""
@@ -110,7 +110,7 @@ class CanvasFacts:
         return self._computed[kind, name]
 
     def _queries(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
-        chosen = {
+        chosen: dict[str, Tensor] = {
             "all": self.present,
             "masked": self.masked,
             "unmasked": ~self.masked,

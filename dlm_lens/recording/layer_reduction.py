@@ -9,16 +9,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import AttentionInputs, ColumnMask, SinkLayout, pattern_tiles, received_by_class
-from dlm_lens.recording.query_classes import QueryClass
+from dlm_lens.recording.query_classes import QueryClass, checked_class
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, PatternReducer
 
 
 def classes_read(reducers: Sequence[AnyReducer]) -> tuple[QueryClass, ...]:
     """The classes of queries whose column sums a reducer reads, each once."""
-    found = [
-        read.partition(":")[2] for reducer in reducers for read in reducer.reads if read.startswith("received:")
-    ]
-    return tuple(dict.fromkeys(found))  # type: ignore[arg-type]
+    reads = [read for reducer in reducers for read in reducer.reads if read.startswith("received:")]
+    return tuple(dict.fromkeys(checked_class(read.partition(":")[2], "reads") for read in reads))
 
 
 def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> AttentionInputs:

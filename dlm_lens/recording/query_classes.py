@@ -1,16 +1,28 @@
 """Classes of queries: which queries a statistic counts. Nothing here imports torch."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
-QueryClass = Literal["all", "masked", "unmasked", "prompt", "block"]
+StoredClass = Literal["all", "masked", "unmasked", "prompt", "block"]
+
+QueryClass = Literal["all", "masked", "unmasked", "prompt", "block", "open", "decided"]
 """Which queries count: all content, the positions that are masked or not masked at the step, the prompt, the block
-that is being decoded."""
+that is being decoded. "open" is "masked" and "decided" is "unmasked": the words that fit models without a mask
+token, whose open positions hold random tokens. Arrays are stored under the first names, whatever the model."""
 
-QUERY_CLASSES: tuple[QueryClass, ...] = get_args(QueryClass)
+QUERY_CLASSES: tuple[StoredClass, ...] = get_args(StoredClass)
+
+OTHER_NAMES: Mapping[str, StoredClass] = {"open": "masked", "decided": "unmasked"}
+"""A class's other name -> the one under which arrays are stored."""
 
 
-def checked_class(name: str, owner: str) -> QueryClass:
-    """The class of queries with this name.
+def stored_name(name: str) -> str:
+    """The name under which a class's arrays are stored; other words stay as they are."""
+    return OTHER_NAMES.get(name, name)
+
+
+def checked_class(name: str, owner: str) -> StoredClass:
+    """The class of queries with this name, by the name under which it is stored.
 
     Args:
         name: of the class.
@@ -19,6 +31,8 @@ def checked_class(name: str, owner: str) -> QueryClass:
     Raises:
         ValueError: there is no such class.
     """
-    if name not in QUERY_CLASSES:
-        raise ValueError(f"{owner}(queries={name!r}): the classes of queries are {', '.join(QUERY_CLASSES)}")
-    return name
+    for known in QUERY_CLASSES:
+        if stored_name(name) == known:
+            return known
+    listed = ", ".join((*QUERY_CLASSES, *OTHER_NAMES))
+    raise ValueError(f"{owner}(queries={name!r}): the classes of queries are {listed}")

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.recording.canvas_facts import CanvasFacts
-from dlm_lens.recording.query_classes import QueryClass, checked_class
+from dlm_lens.recording.query_classes import QueryClass, checked_class, stored_name
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.storage import ShardArrays, load_recording, save_recording
 from dlm_lens.sampling import DenoisingRun
@@ -39,6 +39,10 @@ class Recording(RecordingFields):
 
     def __getattr__(self, name: str) -> Tensor:
         arrays: Mapping[str, Tensor] = self.__dict__.get("arrays", {})
+        if name not in arrays and "_" in name:
+            # received_open is stored as received_masked.
+            first, _, queries = name.rpartition("_")
+            name = f"{first}_{stored_name(queries)}"
         if name not in arrays:
             known = ", ".join(arrays) or "none"
             raise AttributeError(f"this Recording has no {name!r}; its statistics are {known}")
@@ -71,8 +75,13 @@ class Recording(RecordingFields):
 
     @property
     def masked(self) -> Bool[Tensor, "step batch key"]:
-        """Which keys are masked (in an AR run: not written yet) at each step."""
+        """Which keys are open at each step: masked, or holding a random token (in an AR run: not written yet)."""
         return self._beside_sinks(self.run.masked[:-1], False)
+
+    @property
+    def open(self) -> Bool[Tensor, "step batch key"]:
+        """`masked`, by the word that fits models without a mask token too."""
+        return self.masked
 
     @property
     def valid(self) -> Bool[Tensor, "batch key"]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dlm_lens.declarations import Declaration, by_name, declarations
 from dlm_lens.option_values import whole_number, words
-from dlm_lens.recording.query_classes import QUERY_CLASSES
+from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ReducerEntry:
             return count
         classes = isinstance(self.values, str)
         parts = text.split("+") if self.values == "query classes" else [text]
-        allowed = QUERY_CLASSES if classes else self.values
+        allowed = (*QUERY_CLASSES, *OTHER_NAMES) if classes else self.values
         for word in parts:
             if word not in allowed:
                 subject = "the classes of queries are" if classes else f"{self.setting} is one of"
@@ -100,7 +100,7 @@ REDUCERS: Mapping[str, ReducerEntry] = _registry()
 REDUCERS_HELP = (
     "names separated by commas, such as received:all+masked,value-norm,top-keys:5; there are "
     f"{', '.join(entry.usage for entry in REDUCERS.values())}. CLASS is a class of queries: "
-    f"{', '.join(QUERY_CLASSES)}"
+    f"{', '.join(QUERY_CLASSES)} (open is masked, decided is unmasked)"
 )
 
 

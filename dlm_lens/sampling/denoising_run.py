@@ -223,6 +223,11 @@ class DenoisingRun:
         """
         return self.masked
 
+    @cached_property
+    def uniform_noise(self) -> bool:
+        """Whether open positions hold random tokens, in models without a mask token."""
+        return holds_random_tokens(self.canvases, self.masked)
+
     @property
     def steps(self) -> int:
         """How many steps ran, T."""
@@ -324,6 +329,21 @@ class DenoisingRun:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; read .tokens, or set model.tokenizer before denoising")
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+def holds_random_tokens(
+    tokens: Int[Tensor, "*axes position"] | None, masked: Bool[Tensor, "*axes position"] | None
+) -> bool:
+    """Whether open positions hold different tokens, as in models of uniform noise, and not one mask or placeholder.
+
+    Args:
+        tokens: of canvases; None if unknown.
+        masked: which positions are open; None if unknown.
+    """
+    if tokens is None or masked is None:
+        return False
+    held = tokens[masked]
+    return bool((held != held[:1]).any())
 
 
 def revised_positions(

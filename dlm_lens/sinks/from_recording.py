@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import MIN_VIEWERS
 from dlm_lens.recording import KeyNorm, MassiveActivations, QueryClass, ReceivedAttention, Recording, rerun
+from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_statistics import KeyStatistic
@@ -122,10 +123,11 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
     Raises:
         ValueError: ReceivedAttention of this class was not recorded.
     """
+    given, queries = queries, checked_class(queries, "received_of")
     name = "received" if queries == "all" else f"received_{queries}"
     if name not in recording.specs:
         raise ValueError(
-            f"this recording has no {name}; record with ReceivedAttention(queries={queries!r}), it has "
+            f"this recording has no {name}; record with ReceivedAttention(queries={given!r}), it has "
             f"{', '.join(recording.specs)}"
         )
     run = recording.run

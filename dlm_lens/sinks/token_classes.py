@@ -42,8 +42,9 @@ def class_of(text: str) -> str:
 class TokenClasses:
     """The class of token ids, one of `TOKEN_CLASSES`; every id is looked up once.
 
-    "mask": the mask token. "end of text": ids that end a text or a turn. "special": the tokenizer's other special
-    tokens. "learned sink": negative ids, as results number learned sink tokens. By text, the others.
+    "mask": the mask token, and every open position, whatever it holds (`among`). "end of text": ids that
+    end a text or a turn. "special": the tokenizer's other special tokens. "learned sink": negative ids, as results
+    number learned sink tokens. By text, the others.
 
     Args:
         tokenizer: the model's; None if there is none.

@@ -32,7 +32,8 @@ class Step(int):
         block: index of the block being decoded.
         span: the block, as a slice of canvas positions.
         tokens: the canvas x_t that the step starts from, `[batch, position]`.
-        masked: which of its positions are masked (not decided yet), `[batch, position]`.
+        masked: which of its positions are open (masked, or holding a random token), `[batch, position]`.
+        open: the same.
         valid: which of its positions are content rather than padding, `[batch, position]`.
         progress: share of the masks at the start of the run that are decided, `[batch]`.
         run: the same as a `RunStep`, the type that hooks receive.
@@ -66,6 +67,11 @@ class Step(int):
             memory={} if memory is None else memory,
         )
         return self
+
+    @property
+    def open(self) -> Bool[Tensor, "batch position"]:
+        """`masked`, by the word that fits models without a mask token too."""
+        return self.masked
 
     @property
     def index(self) -> int:

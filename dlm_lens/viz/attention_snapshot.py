@@ -24,10 +24,11 @@ class Snapshot:
         pattern: A, the rows of which sum to 1.
         value_norms: ||v_j||_2 of every query head's value.
         tokens: ids; learned sink i is -1 - i.
-        masked: which positions are masked.
+        masked: which positions are open (masked, or holding a random token).
         positions: canvas positions; as long as the canvas part.
         padding: number of canvas positions before the row's first token; figures count positions from that token.
         sinks: number of learned sink tokens, which are the last keys.
+        uniform_noise: whether open positions hold random tokens.
         causal: whether a query sees only itself and earlier positions.
         window: size of the layer's sliding window, the query's own position included; None without one.
         layer, step, row: indices in the model and in the run.
@@ -50,6 +51,7 @@ class Snapshot:
     padding: int = 0
     tokenizer: Any = field(default=None, repr=False)
     window: int | None = None
+    uniform_noise: bool = False
 
     def __post_init__(self) -> None:
         check_shapes(self, key=len(self.tokens), query=len(self.tokens))
@@ -105,6 +107,7 @@ def snapshot(model: Any, run: DenoisingRun, *, step: int, layer: int, row: int =
         value_norms=norms.repeat_interleave(len(pattern) // len(norms), 0)[:, keys],
         tokens=recording.tokens[0, 0, keys].tolist(),
         masked=recording.masked[0, 0, keys],
+        uniform_noise=recording.run.uniform_noise,
         positions=positions.tolist(),
         sinks=recording.sinks,
         causal=recording.causal,

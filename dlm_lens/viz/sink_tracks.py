@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
 from dlm_lens.viz.selection import as_received, choose, index_of, level_of
 
@@ -25,7 +26,7 @@ class Track:
     Args:
         largest: the key with the highest score at each step; -1 where no key has one.
         passes: whether that key is a sink.
-        masked: which keys are masked; None if unknown.
+        masked: which keys are open (masked, or holding a random token); None if unknown.
         content: the keys that are not padding.
         tokens: the final token ids; None if unknown.
         tokenizer: decodes token ids.
@@ -34,6 +35,7 @@ class Track:
         sinks: how many of the keys, the last ones, are learned sink tokens.
         defined: which steps have scores; a row that has ended has none.
         padding: number of padding positions before the row's first token.
+        uniform_noise: whether open keys hold random tokens.
     """
 
     largest: list[int]
@@ -47,6 +49,7 @@ class Track:
     sinks: int
     defined: list[bool]
     padding: int = 0
+    uniform_noise: bool = False
 
     def from_first_token(self, padding: int) -> "Track":
         """The same track with keys that count from the row's first token instead of the canvas's."""
@@ -162,6 +165,7 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         level=sinks.level,
         sinks=sinks.sinks,
         defined=(~scores.isnan()).any(-1).tolist(),
+        uniform_noise=holds_random_tokens(sinks.tokens, sinks.masked),
     )
 
 
@@ -190,6 +194,7 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         level=paths.level,
         sinks=paths.sinks,
         defined=paths.defined[:, row, layers, heads].tolist(),
+        uniform_noise=holds_random_tokens(paths.tokens, paths.masked),
     ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
 
 

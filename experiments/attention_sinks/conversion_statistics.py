@@ -138,11 +138,12 @@ def row_losses(model: Any, found: Any, samples: int) -> list[float]:
     """
     from dataclasses import replace
 
+    from dlm_lens.adapters import family_of
     from dlm_lens.training import NextToken
     from dlm_lens.training.losses import evaluation_loss
     from dlm_lens.training.trainer import EVALUATION_SEED
 
-    causal = getattr(model.config, "mask_token_id", None) is None
+    causal = family_of(model.config.model_type).causal
     objective: Any = NextToken() if causal else replace(found.objective, low_discrepancy=True, group=samples)
     objective, count = objective.for_model(model, samples), 1 if causal else samples
     return [

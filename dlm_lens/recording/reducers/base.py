@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.attention import AttentionInputs, RunStep
 from dlm_lens.printable import shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
-from dlm_lens.recording.query_classes import QUERY_CLASSES, QueryClass
+from dlm_lens.recording.query_classes import QUERY_CLASSES, QueryClass, checked_class, stored_name
 
 ARRAY_AXES = ("step", "batch", "layer", "head", "kv_head", "query", "key")
 """Axes of a recorded array, in this order; axes of a reducer's own come after them."""
@@ -64,6 +64,7 @@ class LayerStep:
         Raises:
             ValueError: no reducer of the recording reads this class.
         """
+        queries = checked_class(queries, "received")
         if queries not in self.sums:
             raise ValueError(f"received attention of {queries!r} queries: declare reads = ('received:{queries}',)")
         sums = self.sums[queries]
@@ -73,7 +74,7 @@ class LayerStep:
 
     def undefined(self, queries: QueryClass, min_viewers: int) -> Bool[Tensor, "batch key"]:
         """Keys that fewer than `min_viewers` (at least 1) queries of the class see, and padding."""
-        few = self.facts.viewers(queries) < max(1, min_viewers)
+        few = self.facts.viewers(checked_class(queries, "undefined")) < max(1, min_viewers)
         return few | ~self.facts.keys
 
     def only_keys(self, values: Float[Tensor, "batch *axes key"]) -> Float[Tensor, "batch *axes key"]:
@@ -228,7 +229,7 @@ def _check(reducer: AnyReducer) -> None:
         )
     for read in reducer.reads:
         kind, _, queries = read.partition(":")
-        if read != "resid" and not (kind == "received" and queries in QUERY_CLASSES):
+        if read != "resid" and not (kind == "received" and stored_name(queries) in QUERY_CLASSES):
             raise ValueError(
                 f"{reducer.name} reads {read!r}; it may read 'resid', and 'received:CLASS' for the classes "
                 f"{', '.join(QUERY_CLASSES)}"

@@ -28,8 +28,9 @@ class ReceivedAttention(Reducer):
     uniform attention, so that a score of 1 is uniform. `Recording.received_sums` gives r_j.
 
     Args:
-        queries: "all", "masked", "unmasked", "prompt", "block", or several of them. All but "all" are recorded as
-            received_CLASS, each divided by its own e_j, so that scores do not fall only because the masks run out.
+        queries: "all", "masked" (or "open"), "unmasked" (or "decided"), "prompt", "block", or several of them. All
+            but "all" are recorded as received_CLASS under the first of these names, each divided by its own e_j, so
+            that scores do not fall only because the masks run out.
         min_viewers: a key that fewer queries of the class see is undefined (NaN).
 
     Raises:
@@ -42,10 +43,9 @@ class ReceivedAttention(Reducer):
     unit = "relative to uniform"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.queries, str):
-            object.__setattr__(self, "queries", tuple(self.queries))
-        for name in self._classes:
-            checked_class(name, "ReceivedAttention")
+        one, names = isinstance(self.queries, str), self._classes
+        known = tuple(checked_class(name, "ReceivedAttention") for name in names)
+        object.__setattr__(self, "queries", known[0] if one else known)
         if not self._classes or self.min_viewers < 1:
             raise ValueError(f"{self}: give at least one class of queries and min_viewers of at least 1")
 
@@ -99,7 +99,7 @@ class WeightedValue(Reducer):
     formula = "sum_i A_ij ||W_O v_j|| (2004.10102, section 3, summed over queries)"
 
     def __post_init__(self) -> None:
-        checked_class(self.queries, "WeightedValue")
+        object.__setattr__(self, "queries", checked_class(self.queries, "WeightedValue"))
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ class StaleAttention(Reducer):
     formula = "1/n sum_i sum_{j kept} A_ij"
 
     def __post_init__(self) -> None:
-        checked_class(self.queries, "StaleAttention")
+        object.__setattr__(self, "queries", checked_class(self.queries, "StaleAttention"))
 
     @property
     def name(self) -> str:
@@ -194,7 +194,7 @@ class TopKeys(ReducerGroup):
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"TopKeys(k={self.k}): k is at least 1")
-        checked_class(self.queries, "TopKeys")
+        object.__setattr__(self, "queries", checked_class(self.queries, "TopKeys"))
 
     @property
     def parts(self) -> "tuple[_Top, ...]":

@@ -10,6 +10,7 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
@@ -44,7 +45,8 @@ def token_enrichment(
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
     95% interval `low`, `high` (bootstrap over sequences; NaN for one); `sequences`. The classes exclude each other,
-    in the order of `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`.
+    in the order of `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`. In models without a mask token "mask" is
+    "open", whatever these positions hold.
 
     Args:
         paths: from `trajectories`, with tokens.
@@ -68,6 +70,8 @@ def token_enrichment(
     if paths.masked is not None:
         labels = np.where(paths.masked.numpy(), names.index("mask"), labels)
     member = np.stack([labels == number for number in range(len(names))])
+    if holds_random_tokens(paths.tokens, paths.masked):
+        names = tuple("open" if name == "mask" else name for name in names)
     return _enrichment(paths, _KeyClasses(names, member), by)
 
 
@@ -76,9 +80,10 @@ def position_enrichment(
 ) -> pd.DataFrame:
     """Enrichment of position classes among sinks: prompt, decoded answer positions ("written"), masked ones.
 
-    "masked" positions are not decoded yet at the step, the future of 2510.15731, section 5.3. With `in_block`, the
-    masked positions of the row's block ("in the block") and of its later blocks ("after the block") are counted
-    separately as well. Columns as in `token_enrichment`, the base again a random key of the same step.
+    "masked" positions are not decoded yet at the step, the future of 2510.15731, section 5.3; in models without a
+    mask token they are called "open". With `in_block`, those of the row's block ("in the block") and of its later
+    blocks ("after the block") are counted separately as well. Columns as in `token_enrichment`, the base again a
+    random key of the same step.
 
     Args:
         paths: from `trajectories`, with masks.
@@ -94,7 +99,8 @@ def position_enrichment(
     position = np.arange(masked.shape[-1])
     learned = np.broadcast_to(position >= paths.canvas, masked.shape)
     prompt = np.broadcast_to(~masked[0] & ~learned[0], masked.shape)
-    member = {"prompt": prompt, "written": ~masked & ~prompt & ~learned, "masked": masked}
+    word = "open" if holds_random_tokens(paths.tokens, paths.masked) else "masked"
+    member = {"prompt": prompt, "written": ~masked & ~prompt & ~learned, word: masked}
     if in_block is not None:
         block = blocks_of_rows(paths, in_block)
         member["in the block"] = masked & block

@@ -29,8 +29,8 @@ def compare_query_classes(
     one class alone has a sink; `both`, how many steps have a sink of both, of `steps` compared; `sequences`.
 
     Args:
-        masked: `received_over_steps(model, run, queries="masked")`.
-        unmasked: the same with queries="unmasked".
+        masked: `received_over_steps(model, run, queries="masked")`, or "open".
+        unmasked: the same with queries="unmasked", or "decided".
         detector: the rule; `AboveMean(3.0)` by default.
         level: the level of the patterns.
 

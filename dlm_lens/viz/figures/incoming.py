@@ -12,15 +12,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from dlm_lens.recording import Recording
+from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import (
-    MASKED_LABEL,
     PLAIN,
     SCALE_LABELS,
     caption,
     counted_keys,
     level_label,
     note,
+    open_label,
     token_labels,
 )
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -79,7 +80,8 @@ def incoming_attention(
     dots = masked is not None and bool(masked.any())
     if not bool(np.isfinite(scores).any()):
         note(axes, "no key has a score at these steps")
-    _explain(figure, received.min_viewers, masked=dots, undefined=bool(np.isnan(scores).any()))
+    label = open_label(holds_random_tokens(received.tokens, received.masked)) if dots else None
+    _explain(figure, received.min_viewers, masked=label, undefined=bool(np.isnan(scores).any()))
     sentences = [
         *([title] if title else []),
         "Incoming attention",
@@ -148,12 +150,12 @@ def _name_axes(axes: Axes, shown: Selection, positions: list[int], chosen: list[
     axes.set_ylabel("step", fontsize=8)
 
 
-def _explain(figure: Figure, viewers: int, *, masked: bool, undefined: bool) -> None:
+def _explain(figure: Figure, viewers: int, *, masked: str | None, undefined: bool) -> None:
     """Draw a legend of the marks that occur."""
     handles: list[Artist] = []
     if masked:
         dot = Line2D([], [], linestyle="", marker="o", markersize=4, mfc="white", mec="black", mew=0.4)
-        dot.set_label(MASKED_LABEL)
+        dot.set_label(masked)
         handles.append(dot)
     if undefined:
         handles.append(

@@ -1,7 +1,7 @@
 """Text in figures: tokens as labels without markup, and captions that name scale, level and rule."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -9,19 +9,31 @@ from matplotlib import font_manager
 from matplotlib.axes import Axes
 
 from dlm_lens.printable import escaped
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import MORE, TokenTexts, shown
 from dlm_lens.sinks import Level, Scale
 
 PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
 """Keyword arguments of every text that may hold a token, so that $ and \\ in it are no markup."""
 
-MASKED_LABEL = "masked (not decoded yet)"
+OPEN_WORDS: Mapping[str, str] = {"masked": "open", "unmasked": "decided"}
+"""Names of regions and classes of queries -> those for models without a mask token."""
 
 SCALE_LABELS: dict[Scale, str] = {
     "relative to uniform": "received attention\nrelative to uniform (1 = uniform)",
     "column sum": "received attention\ncolumn sum (in queries)",
     "share of attention": "share of attention\n(of all counted queries', 0 to 1)",
 }
+
+
+def open_label(*uniform_noise: bool) -> str:
+    """The legend of open positions: masked, or open where they hold random tokens in one of the models."""
+    return "open (not decided yet)" if any(uniform_noise) else "masked (not decoded yet)"
+
+
+def region_words(run: DenoisingRun) -> Mapping[str, str]:
+    """Other names of regions and classes of queries for a run."""
+    return OPEN_WORDS if run.uniform_noise else {}
 
 
 def token_labels(ids: Sequence[int], tokenizer: Any = None, length: int = 12) -> list[str]:

@@ -72,7 +72,8 @@ def lens_table(
     bar.set_label("probability of the\nlikeliest token", fontsize=8)
     frame = Line2D([], [], linestyle="", marker="s", markersize=7, mfc="none", mec=RIGHT, mew=1.4)
     frame.set_label("the token finally decoded")
-    predicted = Patch(facecolor=MASKED, label="masked position, which the model predicts")
+    which = "position of the answer" if lens.run.uniform_noise else "masked position"
+    predicted = Patch(facecolor=MASKED, label=f"{which}, which the model predicts")
     figure.legend(handles=[frame, predicted], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     many = "s" * (count > 1)
     where = f"step {step}, {count} position{many}" if position is None else f"{shown}, {count} step{many}"

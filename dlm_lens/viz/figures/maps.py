@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
-from dlm_lens.viz.figures.labels import MASKED_LABEL, PLAIN, caption, counted_keys, level_label, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, caption, counted_keys, level_label, open_label, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED, SINK
 from dlm_lens.viz.plot_options import PlotOptions
@@ -85,7 +85,8 @@ def attention_maps(
     bar.ax.tick_params(labelsize=7)
     bar.set_label("attention $A_{ij}$ (rows sum to 1; square root scale)", fontsize=8)
     masked = any(bool(shot.masked.any()) for shot in shots)
-    _explain(figure, masked=masked, sinks=any(found), causal=shots[0].causal)
+    label = open_label(*(shot.uniform_noise for shot in shots)) if masked else None
+    _explain(figure, masked=label, sinks=any(found), causal=shots[0].causal)
     counts = dict.fromkeys(counted_keys(len(shot.tokens), shot.sinks) for shot in shots)
     level = level_label("layer" if head is None else "head", shots[0].layer, head)
     sentences = [
@@ -196,13 +197,13 @@ def _panel_title(shot: Snapshot, sinks: list[int]) -> str:
     return f"step {shot.step}: largest of {len(sinks)} sink{'s' * (len(sinks) > 1)} is {name}"
 
 
-def _explain(figure: Figure, *, masked: bool, sinks: bool, causal: bool) -> None:
+def _explain(figure: Figure, *, masked: str | None, sinks: bool, causal: bool) -> None:
     handles: list[Artist] = []
     if sinks:
         mark: dict[str, Any] = {"linestyle": "", "marker": "v", "markersize": 5, "color": SINK}
         handles += [Line2D([], [], label="largest sink", **mark), Line2D([], [], mfc="white", label="sink", **mark)]
     if masked:
-        handles.append(Patch(facecolor=MASKED, label=MASKED_LABEL))
+        handles.append(Patch(facecolor=MASKED, label=masked))
     if causal:
         handles.append(Patch(facecolor=INVISIBLE, label="not visible to the query"))
     if handles:

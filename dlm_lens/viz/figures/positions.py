@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
-from dlm_lens.viz.figures.labels import MASKED_LABEL, PLAIN, caption, counted_keys, level_label, note, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, caption, counted_keys, level_label, note, open_label, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -78,7 +78,7 @@ def sink_positions(
     width, height = min(14.0, max(6.0, 0.09 * steps + 2.5)), min(10.0, max(3.4, 0.055 * positions + 1.6))
     figure = NotebookFigure(figsize=(width, height), layout="constrained")
     draw_track(figure.add_subplot(), track, height, blocks or (), rewritten)
-    explain_track(figure, masked=track.masked is not None, blocks=bool(blocks), revised=bool(rewritten))
+    explain_tracks(figure, [track], blocks=bool(blocks), revised=bool(rewritten))
     sentences = [
         *([title] if title else []),
         "Position with the highest score",
@@ -143,8 +143,7 @@ def sink_positions_by_model(
             f"sink in {sum(track.passes)} of {sum(track.defined)} steps",
         ]
         axes.set_title(caption(about, 4.2), loc="left", fontsize=7.5, **PLAIN)
-    masked = any(track.masked is not None for track in tracks.values())
-    explain_track(figure, masked=masked, blocks=bool(blocks), revised=edits)
+    explain_tracks(figure, list(tracks.values()), blocks=bool(blocks), revised=edits)
     sentences = [
         *([title] if title else []),
         "Position with the highest score",
@@ -272,7 +271,7 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
         _name_tokens(axes, track, spacing=(high - low + 2) / (height * 7))
 
 
-def explain_track(figure: Figure, *, masked: bool, blocks: bool, revised: bool = False) -> None:
+def explain_tracks(figure: Figure, tracks: Sequence[Track], *, blocks: bool, revised: bool = False) -> None:
     """Draw a legend of the marks that can occur."""
     handles: list[Artist] = [
         Line2D([], [], linestyle="", marker="o", markersize=4, color=SINK, label="largest, a sink by the rule"),
@@ -280,8 +279,9 @@ def explain_track(figure: Figure, *, masked: bool, blocks: bool, revised: bool =
             [], [], linestyle="", marker="o", markersize=4, color=LARGEST, mfc="white", label="largest, no sink"
         ),
     ]
-    if masked:
-        handles.append(Patch(facecolor=MASKED, label=MASKED_LABEL))
+    if any(track.masked is not None for track in tracks):
+        label = open_label(*(track.uniform_noise for track in tracks))
+        handles.append(Patch(facecolor=MASKED, label=label))
     if blocks:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"))
     if revised:

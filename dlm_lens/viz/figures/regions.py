@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
+from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sinks.statistics import ratio_by_prompt
-from dlm_lens.viz.figures.labels import PLAIN, caption, note
+from dlm_lens.viz.figures.labels import PLAIN, caption, note, region_words
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -66,8 +67,10 @@ def region_mass(
         raise ValueError(
             f"this recording has no region_mass; record with RegionMass(), it has {', '.join(recording.specs)}"
         )
-    if not queries or not set(queries) <= set(QUERY_CLASSES):
+    if not queries:
         raise ValueError(f"queries is {queries!r}; give some of {', '.join(QUERY_CLASSES)}")
+    queries = tuple(checked_class(name, "region_mass") for name in queries)
+    words = region_words(recording.run)
     mass = _chosen(recording, layer, head)
     even, spec, ends = _even(recording), recording.specs["region_mass"], _ends(recording)
     figure = NotebookFigure(figsize=(9.6, 4.9), layout="constrained")
@@ -78,8 +81,9 @@ def region_mass(
                 recording.steps, even[region], color="0.55", linewidth=0.9, label="uniform attention", gid="even"
             )
         for name in queries:
-            _line(axes, recording.steps, mass[..., QUERY_CLASSES.index(name), number], name)
-        axes.set_title(f"on {region}", fontsize=8)
+            values = mass[..., QUERY_CLASSES.index(name), number]
+            _line(axes, recording.steps, values, name, words.get(name, name))
+        axes.set_title(f"on {words.get(region, region)}", fontsize=8)
         # The top is a little above the highest line, and never as low as rounding errors.
         axes.set_ylim(0, max(1.06 * axes.dataLim.y1, 0.001))
         _note_if_empty(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region)
@@ -99,7 +103,11 @@ def region_mass(
     level = f"level: head (layer {layer}, head {head})" if head is not None else f"mean over the heads of {where}"
     rows, left = len(recording.rows), int((recording.run.row_steps == len(recording.steps)).sum())
     some = f" ({left} to the end)" if ends else ""
-    absent = [name for name in queries if not bool(mass[..., QUERY_CLASSES.index(name), :].isfinite().any())]
+    absent = [
+        words.get(name, name)
+        for name in queries
+        if not bool(mass[..., QUERY_CLASSES.index(name), :].isfinite().any())
+    ]
     sentences = [
         *([title] if title else []),
         "Attention by region of keys",
@@ -139,8 +147,8 @@ def _chosen(
     return mass.nanmean((2, 3))
 
 
-def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"], name: str) -> None:
-    """Draw the mean over the sequences in which the class has queries, with its interval."""
+def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"], name: str, word: str) -> None:
+    """Draw the mean over the sequences in which the class has queries, with its interval; `word` is its name."""
     values = mass.T.numpy()
     there = np.isfinite(values)
     mean, low, high = ratio_by_prompt(np.where(there, values, 0.0), there.astype(float))
@@ -151,7 +159,7 @@ def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"],
     known = np.pad(np.isfinite(mean), 1)
     alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
     style: dict[str, Any] = {"marker": "o", "markersize": 2.5, "markevery": alone} if alone else {}
-    axes.plot(x, mean, linestyle=dashes, color=colour, linewidth=1.4, label=f"{name} queries", gid=name, **style)
+    axes.plot(x, mean, linestyle=dashes, color=colour, linewidth=1.4, label=f"{word} queries", gid=name, **style)
     axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 

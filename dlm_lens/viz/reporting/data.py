@@ -162,7 +162,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "settings": {name: _shown(value, subject.row) for name, value in run.settings.items()},
         "versions": dict(subject.versions),
         "text": printable(run.texts[subject.row]) if run.tokenizer is not None else None,
-        "causal": run.autoregressive,  # then what is not yet decided counts as masked
+        "open": "not decoded yet" if run.autoregressive else "open" if run.uniform_noise else "masked",
     }
 
 
@@ -180,7 +180,7 @@ def _shown(value: Any, row: int) -> str:
 
 
 def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
-    """The tokens and masks of the canvas of every step and after the last one, without padding."""
+    """The tokens and open positions of the canvas of every step and after the last one, without padding."""
     run, row, sinks = subject.run, subject.row, subject.received.sinks
     learned = -1 - torch.arange(sinks)
     canvases = torch.cat([run.canvases[:, row], learned.expand(run.steps + 1, -1)], -1)[:, shown]

@@ -208,8 +208,8 @@ def _scale(unit: str, props: dict[str, Any]) -> str:
 
 def _where(shot: Snapshot, level: str) -> str:
     learned = f", and {shot.sinks} learned sink token{'s' * (shot.sinks > 1)} after them" if shot.sinks else ""
-    masked = int(shot.masked.sum())
+    masked, word = int(shot.masked.sum()), "open" if shot.uniform_noise else "masked"
     return (
         f"{level}; layer {shot.layer}; step {shot.step}; sequence {shot.row}; {len(shot.positions)} positions, "
-        f"{masked} of them masked{learned}. Rows (destination) are queries, columns (source) keys."
+        f"{masked} of them {word}{learned}. Rows (destination) are queries, columns (source) keys."
     )

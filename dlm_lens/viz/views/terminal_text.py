@@ -12,7 +12,7 @@ NEW, REVISED = "bold green", "bold yellow"
 
 
 def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
-    """One line per step with the answer after it: new tokens in green, rewritten ones in yellow, masks as ▢.
+    """One line per step with the answer after it: new tokens in green, rewritten ones in yellow, open as ▢.
 
     Control characters in tokens are escaped (`token_text.shown`), so that no text can control the terminal.
     End-of-text is a dim ∎, and a tail of equal tokens is shown once with its count.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
@@ -68,9 +69,10 @@ def received_tokens(
         pieces.append(
             Piece("ColoredTokens", _coloured(labels, shown.scores[step, content], top, RECEIVED), f"step {step}")
         )
+    word = "open" if holds_random_tokens(received.tokens, received.masked) else "masked"
     about = (
         f"scale: {received.scale}; {level_label(shown.level, layer, head)}; queries: {received.queries}; "
-        f"{counted_keys(len(content), received.sinks)}, n = 1 sequence (row {row}). {MASK} is masked; white is 0, "
+        f"{counted_keys(len(content), received.sinks)}, n = 1 sequence (row {row}). {MASK} is {word}; white is 0, "
         f"the darkest {top:.3g}.",
         *cropped,
     )
@@ -78,7 +80,7 @@ def received_tokens(
 
 
 def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
-    """The canvas after a few steps: masks as ▢, tokens that were decoded since the previous line in green.
+    """The canvas after a few steps: open positions as ▢, tokens that were decoded since the previous line in green.
 
     A token that a step since then has rewritten is in red, with ↻ before it.
 
@@ -109,8 +111,9 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         fresh, last = (before & ~masked).float() - edited.float(), step + 1
         pieces.append(Piece("ColoredTokens", _coloured(labels, fresh, 1.0, WRITTEN), f"after step {step}"))
         before = masked
+    word = "open" if run.uniform_noise else "masked"
     about = (
-        f"{run.steps} steps, sequence {row}. {MASK} is masked; green was decoded since the previous line.",
+        f"{run.steps} steps, sequence {row}. {MASK} is {word}; green was decoded since the previous line.",
         *([f"{REVISED} (red) was rewritten since the previous line."] if bool(run.revised[:, row].any()) else []),
         *cropped,
     )

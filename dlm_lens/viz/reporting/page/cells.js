@@ -32,7 +32,7 @@ function paintCells(pane, state, other) {
     cell.classList.toggle("written", recorded.isWritten(step, key));
     cell.classList.toggle("revised", recorded.isRevised(step, key));
     cell.classList.toggle("differs", Boolean(other) && differs(pane, other, key));
-    cell.firstChild.textContent = masked ? "\u00a0\u00a0" : cut(recorded.text(step, key));
+    cell.firstChild.textContent = masked && recorded.about.open !== "open" ? "\u00a0\u00a0" : cut(recorded.text(step, key));
     cell.dataset.key = key;
     const count = pane.heads.get(key) ?? 0;
     const what = masked ? maskText(pane, key) : text;
@@ -42,14 +42,20 @@ function paintCells(pane, state, other) {
       `sink in ${count} of ${patterns} at this step`,
       ...(recorded.isRevised(step, key) ? [revisionText(recorded, step, key)] : []),
     ].join("\n");
-    if (masked) cell.setAttribute("aria-label", `masked, position ${recorded.place(key)}`);
+    if (masked) cell.setAttribute("aria-label", `${recorded.about.open}, position ${recorded.place(key)}`);
     else cell.removeAttribute("aria-label");
   });
 }
 
 function revisionText(recorded, step, key) {
-  if (recorded.isMasked(step + 1, key)) return "masked again at this step";
+  if (recorded.isMasked(step + 1, key)) return `${recorded.about.open} again at this step`;
   return `rewritten at this step: "${visible(recorded.text(step + 1, key))}"`;
+}
+
+// In a model of uniform noise an open position holds a random token.
+function openText(recorded, step, key) {
+  const { open } = recorded.about;
+  return open === "open" ? `open, holds "${visible(recorded.text(step, key))}"` : open;
 }
 
 function maskText(pane, key) {
@@ -57,10 +63,10 @@ function maskText(pane, key) {
   for (let later = step; later < recorded.steps; later += 1) {
     if (!recorded.isMasked(later + 1, key)) {
       const when = recorded.about.steps[later];
-      return `${recorded.about.causal ? "not decoded yet" : "masked"}, decoded at step ${when}: "${visible(recorded.text(later + 1, key))}"`;
+      return `${openText(recorded, step, key)}, decoded at step ${when}: "${visible(recorded.text(later + 1, key))}"`;
     }
   }
-  return "masked to the end";
+  return `${openText(recorded, step, key)} to the end`;
 }
 
 // Whether two panes show different tokens at the same position.

@@ -56,13 +56,13 @@ function sized(canvas, width, height) {
   return pen;
 }
 
-function paintLegend(root, { scale, causal, undefined_keys: undefinedKeys, revised }) {
+function paintLegend(root, { scale, open, undefined_keys: undefinedKeys, revised }) {
   root.replaceChildren();
   const bar = make("span", "bar");
   bar.style.background = `linear-gradient(to right, ${RAMPS[theme].join(", ")})`;
   root.append(make("span", "", `${LOWEST} or less`), bar, make("span", "", number(highest)));
   root.append(make("span", "grow", `received attention, ${scale}${scale === "relative to uniform" ? " (1 = uniform)" : ""}`));
-  root.append(make("span", "key sinkkey", "sink"), make("span", "key maskkey", causal ? "not decoded yet" : "masked"));
+  root.append(make("span", "key sinkkey", "sink"), make("span", "key maskkey", open));
   root.append(make("span", "key writtenkey", "decoded at this step"));
   if (revised) root.append(make("span", "key revisedkey", "rewritten at this step"));
   if (undefinedKeys) root.append(make("span", "key undefinedkey", "no score"));

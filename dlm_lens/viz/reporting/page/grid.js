@@ -111,7 +111,7 @@ function chosenText(pane, state) {
   const moving = isMoving(recorded, pane.pattern) ? "; its sink moves over the run" : "";
   if (!main) return [`${where}no sink${moving}`];
   const masked = recorded.isMasked(step, main.key);
-  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, ...(masked ? ["masked"] : ['"', token(recorded.text(step, main.key), 24), '"']), `), score ${main.score.toFixed(3)}${moving}`];
+  return [`${where}main sink at ${recorded.about.positions[main.key] < 0 ? "" : "position "}${recorded.place(main.key)} (`, ...(masked ? [recorded.about.open] : ['"', token(recorded.text(step, main.key), 24), '"']), `), score ${main.score.toFixed(3)}${moving}`];
 }
 
 // The [layer, head] to which a key of the keyboard moves in the grid; null for other keys.

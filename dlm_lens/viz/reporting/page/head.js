@@ -126,6 +126,6 @@ function tokenAt(pane, key) {
 function stateOf(pane, key) {
   const { recorded, step } = pane;
   if (recorded.about.positions[key] < 0) return "learned";
-  if (recorded.isMasked(step, key)) return recorded.about.causal ? "not decoded yet" : "masked";
+  if (recorded.isMasked(step, key)) return recorded.about.open;
   return recorded.about.positions[key] < recorded.about.prompt ? "prompt" : "written";
 }

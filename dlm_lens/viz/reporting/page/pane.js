@@ -71,7 +71,7 @@ class Pane {
     this.root.querySelector(".when").textContent = `at step ${about.steps[this.step]}, ${written}`;
     this.root.querySelector(".colours").textContent = `Colour: attention that each token receives in ${patternText(this)}.`;
     for (const which of this.root.querySelectorAll(".which")) which.textContent = `of ${patternText(this)}`;
-    this.root.querySelector(".unwritten").textContent = about.causal ? "not decoded yet" : "masked";
+    this.root.querySelector(".unwritten").textContent = about.open;
     paintLegend(this.root.querySelector(".legend"), about);
     paintCells(this, state, other);
     paintGrid(this, state);
