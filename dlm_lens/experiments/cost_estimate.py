@@ -31,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one-token-text": {"parameters": 2.17e6, "layers": 4, "heads": 4, "width": 192, "vocabulary": 1024,
                        "itemsize": 4},
     "toy-blocks": {"parameters": 0.82e6, "layers": 4, "heads": 4, "width": 128, "vocabulary": 118, "itemsize": 4},
+    "toy-uniform": {"parameters": 0.82e6, "layers": 4, "heads": 4, "width": 128, "vocabulary": 118, "itemsize": 4},
 }  # fmt: skip
 """Sizes of the checkpoints of the full settings, so that a plan needs neither network nor weights, and of networks
 that an experiment trains."""
@@ -38,7 +39,7 @@ that an experiment trains."""
 NEW = "new:"
 """Before the name of a checkpoint: its layout with new weights, as in `model.start` of `dlm_lens.training`."""
 
-STAND_INS = {"one-token-text": "toy", "toy-blocks": "toy"}
+STAND_INS = {"one-token-text": "toy", "toy-blocks": "toy", "toy-uniform": "toy"}
 """Networks that an experiment trains -> the embedded model that is timed in their place."""
 
 

@@ -15,8 +15,8 @@ SETTINGS: dict[str, Any] = {"networks": 1, "twin_steps": 3000, "trained": "runs/
 """Networks of each embedded kind (1: the shipped model alone), steps of a twin, and where twins are stored."""
 
 
-NOT_SHIPPED = ("toy-blocks",)
-"""Kinds of `experiments.toy` that the package does not hold: toy as a block-diffusion model."""
+NOT_SHIPPED = ("toy-blocks", "toy-uniform")
+"""Kinds of `experiments.toy` that the package does not hold: toy with block diffusion, and with uniform noise."""
 
 
 def networks_of(model: str, settings: Settings) -> range:

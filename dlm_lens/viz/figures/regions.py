@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
-from dlm_lens.recording.query_classes import checked_class
+from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.sinks.statistics import ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, region_words
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -67,8 +67,8 @@ def region_mass(
         raise ValueError(
             f"this recording has no region_mass; record with RegionMass(), it has {', '.join(recording.specs)}"
         )
-    if not queries:
-        raise ValueError(f"queries is {queries!r}; give some of {', '.join(QUERY_CLASSES)}")
+    if not queries or not set(queries) <= {*QUERY_CLASSES, *OTHER_NAMES}:
+        raise ValueError(f"queries is {queries!r}; give some of {', '.join((*QUERY_CLASSES, *OTHER_NAMES))}")
     queries = tuple(checked_class(name, "region_mass") for name in queries)
     words = region_words(recording.run)
     mass = _chosen(recording, layer, head)

@@ -162,6 +162,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "settings": {name: _shown(value, subject.row) for name, value in run.settings.items()},
         "versions": dict(subject.versions),
         "text": printable(run.texts[subject.row]) if run.tokenizer is not None else None,
+        "causal": run.autoregressive,
         "open": "not decoded yet" if run.autoregressive else "open" if run.uniform_noise else "masked",
     }
 
