@@ -14,6 +14,8 @@ from .mechanism import SinkMechanism as SinkMechanism
 from .mechanism import sink_mechanism as sink_mechanism
 from .norms import ValueNorms as ValueNorms
 from .norms import value_norms as value_norms
+from .remasking import RemaskSensitivity as RemaskSensitivity
+from .remasking import remask as remask
 from .replays import Replay as Replay
 from .replays import replay as replay
 from .sink_mass import MixingBound as MixingBound
