@@ -60,6 +60,19 @@ def _plain_fields(reducer: Statistic) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool)}
 
 
+def _with_as_many_heads(parts: list[Tensor], spec: ArraySpec) -> list[Tensor]:
+    """The layers' arrays with as many key/value heads as the layer with the most.
+
+    A layer with fewer (DiffusionGemma's full layers) has each of its own several times, one after the other, so that
+    query head h reads entry h // (head / kv_head) in every layer.
+    """
+    if "kv_head" not in spec.dims:
+        return parts
+    axis = spec.dims.index("kv_head") - 2
+    most = max(part.shape[axis] for part in parts)
+    return [part.repeat_interleave(most // part.shape[axis], axis) for part in parts]
+
+
 class StepArrays:
     """The arrays of a run in memory. Each is allocated once for all steps, so that steps are not copied again.
 
@@ -94,6 +107,7 @@ class StepArrays:
                 )
             # Layers may live on several devices; on one, a single copy.
             parts = parts if len({part.device for part in parts}) == 1 else [part.cpu() for part in parts]
+            parts = _with_as_many_heads(parts, spec)
             found[spec.name] = _stored(spec, torch.stack(parts, 1).cpu(), self.dtype)
         return found
 

@@ -210,7 +210,7 @@ class Recording(RecordingFields):
         """A part with all axes: steps, rows and heads by place on the axis, layers by index in the model.
 
         Negative places count from the end; a slice selects places. Arrays without the axis are unchanged
-        (`value_norm` has kv_head).
+        (`value_norm` has kv_head; a layer with fewer of these than another has each of them several times).
 
         Raises:
             ValueError: a step, row, head or layer that was not recorded.

@@ -10,6 +10,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import listening
 from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.testing import tiny
 from tests.adapters.test_diffusion_gemma import pair
 
 PROMPTS = [[5, 9, 13, 2, 7, 30, 31], [3, 8, 1, 4]]
@@ -203,3 +204,17 @@ def test_a_recording_is_stored_and_resumed(models: tuple[Any, Any], tmp_path: Pa
         for name in ("canvases", "open", "unmasked", "revised", "proposals", "confidence"):
             assert getattr(other.run, name).equal(getattr(whole.run, name)), name
         assert torch.equal(dl.received_of(other).values.nan_to_num(), dl.received_of(whole).values.nan_to_num())
+
+
+def test_layers_with_fewer_value_heads_repeat_them() -> None:
+    """Two value heads in the sliding layers and one in the full layer, whose norms are root(d_head) each."""
+    recording = dl.record(tiny("diffusion_gemma"), PROMPTS[:1], [dl.ValueNorm(), dl.KeyNorm()], **RUN)
+    norms, keys = recording.value_norm.nan_to_num(), recording.key_norm.nan_to_num()
+    assert norms.shape[3] == 2
+    assert norms[0, 0, 2, 0].equal(norms[0, 0, 2, 1])
+    assert keys[0, 0, 2, 0].equal(keys[0, 0, 2, 1])
+    assert not keys[0, 0, 0, 0].equal(keys[0, 0, 0, 1])
+    # Values have a norm without a scale: heads of 8 in the sliding layers, of 16 in the full layer.
+    seen = slice(0, recording.run.spans[0][1])
+    torch.testing.assert_close(norms[0, 0, 2, 0, seen], torch.full((15,), 4.0), rtol=1e-2, atol=0)
+    torch.testing.assert_close(norms[0, 0, 0, 0, 2:15], torch.full((13,), 8**0.5), rtol=1e-2, atol=0)
