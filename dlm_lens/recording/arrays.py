@@ -63,8 +63,8 @@ def _plain_fields(reducer: Statistic) -> dict[str, Any]:
 def _with_as_many_heads(parts: list[Tensor], spec: ArraySpec) -> list[Tensor]:
     """The layers' arrays with as many key/value heads as the layer with the most.
 
-    A layer with fewer (DiffusionGemma's full layers) has each of its own several times, one after the other, so that
-    query head h reads entry h // (head / kv_head) in every layer.
+    A layer with fewer (DiffusionGemma's full layers) has each of its own several times, one after the other, so
+    that query head h reads entry h // (head / kv_head) in every layer.
     """
     if "kv_head" not in spec.dims:
         return parts
