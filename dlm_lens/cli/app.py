@@ -17,6 +17,7 @@ from dlm_lens.cli.families import families_command
 from dlm_lens.cli.lens import lens_command
 from dlm_lens.cli.norms import norms_command
 from dlm_lens.cli.paths import paths_command
+from dlm_lens.cli.plan import plan_command
 from dlm_lens.cli.plot import PlotCommand, plot_command
 from dlm_lens.cli.record import record_command
 from dlm_lens.cli.report import report_command
@@ -56,6 +57,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train_command,
     "experiment": experiment_command,
     "families": families_command,
+    "plan": plan_command,
     "doctor": doctor_command,
 }
 """Name of a command -> its function, in the order of `dlm-lens --help`."""

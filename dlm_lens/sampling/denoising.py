@@ -124,7 +124,7 @@ def denoise(
             given = _without_cache(given)
     elif algorithm.sampler.grows and hasattr(algorithm.settings, "use_cache") and (hooks or observers):
         given = _without_cache(given)
-    run = _prepare(model, prompts, algorithm, given, seeds, reference_quirks)
+    run = prepared_run(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}
     with ExitStack() as stack:
@@ -164,7 +164,7 @@ def _without_cache(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "use_cache": False}
 
 
-def _prepare(
+def prepared_run(
     model: Any,
     prompts: Prompts,
     algorithm: Algorithm,

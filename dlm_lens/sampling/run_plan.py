@@ -1,0 +1,157 @@
+"""`plan_run`: operations and memory of a run, from a checkpoint's config.json alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlm_lens.adapters.config_fields import built_config
+from dlm_lens.adapters.hub import config_values
+from dlm_lens.adapters.loading import finish_model, prepare_config
+from dlm_lens.adapters.registry import family_of, model_type_of
+from dlm_lens.arguments import check_values
+from dlm_lens.attention import hooked_attentions
+from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.denoising import prepared_run
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.prompts import Prompts
+from dlm_lens.sampling.samplers.base import Sampler
+
+LOGIT_BYTES = 52
+"""Of every logit of a step: five float32 copies (logits, scaled, log-softmax, probabilities, conditioning) and four
+float64 ones (random numbers, and the Gumbel scores that they become), counted in the samplers; not measured."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run costs at most; a run whose rows end early costs less.
+
+    Args:
+        name: of the checkpoint.
+        parameters: number of weights, tied ones once.
+        active: of them, those that a position is multiplied with: in a mixture of experts the chosen experts'.
+        steps: denoising steps.
+        positions: computed positions of all steps and rows, an encoder's included.
+        flops: operations: 2 x active + 4 x heads x d_head x keys in every layer for every computed position, and
+            2 x d_model for every logit (twice with self-conditioning).
+        weight_bytes: of the weights.
+        cache_bytes: of all keys and values, in the dtype of 2 bytes.
+        logit_bytes: of the logits of a step and their copies, `LOGIT_BYTES` each.
+        rows: of the batch.
+    """
+
+    name: str
+    parameters: int
+    active: int
+    steps: int
+    positions: int
+    flops: float
+    weight_bytes: float
+    cache_bytes: float
+    logit_bytes: float
+    rows: int
+
+    @property
+    def memory(self) -> float:
+        """Bytes at most: weights, keys and values, logits, and a tenth for activations."""
+        return 1.1 * (self.weight_bytes + self.cache_bytes + self.logit_bytes)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.parameters / 1e9:.2f}B parameters, {self.active / 1e9:.2f}B active; {self.steps} "
+            f"steps at most, {self.positions:,} positions of {self.rows} rows, {self.flops:.2e} FLOPs; "
+            f"{self.memory / 1e9:.1f} GB (weights {self.weight_bytes / 1e9:.1f}, keys and values "
+            f"{self.cache_bytes / 1e9:.2f}, logits {self.logit_bytes / 1e9:.2f})"
+        )
+
+
+def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: float = 16, **settings: Any) -> RunPlan:
+    """What `denoise` costs with these settings. Nothing but config.json is read, and no weight is allocated.
+
+    Args:
+        source: a checkpoint's directory, which need not hold weights, or a hub name.
+        prompt_length: tokens of every prompt.
+        rows: prompts of the batch.
+        bits: per weight of a matrix: 16, or 8 or 4 with a quantization_config; embeddings keep 16.
+        **settings: of `denoise`.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ValueError: a config or a setting that cannot be.
+    """
+    if prompt_length < 1 or rows < 1 or bits <= 0:
+        raise ValueError(
+            f"prompt_length is {prompt_length}, rows {rows} and bits {bits}; a run has at least one row of one "
+            "token, and weights of some bits"
+        )
+    values = config_values(source, {})
+    values["model_type"] = model_type_of(values, source)
+    family = family_of(values["model_type"])
+    config_class, model_class = family.layouts[values["model_type"]]
+    config = built_config(config_class, values, f"the config.json of {source}")
+    prepare_config(config, family)
+    with torch.device("meta"):
+        model = finish_model(model_class(config), family)
+    check_values(model.sampler_defaults)
+    algorithm = algorithms()[family.sampler_of(config)]
+    ids = torch.zeros(rows, prompt_length, dtype=torch.long)
+    prompts = Prompts(ids, torch.ones_like(ids, dtype=torch.bool))
+    run = prepared_run(model, prompts, algorithm, settings, (0,) * rows, False)
+    return _counted(source, model, run, rows, bits)
+
+
+def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: float) -> RunPlan:
+    config, sampler, length = model.config, run["sampler"], run["canvas"].shape[1]
+    text = config.get_text_config()
+    experts = _field(text, "num_experts", "n_routed_experts")
+    chosen = _field(text, "top_k_experts", "num_experts_per_tok")
+    total = sum(each.numel() for each in model.parameters())
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {id(part.weight): part.weight.numel() for part in ends}
+    matrices = {id(each): (name, each.numel()) for name, each in model.named_parameters() if each.ndim > 1}
+    # An encoder's vision tower does not see text.
+    used = {key: pair for key, pair in matrices.items() if key not in tables and "vision" not in pair[0]}
+    share = chosen / experts if experts and chosen else 1.0
+    active = int(sum(count * (share if ".experts." in name else 1) for name, count in used.values()))
+    layers = [(int(each.q_proj.out_features), int(each.k_proj.out_features)) for each in hooked_attentions(model)]
+    encoder = "encoder" in getattr(model, "attention_stacks", {})
+    plans = sampler.plans(run["history"].prompt_length, length)
+    passes = [(_queries(plan, length, sampler), plan.seen or length) for plan in plans]
+    logits = min(max(queries for queries, _ in passes), length - run["history"].prompt_length)
+    # Another product with the embedding, but not in a canvas's first step.
+    conditioned = len(plans) - len({plan.block for plan in plans})
+    conditioned *= hasattr(model.get_decoder(), "hook_self_conditioning")
+    if encoder or sampler.use_cache:  # once; causal, so half of the keys on average
+        before = run["history"].prompt_length if sampler.autoregressive else max(plan.span[0] for plan in plans)
+        passes.append((before, before // 2))
+    flops = float(
+        sum(2 * active * q + 4 * sum(width for width, _ in layers) * q * k for q, k in passes)
+        + 2 * (len(plans) + conditioned) * logits * text.hidden_size * text.vocab_size
+    )
+    kept = sum(count for _, count in used.values()) * bits / 8 + sum(tables.values()) * 2
+    return RunPlan(
+        source,
+        total,
+        active,
+        len(plans),
+        rows * sum(queries for queries, _ in passes),
+        rows * flops * sampler.halves,
+        kept + 2 * (total - sum(count for _, count in used.values()) - sum(tables.values())),
+        rows * length * sum(2 * 2 * width for _, width in layers),
+        rows * logits * text.vocab_size * LOGIT_BYTES,
+        rows,
+    )
+
+
+def _queries(plan: StepPlan, length: int, sampler: Sampler) -> int:
+    """The positions that a step computes: with kept keys those of its span."""
+    if sampler.use_cache and sampler.autoregressive:
+        return 1
+    whole = plan.span if sampler.use_cache else (0, plan.seen or length)
+    start, stop = plan.computed or whole
+    return stop - start
+
+
+def _field(config: Any, *names: str) -> int | None:
+    """The first of these fields that a config has."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

@@ -1,0 +1,71 @@
+"""`plan_run` against the operations that torch counts in a run, and the bytes of a run's tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import dlm_lens as dl
+from dlm_lens.sampling.run_plan import plan_run
+from dlm_lens.testing import tiny
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "diffusion_gemma": {"steps_per_block": 5, "stability_threshold": None},
+    "llada": {"steps": 16},
+    "llada_moe": {"steps": 16},
+    "a2d_qwen3": {"steps": 16},
+}
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_operations_are_those_that_torch_counts(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    model.config._experts_implementation = "eager"  # torch does not count grouped products
+    if family == "diffusion_gemma":
+        model.set_experts_implementation("eager")
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.config.save_pretrained(tmp_path)
+    plan = plan_run(str(tmp_path), prompt_length=9, rows=2, gen_length=16, **SETTINGS[family])
+    ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("hooked")  # nor the fused kernel of a CPU
+    with FlopCounterMode(display=False) as counter:
+        run = dl.denoise(model, ids, gen_length=16, **SETTINGS[family])
+    assert run.steps == plan.steps
+    counted = counter.get_total_flops()
+    # A masked model's head runs on the positions that are still masked; the plan counts the whole answer.
+    assert counted <= 1.02 * plan.flops
+    assert plan.flops <= (1.05 if family == "diffusion_gemma" else 1.2) * counted
+    unique = {id(each): each.numel() for each in model.parameters()}
+    assert plan.parameters == sum(unique.values())
+
+
+def test_the_plan_of_a_large_checkpoint_reads_its_config_alone(tmp_path: Path) -> None:
+    """Sizes as in a 26B mixture of experts; the number of parameters by hand."""
+    text = {
+        "vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 6,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512,
+        "num_global_key_value_heads": 2, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+    }  # fmt: skip
+    vision = {"model_type": "gemma4_vision", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    config = {"model_type": "diffusion_gemma", "text_config": text, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plans = {bits: plan_run(str(tmp_path), gen_length=512, prompt_length=512, bits=bits) for bits in (16, 4)}
+    d, experts = 2816, 128 * 3 * 2816 * 704
+    sliding, full = (16 * 256 * 2 + 8 * 256 * 2) * d, (16 * 512 * 2 + 2 * 512) * d
+    layer = 3 * d * 2112 + 128 * d
+    conditioning = 3 * d * 2112
+    dense = 5 * sliding + full + 6 * layer + conditioning
+    assert plans[16].active == pytest.approx(dense + 6 * experts / 16, rel=2e-3)
+    assert plans[16].parameters == pytest.approx(dense + 6 * experts + 262144 * d, rel=5e-3)
+    assert plans[16].weight_bytes == pytest.approx(2 * plans[16].parameters, rel=1e-2)
+    saved = plans[16].weight_bytes - plans[4].weight_bytes
+    assert saved == pytest.approx(1.5 * (dense + 6 * experts), rel=2e-3)
+    assert plans[16].cache_bytes == 1024 * 4 * (5 * 8 * 256 + 2 * 512)
+    assert plans[16].steps == 96
+    with pytest.raises(ValueError, match="rows 0"):
+        plan_run(str(tmp_path), rows=0)
+    with pytest.raises(ValueError, match="no setting 'cache'"):
+        plan_run(str(tmp_path), cache="prefix")
