@@ -1,5 +1,6 @@
 """`serial_depth`: the longest chain of operations of a pass, which bounds reasoning that leaves no tokens."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,22 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
-from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.attention import attention_blocks, exclusive
 
 _MOVES = """
-_unsafe_view alias as_strided broadcast_in_dim cat clone constant_pad_nd copy detach diagonal embedding empty
-empty_like empty_permuted expand flip full full_like gather getitem index index_put index_select lift_fresh
-lift_fresh_copy new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll scalar_tensor
+_local_scalar_dense _unsafe_view alias as_strided broadcast_in_dim cat clone constant_pad_nd copy detach diagonal
+embedding empty empty_like empty_permuted expand flip full full_like gather getitem index index_put index_select
+lift_fresh lift_fresh_copy new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll scalar_tensor
 scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack t transpose unbind unfold
 unsqueeze view zeros zeros_like
 """
 _REDUCES = """
-all amax amin any argmax argmin bincount cummax cumsum histc index_add logcumsumexp max mean min prod scatter_add
-sort std sum topk var var_mean
+all amax amin any argmax argmin bincount cummax cumsum histc index_add logcumsumexp max mean min nonzero prod
+scatter_add sort std sum topk var var_mean
 """
 _TAKEN_APART = """
 _softmax _log_softmax native_layer_norm gelu silu addmm baddbmm var_mean mean softplus native_group_norm pow
@@ -40,8 +42,12 @@ REDUCES = frozenset(_REDUCES.split())
 PRODUCTS = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 """Products of matrices: depth 1 + ceil(log2 n) for sums of n terms."""
 
-SINGLE = frozenset({"arange", "div", "_to_copy", "iota", "convert_element_type"})
+SINGLE = frozenset({"arange", "div", "pow", "_to_copy", "iota", "convert_element_type"})
 """Counted as one, beside the operations that torch marks as acting on each number alone."""
+
+
+CONDITIONING = "self_conditioning_logits"
+"""The argument of a pass that is conditioned on the logits of the step before."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class SerialDepth:
         layers: depth at the output of every decoder layer.
         logits: depth at the logits.
         decision: depth of the choice of a token, ceil(log2 d_vocab).
+        conditioned: what a step adds that is conditioned on the logits of the step before; None in models without
+            self-conditioning.
         unknown: operations that no rule counts, taken as depth 0; none for the models of the library.
     """
 
@@ -71,6 +79,7 @@ class SerialDepth:
     layers: tuple[int, ...]
     logits: int
     decision: int
+    conditioned: int | None = None
     unknown: tuple[str, ...] = ()
 
     @property
@@ -79,20 +88,24 @@ class SerialDepth:
         first, last = self.layers[0], self.layers[-1]
         return (last - first) / (len(self.layers) - 1) if len(self.layers) > 1 else float(last)
 
-    def opaque(self, steps: int, *, tokens: bool = True) -> int:
-        """The opaque serial depth of a run without self-conditioning.
+    def opaque(self, steps: int, *, tokens: bool = True, conditioning: bool = False) -> int:
+        """The opaque serial depth of a run.
 
         Args:
-            steps: of the run.
+            steps: of the run, or of a canvas where each begins without conditioning.
             tokens: whether the canvases between the steps count as interpretable; otherwise the chain goes from the
                 first canvas to the last: steps (logits + decision), less the last decision.
+            conditioning: whether what a step is conditioned on counts as interpretable, as once it is mapped
+                through tokens; otherwise the chain goes through it: logits + (steps - 1) conditioned.
 
         Raises:
             ValueError: less than one step.
         """
         if steps < 1:
             raise ValueError(f"steps is {steps}; it must be at least 1")
-        return self.logits if tokens else steps * self.logits + (steps - 1) * self.decision
+        through = 0 if conditioning else self.conditioned or 0
+        through = through if tokens else max(through, self.logits + self.decision)
+        return self.logits + (steps - 1) * through
 
 
 @checked_arguments(positions=whole(least=1, most=2**20))
@@ -101,8 +114,9 @@ class SerialDepth:
 def serial_depth(model: Any, positions: int = 64, *, inputs: Mapping[str, Any] | None = None) -> SerialDepth:
     """The serial depth of one pass of a model.
 
-    The pass is traced, not simulated: it runs once, with a canvas of one row. A model on the meta device needs no
-    memory for its weights: `serial_depth(AutoModelForCausalLM.from_config(config).to("meta"))`.
+    The pass runs once, with a canvas of one row, and its operations are counted; on the meta device it needs no
+    memory. Of a mixture of experts it is the depth of the implementation that is set
+    (`model.set_experts_implementation`).
 
     Args:
         model: from `dlm_lens.load`.
@@ -115,24 +129,29 @@ def serial_depth(model: Any, positions: int = 64, *, inputs: Mapping[str, Any] |
     device = next(model.parameters()).device
     ids = torch.zeros(1, positions, dtype=torch.long, device=device)
     blocks = attention_blocks(model)
+    conditioned = CONDITIONING in inspect.signature(model.get_decoder().forward).parameters
     outputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(output if isinstance(output, Tensor) else output[0])
 
-    def one_pass(ids: Tensor) -> list[Tensor]:
-        outputs.clear()
-        logits = model(input_ids=ids, **dict(inputs or {})).logits
-        return [*outputs, logits]
+    def passes(ids: Tensor) -> list[Tensor]:
+        given = dict(inputs or {})
+        logits = model(input_ids=ids, **given).logits
+        first = [*outputs, logits]
+        return [*first, model(input_ids=ids, **given, **{CONDITIONING: logits}).logits] if conditioned else first
 
     handles = [block.register_forward_hook(keep) for block in blocks]
     try:
-        depths, unknown = depths_of(one_pass, ids)
+        depths, unknown = depths_of(passes, ids)
     finally:
         for handle in handles:
             handle.remove()
-    width = int(model.get_output_embeddings().weight.shape[0])
-    return SerialDepth(positions, tuple(depths[:-1]), depths[-1], _tree(width), unknown)
+    width, more = int(model.get_output_embeddings().weight.shape[0]), None
+    if conditioned:
+        *depths, last = depths
+        more = last - depths[-1]
+    return SerialDepth(positions, tuple(depths[:-1]), depths[-1], _tree(width), more, unknown)
 
 
 def depths_of(call: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[list[int], tuple[str, ...]]:
@@ -142,49 +161,48 @@ def depths_of(call: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[l
         call: returns tensors; it is called once.
         *inputs: of depth 0.
     """
-    try:
-        graph = make_fx(lambda *given: list(call(*given)), decomposition_table=_table())(*inputs).graph
-    except RuntimeError as error:
-        if "data-dependent" not in str(error):
-            raise
-        raise ValueError(
-            "the pass reads values of tensors to decide what it computes, which has no one depth; of a mixture of "
-            "experts take the other implementation: model.set_experts_implementation('grouped_mm')"
-        ) from None
-    depths: dict[Node, int] = {}
-    base: dict[Node, Node] = {}
-    unknown: set[str] = set()
-    results: list[int] = []
-
-    def at(node: Node) -> int:
-        # What was written into a tensor counts for every view of it.
-        return max(depths[node], depths[base.get(node, node)])
-
-    for node in graph.nodes:
-        before = max((at(one) for one in node.all_input_nodes), default=0)
-        if node.op == "output":
-            results = [at(one) for one in node.args[0]]
-        elif node.op == "call_function":
-            own = _own_depth(node)
-            if own is None:
-                unknown.add(_name(node))
-            depths[node] = before + (own or 0)
-            aliases, written = _alias(node)
-            if aliases:
-                base[node] = base.get(node.args[0], node.args[0])
-            if written:
-                depths[base[node]] = max(depths[base[node]], depths[node])
-        else:
-            depths[node] = 0
-    return results, tuple(sorted(unknown))
+    with DepthCounter() as counter:
+        results = call(*inputs)
+    return [counter.of(one) for one in results], tuple(sorted(counter.unknown))
 
 
-def _alias(node: Node) -> tuple[bool, bool]:
-    """Whether the result is a view of the first operand, or that operand, and whether it is written into."""
-    schema = getattr(node.target, "_schema", None)
-    infos = [one.alias_info for one in schema.returns] if schema is not None else []
-    aliases = bool(infos) and infos[0] is not None and isinstance(node.args[0], Node)
-    return aliases, aliases and infos[0].is_write
+class DepthCounter(TorchDispatchMode):
+    """Counts the depth of every tensor that is computed while it is active.
+
+    Views share a depth with the tensor that they are of, so that what is written into a part counts for all of it.
+
+    Attributes:
+        unknown: operations that no rule counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: set[str] = set()
+        # A weak reference keeps the address of a storage from being used again, and not its memory.
+        self._depths: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def of(self, tensor: Tensor) -> int:
+        """The depth of a tensor; 0 if nothing computed it."""
+        return self._depths.get(tensor.untyped_storage()._cdata, (None, 0))[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, in parts where it has parts, and note the depth of its results."""
+        kwargs = kwargs or {}
+        with self:
+            found = _table().get(func, func.decompose)(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        found = func(*args, **kwargs)
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        own = _own_depth(func, args, found)
+        if own is None:
+            self.unknown.add(_name(func))
+        depth = max(map(self.of, given), default=0) + (own or 0)
+        for one in tree_leaves(found):
+            if isinstance(one, Tensor):
+                storage = one.untyped_storage()
+                self._depths[storage._cdata] = StorageWeakRef(storage), max(depth, self.of(one))
+        return found
 
 
 @cache
@@ -193,39 +211,33 @@ def _table() -> dict[Any, Callable[..., Any]]:
     return table | dict(get_decompositions([getattr(torch.ops.aten, name) for name in _TAKEN_APART.split()]))
 
 
-def _name(node: Node) -> str:
+def _name(func: Any) -> str:
     """The name of an operation, without the underscore of those that write in place."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    name = str(getattr(packet, "__name__", packet))
+    name = str(func.overloadpacket.__name__)
     return name.removesuffix("_") or name
 
 
-def _own_depth(node: Node) -> int | None:
+def _own_depth(func: Any, args: Sequence[Any], found: Any) -> int | None:
     """What the operation adds; None if no rule counts it."""
-    name = _name(node)
+    name = _name(func)
     if name in MOVES:
         return 0
     if name in PRODUCTS:
-        return 1 + _tree(_shape(node.args[0])[-1])
+        return 1 + _tree(args[0].shape[-1])
     if name in REDUCES:
-        return _tree(_reduced(node))
-    target: Any = node.target
-    return 1 if name in SINGLE or torch.Tag.pointwise in getattr(target, "tags", ()) else None
+        return _tree(_reduced(name, args, found))
+    return 1 if name in SINGLE or torch.Tag.pointwise in func.tags else None
 
 
-def _reduced(node: Node) -> int:
+def _reduced(name: str, args: Sequence[Any], found: Any) -> int:
     """How many numbers become one: input over output, or the length of the dimension where the shape stays."""
-    shape = _shape(node.args[0])
-    found = node.meta["val"]
-    found = found[0] if isinstance(found, tuple | list) else found
-    if tuple(found.shape) == shape or _name(node) in ("topk", "sort"):
-        dim = node.args[2 if _name(node) == "topk" else 1 :][:1]
-        return shape[dim[0] if dim and isinstance(dim[0], int) else -1]
-    return math.prod(shape) // max(1, math.prod(found.shape))
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
+    if name == "nonzero":  # the places of all entries, by a sum over those before
+        return int(args[0].numel())
+    shape, result = args[0].shape, found[0] if isinstance(found, tuple | list) else found
+    if result.shape == shape or name in ("topk", "sort"):
+        dim = args[2 if name == "topk" else 1 :][:1]
+        return int(shape[dim[0] if dim and isinstance(dim[0], int) else -1])
+    return math.prod(shape) // max(1, math.prod(result.shape))
 
 
 def _tree(count: int) -> int:

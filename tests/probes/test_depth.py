@@ -81,6 +81,34 @@ def test_the_depth_of_a_run() -> None:
         found.opaque(0)
 
 
-def test_experts_that_are_chosen_in_python_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.set_experts_implementation\('grouped_mm'\)"):
-        serial_depth(tiny("llada_moe"), 8)
+def test_self_conditioning_lengthens_the_chain_through_the_steps() -> None:
+    model = tiny("diffusion_gemma")
+    found = serial_depth(model, 16)
+    assert found.unknown == ()
+    # A softmax over the vocabulary and the mean embedding come before the decoder's layers.
+    assert found.conditioned is not None
+    assert found.conditioned > found.logits - found.layers[0]
+    assert found.opaque(10) == found.logits + 9 * found.conditioned
+    assert found.opaque(10, conditioning=True) == found.logits
+    # Three chained passes are two steps longer.
+    ids = torch.zeros(1, 16, dtype=torch.long)
+
+    def chained(ids: torch.Tensor) -> list[torch.Tensor]:
+        logits = model(input_ids=ids).logits
+        for _ in range(2):
+            logits = model(input_ids=ids, self_conditioning_logits=logits).logits
+        return [logits]
+
+    with torch.no_grad():
+        assert depths_of(chained, ids)[0] == [found.opaque(3)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_every_operation_of_experts_is_counted(implementation: str) -> None:
+    model = tiny("llada_moe")
+    model.set_experts_implementation(implementation)
+    found = serial_depth(model, 8)
+    assert found.unknown == ()
+    # Router, choice and experts are deeper than the MLP that is counted above.
+    assert found.per_layer > 77
