@@ -20,9 +20,9 @@ from dlm_lens.attention import attention_blocks, exclusive
 _MOVES = """
 _local_scalar_dense _unsafe_view alias as_strided broadcast_in_dim cat clone constant_pad_nd copy detach diagonal
 embedding empty empty_like empty_permuted expand flip full full_like gather getitem index index_put index_select
-lift_fresh lift_fresh_copy new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll scalar_tensor
-scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack t transpose unbind unfold
-unsqueeze view zeros zeros_like
+lift_fresh lift_fresh_copy new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll
+scalar_tensor scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack t transpose
+unbind unfold unsqueeze view zeros zeros_like
 """
 _REDUCES = """
 all amax amin any argmax argmin bincount cummax cumsum histc index_add logcumsumexp max mean min nonzero prod
