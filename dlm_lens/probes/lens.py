@@ -91,7 +91,8 @@ class LogitLens:
 
     def __repr__(self) -> str:
         return (
-            f"{int(self.predicted.sum())} predicted; layers {self.layers}; {self.lens}; "
+            f"LogitLens({len(self.step)} entries, {int(self.predicted.sum())} predicted; layers {self.layers}; "
+            f"{self.lens}; "
             f"hooks=[{', '.join(self.hooks)}])"
         )
 
