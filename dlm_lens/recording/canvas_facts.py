@@ -89,8 +89,13 @@ class CanvasFacts:
         return self._beside_sinks(self.present)
 
     def queries(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
-        """The queries of a class."""
-        return self._once("queries", checked_class(name, "queries"), self._queries)
+        """The queries of a class: its positions, with a cache those that the step computes."""
+        found = self.positions(name)
+        return found if self.computed is None else found & self.attending
+
+    def positions(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
+        """The content of a class that the network sees, whether or not the step computes it."""
+        return self._once("positions", checked_class(name, "queries"), self._positions)
 
     def expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         """e_j = sum_i M_ij / sum_k M_ik over a class of queries: r_j under uniform attention.
@@ -109,7 +114,7 @@ class CanvasFacts:
             self._computed[kind, name] = compute(name)
         return self._computed[kind, name]
 
-    def _queries(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
+    def _positions(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
         chosen: dict[str, Tensor] = {
             "all": self.present,
             "masked": self.masked,
@@ -117,7 +122,7 @@ class CanvasFacts:
             "prompt": self.prompt,
             "block": self.block,
         }
-        return self.attending & chosen[name]
+        return self.present & chosen[name]
 
     def _expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
@@ -147,6 +152,20 @@ class CanvasFacts:
         if self._whole:
             return queries.flip(-1).cumsum(-1).flip(-1) * seen
         return self._in_window(self.queries(name).long().flip(-1)).flip(-1).float() * seen
+
+    def pairs(self) -> Bool[Tensor, "*run query key"]:
+        """Which attending query sees which canvas key; as large as a pattern, for a single step and layer."""
+        where = torch.arange(self.valid.shape[-1], device=self.valid.device)
+        distance = where[:, None] - where
+        seen = self.attending[..., :, None] & self._visible[..., None, :]
+        if self.causal:
+            seen = seen & (distance >= 0)
+        if self.window is not None:
+            seen = seen & (distance < self.window if self.causal else distance.abs() <= self.window)
+        if self.blocks is not None:
+            number = self.blocks.numbers(len(where))
+            seen = seen & (number[..., None, :] <= number[..., :, None])
+        return seen
 
     @property
     def _whole(self) -> bool:

@@ -236,8 +236,8 @@ class Recorder(StepObserver):
 def _regions(facts: CanvasFacts) -> dict[str, Bool[Tensor, "batch key"]]:
     """Sets of keys by name; the learned sink tokens come after the canvas positions."""
     shape = facts.keys.shape
-    found = {"prompt": facts.queries("prompt"), "masked": facts.queries("masked")}
-    found |= {"unmasked": facts.queries("unmasked"), "block": facts.queries("block")}
+    found = {"prompt": facts.positions("prompt"), "masked": facts.positions("masked")}
+    found |= {"unmasked": facts.positions("unmasked"), "block": facts.positions("block")}
     regions = {name: torch.nn.functional.pad(region, (0, facts.sinks)) for name, region in found.items()}
     positions = torch.arange(shape[-1], device=facts.valid.device)
     return regions | {"sink": (positions >= shape[-1] - facts.sinks).expand(shape)}

@@ -21,7 +21,7 @@ class Snapshot:
     the canvas positions, as queries and as keys.
 
     Args:
-        pattern: A, the rows of which sum to 1.
+        pattern: A, the rows of which sum to 1; 0 for queries that a step with a cache does not compute.
         value_norms: ||v_j||_2 of every query head's value.
         tokens: ids; learned sink i is -1 - i.
         masked: which positions are open (masked, or holding a random token).
@@ -30,7 +30,7 @@ class Snapshot:
         sinks: number of learned sink tokens, which are the last keys.
         uniform_noise: whether open positions hold random tokens.
         causal: whether a query sees only itself and earlier positions.
-        window: size of the layer's sliding window, the query's own position included; None without one.
+        visible: which query sees which key; of a step with a cache the queries that it does not compute see none.
         layer, step, row: indices in the model and in the run.
         tokenizer: decodes ids.
 
@@ -45,12 +45,12 @@ class Snapshot:
     positions: list[int]
     sinks: int
     causal: bool
+    visible: Bool[Tensor, "query key"]
     layer: int
     step: int
     row: int
     padding: int = 0
     tokenizer: Any = field(default=None, repr=False)
-    window: int | None = None
     uniform_noise: bool = False
 
     def __post_init__(self) -> None:
@@ -62,11 +62,9 @@ class Snapshot:
 
     def received(self) -> Received:
         """Received attention of every head, relative to uniform; the learned sinks' own rows do not count."""
-        queries = len(self.positions)
-        visible = torch.ones(queries, len(self.tokens), dtype=torch.bool)
-        visible = visible.tril() if self.causal else visible
-        visible = visible if self.window is None else visible.triu(1 - self.window)
-        return received_from_pattern(self.pattern[:, :queries], dims=("head",), visible=visible)
+        visible = self.visible[: len(self.positions)]
+        pattern, computed = self.pattern[:, : len(self.positions)], visible.any(-1)
+        return received_from_pattern(pattern, dims=("head",), visible=visible, queries=computed)
 
     def sinks_of(self, detector: Detector, head: int | None) -> list[int]:
         """Keys that are sinks of a head (None: of the head-mean pattern), the largest first."""
@@ -97,10 +95,13 @@ def snapshot(model: Any, run: DenoisingRun, *, step: int, layer: int, row: int =
     # Without padding and positions that are not written; learned sinks after the canvas, as queries too.
     keys = recording.facts.keys[0, 0].nonzero().flatten()
     positions = keys[: len(keys) - recording.sinks]
-    pattern = recording.pattern[0, 0, 0]
+    pattern = recording.pattern[0, 0, 0].nan_to_num()
     # A learned sink token sees only itself.
     own_rows = torch.eye(pattern.shape[-1])[pattern.shape[-1] - recording.sinks :].expand(len(pattern), -1, -1)
     pattern = torch.cat([pattern[:, positions], own_rows], 1)[..., keys]
+    # Learned sinks are seen by every query, and see themselves alone.
+    seen = torch.nn.functional.pad(recording.facts.pairs()[0, 0], (0, recording.sinks), value=True)
+    visible = torch.cat([seen[positions], own_rows[0].bool()])[:, keys]
     norms = recording.value_norm[0, 0, 0]
     return Snapshot(
         pattern=pattern,
@@ -111,10 +112,10 @@ def snapshot(model: Any, run: DenoisingRun, *, step: int, layer: int, row: int =
         positions=positions.tolist(),
         sinks=recording.sinks,
         causal=recording.causal,
+        visible=visible,
         layer=recording.layers[0],
         step=step,
         row=row,
         padding=int(run.padding[row]),
         tokenizer=recording.run.tokenizer,
-        window=recording.windows[0] if recording.windows else None,
     )

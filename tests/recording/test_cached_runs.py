@@ -13,6 +13,7 @@ from dlm_lens.bridging import BridgeRecorder
 from dlm_lens.hooks import ablate, mask_positions, mask_top_sinks
 from dlm_lens.recording import AttentionEntropy, UpdateNorm
 from dlm_lens.testing import tiny
+from dlm_lens.viz.attention_snapshot import snapshot
 from tests.sampling.stale import span_of, stale64, whole_step
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
@@ -244,6 +245,44 @@ def test_a_recording_is_stored_and_resumed(hooks: tuple[Any, ...], passes: int, 
         torch.testing.assert_close(other.received, whole.received, rtol=0, atol=0, equal_nan=True)
     copy = dl.Recording.load(whole.save(tmp_path / "copy"))
     assert copy.run.computed == whole.run.computed
+
+
+@pytest.mark.parametrize(("name", "cache"), CASES)
+def test_regions_of_keys_hold_the_kept_ones(name: str, cache: str) -> None:
+    model = tiny(name)
+    rec = dl.record(model, PROMPTS, [dl.RegionMass()], cache=cache, **RUN)
+    run, labels = rec.run, rec.specs["region_mass"].labels
+    at = {kind: labels["key_region"].index(kind) for kind in ("prompt", "masked", "unmasked", "block")}
+    for step in range(run.steps):
+        for row in range(2):
+            kept, keep = stale64(model, run, step, row), run.attention_mask[row]
+            here = queries_of(run, step, row, shift=name == "dream")
+            masked = run.masked[step, row][keep]
+            start, stop = run.spans[step]
+            keys = {"prompt": ~run.masked[0, row][keep], "masked": masked, "unmasked": ~masked}
+            keys["block"] = torch.tensor([start <= i < stop for i in range(len(run.tokens[0]))])[keep]
+            for layer in range(2):
+                for region, chosen in keys.items():
+                    wanted = kept[f"pattern{layer}"][0][:, here][..., chosen].sum(-1).mean(-1)
+                    found = rec.region_mass[step, row, layer, :, labels["query_region"].index("all"), at[region]]
+                    torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-4)
+
+
+def test_a_picture_of_a_cached_step_has_the_queries_that_it_computed() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, cache="dual", **WIDE)
+    received = dl.received_over_steps(model, run)
+    step = next(step for step, span in enumerate(run.computed) if span)
+    for row in range(2):
+        shot = snapshot(model, run, step=step, layer=1, row=row)
+        shown, at = shot.received(), (step, row, 1, slice(None), shot.positions)
+        torch.testing.assert_close(shown.values.flatten(0, -2), received.values[at], rtol=1e-4, atol=1e-5)
+        assert not shown.values.isnan().any()
+    figure = dl.viz.attention_maps(model, run, layer=1, head=0, row=1, steps=[0, step])
+    first, second = (next(c for c in axes.collections if c.get_array().size > 300) for axes in figure.axes[:2])
+    assert not first.get_array().mask.any()
+    assert second.get_array().mask.sum() == (~shot.visible).sum() > 0
+    assert first.norm.vmax <= 1
 
 
 def test_a_trace_sees_what_is_computed() -> None:

@@ -83,6 +83,21 @@ def test_a_snapshot_is_the_pattern_that_the_step_formed(family):
         assert shot.sinks == received.sinks == (2 if family == "sink_qwen" else 0)
 
 
+@pytest.mark.parametrize("family", ["sdar", "modernbert"])
+def test_scores_of_a_snapshot_are_those_of_the_run(family):
+    """Block causal attention, and windows to both sides: e_j is that of the queries that see the key."""
+    network = tiny(family)
+    settings = {"temperature": 0.0} if family == "sdar" else {"steps": 8, "block_length": 8}
+    run = denoise(network, [[5, 9, 14, 3, 20, 6, 7, 30, 31], [7, 8, 9, 1]], gen_length=8, **settings)
+    received = received_over_steps(network, run)
+    for step, layer, row in ((0, 1, 0), (3, 1, 1), (run.steps - 1, 0, 1)):
+        shot = snapshot(network, run, step=step, layer=layer, row=row)
+        expected = received.values[step, row, layer][:, shot.positions]
+        found = shot.received().values.reshape(expected.shape)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert found.isfinite().any()
+
+
 def test_value_norms_of_a_snapshot_are_the_recorded_ones(model, recording):
     shot = snapshot(model, recording.run, step=2, layer=1, row=1)
     # [kv_head, key]; two query heads share a value.

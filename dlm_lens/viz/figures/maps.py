@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -12,6 +13,7 @@ from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from torch import Tensor
 
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
@@ -86,7 +88,7 @@ def attention_maps(
     bar.set_label("attention $A_{ij}$ (rows sum to 1; square root scale)", fontsize=8)
     masked = any(bool(shot.masked.any()) for shot in shots)
     label = open_label(*(shot.uniform_noise for shot in shots)) if masked else None
-    _explain(figure, masked=label, sinks=any(found), causal=shots[0].causal)
+    _explain(figure, masked=label, sinks=any(found), hidden=_hidden(shots))
     counts = dict.fromkeys(counted_keys(len(shot.tokens), shot.sinks) for shot in shots)
     level = level_label("layer" if head is None else "head", shots[0].layer, head)
     sentences = [
@@ -127,9 +129,12 @@ def _of_head(shot: Snapshot, head: int | None, heads: int) -> torch.Tensor:
 
 
 def _visible(shot: Snapshot, values: torch.Tensor) -> np.ma.MaskedArray:
-    """The map, in which entries that a causal model's queries cannot see are left out."""
-    hidden = torch.ones_like(values).triu(1).bool().numpy() if shot.causal else False
-    return np.ma.masked_array(values.numpy(), mask=hidden)
+    """The map without the entries that a query cannot see, and the queries that a step does not compute."""
+    return np.ma.masked_array(values.numpy(), mask=~_seen(shot).numpy())
+
+
+def _seen(shot: Snapshot) -> Bool[Tensor, "query key"]:
+    return shot.visible[: len(shot.positions)]
 
 
 def _frame(axes: Axes, shot: Snapshot) -> None:
@@ -197,14 +202,22 @@ def _panel_title(shot: Snapshot, sinks: list[int]) -> str:
     return f"step {shot.step}: largest of {len(sinks)} sink{'s' * (len(sinks) > 1)} is {name}"
 
 
-def _explain(figure: Figure, *, masked: str | None, sinks: bool, causal: bool) -> None:
+def _hidden(shots: Sequence[Snapshot]) -> str | None:
+    """What the entries that are left out are; None where there are none."""
+    rows = torch.cat([_seen(shot).any(-1) for shot in shots])
+    if not bool(rows.all()):
+        return "not computed at the step (cache), or not visible"
+    return None if all(bool(_seen(shot).all()) for shot in shots) else "not visible to the query"
+
+
+def _explain(figure: Figure, *, masked: str | None, sinks: bool, hidden: str | None) -> None:
     handles: list[Artist] = []
     if sinks:
         mark: dict[str, Any] = {"linestyle": "", "marker": "v", "markersize": 5, "color": SINK}
         handles += [Line2D([], [], label="largest sink", **mark), Line2D([], [], mfc="white", label="sink", **mark)]
     if masked:
         handles.append(Patch(facecolor=MASKED, label=masked))
-    if causal:
-        handles.append(Patch(facecolor=INVISIBLE, label="not visible to the query"))
+    if hidden:
+        handles.append(Patch(facecolor=INVISIBLE, label=hidden))
     if handles:
         figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=7, frameon=False)

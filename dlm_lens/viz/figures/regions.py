@@ -186,10 +186,13 @@ def _learned_alone(recording: Recording) -> bool:
 
 
 def _even(recording: Recording) -> dict[str, NDArray[np.float64]]:
-    """The share of each region under uniform attention, mean over sequences; empty for a causal model."""
-    if recording.causal:
-        return {}
+    """The share of each region under uniform attention, mean over sequences.
+
+    Empty where not every query sees the same keys: causal and block causal attention, sliding windows.
+    """
     facts = recording.facts_of(recording.layers[0])
+    if recording.causal or recording.windows or facts.blocks is not None:
+        return {}
     valid = facts.valid
     keys = (valid.sum(-1) + recording.sinks).clamp(min=1)
     regions = {
