@@ -193,7 +193,8 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
     own = getattr(model.config, "sampler_defaults", None) or {}
     defaults = dict(family.samplers[family.sampler_of(model.config)])
     trained = getattr(model.config, "trained_block_length", None)
-    generation = getattr(model, "generation_settings", {})
+    generation = dict(getattr(model, "generation_settings", {}))
+    model.config.eos_token_id = generation.pop("eos_token_id", model.config.eos_token_id)
     extras.sampler_defaults = {
         **defaults,
         **({} if trained is None else {"block_length": trained}),

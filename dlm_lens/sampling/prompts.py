@@ -256,6 +256,7 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
         raise ValueError("chat messages given, but the model's tokenizer has no chat template; give plain text")
     texts, options = [], {"add_generation_prompt": True, **family_of(model.config.model_type).chat_options}
     for row, chat in enumerate(chats):
+        _check_text_alone(chat, row)
         try:
             texts += tokenizer.apply_chat_template([list(chat)], tokenize=False, **options)
         except Exception as error:  # a template is a program of the checkpoint, which may raise anything
@@ -266,6 +267,22 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
         check_text(texts[-1], f"prompt {row}")
     # The template writes its own special tokens.
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def _check_text_alone(chat: Any, row: int) -> None:
+    """Refuse chats with images and other parts that are no text.
+
+    Raises:
+        ValueError: naming the part.
+    """
+    contents = [message.get("content") for message in chat if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    other = [part.get("type") for part in parts if isinstance(part, Mapping) and part.get("type") != "text"]
+    if other:
+        raise ValueError(
+            f"prompt {row} holds a part of type {other[0]!r}; prompts are text here, without an image processor: "
+            "leave the part out"
+        )
 
 
 def padding_id(model: Any) -> int:

@@ -22,7 +22,13 @@ SHAPES: list[dict[str, Any]] = [
     {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "num_experts": 8, "top_k_experts": 3},
     {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 3},
     {"head_dim": 16, "global_head_dim": 8, "num_global_key_value_heads": 4, "final_logit_softcapping": 3.0},
-    {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "top_k_experts": 1, "canvas_length": 5},
+    {
+        "use_bidirectional_attention": "vision",
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "top_k_experts": 1,
+        "canvas_length": 5,
+    },
 ]
 """Patterns of layers, experts, widths and numbers of heads, soft caps, canvases."""
 
@@ -265,6 +271,9 @@ def test_checkpoints_of_transformers_load_and_are_written_for_it(tmp_path: Path)
     tokens = ids(1)
     assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
     assert loaded.sampler_defaults["steps_per_block"] == 7
+    assert "eos_token_id" not in loaded.sampler_defaults
+    assert loaded.config.eos_token_id == [5, 6]
+    assert dl.denoise(loaded, [1, 2], gen_length=8, steps_per_block=1).eos_token_ids == (5, 6)
     assert loaded.sampler_defaults["t_min"] == 0.3
     assert loaded.sampler_defaults["entropy_bound"] == 0.1
     loaded.save_pretrained(tmp_path / "ours")
@@ -293,6 +302,7 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path: Path) -> None:
         ({"hidden_size": -3}, "text_config says hidden_size = -3"),
         ({"per_layer_config": {"0": {"num_experts": 9}}}, "layers differ in head_dim"),
         ({"num_hidden_layers": 2}, "per_layer_config"),
+        ({"use_bidirectional_attention": "all"}, "take None or 'vision'"),
     ):
         changed = {**config, "text_config": {**config["text_config"], **change}}
         (tmp_path / "config.json").write_text(json.dumps(changed))

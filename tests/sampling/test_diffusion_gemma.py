@@ -52,7 +52,8 @@ def ours(model: Any, ids: Tensor, mask: Tensor, seed: int, **given: Any) -> Any:
 @pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
 def test_token_for_token_with_generate(settings: dict[str, Any]) -> None:
     """Batches with padding, several canvases, beyond the window of the sliding layers, ends of the text."""
-    model, ids = tiny("diffusion_gemma"), prompts()
+    # As in the config of transformers' own tests: images would see both ways, text does not.
+    model, ids = tiny("diffusion_gemma", use_bidirectional_attention="vision"), prompts()
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     early = 0
@@ -146,3 +147,27 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
             dl.denoise(model, "w1 w2", gen_length=8, **given)
     with pytest.warns(UserWarning, match="trained with blocks of 8"):
         dl.denoise(model, "w1 w2", gen_length=4, block_length=4, steps_per_block=2)
+
+
+def test_images_are_refused_in_a_sentence() -> None:
+    model: Any = tiny("diffusion_gemma")
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = [{"role": "user", "content": [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "w5"}]}]
+    with pytest.raises(ValueError, match="prompt 0 holds a part of type 'image'; prompts are text here"):
+        dl.denoise(model, chat, gen_length=8)
+
+
+@pytest.mark.long
+def test_a_static_cache_beyond_the_window_is_another_network_in_transformers_itself() -> None:
+    """At the first step, on the same canvas, its logits are not those of its dynamic cache: it is no reference."""
+    ids = prompts()
+    for window, same in ((6, False), (64, True)):
+        model, kept = tiny("diffusion_gemma", sliding_window=window), list[Tensor]()
+        handle = model.lm_head.register_forward_hook(lambda _m, _i, out, kept=kept: kept.append(out))
+        for cache in (None, "static"):
+            given = {**CALM, "max_new_tokens": 8, "max_denoising_steps": 1}
+            theirs(model, ids, torch.ones_like(ids), 0, cache_implementation=cache, **given)
+        handle.remove()
+        dynamic, static = kept
+        assert (float((dynamic - static).abs().max()) < 1e-4) == same
+        assert same or float((dynamic - static).abs().max()) > 0.1

@@ -34,6 +34,7 @@ GENERATION = {
     "t_max": "t_max",
     "stability_threshold": "stability_threshold",
     "confidence_threshold": "confidence_threshold",
+    "eos_token_id": "eos_token_id",
 }
 """Fields of generation_config.json -> our settings."""
 
@@ -90,6 +91,11 @@ class DiffusionGemmaLMConfig(DiffusionGemmaConfig):
             for name, value in own.items():
                 setattr(text, name, value)
         super().__post_init__(**without_foreign_fields(kwargs))
+        if host.text_config.use_bidirectional_attention == "all":
+            raise ValueError(
+                "text_config says use_bidirectional_attention = 'all', with which transformers' layers fail (they "
+                "pass is_causal twice); take None or 'vision'"
+            )
         for name in IDS:
             setattr(self, name, getattr(host.text_config, name))
 
@@ -150,7 +156,7 @@ class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """What the checkpoint's generation_config.json says about the sampler, under our names."""
+        """What the checkpoint's generation_config.json says, under our names, ids that end the text among it."""
         theirs = {name: getattr(self.generation_config, name, None) for name in GENERATION}
         theirs["sampler_config"] = getattr(theirs["sampler_config"], "entropy_bound", None)
         return {GENERATION[name]: value for name, value in theirs.items() if value is not None}
