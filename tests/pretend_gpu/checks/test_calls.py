@@ -24,9 +24,12 @@ REFUSED_BY_SOME = (
     "guidance",
     "record: pattern similarity",
     "reference quirks",
+    "likelihood",
+    "greedy completion",
+    "Monte Carlo likelihood",
 )
 """Calls that some families refuse in a sentence, which is then the same everywhere: no layout of the bridge, a
-sampler without guidance, a canvas that grows, an original that takes one prompt."""
+sampler without guidance, a canvas that grows, an original that takes one prompt, a model without a mask token."""
 
 
 def model_of(family: str) -> Any:
