@@ -13,6 +13,7 @@ from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
+from dlm_lens.viz.sink_tracks import row_blocks
 
 MOST_COLUMNS = 20
 RIGHT = "#b2182b"
@@ -104,7 +105,7 @@ def _draw(options: PlotOptions) -> Figure:
         lens = logit_lens(options.network, options.run, [position], steps=steps, progress=True)
         return lens_table(lens, position=position, row=options.row, title=options.name)
     step = options.step()
-    block = range(*options.run.spans[step])
+    block = range(*row_blocks(options.run, options.row)[step]) or range(*options.run.spans[step])
     lens = logit_lens(options.network, options.run, block, steps=[step], progress=True)
     return lens_table(lens, step=step, row=options.row, title=options.name)
 
