@@ -122,8 +122,13 @@ class CanvasModel(DiffusionGemmaModel):
             **kwargs: of transformers' own model.
 
         Raises:
-            ValueError: as `canvas_span`, or a mask that is not `[batch, position]`.
+            ValueError: as `canvas_span`, a mask that is not `[batch, position]`, or an embedding that is offloaded.
         """
+        if self.decoder.embed_tokens.weight.device.type == "meta":
+            raise ValueError(
+                "the decoder's embedding is offloaded, and self-conditioning reads its numbers: give a device_map "
+                "that keeps the weights on devices, or a quantization_config"
+            )
         if self_conditioning_logits is not None:
             self_conditioning_logits = self.hook_self_conditioning(self_conditioning_logits)
         if input_ids is None or decoder_input_ids is not None:

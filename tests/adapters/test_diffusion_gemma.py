@@ -310,6 +310,14 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path: Path) -> None:
             dl.load(tmp_path)
 
 
+def test_an_embedding_on_the_disk_is_refused(tmp_path: Path) -> None:
+    """transformers' own code would multiply with a weight without numbers, and no message."""
+    tiny("diffusion_gemma").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the decoder's embedding is offloaded"):
+        dl.load(tmp_path, device_map={"": "disk"})
+    assert dl.denoise(dl.load(tmp_path, device_map={"": "cpu"}), [1, 2], gen_length=8, steps_per_block=2).steps == 2
+
+
 def test_hook_points_are_checked_in_both_stacks() -> None:
     model = tiny("diffusion_gemma")
     check_hook_points(model)

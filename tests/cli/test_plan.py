@@ -1,0 +1,29 @@
+"""`dlm-lens plan`."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dlm_lens.cli.app import app
+from dlm_lens.sampling.run_plan import plan_run
+from dlm_lens.testing import tiny
+
+
+def test_the_plan_of_a_config(tmp_path: Path) -> None:
+    tiny("diffusion_gemma").config.save_pretrained(tmp_path)
+    given = [str(tmp_path), "--device", "rtx4090", "--gen-length", "16", "--bits", "4", "--prompt-length", "5"]
+    result = CliRunner().invoke(app, ["plan", *given])
+    assert result.exit_code == 0, result.output
+    plan = plan_run(str(tmp_path), gen_length=16, bits=4, prompt_length=5)
+    assert str(plan) in result.output.replace("\n", " ") or str(plan) in result.output
+    assert "rtx4090 (24 GB): fits" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [(["--device", "tpu"], "tpu"), (["--bits", "3"], "3"), (["--rows", "0"], "rows")]
+)
+def test_options_that_cannot_be(options: list[str], words: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), *options])
+    assert result.exit_code != 0
+    assert words in result.output + str(result.exception)
