@@ -100,8 +100,10 @@ def test_a_static_cache_inside_the_window_changes_nothing() -> None:
 
 
 @pytest.mark.long
-def test_a_row_is_what_it_is_alone() -> None:
-    model, ids = tiny("diffusion_gemma"), prompts(3, 11)
+@pytest.mark.parametrize("ends", [[62], list(range(0, 60, 8))])
+def test_a_row_is_what_it_is_alone(ends: list[int]) -> None:
+    """Also where rows end in different canvases: the rest of one that has ended is padding, and decided."""
+    model, ids = tiny("diffusion_gemma", eos_token_id=ends), prompts(3, 11)
     given = {**CALM, "gen_length": 24, "steps_per_block": 5, "confidence_threshold": 3.0}
     skips = (0, 4, 9)
     alone = [dl.denoise(model, ids[i : i + 1, skip:], seed=7 + i, **given) for i, skip in enumerate(skips)]
@@ -111,6 +113,10 @@ def test_a_row_is_what_it_is_alone() -> None:
     for row, (one, skip) in enumerate(zip(alone, skips, strict=True)):
         length = one.tokens.shape[1]
         assert torch.equal(batch.tokens[row, skip : skip + length], one.tokens[0])
+        assert bool((batch.tokens[row, skip + length :] == model.config.pad_token_id).all())
+        assert not bool(batch.open[-1, row].any())
+    lengths = {one.tokens.shape[1] - 11 + skip for one, skip in zip(alone, skips, strict=True)}
+    assert (len(lengths) > 1) == (len(ends) > 1)
 
 
 def test_open_positions_hold_random_tokens_and_accepted_ones_what_was_drawn() -> None:
