@@ -26,7 +26,7 @@ def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingS
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
     A file may name another file in `base` and replaces its values. The `kind` of the objective is masked_diffusion,
-    uniform_diffusion or next_token.
+    next_token or uniform_diffusion.
 
     Raises:
         FileNotFoundError: neither a file nor a shipped config.
@@ -60,8 +60,8 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
 
     objectives = {
         "masked_diffusion": MaskedDiffusionLoss,
-        "uniform_diffusion": UniformDiffusionLoss,
         "next_token": NextToken,
+        "uniform_diffusion": UniformDiffusionLoss,
     }
     given = dict(values)
     objective = dict(given.pop("objective", None) or {})
