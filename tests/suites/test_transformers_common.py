@@ -36,16 +36,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 EXCLUDED = {
-    "llada2": {
-        "test_reverse_loading_mapping": "names the biases of a fused projection, which the tiny model has not"
-    },
+    "llada2": {"test_reverse_loading_mapping": "names biases that the tiny model does not have"},
     "llada-moe": {
         "test_sliding_window_mask": "takes every layer for a window where no layer_types say otherwise; it has none"
     },
     "modernbert": {
-        "test_can_init_all_missing_weights": "fails for any class outside transformers whose modules initialise those "
-        "inside them, such as an empty subclass of its own ModernBertForMaskedLM",
-        "test_torch_save_load": "looks for the config's class among transformers' own, where the type is another one's",
+        "test_can_init_all_missing_weights": "fails for every subclass of a model whose modules "
+        "initialise those inside them, as an empty one of transformers' own ModernBertForMaskedLM",
+        "test_torch_save_load": "looks for the config among transformers' own, where the type is another's",
     },
     "mdlm, given the noise": {
         "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them"
