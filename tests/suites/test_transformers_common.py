@@ -41,8 +41,6 @@ EXCLUDED = {
         "test_sliding_window_mask": "takes every layer for a window where no layer_types say otherwise; it has none"
     },
     "modernbert": {
-        "test_can_init_all_missing_weights": "fails for every subclass of a model whose modules "
-        "initialise those inside them, as an empty one of transformers' own ModernBertForMaskedLM",
         "test_torch_save_load": "looks for the config among transformers' own, where the type is another's",
     },
     "mdlm, given the noise": {

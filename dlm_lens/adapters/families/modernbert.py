@@ -75,6 +75,11 @@ class ModernBertForMaskedLM(MaskedDiffusionMixin, _CausalSignature):
         """What states pass between the final norm and the output embedding."""
         return self.head
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: transformers leaves out ModernBERT's own initialisation of whole modules in classes of others."""
+        return False
+
     def get_decoder(self) -> Any:
         """The network without the head; `decoder` is the host's name of the output embedding."""
         return self.model
