@@ -14,9 +14,9 @@ from dlm_lens.hooks.positions import check_sinks_known
 from dlm_lens.hooks.token_selection import classes_of
 
 CLASSES: dict[str, tuple[str, ...]] = {
-    "mask": (), "open": (), "prompt": (), "eos": ("end of text",), "punctuation": ("punctuation",),
+    "mask": (), "prompt": (), "eos": ("end of text",), "punctuation": ("punctuation",),
     "whitespace": ("whitespace",), "digits": ("digits",), "words": ("words",),
-    "special": ("special", "end of text", "mask"),
+    "special": ("special", "end of text", "mask"), "open": (),
 }  # fmt: skip
 """The classes of `mask_tokens`, and for those told by the token alone the `TOKEN_CLASSES` that they hold."""
 
