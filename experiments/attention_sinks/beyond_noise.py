@@ -232,7 +232,7 @@ def _beside(results: Results, model: str) -> Iterator[Finding]:
 
 EXPERIMENT = recorded_runs.experiment(
     name="beyond-noise",
-    shows="beyond the papers: uniform noise",
+    shows="beyond 2510.15731",
     title="sinks in a model of uniform noise: do open positions with random tokens become sinks",
     metric="shares of maps with a sink, and of the answer's sinks at open positions",
     small={"models": ["toy", "toy-ar", "toy-uniform"]},
