@@ -60,9 +60,13 @@ ALGORITHM = Algorithm("leftmost", LeftmostSettings, LeftmostSampler, answer_sett
 def test_algorithms_are_found_by_their_files() -> None:
     found = algorithms()
     blocks = ["bd3lm", "dllm_blocks", "fast_dllm_v2", "llada2", "llada2_editing", "sdar"]
-    assert list(found) == sorted([*blocks, "causal", "dllm", "dream", "llada", "mdlm", "smdm"])
+    others = ["causal", "diffusion_gemma", "dllm", "dream", "entropy_bound", "llada", "mdlm", "smdm"]
+    assert list(found) == sorted([*blocks, *others])
     assert [name for name, algorithm in found.items() if algorithm.sampler.autoregressive] == ["causal"]
-    assert [name for name, algorithm in found.items() if not algorithm.sampler.has_quirks] == ["causal"]
+    assert [name for name, algorithm in found.items() if not algorithm.sampler.has_quirks] == [
+        "causal",
+        "entropy_bound",
+    ]
 
 
 @pytest.fixture
