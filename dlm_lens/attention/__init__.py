@@ -24,13 +24,14 @@ from dlm_lens.attention.hook import (
     hide_columns,
     is_hook,
 )
-from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks, checked
+from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks, checked, step_in_stack
 from dlm_lens.attention.hook_context import HookContext, HookKey, PointContext, RunStep, run_of
 from dlm_lens.attention.hook_points import (
     HOOK_POINTS,
     HookPoint,
     Reader,
     add_hook_points,
+    attention_stack,
     attention_stacks,
     computed_span,
     has_hook_points,
@@ -50,6 +51,7 @@ from dlm_lens.attention.layers import (
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
 from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use
+from dlm_lens.attention.pattern_reductions import QUERY_STATS, PatternStats, QueryStat, TileStats, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sink
@@ -62,6 +64,7 @@ __all__ = [
     "HOOK_POINTS",
     "MIN_VIEWERS",
     "NAMES",
+    "QUERY_STATS",
     "SITES",
     "AttentionInputs",
     "AttentionPass",
@@ -76,14 +79,17 @@ __all__ = [
     "HookLike",
     "HookPoint",
     "HookWrapper",
+    "PatternStats",
     "Placement",
     "PointContext",
+    "QueryStat",
     "Reader",
     "RunStep",
     "SinkLayout",
     "SinkToken",
     "Site",
     "Stage",
+    "TileStats",
     "add_hook_points",
     "adding_module",
     "as_hook",
@@ -93,6 +99,7 @@ __all__ = [
     "attention_blocks",
     "attention_lse",
     "attention_of",
+    "attention_stack",
     "attention_stacks",
     "check_hook_points",
     "check_ids",
@@ -120,6 +127,7 @@ __all__ = [
     "output_weight",
     "own_blocks",
     "padding_before",
+    "pattern_stats",
     "pattern_tiles",
     "position_ids",
     "predicting_position",
@@ -128,6 +136,7 @@ __all__ = [
     "received_sums",
     "run_of",
     "sink",
+    "step_in_stack",
     "stream_columns",
     "top_columns",
     "viewers",

@@ -62,6 +62,8 @@ class Hook:
             default.
         sees_all_layers: whether the hook has to be called in every layer, even inside `at_layers`. False by
             default.
+        stack: the part of the model (`attention_stacks`) in whose layers it acts; "", the default, for the one that
+            predicts, "encoder" for the encoder beside a decoder.
     """
 
     if TYPE_CHECKING:
@@ -78,8 +80,10 @@ class Hook:
         def needs_clean_pass(self) -> bool: ...  # noqa: D102
         @property
         def sees_all_layers(self) -> bool: ...  # noqa: D102
+        @property
+        def stack(self) -> str: ...  # noqa: D102
     else:
-        layers = None
+        layers, stack = None, ""
         stateless = padding_safe = needs_clean_pass = sees_all_layers = False
 
     def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
@@ -190,6 +194,11 @@ class HookWrapper(Hook):
         """As the hook inside."""
         return self.hook.sees_all_layers
 
+    @property
+    def stack(self) -> str:
+        """That of the hook inside."""
+        return self.hook.stack
+
     def check_run(self, run: RunStep) -> None:
         """What the hook inside refuses.
 
@@ -242,6 +251,11 @@ class HookAdapter(Hook):
     def sees_all_layers(self) -> bool:
         """As it declares."""
         return bool(getattr(self.wrapped, "sees_all_layers", False))
+
+    @property
+    def stack(self) -> str:
+        """As it declares."""
+        return str(getattr(self.wrapped, "stack", ""))
 
     @property
     def key(self) -> Any:

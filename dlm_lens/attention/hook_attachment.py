@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention.hook import ColumnHook, Hook, HookLike, as_hook, is_hook
 from dlm_lens.attention.hook_context import HookKey, PointContext, RunStep
-from dlm_lens.attention.hook_points import HOOK_POINTS, hook_point, listening
+from dlm_lens.attention.hook_points import HOOK_POINTS, attention_stack, hook_point, listening
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
 from dlm_lens.attention.masking_stats import hook_keys
 from dlm_lens.attention.sink_layout import SinkLayout
@@ -97,22 +97,31 @@ def attach_hooks(
     Raises:
         ValueError: a layer or a site that does not exist, or a model without hook points.
     """
-    blocks = attention_blocks(model)
     values = checked(hooks)
-    wanted = _layers(layers, len(blocks))
-    causal = attends_causally(model)
+    stacks = {stack: _Stack.of(model, stack) for stack in {hook.stack for hook in values} or {""}}
+    chosen = {name: _layers(layers, len(stack.blocks)) for name, stack in stacks.items()}
     sinks = SinkLayout.of(model)
     with ExitStack() as handles:
         handles.enter_context(listening(model))
         for hook, place in zip(values, hook_keys(values), strict=True):
-            for layer in sorted(wanted & _layers(hook.layers, len(blocks))):
-                name, module = f"blocks.{layer}.{NAMES[hook.site]}", _module(hook, blocks[layer])
+            stack = stacks[hook.stack]
+            for layer in sorted(chosen[hook.stack] & _layers(hook.layers, len(stack.blocks))):
+                name, module = (
+                    f"{stack.prefix}blocks.{layer}.{NAMES[hook.site]}",
+                    _module(hook, stack.blocks[layer]),
+                )
 
                 def context(
-                    name: str = name, layer: int = layer, module: nn.Module = module, place: HookKey = place
+                    name: str = name,
+                    layer: int = layer,
+                    module: nn.Module = module,
+                    place: HookKey = place,
+                    stack: _Stack = stack,
                 ) -> PointContext:
-                    known = getattr(module, "attention_pass", None)
-                    return PointContext(name, layer, sinks, causal, run(), len(blocks), known, place=place)
+                    known, now = getattr(module, "attention_pass", None), stack.step(run())
+                    return PointContext(
+                        name, layer, sinks, stack.causal, now, len(stack.blocks), known, place=place
+                    )
 
                 if isinstance(hook, ColumnHook):
                     call: HookCall = ColumnCall(hook, context, off)
@@ -120,6 +129,36 @@ def attach_hooks(
                     call = HookCall(hook, context, off)
                 handles.callback(module.register_forward_hook(call).remove)
         yield
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A part of the model with attention of its own, as hooks in it see it."""
+
+    name: str
+    module: nn.Module
+    blocks: list[nn.Module]
+    causal: bool
+
+    @classmethod
+    def of(cls, model: Any, name: str) -> "_Stack":
+        """The stack of that name (`attention_stacks`)."""
+        return cls(name, attention_stack(model, name), attention_blocks(model, name), attends_causally(model, name))
+
+    @property
+    def prefix(self) -> str:
+        """What names of its hook points begin with."""
+        return f"{self.name}." if self.name else ""
+
+    def step(self, run: RunStep | None) -> RunStep | None:
+        """The run's step as the stack sees it: an encoder computes a span of decided positions."""
+        return step_in_stack(self.module, run) if self.name else run
+
+
+def step_in_stack(stack: Any, run: RunStep | None) -> RunStep | None:
+    """The step in the present pass of an encoder, which sets `pass_span`, the positions that it computes."""
+    span: tuple[int, int] | None = getattr(stack, "pass_span", None)
+    return None if run is None or span is None else run.of_pass(span)
 
 
 def checked(hooks: Iterable[Any] | None) -> tuple[Hook, ...]:

@@ -125,6 +125,14 @@ class RunStep:
         parts: dict[str, Any] = {name: getattr(self, name)[:, span] for name in _PER_POSITION}
         return replace(self, **parts, queries=None, share=self.progress)
 
+    def of_pass(self, span: tuple[int, int]) -> "RunStep":
+        """The same step in an encoder's pass over the positions of `span`, with a cache of all before them.
+
+        What an encoder sees is decided: a prompt, and finished canvases.
+        """
+        seen = self.until(span[1])
+        return replace(seen, masked=torch.zeros_like(seen.masked), queries=span, share=self.progress)
+
     def for_rows(self, rows: int) -> "RunStep":
         """The same step for a batch of `rows` rows, which repeats this one's (guidance).
 

@@ -150,13 +150,33 @@ def attention_stacks(model: Any) -> Mapping[str, nn.Module]:
     return {"": model} if stacks is None else stacks
 
 
-def computed_span(model: Any, positions: int) -> tuple[int, int] | None:
+def attention_stack(model: Any, stack: str) -> nn.Module:
+    """One of the `attention_stacks`.
+
+    Raises:
+        ValueError: the model has no such stack.
+    """
+    stacks = attention_stacks(model)
+    if stack not in stacks:
+        raise ValueError(
+            f"{type(model).__name__} has no {stack}; hooks act there in models that have one (DiffusionGemma): "
+            f"leave at_{stack} or {stack}=True out"
+        )
+    return stacks[stack]
+
+
+def computed_span(model: Any, positions: int, start: int | None = None) -> tuple[int, int] | None:
     """The span (start, stop) of ids whose queries and logits `model(input_ids)` computes; None: all of them.
 
     In a model with an encoder the canvas, where the decoder says so (`canvas_span`).
+
+    Args:
+        model: or a part of one.
+        positions: of the ids.
+        start: of the canvas, where the call gave it (`canvas_start`).
     """
     span = getattr(getattr(model, "get_decoder", lambda: None)(), "canvas_span", None)
-    return None if span is None else span(positions)
+    return None if span is None else span(positions, start)
 
 
 def hooked_attentions(model: Any, stack: str = "") -> list[Any]:
@@ -166,7 +186,7 @@ def hooked_attentions(model: Any, stack: str = "") -> list[Any]:
         model: or a part of one.
         stack: of `attention_stacks`; by default the one that predicts.
     """
-    return [module for module in attention_stacks(model)[stack].modules() if is_hooked_attention(module)]
+    return [module for module in attention_stack(model, stack).modules() if is_hooked_attention(module)]
 
 
 def is_hooked_attention(module: Any) -> bool:

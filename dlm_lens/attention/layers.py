@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dlm_lens.attention.hook_points import attention_stacks, is_hooked_attention
+from dlm_lens.attention.hook_points import attention_stack, is_hooked_attention
 from dlm_lens.attention.model_access import unwrapped
 from dlm_lens.placement import resident
 
@@ -33,7 +33,7 @@ def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
     """
     blocks = [
         layer
-        for layer in attention_stacks(model)[stack].modules()
+        for layer in attention_stack(model, stack).modules()
         if unwrapped(layer) is layer
         and any(is_hooked_attention(unwrapped(child)) for child in layer._modules.values())
     ]

@@ -7,10 +7,15 @@ from dlm_lens.attention.hook_points import attention_stacks, hooked_attentions
 from dlm_lens.attention.sink_layout import SinkLayout
 
 
-def attends_causally(model: Any) -> bool:
-    """Whether no query sees a later key: by the config's `is_causal`, and by that of the attention modules."""
-    attentions = hooked_attentions(model)
-    return all(bool(getattr(each, "is_causal", True)) for each in (model.config, *attentions))
+def attends_causally(model: Any, stack: str = "") -> bool:
+    """Whether no query sees a later key: by the config's `is_causal`, and by that of the attention modules.
+
+    Args:
+        model: with hook points.
+        stack: of `attention_stacks`; by default the one that predicts, of which alone the config speaks.
+    """
+    parts = hooked_attentions(model, stack) if stack else (model.config, *hooked_attentions(model))
+    return all(bool(getattr(each, "is_causal", True)) for each in parts)
 
 
 def layer_windows(model: Any) -> tuple[int | None, ...]:

@@ -106,9 +106,7 @@ def received_by_class(
     """Received attention of each key from every class of queries, sum_i w_ci A_ij, without a pattern."""
     # Columns dropped after the softmax and edits of a pattern do not follow from the queries and keys.
     if inputs.pattern is None and inputs.dropped is None:
-        last = inputs.own_start is None or inputs.own_start == inputs.k.shape[2] - inputs.q.shape[2]
-        causal = inputs.causal and last
-        visible = inputs.visible if causal or not inputs.causal else inputs.seen()
+        visible, causal = visibility_of(inputs)
         return received_sums(
             inputs.q, inputs.k, scale=inputs.scale, visible=visible, queries=weights, causal=causal
         )
@@ -116,6 +114,13 @@ def received_by_class(
     for rows, pattern in pattern_tiles(inputs):
         sums += weights[:, None, :, rows] @ pattern
     return sums.transpose(1, 2)
+
+
+def visibility_of(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch #head #query key"] | None, bool]:
+    """Which keys the queries see, and whether causality hides more (if the queries are the last positions)."""
+    last = inputs.own_start is None or inputs.own_start == inputs.k.shape[2] - inputs.q.shape[2]
+    causal = inputs.causal and last
+    return inputs.visible if causal or not inputs.causal else inputs.seen(), causal
 
 
 def stream_mix(inputs: AttentionInputs) -> Float[Tensor, "batch query head d_head"]:

@@ -119,7 +119,7 @@ class _Head:
 
 
 @dataclass(frozen=True)
-class _Selection:
+class Selection:
     """The counted queries and the seen keys of one row of the batch, under one head of the mask."""
 
     rows: Int[Tensor, "row"] | None
@@ -127,7 +127,7 @@ class _Selection:
     hidden: UInt8[Tensor, "row column"] | None
 
     @classmethod
-    def of(cls, visible: Bool[Tensor, "#query #key"] | None, rows: Tensor | None, keys: int) -> "_Selection":
+    def of(cls, visible: Bool[Tensor, "#query #key"] | None, rows: Tensor | None, keys: int) -> "Selection":
         """What `visible` leaves of `keys` keys for the queries `rows`; a padding mask leaves nothing to hide."""
         if visible is None:
             return cls(rows, None, None)
@@ -156,17 +156,17 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x[index]
 
 
-def _heads(
+def selected_heads(
     q: Tensor, k: Tensor, scale: float, visible: Tensor | None, rows: list[Tensor | None], causal: bool
-) -> Iterator[tuple[int, int, _Selection, _Head]]:
+) -> Iterator[tuple[int, int, Selection, _Head]]:
     """Every query head of every row of the batch: its indices, its selection and its tiles' source."""
     groups = q.shape[1] // k.shape[1]
     for row in range(q.shape[0]):
         masks = None if visible is None else visible[row % visible.shape[0]]
-        selection = _Selection.of(None if masks is None else masks[0], rows[row], k.shape[2])
+        selection = Selection.of(None if masks is None else masks[0], rows[row], k.shape[2])
         for head in range(q.shape[1]):
             if masks is not None and head and masks.shape[0] > 1:
-                selection = _Selection.of(masks[head], rows[row], k.shape[2])
+                selection = Selection.of(masks[head], rows[row], k.shape[2])
             yield row, head, selection, selection.head(q[row, head], k[row, head // groups], scale * LOG2E, causal)
 
 
@@ -186,7 +186,7 @@ def tiled_received_sums(
     weights = weights.expand(q.shape[0], -1, -1)
     counted = weights.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
-    for row, head, selection, source in _heads(q, k, scale, visible, rows, causal):
+    for row, head, selection, source in selected_heads(q, k, scale, visible, rows, causal):
         own = (
             received[row, :, head]
             if selection.keys is None
@@ -217,7 +217,7 @@ def tiled_lse(
         tiles = _batched_scores(q, k, scale, visible, causal)
         return torch.cat([scores.logsumexp(-1) for _, scores in tiles], -1)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    for row, head, _, source in _heads(q, k, scale, visible, [None] * q.shape[0], causal):
+    for row, head, _, source in selected_heads(q, k, scale, visible, [None] * q.shape[0], causal):
         for tile, _, scores in source.tiles():
             top, total = exponentials_(scores)
             value = (top[:, 0] + total.log2()) / LOG2E

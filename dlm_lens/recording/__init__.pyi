@@ -1,3 +1,7 @@
+from .activation_shards import ActivationShards as ActivationShards
+from .activation_shards import write_activations as write_activations
+from .activation_stream import ActivationBatch as ActivationBatch
+from .activation_stream import activations as activations
 from .arrays import ArraySpec as ArraySpec
 from .canvas_facts import CanvasFacts as CanvasFacts
 from .forward_recording import ForwardRecording as ForwardRecording
@@ -14,8 +18,12 @@ from .reducers.base import LayerStep as LayerStep
 from .reducers.base import PatternReducer as PatternReducer
 from .reducers.base import Reducer as Reducer
 from .reducers.base import ReducerGroup as ReducerGroup
+from .reducers.features import POSITION_CLASSES as POSITION_CLASSES
+from .reducers.features import FeatureActivations as FeatureActivations
+from .reducers.norms import ChannelActivations as ChannelActivations
 from .reducers.norms import KeyNorm as KeyNorm
 from .reducers.norms import MassiveActivations as MassiveActivations
+from .reducers.norms import QueryNorm as QueryNorm
 from .reducers.norms import ResidualNorm as ResidualNorm
 from .reducers.norms import UpdateNorm as UpdateNorm
 from .reducers.norms import ValueNorm as ValueNorm

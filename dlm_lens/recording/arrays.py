@@ -1,6 +1,6 @@
 """The arrays of a recording: their description, and their assembly from the steps of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -90,8 +90,8 @@ class StepArrays:
         """Drop all steps."""
         self._arrays, self.steps = {}, 0
 
-    def of_layers(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The arrays of one step, [batch, layer, ...], on the CPU in the dtype of storage.
+    def of_layers(self, layers: Sequence[MutableMapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The arrays of one step, [batch, layer, ...], on the CPU in the dtype of storage; `layers` are emptied.
 
         Raises:
             ValueError: a reducer returned another number of axes than its dims say.
@@ -99,7 +99,7 @@ class StepArrays:
         """
         found: dict[str, Tensor] = {}
         for spec in self.specs:
-            parts = [layer[spec.name] for layer in layers]
+            parts = [layer.pop(spec.name) for layer in layers]  # so that no step is in memory twice
             if any(part.ndim != len(spec.dims) - 2 for part in parts):
                 raise ValueError(
                     f"{spec.reducer} returned shape {list(parts[0].shape)}; its dims {spec.dims} without step and "

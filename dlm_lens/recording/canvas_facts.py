@@ -160,7 +160,7 @@ class CanvasFacts:
         seen = self.attending[..., :, None] & self._visible[..., None, :]
         if self.causal:
             seen = seen & (distance >= 0)
-        if self.window is not None:
+        if self.window is not None and self.blocks is None:  # with blocks `_visible` has the window
             seen = seen & (distance < self.window if self.causal else distance.abs() <= self.window)
         if self.blocks is not None:
             number = self.blocks.numbers(len(where))

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import computed_span, listening, own_blocks
+from dlm_lens.attention import BlockLayout, computed_span, listening, own_blocks
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
@@ -32,7 +32,9 @@ class ForwardRecording:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.recording, name)
+        found = self._recorder.result()
+        # Python comes here with "recording" where that property raised an AttributeError: it is raised again.
+        return found if name == "recording" else getattr(found, name)
 
     def __repr__(self) -> str:
         return f"ForwardRecording({len(self._recorder.canvases)} forward passes)"
@@ -50,7 +52,9 @@ def record_forward(
 
     `with record_forward(model, [ReceivedAttention()]) as rec: model(input_ids)`; `rec.received` and the other
     attributes of a `Recording` can be read inside the block and after it. [MASK] tokens are the masked positions
-    and the answer.
+    and the answer. A model with an encoder (DiffusionGemma) is recorded as a step of its runs is: the queries are
+    the canvas, which is open and the answer, and the keys are all positions; `model(input_ids, canvas_start=...)`
+    says where the canvas begins.
 
     Args:
         model: from `dlm_lens.load`.
@@ -59,14 +63,9 @@ def record_forward(
         dtype: how statistics are stored.
 
     Raises:
-        ValueError: as `Recorder`; a model with an encoder; a forward pass without input_ids, with a cache, or with
-            a mask [batch, 1, query, key].
+        ValueError: as `Recorder`; a forward pass without input_ids, with a cache, with decoder_input_ids, or with a
+            mask [batch, 1, query, key].
     """
-    if computed_span(model, 2) is not None:
-        raise ValueError(
-            f"a forward pass of {type(model).__name__} computes its canvas alone, after an encoder; record a run "
-            "with dlm_lens.record"
-        )
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
     decoder: nn.Module = model.get_decoder()
     with listening(model):
@@ -90,6 +89,7 @@ class _ForwardRecorder(Recorder):
         self.canvases: list[Tensor] = []
         self.steps: list[dict[str, Tensor]] = []
         self.content: Bool[Tensor, "batch position"] | None = None
+        self.computed: tuple[int, int] | None = None
         self._made: tuple[int, Recording] | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -99,6 +99,11 @@ class _ForwardRecorder(Recorder):
         cache = kwargs.get("past_key_values")
         if not isinstance(ids, Tensor):
             raise ValueError("record_forward needs the forward pass's input_ids; it was given embeddings")
+        if kwargs.get("decoder_input_ids") is not None:
+            raise ValueError(
+                "record_forward needs prompt and canvas in one input_ids; say where the canvas begins with "
+                "canvas_start, instead of decoder_input_ids"
+            )
         if mask is not None and mask.ndim != 2:
             raise ValueError(f"record_forward takes masks [batch, position]; this one is {list(mask.shape)}")
         if cache is not None and cache.get_seq_length():
@@ -113,14 +118,23 @@ class _ForwardRecorder(Recorder):
             raise ValueError(
                 "this forward has another attention_mask than the ones before; open another record_forward"
             )
-        masked = self._masked(ids) & content
+        span = computed_span(self.model, ids.shape[1], kwargs.get("canvas_start"))
+        if self.canvases and span != self.computed:
+            raise ValueError(
+                f"this forward has its canvas at {span}, the ones before at {self.computed}; open another "
+                "record_forward for it"
+            )
+        masked = self._masked(ids, span) & content
         # Also of a causal model: the forward pass sees the whole canvas.
-        answer = masked if not self.canvases else self._masked(self.canvases[0]).to(ids.device) & content
+        answer = masked if not self.canvases else self._masked(self.canvases[0], span).to(ids.device) & content
         sampler, index = Sampler(), len(self.canvases)
         sampler.block_layout = own_blocks(self.model.config, content)
+        if span is not None:
+            sampler.block_layout = BlockLayout(span[1] - span[0], torch.full_like(ids[:, 0], span[0]))
         self.start(sampler, content, answer)
         self.content = content
-        self.step(StepPlan(index, index + 1, 0, self._span(content), 1), ids, masked)
+        self.computed = span
+        self.step(StepPlan(index, index + 1, 0, span or self._span(content), 1, computed=span), ids, masked)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward pass has ended."""
@@ -143,21 +157,31 @@ class _ForwardRecorder(Recorder):
         layout, positions = own_blocks(self.model.config, content), content.shape[1]
         return (0, positions) if layout is None else layout.spans(positions - 1, positions)[0]
 
-    def _masked(self, ids: Int[Tensor, "*run position"]) -> Bool[Tensor, "*run position"]:
+    def _masked(
+        self, ids: Int[Tensor, "*run position"], canvas: tuple[int, int] | None
+    ) -> Bool[Tensor, "*run position"]:
+        """[MASK]; beside an encoder the canvas."""
+        if canvas is not None:
+            where = torch.arange(ids.shape[-1], device=ids.device)
+            return ((where >= canvas[0]) & (where < canvas[1])).expand(ids.shape)
         mask_id = getattr(self.model.config, "mask_token_id", None)
         return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
 
     def _run(self) -> DenoisingRun:
         assert self.content is not None
-        canvases = torch.stack(self.canvases)
-        masked = self._masked(canvases) & self.content.cpu()
-        length = getattr(self.model.config, "block_causal_length", None)
+        canvases, canvas = torch.stack(self.canvases), self.computed
+        masked = self._masked(canvases, canvas) & self.content.cpu()
+        length = (
+            getattr(self.model.config, "block_causal_length", None) if canvas is None else canvas[1] - canvas[0]
+        )
+        span = canvas or (None if length is None else self._span(self.content.cpu()))
         return DenoisingRun.of_canvases(
             canvases,
             masked,
             self.content.cpu(),
-            prompt_length=canvases.shape[-1],
+            prompt_length=canvases.shape[-1] if canvas is None else canvas[0],
             settings={"sampler": "forward", **({} if length is None else {"block_causal_length": length})},
-            spans=None if length is None else [self._span(self.content.cpu())] * len(canvases),
+            spans=None if span is None else [span] * len(canvases),
+            computed=() if canvas is None else (canvas,) * len(canvases),
             tokenizer=getattr(self.model, "tokenizer", None),
         )

@@ -8,7 +8,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import AttentionInputs, ColumnMask, SinkLayout, pattern_tiles, received_by_class
+from dlm_lens.attention import (
+    QUERY_STATS,
+    AttentionInputs,
+    ColumnMask,
+    PatternStats,
+    QueryStat,
+    SinkLayout,
+    TileStats,
+    pattern_stats,
+    pattern_tiles,
+)
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, PatternReducer
 
@@ -17,6 +27,12 @@ def classes_read(reducers: Sequence[AnyReducer]) -> tuple[QueryClass, ...]:
     """The classes of queries whose column sums a reducer reads, each once."""
     reads = [read for reducer in reducers for read in reducer.reads if read.startswith("received:")]
     return tuple(dict.fromkeys(checked_class(read.partition(":")[2], "reads") for read in reads))
+
+
+def query_stats_read(reducers: Sequence[AnyReducer]) -> tuple[QueryStat, ...]:
+    """The statistics per query that a reducer reads, each once."""
+    reads = {read.partition(":")[2] for reducer in reducers for read in reducer.reads if read.startswith("query:")}
+    return tuple(name for name in QUERY_STATS if name in reads)
 
 
 def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> AttentionInputs:
@@ -96,24 +112,23 @@ def on_all_queries(inputs: AttentionInputs) -> AttentionInputs:
 def reduce_layer(
     layer: LayerStep, reducers: Sequence[AnyReducer], computed: AttentionInputs | None = None
 ) -> dict[str, Tensor]:
-    """Name -> statistic of a layer for every reducer, in at most one pass over the pattern.
+    """Name -> statistic of a layer for every reducer, in at most one pass over the scores.
 
     Args:
         layer: with every query of the canvas.
         reducers: of one array each.
         computed: the same inputs with the computed queries alone, where those are a span of the canvas.
     """
-    classes = classes_read(reducers)
+    classes, wanted = classes_read(reducers), query_stats_read(reducers)
     tiled = [reducer for reducer in reducers if isinstance(reducer, PatternReducer)]
     weights = torch.stack([layer.facts.queries(name) for name in classes], 1).float() if classes else None
-    sums: Tensor | None = None
     states: dict[str, Any] = {}
     if tiled:
-        sums, states = _tiled(layer, tiled, weights)
-    elif weights is not None:
-        inputs = layer.inputs if computed is None else computed
-        sums = received_by_class(inputs, weights if computed is None else weights[:, :, inputs.own])
-    layer = replace(layer, sums={} if sums is None else dict(zip(classes, sums.unbind(1), strict=True)))
+        stats, states = _tiled(layer, tiled, weights, wanted)
+    else:
+        stats = _stats(layer, weights, wanted, layer.inputs if computed is None else computed)
+    sums = {} if stats.sums is None else dict(zip(classes, stats.sums.unbind(1), strict=True))
+    layer = replace(layer, sums=sums, per_query=stats.per_query)
     return {
         reducer.name: reducer.finish(states[reducer.name], layer)
         if isinstance(reducer, PatternReducer)
@@ -122,15 +137,38 @@ def reduce_layer(
     }
 
 
+def _stats(
+    layer: LayerStep,
+    weights: Float[Tensor, "batch klass query"] | None,
+    wanted: Sequence[QueryStat],
+    inputs: AttentionInputs,
+) -> PatternStats:
+    """The column sums of every class and the statistics per query, of the queries in `inputs`; 0 for the others."""
+    queries, count = layer.inputs.q.shape[2], inputs.q.shape[2]
+    start = 0 if count == queries else int(inputs.own[0])
+    part = slice(start, start + count)
+    stats = pattern_stats(
+        inputs,
+        None if weights is None else weights[:, :, part],
+        wanted,
+        counted=layer.facts.attending[:, part],
+        canvas=queries,
+    )
+    sides = (start, queries - part.stop)
+    widened = {name: torch.nn.functional.pad(values, sides) for name, values in stats.per_query.items()}
+    return stats if count == queries else PatternStats(stats.sums, widened)
+
+
 def _tiled(
-    layer: LayerStep, reducers: Sequence[PatternReducer], weights: Float[Tensor, "batch klass query"] | None
-) -> tuple[Float[Tensor, "batch klass head key"] | None, dict[str, Any]]:
-    """The column sums of every class and the final state of every reducer, tile by tile."""
+    layer: LayerStep,
+    reducers: Sequence[PatternReducer],
+    weights: Float[Tensor, "batch klass query"] | None,
+    wanted: Sequence[QueryStat],
+) -> tuple[PatternStats, dict[str, Any]]:
+    """The statistics that reducers read and the final state of every pattern reducer, tile by tile."""
     states = {reducer.name: reducer.start(layer) for reducer in reducers}
-    sums = None
+    stats = TileStats(layer.inputs, weights, wanted, layer.inputs.q.shape[2])
     for rows, pattern in pattern_tiles(layer.inputs):
-        if weights is not None:
-            tile = weights[:, None, :, rows] @ pattern
-            sums = tile if sums is None else sums.add_(tile)
+        stats.add(rows, pattern)
         states = {r.name: r.tile(states[r.name], layer, rows, pattern) for r in reducers}
-    return None if sums is None else sums.transpose(1, 2), states
+    return stats.result(), states

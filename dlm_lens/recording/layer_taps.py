@@ -22,11 +22,19 @@ from dlm_lens.attention import (
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """The inputs of one layer's attention and, if requested, the residual stream and the output of attention."""
+    """The inputs of one layer's attention and, if requested, the residual stream and the output of attention.
+
+    Args:
+        inputs: of attention.
+        resid: the stream that enters the layer.
+        attn_out: what attention adds to it.
+        resid_out: the stream that leaves the layer.
+    """
 
     inputs: AttentionInputs
     resid: Tensor | None = None
     attn_out: Tensor | None = None
+    resid_out: Tensor | None = None
 
 
 class AnyTap(Protocol):
@@ -62,8 +70,9 @@ class Tap:
         model: from `dlm_lens.load`.
         layers: indices of the layers, negative from the end; None for all.
         show: called with each layer.
-        stream: whether to pass the residual stream and the output of attention too; `show` is then called at the
-            end of the layer.
+        stream: whether to pass the residual stream and the output of attention too.
+        leaving: whether to pass the stream that leaves the layer with them. `show` is then called at the end of the
+            layer, which keeps queries, keys and values in memory during its MLP; else right after attention.
 
     Raises:
         ValueError: a model without hook points, with attention that `layer_windows` refuses, or a layer that does
@@ -71,13 +80,19 @@ class Tap:
     """
 
     def __init__(
-        self, model: Any, layers: Sequence[int] | None, show: Callable[[LayerInputs], None], *, stream: bool
+        self,
+        model: Any,
+        layers: Sequence[int] | None,
+        show: Callable[[LayerInputs], None],
+        *,
+        stream: bool,
+        leaving: bool = True,
     ) -> None:
         blocks = attention_blocks(model)
         layer_windows(model)
         self.layers = chosen_indices("layer", layers, len(blocks))
         self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
-        self.model, self.show, self.stream = model, show, stream
+        self.model, self.show, self.stream, self.leaving = model, show, stream, leaving
         self._resid: dict[int, Tensor] = {}
         self._inputs: dict[int, AttentionInputs] = {}
         self._added: dict[int, Tensor] = {}
@@ -94,7 +109,8 @@ class Tap:
             if self.stream:
                 self._open.callback(block.register_forward_pre_hook(self._enter(layer), with_kwargs=True).remove)
                 self._open.callback(adding_module(block, "attn_out").register_forward_hook(self._add(layer)).remove)
-                self._open.callback(block.register_forward_hook(self._leave(layer)).remove)
+                if self.leaving:
+                    self._open.callback(block.register_forward_hook(self._leave(layer)).remove)
 
     def close(self) -> None:
         """Stop, and remove everything from the model."""
@@ -145,12 +161,18 @@ class Tap:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._listens(layer):
                 self._added[layer] = output if isinstance(output, Tensor) else output[0]
+                if not self.leaving:
+                    self._show(layer, None)
 
         return hook
 
     def _leave(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if layer in self._inputs:
-                self.show(LayerInputs(self._inputs.pop(layer), self._resid.pop(layer), self._added.pop(layer)))
+                self._show(layer, output if isinstance(output, Tensor) else output[0])
 
         return hook
+
+    def _show(self, layer: int, left: Tensor | None) -> None:
+        resid, added = self._resid.pop(layer), self._added.pop(layer)
+        self.show(LayerInputs(self._inputs.pop(layer), resid, added, left))

@@ -59,8 +59,10 @@ class Recorder(StepObserver):
                 raise ValueError(f"{reducer!r} has the name {reducer.name!r}, which a Recording has already")
         if self.causal:
             _no_masks_in_ar(self.reducers)
-        stream = any("resid" in reducer.reads for reducer in self.reducers)
+        stream = any(read in ("resid", "attn_out") for reducer in self.reducers for read in reducer.reads)
         self.tap = self.tapped(layers, stream)
+        for reducer in self.reducers:
+            reducer.check(model, self.tap.layers)
         self.windows = layer_windows(model)
         self.dtype = dtype
         self.arrays = StepArrays(specs_of(self.reducers), getattr(torch, dtype))
@@ -72,7 +74,8 @@ class Recorder(StepObserver):
 
     def tapped(self, layers: Sequence[int] | None, stream: bool) -> AnyTap:
         """The tap on the model's layers; the recorder of a bridge has another one."""
-        return Tap(self.model, layers, self.show, stream=stream)
+        leaving = any("resid" in reducer.reads for reducer in self.reducers)
+        return Tap(self.model, layers, self.show, stream=stream, leaving=leaving)
 
     def start(
         self,
@@ -103,7 +106,7 @@ class Recorder(StepObserver):
         )
 
     def step_arrays(self) -> dict[str, Tensor]:
-        """The statistics of the current step, each [batch, layer, ...].
+        """The statistics of the current step, each [batch, layer, ...], which are not kept here any longer.
 
         Raises:
             ValueError: the attention of a layer did not run.
@@ -114,7 +117,8 @@ class Recorder(StepObserver):
                 f"the hooked attention of layers {missing} did not run: other code replaced it (a TransformerLens "
                 "bridge?); record on the model as dlm_lens.load returned it"
             )
-        return self.arrays.of_layers([self._found[layer] for layer in self.tap.layers])
+        found, self._found = self._found, {}
+        return self.arrays.of_layers([found[layer] for layer in self.tap.layers])
 
     def recording(self, run: DenoisingRun) -> Recording:
         """The `Recording` of the last run, which `denoise` or `generate` returned.
@@ -183,6 +187,7 @@ class Recorder(StepObserver):
         regions = self._regions_on(facts)
 
         def stream(tensor: Tensor | None) -> Tensor | None:
+            """A residual stream, sink tokens last; NaN at positions that the step does not compute."""
             # The layer before may compute on another device.
             if tensor is None:
                 return None
@@ -202,6 +207,7 @@ class Recorder(StepObserver):
             weight=lambda: self.tap.weight(inputs.layer),
             resid=stream(shown.resid),
             attn_out=stream(shown.attn_out),
+            resid_out=stream(shown.resid_out),
             memory=self._memory_of.setdefault(inputs.layer, {}),
         )
 

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import xarray
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QueryClass, checked_class, stored_name
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.storage import ShardArrays, load_recording, save_recording
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.emerging_text import preview
 
 Index = int | slice | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Recording(RecordingFields):
+class Recording(ShowsItself, RecordingFields):
     """Statistics of a run: an attribute per array (`recording.received`, `recording.value_norm`, ...).
 
     Arrays have the axes (step, batch, layer, head, key), or those in `specs[name].dims`. Keys are the canvas
@@ -52,6 +55,16 @@ class Recording(RecordingFields):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "query")
         return f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model})"
+
+    def _preview(self) -> Preview:
+        lines = []
+        for name, array in self.arrays.items():
+            sizes = zip(self.specs[name].dims, array.shape, strict=True)
+            axes = " ".join(f"{axis}={size}" for axis, size in sizes)
+            lines.append([name, axes, str(array.dtype).removeprefix("torch."), array.nbytes / 2**20])
+        table = pd.DataFrame(lines, columns=["statistic", "axes", "stored as", "MiB"])
+        shown = preview(self.run)
+        return Preview(shown.lines, shown.strip, table, note="a statistic by its name; .run; .to_xarray()")
 
     @property
     def settings(self) -> Mapping[str, Any]:

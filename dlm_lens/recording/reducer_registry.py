@@ -26,7 +26,7 @@ class ReducerEntry:
         kind: name of the class.
         setting: the field that the text after the colon sets; None for a reducer without one.
         values: what that text may be: "count" (a whole number of at least 1), "query class", "query classes"
-            (several, with + between them), or a tuple of words.
+            (several, with + between them), "path" (of a file or directory; it must be given), or a tuple of words.
         module: the module of the class; filled in by the registry.
     """
 
@@ -43,6 +43,8 @@ class ReducerEntry:
             return self.name
         if not isinstance(self.values, str):
             return f"{self.name}[:{'|'.join(self.values)}]"
+        if self.values == "path":
+            return f"{self.name}:PATH"
         shown = {"query class": "CLASS", "query classes": "CLASS+..."}.get(self.values, self.setting.upper())
         return f"{self.name}[:{shown}]"
 
@@ -59,6 +61,8 @@ class ReducerEntry:
         where = f"{option} '{self.name}:{text}'"
         if self.setting is None:
             raise ValueError(f"{where}: {self.name} takes nothing after a colon")
+        if self.values == "path":
+            return text
         if self.values == "count":
             count = whole_number(f"{option} {self.name}", text)
             if count < 1:
@@ -138,5 +142,7 @@ def parse_reducers(text: str, *, option: str = "--reducers") -> list[ReducerText
         if name not in REDUCERS:
             raise ValueError(f"{option} {part!r}: there are {', '.join(REDUCERS)}")
         entry = REDUCERS[name]
+        if entry.values == "path" and not setting:
+            raise ValueError(f"{option} {part!r}: give {entry.usage}")
         found.append(ReducerText(entry, entry.read(setting, option) if colon else None))
     return found

@@ -10,7 +10,9 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import listening
 from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.recording import KeyNorm, ResidualNorm, UpdateNorm, rerun
 from dlm_lens.testing import tiny
+from dlm_lens.viz.attention_snapshot import snapshot
 from tests.adapters.test_diffusion_gemma import pair
 
 PROMPTS = [[5, 9, 13, 2, 7, 30, 31], [3, 8, 1, 4]]
@@ -109,6 +111,41 @@ def test_received_attention_and_its_expectation(models: tuple[Any, Any]) -> None
                     sums = pattern[:, chosen].sum(1)
                     torch.testing.assert_close(found, sums[:, seen[padding:stop]].double(), **CLOSE)
                     assert array[step, row, layer][:, ~seen].isnan().all()
+
+
+@torch.no_grad()
+def test_a_forward_pass_is_recorded_as_a_step_is(models: tuple[Any, Any]) -> None:
+    """The queries of the canvas, the keys of prompt and canvas, against transformers' own patterns."""
+    model, theirs = models
+    ids = torch.tensor([[5, 9, 13, 2, 7, 30, 31, 4, 17, 22, 8, 40, 3, 3, 50, 41, 6, 1, 2, 9]])
+    patterns: list[Tensor] = []
+    handles = [
+        layer.self_attn.register_forward_hook(lambda _m, _i, out: patterns.append(out[1]))
+        for layer in theirs.model.decoder.layers
+    ]
+    theirs(input_ids=ids[:, :11], decoder_input_ids=ids[:, 11:])
+    for handle in handles:
+        handle.remove()
+    reducers = [dl.ReceivedAttention(("all", "open"), min_viewers=1), KeyNorm(), ResidualNorm(), UpdateNorm()]
+    with dl.record_forward(model, reducers) as seen:
+        model(input_ids=ids, canvas_start=11)
+        model(input_ids=ids.flip(1), canvas_start=11)
+        with pytest.raises(ValueError, match="say where the canvas begins with canvas_start"):
+            model(input_ids=ids[:, :11], decoder_input_ids=ids[:, 11:])
+        with pytest.raises(ValueError, match="the ones before at"):
+            model(input_ids=ids, canvas_start=12)
+    assert seen.run.spans == ((11, 20),) * 2
+    assert seen.run.open[0].equal((torch.arange(20) >= 11)[None])
+    for layer, pattern in enumerate(patterns):
+        whole = torch.nn.functional.pad(pattern[0], (20 - pattern.shape[-1], 0))
+        keys = min(20, 9 + (5 if seen.windows[layer] else 11))  # a window of 6: five cached keys
+        expected = torch.tensor([0.0] * (20 - keys) + [9 / keys] * keys)
+        torch.testing.assert_close(seen.expected(layer=layer)[0, 0], expected)
+        torch.testing.assert_close(seen.expected("open", layer=layer)[0, 0], expected)
+        received = seen.received[0, 0, layer].double().nan_to_num() * expected
+        torch.testing.assert_close(received, whole.sum(1).double(), **CLOSE)
+    again = rerun(model, seen.run, reducers)
+    torch.testing.assert_close(again.received, seen.received, equal_nan=True)
 
 
 def test_reruns_give_what_the_run_gave(models: tuple[Any, Any]) -> None:
@@ -218,3 +255,47 @@ def test_layers_with_fewer_value_heads_repeat_them() -> None:
     seen = slice(0, recording.run.spans[0][1])
     torch.testing.assert_close(norms[0, 0, 2, 0, seen], torch.full((15,), 4.0), rtol=1e-2, atol=0)
     torch.testing.assert_close(norms[0, 0, 0, 0, 2:15], torch.full((13,), 8**0.5), rtol=1e-2, atol=0)
+
+
+def test_maps_of_a_sliding_layer_show_the_keys_that_its_queries_see(models: tuple[Any, Any]) -> None:
+    model, _ = models
+    run = dl.denoise(model, PROMPTS, **RUN)
+    for step, layer in ((1, 0), (5, 0), (5, 2)):
+        shot = snapshot(model, run, step=step, layer=layer)
+        start, stop = run.spans[step]
+        first = start - 5 if layer == 0 else 0
+        expected = torch.zeros(stop, stop, dtype=torch.bool)
+        expected[start:stop, first:stop] = True
+        assert shot.visible.equal(expected)
+        assert shot.received().values.shape[-1] == stop
+
+
+def test_probes_compare_decided_positions_too_where_asked(models: tuple[Any, Any]) -> None:
+    """Every position of the canvas, with the numbers of transformers' own logits of the step."""
+    model, theirs = models
+    run = dl.denoise(model, PROMPTS, **RUN)
+    found = dl.probes.commitment(model, run, decided=True)
+    plain = dl.probes.commitment(model, run)
+    assert plain.predicted.equal(run.open[:-1] & run.in_block)
+    assert found.predicted.equal(run.in_block.expand_as(found.predicted))
+    revised = 0
+    for row in range(2):
+        for step, (logits, _) in enumerate(steps64(theirs, run, row)):
+            span = slice(*run.spans[step])
+            likely = logits.double().softmax(-1).max(-1)
+            assert found.token[step, row, span].equal(likely.indices)
+            torch.testing.assert_close(
+                found.confidence[step, row, span].double(), likely.values, rtol=1e-3, atol=1e-4
+            )
+            revised += int(run.revised[step, row, span].sum())
+    assert revised
+    hooks = [mask_positions(4)]
+    every, some = dl.replay(model, run, hooks, decided=True), dl.replay(model, run, hooks)
+    both = some.predicted
+    torch.testing.assert_close(every.kl[both], some.kl[both])
+    assert float(every.kl[every.predicted & ~both].abs().max()) > 1e-4
+    assert dl.probes.token_smearing(model, run, decided=True).own.isfinite().sum() > both.sum()
+    masked = tiny("llada")
+    other = dl.denoise(masked, PROMPTS, gen_length=4)
+    with pytest.raises(ValueError, match="'llada' predicts open positions alone"):
+        dl.replay(masked, other, hooks, decided=True)

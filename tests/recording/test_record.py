@@ -19,7 +19,9 @@ from dlm_lens.recording import (
     RecordingSet,
     Reducer,
     RegionMass,
+    ResidualNorm,
     TopKeys,
+    UpdateNorm,
     ValueNorm,
     record,
     record_forward,
@@ -36,6 +38,7 @@ from dlm_lens.sinks import (
 )
 from dlm_lens.testing import tiny
 from tests.recording.reference import EVERYTHING, FAMILIES, PROMPTS, build, settings
+from tests.reference import forward64
 
 RUN = {"steps": 6, "gen_length": 12, "temperature": 0.7, "seed": [3, 4]}
 
@@ -474,3 +477,43 @@ def test_a_mask_by_shape_is_refused_in_validation(recorded):
     with pytest.raises(ValueError, match="do not name the same"):
         dataclasses.replace(recorded, arrays={})
     assert math.isnan(float(recorded.received[0, 1, 0, 0, 0]))
+
+
+def test_an_attribute_error_inside_a_forward_recording_is_that_error(monkeypatch):
+    """Python asks `__getattr__` for a property that raised one, which must not ask the property again."""
+    model = tiny("llada")
+    with record_forward(model, [ValueNorm()]) as seen, torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert seen.recording is seen.recording
+    assert seen.value_norm.shape == seen.recording.value_norm.shape
+    with pytest.raises(AttributeError, match="has no 'nothing'"):
+        _ = seen.nothing
+
+    def broken(self):
+        raise AttributeError("inside")
+
+    monkeypatch.setattr(type(seen._recorder), "result", broken)
+    for name in ("recording", "value_norm"):
+        with pytest.raises(AttributeError, match=r"^inside$"):
+            getattr(seen, name)
+    with pytest.raises(AttributeError, match="_recorder"):  # a copy that has no fields yet
+        _ = object.__new__(type(seen)).run
+
+
+def test_norms_of_a_float64_model_are_its_own_in_float32():
+    model = tiny("sink_qwen", num_sinks=1).double()
+    ids = torch.tensor([[1, 2, 3, 63, 5]])
+    kept = forward64(model, ids)
+    with record_forward(model, [ValueNorm(), KeyNorm(), ResidualNorm(), UpdateNorm()]) as seen, torch.no_grad():
+        model(input_ids=ids)
+    assert seen.key_norm.dtype == seen.residual_norm.dtype == torch.float32
+    for layer in range(2):
+        expected = kept[f"v{layer}"][0].norm(dim=-1).roll(-1, 0).T  # learned sinks after the canvas
+        torch.testing.assert_close(seen.value_norm[0, 0, layer].double(), expected, rtol=1e-6, atol=1e-6)
+    low = tiny("sink_qwen", num_sinks=1)
+    with record_forward(low, [KeyNorm(), ResidualNorm(), UpdateNorm()]) as plain, torch.no_grad():
+        low(input_ids=ids)
+    for name in plain.arrays:
+        torch.testing.assert_close(seen.arrays[name], plain.arrays[name], rtol=1e-4, atol=1e-5, equal_nan=True)
+    run = denoise(model, ids, gen_length=2)
+    assert record(model, ids, [dlm_lens.probes.MixingBound()], gen_length=2).run.tokens.equal(run.tokens)

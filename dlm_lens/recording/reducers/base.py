@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import AttentionInputs, RunStep
+from dlm_lens.attention import QUERY_STATS, AttentionInputs, QueryStat, RunStep
 from dlm_lens.printable import shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QUERY_CLASSES, QueryClass, checked_class, stored_name
@@ -38,11 +38,16 @@ class LayerStep:
         run: the step of the run: tokens, masked, valid, prompt, block, ...
         facts: the classes of queries, and what keys receive under uniform attention.
         sums: r_j = sum_i A_ij for each class of queries that a reducer reads.
+        per_query: for each of "entropy", "self", "past" and "future" that a reducer reads, a number per query:
+            -sum_j A_ij ln A_ij, A_ii, and the sums of A_ij over the canvas keys before and after i; 0 or any number
+            where a query is not computed.
         regions: sets of keys by name: prompt, masked, unmasked, block, sink (the learned sink tokens).
         weight: returns W_O of every head, [head, d_head, d_model].
-        resid: the residual stream that enters the layer, if a reducer reads "resid".
-        attn_out: the output of attention that is added to it, if a reducer reads "resid".
+        resid: the residual stream that enters the layer, if a reducer reads "resid" or "attn_out".
+        attn_out: the output of attention that is added to it, if a reducer reads "resid" or "attn_out".
+        resid_out: the residual stream that leaves the layer, if a reducer reads "resid".
         memory: a dict that reducers may keep tensors in, from step to step of one run, for this layer.
+        shared: results of `once`.
     """
 
     index: int
@@ -50,11 +55,20 @@ class LayerStep:
     run: RunStep
     facts: CanvasFacts
     sums: Mapping[QueryClass, Float[Tensor, "batch head key"]] = field(default_factory=dict)
+    per_query: Mapping[QueryStat, Float[Tensor, "batch head query"]] = field(default_factory=dict)
     regions: Mapping[str, Bool[Tensor, "batch key"]] = field(default_factory=dict)
     weight: Callable[[], Float[Tensor, "head d_head d_model"]] | None = None
     resid: Float[Tensor, "batch key d_model"] | None = None
     attn_out: Float[Tensor, "batch key d_model"] | None = None
+    resid_out: Float[Tensor, "batch key d_model"] | None = None
     memory: MutableMapping[Any, Any] = field(default_factory=dict)
+    shared: MutableMapping[Any, Any] = field(default_factory=dict)
+
+    def once(self, name: Hashable, compute: Callable[[], Any]) -> Any:
+        """The result of `compute`, which is called once for all reducers of the layer that give this name."""
+        if name not in self.shared:
+            self.shared[name] = compute()
+        return self.shared[name]
 
     def received(
         self, queries: QueryClass, *, relative: bool = True, min_viewers: int = 1
@@ -125,7 +139,10 @@ class Statistic:
     def reads(self) -> tuple[str, ...]:
         """What is computed for the reducer beside queries, keys and values; nothing.
 
-        "received:CLASS" for the column sums of a class of queries, "resid" for the residual stream.
+        "received:CLASS" for the column sums of a class of queries (`LayerStep.sums`), "query:STATISTIC" for a
+        number per query (`LayerStep.per_query`), "attn_out" for the residual stream that enters the layer and the
+        output of attention, "resid" for these and the stream that leaves the layer (more memory: queries, keys and
+        values are kept until then). All that is read of the pattern is computed in one pass.
         """
         return ()
 
@@ -138,6 +155,12 @@ class Statistic:
     def positions(self) -> bool:
         """Whether the numbers are positions of keys, which change where prompts are padded; False."""
         return False
+
+    def check(self, model: Any, layers: tuple[int, ...]) -> None:
+        """Raise a ValueError for a model or recorded layers that the reducer does not fit; by default none.
+
+        Called before the first forward pass.
+        """
 
     @property
     def parts(self) -> "tuple[AnyReducer, ...]":
@@ -228,9 +251,10 @@ def _check(reducer: AnyReducer) -> None:
             f"{reducer.name} has dims {reducer.dims}; the order is {', '.join(ARRAY_AXES)}, then its own"
         )
     for read in reducer.reads:
-        kind, _, queries = read.partition(":")
-        if read != "resid" and not (kind == "received" and stored_name(queries) in QUERY_CLASSES):
+        kind, _, what = read.partition(":")
+        known = {"received": stored_name(what) in QUERY_CLASSES, "query": what in QUERY_STATS}
+        if read not in ("resid", "attn_out") and not known.get(kind):
             raise ValueError(
-                f"{reducer.name} reads {read!r}; it may read 'resid', and 'received:CLASS' for the classes "
-                f"{', '.join(QUERY_CLASSES)}"
+                f"{reducer.name} reads {read!r}; it may read 'resid', 'attn_out', 'received:CLASS' for the classes "
+                f"{', '.join(QUERY_CLASSES)}, and 'query:STATISTIC' for {', '.join(QUERY_STATS)}"
             )

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.attention import QueryStat
 from dlm_lens.recording.query_classes import QUERY_CLASSES
 from dlm_lens.recording.reducer_registry import ReducerEntry
-from dlm_lens.recording.reducers.base import LayerStep, PatternReducer
+from dlm_lens.recording.reducers.base import LayerStep, PatternReducer, Reducer
 
 ENTRIES = (
     ReducerEntry(name="entropy", kind="AttentionEntropy"),
@@ -19,6 +20,8 @@ ENTRIES = (
 KEY_REGIONS = ("prompt", "masked", "unmasked", "block", "sink", "self", "past", "future")
 """Regions of keys. The first five are sets of keys, which may overlap. Self, past, future and the learned sink
 tokens together are all keys."""
+RELATIONS: tuple[QueryStat, ...] = ("self", "past", "future")
+"""Regions of keys that lie otherwise for every query."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class AttentionPattern(PatternReducer):
 
 
 @dataclass(frozen=True)
-class AttentionEntropy(PatternReducer):
+class AttentionEntropy(Reducer):
     """Entropy of every query's attention, H_i = -sum_j A_ij ln A_ij, in nats.
 
     From 0 (one key) to ln n (even attention over n visible keys).
@@ -58,22 +61,15 @@ class AttentionEntropy(PatternReducer):
     dims = ("step", "batch", "layer", "head", "query")
     unit = "nats"
     formula = "-sum_j A_ij ln A_ij"
+    reads = ("query:entropy",)
 
-    def start(self, layer: LayerStep) -> list[Tensor]:
-        """No tile yet."""
-        return []
-
-    def tile(self, state: list[Tensor], layer: LayerStep, rows: slice, pattern: Tensor) -> list[Tensor]:
-        """One more tile of entropies."""
-        return [*state, torch.special.entr(pattern).sum(-1)]
-
-    def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head query"]:
+    def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query"]:
         """The entropy of every query, NaN at padding."""
-        return layer.only_queries(torch.cat(state, -1))
+        return layer.only_queries(layer.per_query["entropy"])
 
 
 @dataclass(frozen=True)
-class RegionMass(PatternReducer):
+class RegionMass(Reducer):
     """The share of attention that queries of one class give to each region of keys, per head.
 
     m_cR = 1 / n_c sum_{i in c} sum_{j in R} A_ij, from 0 to 1, for the query classes all, masked, unmasked, prompt
@@ -96,7 +92,7 @@ class RegionMass(PatternReducer):
     dims = ("step", "batch", "layer", "head", "query_region", "key_region")
     unit = "share of attention"
     formula = "1/n_c sum_{i in c} sum_{j in R} A_ij (2510.15731, Figure 4b: self)"
-    reads = tuple(f"received:{name}" for name in QUERY_CLASSES)
+    reads = (*(f"received:{name}" for name in QUERY_CLASSES), *(f"query:{name}" for name in RELATIONS))
 
     @property
     def labels(self) -> dict[str, tuple[str, ...]]:
@@ -107,37 +103,15 @@ class RegionMass(PatternReducer):
         if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
             raise ValueError(f"RegionMass(sinks={self.sinks!r}): give a detector, such as AboveMean(eps=3.0)")
 
-    def start(self, layer: LayerStep) -> Float[Tensor, "relation batch head klass"]:
-        """No mass on self, past and future."""
-        q = layer.inputs.q
-        return torch.zeros(3, *q.shape[:2], len(QUERY_CLASSES), device=q.device)
-
-    def tile(self, state: Tensor, layer: LayerStep, rows: slice, pattern: Tensor) -> Tensor:
-        """One more tile of queries; learned sink tokens are neither past nor future."""
-        canvas = pattern[..., : layer.facts.present.shape[1]]
-        own = canvas.diagonal(rows.start, -2, -1)
-        past = canvas.tril(rows.start - 1).sum(-1)
-        parts = torch.stack([own, past, canvas.sum(-1) - own - past])
-        classes = torch.stack([layer.facts.queries(name)[:, rows] for name in QUERY_CLASSES], -1)
-        return state + parts @ classes.float()
-
-    def finish(self, state: Tensor, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
+    def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
         """The matrix [query_region, key_region] of every head."""
-        own, past, future = state
+        classes = torch.stack([layer.facts.queries(name) for name in QUERY_CLASSES], -1).float()
+        relations = {name: layer.per_query[name] @ classes for name in RELATIONS}
         sums = torch.stack([layer.sums[name] for name in QUERY_CLASSES], 2)
-        regions: dict[
-            str,
-            Bool[
-                Tensor,
-                (
-                    batch  # head key
-                ),
-            ],
-        ] = {n: r[:, None] for n, r in layer.regions.items()}
+        regions: dict[str, Bool[Tensor, "batch #head key"]] = {n: r[:, None] for n, r in layer.regions.items()}
         if self.sinks is not None:
             regions["sink"] = regions["sink"] | self.sinks.detect(layer.received("all", min_viewers=1))
-        static = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()}
-        found = {**static, "self": own, "past": past, "future": future}
-        counts = torch.stack([layer.facts.queries(name).sum(-1) for name in QUERY_CLASSES], -1)[:, None, :, None]
+        found = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()} | relations
+        counts = classes.sum(1)[:, None, :, None]
         mass = torch.stack([found[name] for name in KEY_REGIONS], -1)
         return (mass / counts).masked_fill(counts == 0, torch.nan)

@@ -115,9 +115,8 @@ class WeightedValue(Reducer):
         """The sum, NaN at padding, 0 where no query of the class sees the key."""
         if "written" not in layer.memory:
             layer.memory["written"] = _triangle(layer)
-        values = layer.inputs.v.float()
-        heads = layer.inputs.q.shape[1]
-        values = values.repeat_interleave(heads // values.shape[1], 1)
+        values, groups = layer.inputs.v.float(), layer.inputs.q.shape[1] // layer.inputs.v.shape[1]
+        values = values if groups == 1 else values.repeat_interleave(groups, 1)
         # ||W v|| = ||R v|| for W = Q R: a [d_head, d_head] product per key, and no [key, d_model].
         written = (values @ layer.memory["written"].mT).norm(dim=-1)
         return layer.only_keys(layer.sums[self.queries] * written)
@@ -234,11 +233,15 @@ class _Top(Reducer):
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head rank"] | Int[Tensor, "batch head rank"]:
         """The positions, or the scores, in falling order of score."""
+        scores, order = layer.once(self.top, lambda: self._sorted(layer))
+        if self.kind == "top_keys":
+            return order.masked_fill(scores == -torch.inf, -1).int()
+        return scores.masked_fill(scores == -torch.inf, torch.nan)
+
+    def _sorted(self, layer: LayerStep) -> tuple[Float[Tensor, "batch head rank"], Int[Tensor, "batch head rank"]]:
+        """The scores in falling order, -inf where fewer keys are defined, and their positions."""
         scores = layer.received(self.top.queries, min_viewers=self.top.min_viewers)
         if scores.shape[-1] < self.top.k:
             scores = torch.nn.functional.pad(scores, (0, self.top.k - scores.shape[-1]), value=torch.nan)
         scores, order = scores.nan_to_num(nan=-torch.inf).sort(dim=-1, descending=True, stable=True)
-        scores, order = scores[..., : self.top.k], order[..., : self.top.k]
-        if self.kind == "top_keys":
-            return order.masked_fill(scores == -torch.inf, -1).int()
-        return scores.masked_fill(scores == -torch.inf, torch.nan)
+        return scores[..., : self.top.k], order[..., : self.top.k]

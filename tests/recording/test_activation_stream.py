@@ -1,0 +1,150 @@
+"""`activations` and `write_activations` against captured activations; an interrupted stream is the unbroken one."""
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.files.tensor_files import read_with_metadata
+from dlm_lens.hooks import capture
+from dlm_lens.recording import POSITION_CLASSES, ActivationShards, activations, write_activations
+from dlm_lens.recording.activation_stream import ActivationBatch
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 11, 3, 17], [4, 8, 2], [7, 7, 1, 2]]
+RUN = {"steps": 4, "gen_length": 8, "block_length": 4}
+
+
+def _all(stream):
+    return ActivationBatch.joined(list(stream))
+
+
+def test_vectors_are_the_captured_ones_with_their_places():
+    model = tiny("llada")
+    found = _all(activations(model, PROMPTS, -1, batch_size=2, **RUN))
+    expected, places = [], []
+    for rows in ([0, 1], [2]):
+        run = dl.denoise(model, [PROMPTS[row] for row in rows], seed=[0] * len(rows), **RUN)
+        stream = capture(model, run, "resid", layers=[1]).stacked("resid", 1)
+        for step in range(4):
+            for row, prompt in enumerate(rows):
+                padding = int((~run.attention_mask[row]).sum())
+                for place in run.attention_mask[row].nonzero().flatten().tolist():
+                    expected.append(stream[step, row, place])
+                    prompt_part = place < run.prompt_length
+                    klass = "prompt" if prompt_part else "open" if run.masked[step, row, place] else "decided"
+                    places.append((prompt, step, place - padding, POSITION_CLASSES.index(klass)))
+    torch.testing.assert_close(found.activations, torch.stack(expected), rtol=1e-5, atol=1e-5)
+    columns = (found.prompt, found.step, found.position, found.position_class)
+    assert torch.stack(columns, 1).tolist() == [list(place) for place in places]
+
+
+def test_classes_and_a_share_of_the_positions():
+    model = tiny("llada")
+    everything = _all(activations(model, PROMPTS, 1, **RUN))
+    found = _all(activations(model, PROMPTS, 1, classes=["open"], **RUN))
+    assert found.activations.equal(everything.activations[everything.position_class == 0])
+    some = _all(activations(model, PROMPTS, 1, share=0.5, **RUN))
+    assert 0.35 < len(some) / len(everything) < 0.65
+    # A prompt's share does not depend on its batch.
+    alone = _all(activations(model, PROMPTS, 1, share=0.5, batch_size=1, **RUN))
+
+    def places(batch):
+        columns = (batch.prompt, batch.step, batch.position)
+        return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+    assert places(some) == places(alone)
+    assert places(some) != places(_all(activations(model, PROMPTS, 1, share=0.5, seed=1, **RUN)))
+
+
+@pytest.mark.parametrize("shard_size", [1000, 25, pytest.param(14, marks=pytest.mark.long)])
+def test_an_interrupted_stream_is_the_unbroken_one_bit_for_bit(tmp_path, monkeypatch, shard_size):
+    model = tiny("llada")
+    given = {"share": 0.7, "batch_size": 1, "shard_size": shard_size, **RUN}
+    whole = write_activations(model, PROMPTS, 1, tmp_path / "whole", **given)
+    stream = _all(activations(model, PROMPTS, 1, share=0.7, batch_size=1, **RUN))
+    assert _all(whole).activations.equal(stream.activations)
+    sizes = [len(shard) for shard in whole]
+    assert sizes[:-1] == [shard_size] * (len(sizes) - 1)
+    assert 0 < sizes[-1] <= shard_size
+    # Killed when some shards are whole; the next begins in the middle of a batch of prompts.
+    import dlm_lens.recording.activation_shards as module
+
+    plain = module.write_tensors
+    for last in range(0, len(sizes), 1 + len(sizes) // 3):
+        path = tmp_path / f"cut-{last}"
+        left = [last]
+
+        def interrupted(*args, left=left, **kwargs):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(module, "write_tensors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_activations(model, PROMPTS, 1, path, **given)
+        assert not ActivationShards(path).finished
+        monkeypatch.setattr(module, "write_tensors", plain)
+        again = write_activations(model, PROMPTS, 1, path, **given)
+        # Not the files' bytes: safetensors writes metadata in no fixed order.
+        for one, two in zip(again.files, whole.files, strict=True):
+            (tensors, facts), (expected, wanted) = (read_with_metadata(file, "") for file in (one, two))
+            assert facts == wanted
+            assert all(tensors[name].equal(value) for name, value in expected.items())
+    assert write_activations(model, PROMPTS, 1, tmp_path / "whole", **given).finished
+
+
+def test_batches_hold_every_vector_once_in_random_order(tmp_path):
+    model = tiny("llada")
+    shards = write_activations(model, PROMPTS, 1, tmp_path / "shards", shard_size=20, dtype="bfloat16", **RUN)
+    stored = _all(shards)
+    assert stored.activations.dtype == torch.bfloat16
+    batches = list(shards.batches(16, seed=3))
+    assert {tuple(batch.shape) for batch in batches} == {(16, model.config.hidden_size)}
+    assert batches[0].dtype == torch.float32
+    assert len(batches) == len(stored) // 16
+    seen = sorted(torch.cat(batches)[:, 0].tolist())
+    every = sorted(stored.activations[:, 0].float().tolist())
+    assert all(seen.count(value) <= every.count(value) for value in seen)
+    order = torch.cat(batches)
+    assert not order.equal(stored.activations[: len(order)].float())
+    assert order.equal(torch.cat(list(shards.batches(16, seed=3))))
+    assert len(list(shards.batches(16, epochs=2))) == 2 * len(batches)
+
+
+def test_other_arguments_and_damage_are_refused(tmp_path):
+    model = tiny("llada")
+    write_activations(model, PROMPTS, 1, tmp_path / "shards", **RUN)
+    with pytest.raises(ValueError, match=r"holds activations of other arguments: stream is .*'layer': 1.* and .*0"):
+        write_activations(model, PROMPTS, 0, tmp_path / "shards", **RUN)
+    with pytest.raises(ValueError, match="prompts is"):
+        write_activations(model, PROMPTS[:2], 1, tmp_path / "shards", **RUN)
+    with pytest.raises(ValueError, match="hooks is"):
+        write_activations(model, PROMPTS, 1, tmp_path / "shards", hooks=[dl.hooks.zero_value(0)], **RUN)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"holds other files \(notes\.txt\)"):
+        write_activations(model, PROMPTS, 1, tmp_path / "other", **RUN)
+    with pytest.raises(FileNotFoundError, match="holds no activations"):
+        ActivationShards(tmp_path / "other")
+    (shard,) = ActivationShards(tmp_path / "shards").files
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged"):
+        list(ActivationShards(tmp_path / "shards"))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"classes": ["masked"]}, r"classes is \['masked'\]; give a list of some of open, decided, prompt"),
+        ({"share": 0.0}, "share is 0.0; it is the share of vectors to keep"),
+        ({"layer": 2}, "layer"),
+        ({"observers": None}, "a stream of activations takes no observers"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_first_pass(given, why):
+    arguments = {"layer": 1, **RUN, **given}
+    with pytest.raises(ValueError, match=why):
+        activations(tiny("llada"), PROMPTS, **arguments)
