@@ -1,5 +1,6 @@
 """`CanvasModel`: DiffusionGemma's encoder and decoder as one pass over token ids, prompt and canvas."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
 )
 
 from dlm_lens.attention import position_ids
+
+IMAGES = ("pixel_values", "image_position_ids", "mm_token_type_ids")
+"""What transformers' processor returns beside ids for a prompt with images."""
 
 ROUTER_POINTS = ("router_logits", "router_probabilities", "router_experts", "router_weights")
 """Hook points of a router in the order in which they fire; the child of `router` is `hook_<name>`."""
@@ -54,6 +58,9 @@ class CanvasModel(DiffusionGemmaModel):
     Called with `input_ids` alone, the last `config.canvas_length` positions (or those from `canvas_start` on) are
     the canvas, and all before them go through the encoder, at least one token. Called as transformers' own code
     calls it (`decoder_input_ids`, or an encoder's cache), it is transformers' own.
+
+    With `pixel_values` (and the other fields of transformers' processor) the prompt's image tokens are replaced by
+    the vision tower's features, as in transformers' `generate`.
 
     The encoder's cache keeps the keys of every position in every layer; masks hide those that a sliding layer does
     not see. So a layer's keys are the positions of prompt and canvas.
@@ -119,10 +126,12 @@ class CanvasModel(DiffusionGemmaModel):
             decoder_input_ids: the canvas, as transformers' own code passes it.
             self_conditioning_logits: of the step before.
             canvas_start: where the canvas begins.
-            **kwargs: of transformers' own model.
+            **kwargs: of transformers' own model; `pixel_values`, `image_position_ids` and `mm_token_type_ids` for a
+                prompt with images.
 
         Raises:
-            ValueError: as `canvas_span`, a mask that is not `[batch, position]`, or an embedding that is offloaded.
+            ValueError: as `canvas_span`, images beside a cache that holds positions already, a mask that is not
+                `[batch, position]`, or an embedding that is offloaded.
         """
         if self.decoder.embed_tokens.weight.device.type == "meta":
             raise ValueError(
@@ -144,10 +153,11 @@ class CanvasModel(DiffusionGemmaModel):
         if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
             raise ValueError("prompt and canvas in one call take an attention_mask of [batch, position]")
         kwargs.pop("use_cache", None)
+        images = {name: kwargs.pop(name) for name in IMAGES if kwargs.get(name) is not None}
         content = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         start, _ = self.canvas_span(input_ids.shape[1], canvas_start)
         cache = new_cache() if past_key_values is None else past_key_values
-        encoded = self.encode(input_ids, content, position_ids, cache, start)
+        encoded = self.encode(input_ids, content, position_ids, cache, start, images)
         where = _positions(content, position_ids)[:, start:]
         decoded = self.decoder(
             decoder_input_ids=input_ids[:, start:],
@@ -172,16 +182,35 @@ class CanvasModel(DiffusionGemmaModel):
         position_ids: Int[Tensor, "#batch position"] | None,
         cache: Any,
         stop: int,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, "batch new d_model"] | None:
         """Add the positions before `stop` that the cache lacks to it; the encoder's states of them, if any."""
         done = cache.get_seq_length()
+        if images and done:
+            raise ValueError("images beside a cache: they are read with the whole prompt, so give an empty cache")
         if done >= stop:
             return None
+        stack: Any = self.encoder.language_model
+        stack.pass_span = done, stop  # hooks in the encoder read where its queries are
+        where = _positions(content, position_ids)[:, done:stop]
+        mask: Any = None if bool(content.all()) else content[:, :stop]
+        seen = dict(images or {})
+        if (kinds := seen.pop("mm_token_type_ids", None)) is not None:
+            # As transformers' `generate` builds them: tokens of one image see each other.
+            mask = self.encoder.create_masks_for_generate(
+                config=self.config,
+                inputs_embeds=torch.empty(len(input_ids), stop, 0, dtype=self.dtype, device=input_ids.device),
+                attention_mask=content[:, :stop],
+                past_key_values=cache,
+                position_ids=where,
+                mm_token_type_ids=kinds[:, :stop],
+            )
         states: Tensor = self.encoder(
             input_ids=input_ids[:, done:stop],
-            attention_mask=None if bool(content.all()) else content[:, :stop],
-            position_ids=_positions(content, position_ids)[:, done:stop],
+            attention_mask=mask,
+            position_ids=where,
             past_key_values=cache,
+            **seen,
         ).last_hidden_state
         return states
 

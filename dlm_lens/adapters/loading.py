@@ -101,20 +101,8 @@ def load(
     values["model_type"] = model_type_of(values, source)
     family = family_of(values["model_type"])
     config_class, model_class = family.layouts[values["model_type"]]
-    given: dict[str, Any] = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id}
-    given |= {"eot_token_id": eot_token_id, "sampler": sampler}
-    if not family.has_mask_token and mask_token_id is not None:
-        raise ValueError(
-            f"mask_token_id is {mask_token_id}, and {family.name} has no mask token: its positions hold random "
-            "tokens until they are decided; leave mask_token_id out"
-        )
-    if values.get("sampler") is None and sampler is None:
-        name = str(path_or_hub_name)
-        given |= {
-            "sampler": family.hub_samplers.get(name),
-            "trained_block_length": family.hub_block_lengths.get(name),
-        }
-    values.update({name: value for name, value in given.items() if value is not None})
+    given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
+    values |= _given(family, str(path_or_hub_name), values, given | {"sampler": sampler})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
     tokenizer = load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options, config)
@@ -144,6 +132,32 @@ def load(
     if check:
         check_model(model)
     return model
+
+
+def _given(family: Family, name: str, values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the config that the caller gave, or that are known by the checkpoint's name.
+
+    Args:
+        family: of the checkpoint.
+        name: of the checkpoint.
+        values: of its config.json.
+        given: special ids and sampler of the caller, None for those that were not given.
+
+    Raises:
+        ValueError: a mask token for a family that has none.
+    """
+    if not family.has_mask_token and given["mask_token_id"] is not None:
+        raise ValueError(
+            f"mask_token_id is {given['mask_token_id']}, and {family.name} has no mask token: its positions hold "
+            "random tokens until they are decided; leave mask_token_id out"
+        )
+    known: dict[str, Any] = {}
+    if values.get("sampler") is None and given["sampler"] is None:
+        known = {
+            "sampler": family.hub_samplers.get(name),
+            "trained_block_length": family.hub_block_lengths.get(name),
+        }
+    return {name: value for name, value in {**given, **known}.items() if value is not None}
 
 
 def check_model(model: Any) -> None:

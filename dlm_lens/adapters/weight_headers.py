@@ -245,16 +245,7 @@ def check_shapes(
     expected = _expected(model_class, config, what, family)
     stored = {_renamed(name, expected, count): name for name in headers}
     whole = _fused(expected.shapes, stored, family)
-    experts: dict[tuple[str, str], set[int]] = {}
-    for name, source_name in list(stored.items()):
-        # Experts that the files hold one by one: transformers joins them, and its loading report tells of misfits.
-        joined = _converted(source_name, expected)
-        if joined is not None:
-            del stored[name]
-            whole.pop(joined, None)
-            if found := _EXPERT.search(source_name):
-                key = (source_name[: found.start()], source_name[found.end() :])
-                experts.setdefault(key, set()).add(int(found.group(1)))
+    experts = _take_experts(stored, whole, expected)
     problems = {
         "missing_keys": [*_missing(whole, stored, expected), *_missing_experts(experts)],
         "unexpected_keys": [printable_name(name) for name in sorted(stored) if _surplus(name, whole, expected)],
@@ -274,10 +265,34 @@ def check_shapes(
                 f"the weights in {source} do not fit {model_class.__name__}: {cause}{kind.replace('_', ' ')} "
                 f"{', '.join(names[:5])}{more}; {MISFITS[kind]}"
             )
-    for name in sorted(whole):
-        if name in stored and (dtype := headers[stored[name]].dtype) not in _FLOATING:
+    _check_dtypes(source, what, [stored[name] for name in sorted(whole) if name in stored], headers)
+
+
+def _take_experts(
+    stored: dict[str, str], whole: dict[str, tuple[int, ...]], expected: _Expected
+) -> dict[tuple[str, str], set[int]]:
+    """Take out of both what transformers joins of experts that the files hold one by one, and number the experts.
+
+    Its loading report tells of their misfits.
+    """
+    experts: dict[tuple[str, str], set[int]] = {}
+    for name, source_name in list(stored.items()):
+        joined = _converted(source_name, expected)
+        if joined is not None:
+            del stored[name]
+            whole.pop(joined, None)
+            if found := _EXPERT.search(source_name):
+                key = (source_name[: found.start()], source_name[found.end() :])
+                experts.setdefault(key, set()).add(int(found.group(1)))
+    return experts
+
+
+def _check_dtypes(source: str, what: str, names: Iterable[str], headers: Mapping[str, TensorHeader]) -> None:
+    """Refuse weights that are no floating-point numbers, where no quantisation explains them."""
+    for name in names:
+        if (dtype := headers[name].dtype) not in _FLOATING:
             raise ValueError(
-                f"{printable_name(stored[name])} in {source} has the dtype {dtype}, and {what} has no "
+                f"{printable_name(name)} in {source} has the dtype {dtype}, and {what} has no "
                 "quantization_config that says how to read it: take the file that came with the weights"
             )
 

@@ -1,6 +1,7 @@
 """Logits under an approximate cache: a step computes a span and sees keys and values of an earlier step around."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ class KeptKeys:
     """Keys (after rotation) and values of every layer of the last whole pass, as transformers' models call a cache.
 
     A whole pass stores them. A pass over a span [start, stop) attends to its own keys and values inside the span
-    and to the stored ones around it, in the order of the canvas; it stores nothing. Gradients do not reach the
-    stored ones.
+    and to the stored ones around it, in the order of the canvas; it stores nothing. Gradients reach the stored ones
+    only with `graph`.
     """
 
     is_compileable = False
@@ -25,6 +26,7 @@ class KeptKeys:
     def __init__(self) -> None:
         self.span: tuple[int, int] | None = None
         self.keys = 0
+        self.graph = False
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def enter(self, keys: int, span: tuple[int, int] | None) -> "KeptKeys":
@@ -40,7 +42,7 @@ class KeptKeys:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The keys and values that the queries of a layer see."""
         if self.span is None:
-            self._layers[layer_idx] = keys.detach(), values.detach()
+            self._layers[layer_idx] = (keys, values) if self.graph else (keys.detach(), values.detach())
             return keys, values
         start, stop = self.span
         kept = self._layers[layer_idx]
@@ -100,6 +102,15 @@ class CachedLogits(CanvasLogits):
     def enter(self, plan: StepPlan) -> None:
         """The step of the next passes."""
         self._plan = plan
+
+    @contextmanager
+    def keeping_graph(self) -> Iterator[None]:
+        """Whole passes keep keys and values with their graph, so that a later step has gradients by them."""
+        self._kept.graph = True
+        try:
+            yield
+        finally:
+            self._kept.graph = False
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position that the step predicts, NaN elsewhere."""

@@ -13,15 +13,17 @@ from torch import Tensor
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import HookLike, checked, exclusive
+from dlm_lens.display import Line, Preview, ShowsItself
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
+from dlm_lens.sampling.emerging_text import answer_cells
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(ShowsItself):
     """Two runs of the same prompts from the same seed, the second one under hooks.
 
     After the first difference the runs see different canvases, so that later differences are not direct effects of
@@ -62,6 +64,15 @@ class Comparison:
             f"Comparison(tokens_changed={changed} of {answer}, first_difference={first}, "
             f"hooks=[{', '.join(self.hooks)}])"
         )
+
+    def _preview(self) -> Preview:
+        """Both answers of the first row; in the one under hooks the changed positions are marked."""
+        one, two = self._pair
+        changed = self.changed[0]
+        lines = [
+            Line("plain ", answer_cells(one, torch.zeros_like(changed))), Line("hooked", answer_cells(two, changed))
+        ]  # fmt: skip
+        return Preview(lines=lines, note=f"row 0 of {len(self.changed)}; per position: .table()")
 
     @cached_property
     def _pair(self) -> tuple[DenoisingRun, DenoisingRun]:

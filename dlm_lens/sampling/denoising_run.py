@@ -10,7 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import BlockLayout, padding_before
+from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.emerging_text import preview
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Proposal(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DenoisingRun:
+class DenoisingRun(ShowsItself):
     """A finished run; all tensors are on the CPU.
 
     A step is one forward pass, counted from the most open canvas; `canvases[t]` is the input of step t and
@@ -133,6 +135,9 @@ class DenoisingRun:
         steps, batch, positions = self.unmasked.shape
         return f"DenoisingRun(steps={steps}, batch={batch}, positions={positions}, settings={dict(self.settings)})"
 
+    def _preview(self) -> Preview:
+        return preview(self)
+
     @classmethod
     def of_canvases(
         cls,
@@ -188,7 +193,11 @@ class DenoisingRun:
         """Where the blocks of block causal attention are in every row; None in all other runs."""
         algorithm = algorithms().get(str(self.settings.get("sampler")))
         if (own := self.settings.get("block_causal_length")) is not None:
-            return BlockLayout(int(own), self.padding)
+            # Blocks of the network are counted from the text, the canvas beside an encoder from the prompt's end.
+            beside = bool(self.computed)
+            return BlockLayout(
+                int(own), torch.full_like(self.padding, self.prompt_length) if beside else self.padding
+            )
         if algorithm is None or not algorithm.sampler.grows:
             return None
         length = int(self.settings.get("block_length") or self.settings["gen_length"])

@@ -94,7 +94,6 @@ class EncoderDecoderLogits:
 
         `edit` gets those of the whole canvas, NaN elsewhere.
         """
-        self.enter(plan)
         start, stop = plan.span
         with torch.enable_grad() if grad else nullcontext():
             logits = self._run(self.model, canvas, self._prefix).logits.to(canvas.device).detach()
@@ -120,7 +119,7 @@ class EncoderDecoderLogits:
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "1 needed d_model"]:
         """The inputs of the head for the `needed` positions of the canvas."""
-        states = self.forward(canvas).last_hidden_state.to(canvas.device)
+        states = self._run(self.model.get_decoder(), canvas, self._prefix).last_hidden_state.to(canvas.device)
         start, stop = self._span
         wanted: Tensor = states[needed[:, start:stop]][None]
         return wanted
@@ -131,7 +130,7 @@ class EncoderDecoderLogits:
         return logits.to(states.device)
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
-        """A pass of the step without the head, with an encoder's cache of such passes."""
+        """A pass of the step without the head, with an encoder's cache of such passes, which no hook has edited."""
         return self._run(self.model.get_decoder(), canvas, self._clean)
 
     @property
@@ -190,6 +189,7 @@ class StoredConditioning(EncoderDecoderLogits):
                 self.enter(plan)
                 canvas = run.canvases[step].to(content.device)
                 self._states.append(self.forward(canvas).last_hidden_state.cpu())
+        self._clean = EncodedPrefix()  # the encoder runs again in the passes that follow, with what listens to it
 
     def enter(self, plan: StepPlan) -> None:
         """The step of the next passes, conditioned on the one before in the same canvas."""

@@ -73,14 +73,8 @@ def run_sampler(
         left, canvas = canvas, _edited(on_canvas, plan.index, canvas, rows)
         plan = sampler.planned(plan, sampler.open_positions(canvas, plan.index), canvas != left)
         network.enter(plan)
-        opened = partial(sampler.open_positions, step=plan.index)
-        shown, canvas = canvas, observing.step(plan, canvas, opened, editable=not sampler.autoregressive)
+        canvas = _observed(observing, sampler, plan, canvas)
         masked = sampler.open_positions(canvas, plan.index)
-        if canvas is not shown and sampler.planned(plan, masked, canvas != shown) != plan:
-            raise ValueError(
-                f"an observer edited step {plan.index} outside positions {plan.computed}, where the cache keeps "
-                "keys and values; edit with on_canvas, which makes the step compute everything, or leave cache out"
-            )
         history.start(canvas, masked)
         evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
         evaluated = evaluated | sampler.editable(masked, plan)
@@ -101,11 +95,31 @@ def run_sampler(
         plan = following
     bar.close()
     observing.stop()
+    return _finished(history, sampler, _edited(on_canvas, len(history.plans), canvas, rows))
+
+
+def _finished(history: History, sampler: Sampler, canvas: Tensor) -> DenoisingRun:
+    """The run of all steps, whose result is this canvas."""
     done = len(history.plans)
-    canvas = _edited(on_canvas, done, canvas, rows)
     history.start(canvas, sampler.open_positions(canvas, done))
     history.cut(sampler.final_length(canvas.shape[1], done))
     return history.result()
+
+
+def _observed(observing: RunObservers, sampler: Sampler, plan: StepPlan, canvas: Tensor) -> Tensor:
+    """The canvas of a step after its observers, which may edit it.
+
+    Raises:
+        ValueError: an edit outside what the step computes.
+    """
+    opened = partial(sampler.open_positions, step=plan.index)
+    edited = observing.step(plan, canvas, opened, editable=not sampler.autoregressive)
+    if edited is not canvas and sampler.planned(plan, opened(edited), edited != canvas) != plan:
+        raise ValueError(
+            f"an observer edited step {plan.index} outside positions {plan.computed}, where the cache keeps "
+            "keys and values; edit with on_canvas, which makes the step compute everything, or leave cache out"
+        )
+    return edited
 
 
 class Upcoming:

@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     RunStep,
     SinkLayout,
     attach_hooks,
+    attention_stack,
     checked,
     counted_queries,
     hidden_mass,
@@ -353,7 +354,7 @@ class HookRunner(StepObserver):
             hooks that hide none, or that did not read what columns receive.
 
     Raises:
-        ValueError: a hook that is none, or a model without hook points.
+        ValueError: a hook that is none or acts in an encoder that the model lacks, or a model without hook points.
     """
 
     def __init__(
@@ -365,6 +366,8 @@ class HookRunner(StepObserver):
     ) -> None:
         super().__init__(model)
         self.hooks, self.forward = checked(hooks), forward
+        for hook in self.hooks:
+            attention_stack(model, hook.stack)
         self.record = {} if record is None else record
         self._checked = self._off = False
         self._attached = ExitStack()

@@ -51,6 +51,7 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
                 f"the prompt is a mapping of {', '.join(map(repr, prompt))} without 'input_ids'; give what a "
                 "tokenizer returns, or chat messages in a list"
             )
+        _check_ids_alone(prompt)
         attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask
         prompt = prompt["input_ids"]
     rows = model.get_input_embeddings().weight.shape[0]
@@ -269,6 +270,24 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
+NO_IMAGES = (
+    "runs read text alone: leave it out, or make a forward pass of the model with it (DiffusionGemma: "
+    "model(input_ids, canvas_start=..., pixel_values=...), under attach_hooks or record_forward)"
+)
+
+
+def _check_ids_alone(prompt: Mapping[str, Any]) -> None:
+    """Refuse what a processor returns for images, sound and films, of which a run would see nothing.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    kinds = ("pixel", "image", "video", "audio", "input_features", "mm_")
+    other = [name for name, value in prompt.items() if value is not None and str(name).startswith(kinds)]
+    if other:
+        raise ValueError(f"the prompt holds {other[0]!r}; {NO_IMAGES}")
+
+
 def _check_text_alone(chat: Any, row: int) -> None:
     """Refuse chats with images and other parts that are no text.
 
@@ -279,10 +298,7 @@ def _check_text_alone(chat: Any, row: int) -> None:
     parts = [part for content in contents if isinstance(content, list) for part in content]
     other = [part.get("type") for part in parts if isinstance(part, Mapping) and part.get("type") != "text"]
     if other:
-        raise ValueError(
-            f"prompt {row} holds a part of type {other[0]!r}; prompts are text here, without an image processor: "
-            "leave the part out"
-        )
+        raise ValueError(f"prompt {row} holds a part of type {other[0]!r}; {NO_IMAGES}")
 
 
 def padding_id(model: Any) -> int:

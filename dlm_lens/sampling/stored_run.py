@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import HookLike
+from dlm_lens.attention import HookLike, computed_span
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
@@ -54,7 +54,8 @@ class StoredCanvases:
         plans = [self.plan(step) for step in range(run.steps)]
         self._own = self.sampler.rerun_network(model, self.content, self.run, plans)
         self._passes: Network | None = self._own
-        if self._own is None and run.computed:
+        self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
+        if self._own is None and run.computed and not self._canvas:
             self._passes = CachedLogits(model, self._network_content)
         self._kept: int | None = None
 
@@ -114,6 +115,8 @@ class StoredCanvases:
             return self._passes.forward(canvas)
         content = self._network_content[:, : canvas.shape[1]]
         inputs = self.sampler.inputs(self.model, content, canvas, self.run.prompt_length)
+        if self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
+            inputs = {**inputs, "canvas_start": self.first(step)}
         return self.model.get_decoder()(input_ids=canvas, **inputs)
 
     @property
@@ -135,7 +138,7 @@ class StoredCanvases:
         Raises:
             ValueError: the run does not hold that step.
         """
-        if self._own is not None or self._computed(step) is None:
+        if self._own is not None or self._passes is None or self._computed(step) is None:
             return
         whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
         if not whole:
@@ -182,13 +185,16 @@ class StoredRun(StoredCanvases):
     Args:
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
+        decided: whether the logits are also about the decided positions of the answer that a step may rewrite:
+            those of its block, in rows that had open ones there when it began. For samplers that edit.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a run of another model, or of a sampler whose logits cannot be computed again.
+        ValueError: a run of another model, or of a sampler whose logits cannot be computed again; `decided` where
+            the sampler does not edit.
     """
 
-    def __init__(self, model: Any, run: DenoisingRun) -> None:
+    def __init__(self, model: Any, run: DenoisingRun, *, decided: bool = False) -> None:
         if isinstance(run, DenoisingRun):
             check_model(model)
         super().__init__(model, run)
@@ -200,6 +206,11 @@ class StoredRun(StoredCanvases):
             raise ValueError(
                 f"the run has the sampler {name!r} and the model samples with {own!r}: is it another model's?"
             )
+        if decided and not self.sampler.edits:
+            raise ValueError(
+                f"decided=True: the sampler {name!r} predicts open positions alone and rewrites none; leave it out"
+            )
+        self.decided = decided
         masked = self.run.masked[0].to(self.device)
         first = self.run.canvases[0].to(self.device)
         self._network = self._own or self.sampler.network(model, self.content, masked, run.prompt_length, first)
@@ -212,14 +223,21 @@ class StoredRun(StoredCanvases):
     def predicted(self, step: int) -> Bool[Tensor, "batch position"]:
         """The positions that the step's logits are about: every masked one, in an AR run the next one.
 
-        A row that has ended has none.
+        A row that has ended has none. With `decided` also those that the step may rewrite.
         """
         if not self.autoregressive:
             masked = self.run.masked[step].to(self.device)
-            return masked & self.sampler.reach(masked, self.plan(step))
+            found = masked & self.sampler.reach(masked, self.plan(step))
+            return found | self._rewritable(step).to(self.device) if self.decided else found
         predicted = torch.zeros_like(self.content)
         predicted[:, self.length(step)] = (self.run.row_steps > step).to(self.device)
         return predicted
+
+    def _rewritable(self, step: int) -> Bool[Tensor, "batch position"]:
+        """Decided positions of the answer in the step's block, in rows that had open ones when it began."""
+        run, first = self.run, self.run.blocks.index(self.run.blocks[step])
+        begun = (run.masked[first] & run.in_block[first]).any(-1, keepdim=True)
+        return run.masked[0] & run.in_block[step] & ~run.masked[step] & begun
 
     def states(self, step: int) -> Float[Tensor, "half predicted d_model"]:
         """A forward pass over the canvas of a step: the head's inputs for the predicted positions, row by row."""
@@ -234,6 +252,27 @@ class StoredRun(StoredCanvases):
     def _pass(self, step: int) -> None:
         """A pass of a step for its keys alone."""
         self.states(step)
+
+    @property
+    def reads_kept(self) -> tuple[int, ...]:
+        """The steps that read keys and values of an earlier whole pass from an approximate cache."""
+        if not isinstance(self._network, CachedLogits):
+            return ()
+        return tuple(step for step, span in enumerate(self.run.computed) if span is not None)
+
+    def keep_again(self, step: int) -> None:
+        """Run the whole pass again whose keys and values a step reads, and keep their graph.
+
+        Hooks on the model during the call act on that pass. The next other step makes a pass of its own.
+        """
+        assert isinstance(self._network, CachedLogits)
+        self._kept = None
+        with self._network.keeping_graph():
+            self.prepare(step)
+
+    def forget_kept(self) -> None:
+        """Let the next step of a cached run make its keys and values anew."""
+        self._kept = None
 
     def enter(self, observer: RunObserver, step: int) -> None:
         """Begin a step for an observer, whose passes without hooks are of the same step."""

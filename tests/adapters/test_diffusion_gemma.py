@@ -12,6 +12,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 import dlm_lens as dl
 from dlm_lens.adapters.encoder_decoder import ROUTER_POINTS, new_cache
 from dlm_lens.attention import attention_blocks, attention_of, check_hook_points, hooked_attentions, listening
+from dlm_lens.hooks import at_encoder, attach_hooks, mask_positions
 from dlm_lens.testing import tiny
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -289,6 +290,8 @@ def test_checkpoints_of_transformers_load_and_are_written_for_it(tmp_path: Path)
 def test_bad_input_is_refused_in_a_sentence(tmp_path: Path) -> None:
     model = tiny("diffusion_gemma")
     model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="computes no loss here; leave labels out"):
+        model(input_ids=ids(1), labels=ids(1))
     with pytest.raises(ValueError, match="mask_token_id is 3, and diffusion_gemma has no mask token"):
         dl.load(tmp_path, mask_token_id=3)
     file = tmp_path / "generation_config.json"
@@ -325,3 +328,44 @@ def test_hook_points_are_checked_in_both_stacks() -> None:
     assert all("hook_q" in attention._modules for attention in hooked_attentions(model))
     # The vision tower keeps transformers' attention.
     assert not any("hook_z" in name for name, _ in model.model.encoder.vision_tower.named_modules())
+
+
+@torch.no_grad()
+def test_images_are_read_as_transformers_generate_reads_them() -> None:
+    """The processor's fields in one pass: features at the image's tokens, which see each other."""
+    config = {"image_token_id": 60, "use_bidirectional_attention": "vision", "layer_types": ["full_attention"] * 3}
+    model, theirs = pair(**config)
+    theirs.config.image_token_id = theirs.model.encoder.config.image_token_id = 60
+    tokens = torch.randint(0, 59, (2, 20), generator=torch.Generator().manual_seed(3))
+    tokens[:, 3:5] = 60  # two features for every image: 6 x 3 patches, pooled 3 x 3
+    kinds = (tokens[:, :12] == 60).long()
+    grid = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="xy"), -1).reshape(1, 9, 2)
+    images = {
+        "pixel_values": torch.rand(4, 9, 12, generator=torch.Generator().manual_seed(4)),
+        "image_position_ids": grid.expand(4, -1, -1),
+    }
+    masks = theirs.model.encoder.create_masks_for_generate(
+        config=theirs.config,
+        inputs_embeds=torch.empty(2, 12, 0),
+        attention_mask=torch.ones(2, 12, dtype=torch.long),
+        past_key_values=None,
+        position_ids=torch.arange(12)[None],
+        mm_token_type_ids=kinds,
+    )
+    expected = theirs(
+        input_ids=tokens[:, :12], decoder_input_ids=tokens[:, 12:], attention_mask=masks, **images
+    ).logits
+    got = model(input_ids=tokens, canvas_start=12, mm_token_type_ids=kinds, **images).logits
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    causal = model(input_ids=tokens, canvas_start=12, **images).logits
+    blind = {**images, "pixel_values": images["pixel_values"].flip(0)}
+    other = model(input_ids=tokens, canvas_start=12, mm_token_type_ids=kinds, **blind).logits
+    assert min(float((each - got).abs().max()) for each in (causal, other)) > 1e-3
+    with attach_hooks(model, at_encoder(mask_positions(3))), dl.record_forward(model, [dl.ValueNorm()]) as seen:
+        hidden = model(input_ids=tokens, canvas_start=12, mm_token_type_ids=kinds, **images).logits
+    assert float((hidden - got).abs().max()) > 1e-3
+    assert seen.value_norm.shape[-1] == 20
+    cache = new_cache()
+    model(input_ids=tokens, canvas_start=11, past_key_values=cache)
+    with pytest.raises(ValueError, match="images beside a cache"):
+        model(input_ids=tokens, canvas_start=12, past_key_values=cache, **images)

@@ -16,14 +16,20 @@ def placed(model: Any, where: Placement, folder: Path) -> Any:
     if where == "one":
         return model.to("cuda:0")
     other = {"split": 1, "cpu": "cpu", "disk": "disk"}[where]
+    # accelerate knows tied weights by the addresses that they had before they were moved. Were that memory freed, a
+    # weight read from the disk could come to lie there and be taken for them. `load` moves no weights.
+    model.weights_before_dispatch = list(model.parameters())
     return dispatch_model(model, device_map(model, other), main_device=0, offload_dir=str(folder))
 
 
 def device_map(model: Any, other: int | str) -> dict[str, int | str]:
-    """The second half of the layers, the norm and the head on `other`, the rest on cuda:0."""
+    """The second half of the layers, the norm and the head (unless tied) on `other`, the rest on cuda:0."""
     half = len(model.get_decoder().layers) / 2
+    last = ["model.norm", "model.decoder.norm", "model.encoder.language_model.norm"]
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        last.append("lm_head")  # tied weights lie on one device
     found: dict[str, int | str] = {}
-    for name, _ in model.named_parameters():
+    for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         stem, _, rest = name.partition(".layers.")
         if rest:
             number = rest.split(".")[0]
@@ -32,5 +38,5 @@ def device_map(model: Any, other: int | str) -> dict[str, int | str]:
             module = name.rpartition(".")[0]
             # A parameter of the network itself, such as learned sink tokens, has no module of its own.
             own = name if module in ("", "model") else module
-            found[own] = other if module in ("lm_head", "model.norm") else 0
+            found[own] = other if module in last else 0
     return found

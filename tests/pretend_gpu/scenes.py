@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -179,8 +180,8 @@ def bridged(model: Any, family: str) -> Any:
 def captured(model: Any, family: str) -> Any:
     kept = capture(model, PROMPTS, ("resid", "z"), gen_length=LENGTH)
     patched = run(model, family, hooks=[patch_from(kept, 0, positions=[2])])
-    means = mean_activations(model, PROMPTS, "z", gen_length=2)
-    return [told(patched), told(run(model, family, hooks=[ablate("z", value=means)]))]
+    means = mean_activations(model, PROMPTS, "resid", gen_length=2)
+    return [told(patched), told(run(model, family, hooks=[ablate("resid", value=means)]))]
 
 
 SCENES: dict[str, Scene] = {
@@ -226,9 +227,14 @@ def reducers_of(family: str) -> dict[str, Callable[[], Any]]:
     return {name: make for name, make in REDUCERS.items() if family != "causal" or name not in OF_ONE_LENGTH}
 
 
+HOSTS = {"nnsight": "nnsight", "TransformerLens": "transformer_lens"}
+"""Scenes that need a package which may be missing where a GPU is."""
+
+
 def scenes_of(family: str) -> dict[str, Scene]:
     records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
     masked = {} if family == "causal" else dict(MASKED_ONLY)
     if family in ("dream", "mdlm", "bd3lm"):
         del masked["guidance"]  # their samplers have none
-    return {**SCENES, **records, **masked}
+    found = {**SCENES, **records, **masked}
+    return {name: scene for name, scene in found.items() if name not in HOSTS or find_spec(HOSTS[name])}

@@ -159,8 +159,10 @@ def test_images_are_refused_in_a_sentence() -> None:
     model: Any = tiny("diffusion_gemma")
     model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     chat = [{"role": "user", "content": [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "w5"}]}]
-    with pytest.raises(ValueError, match="prompt 0 holds a part of type 'image'; prompts are text here"):
+    with pytest.raises(ValueError, match="prompt 0 holds a part of type 'image'; runs read text alone"):
         dl.denoise(model, chat, gen_length=8)
+    with pytest.raises(ValueError, match="the prompt holds 'pixel_values'; runs read text alone"):
+        dl.denoise(model, {"input_ids": [[1, 2]], "pixel_values": torch.rand(1, 9, 12)}, gen_length=8)
 
 
 @pytest.mark.long

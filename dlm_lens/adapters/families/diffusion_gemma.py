@@ -145,7 +145,10 @@ class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        checkpointing = self.is_activation_checkpointing  # by a field of the config, which is read once
         self.model = CanvasModel(config)
+        if checkpointing:
+            self.gradient_checkpointing_enable()
         self.tie_weights()
         add_hook_points(self)
 
@@ -171,7 +174,7 @@ class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
         return self.model
 
     @can_return_tuple
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Logits of the canvas, `[batch, canvas, d_vocab]`, in float32 at least; arguments as `CanvasModel`'s.
 
         Raises:
@@ -180,7 +183,7 @@ class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
         kwargs.pop("logits_to_keep", None)
         if kwargs.pop("labels", None) is not None:
             raise ValueError("DiffusionGemma computes no loss here; leave labels out")
-        output = self.model(*args, **{**kwargs, "return_dict": True})
+        output = self.model(input_ids, *args, **{**kwargs, "return_dict": True})
         return DiffusionGemmaBlockDiffusionOutputWithPast(
             logits=head_logits(self, output.last_hidden_state),
             hidden_states=output.hidden_states,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -11,10 +12,12 @@ from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.attention import exclusive
+from dlm_lens.attention import computed_span, exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
+from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer
@@ -24,7 +27,7 @@ from dlm_lens.sampling.two_copies import Blocks
 
 
 @dataclass(frozen=True, eq=False)
-class LogLikelihood:
+class LogLikelihood(ShowsItself):
     """Log-likelihoods of answers given their prompts, in nats, item by item; float64 on the CPU.
 
     Args:
@@ -77,6 +80,11 @@ class LogLikelihood:
     def __repr__(self) -> str:
         value = ", ".join(f"{v:.4f}" for v in self.value[:8].tolist()) + (", ..." if len(self.value) > 8 else "")
         return f"LogLikelihood(value=[{value}], method={self.method!r}, settings={dict(self.settings)})"
+
+    def table(self) -> pd.DataFrame:
+        """One line per item: value, standard error, and value per token in nats; tokens of the answer."""
+        names = ("value", "standard_error", "tokens", "per_token")
+        return pd.DataFrame({"item": range(len(self.tokens)), **{name: getattr(self, name) for name in names}})
 
     def __float__(self) -> float:
         """The value of a single item."""
@@ -255,10 +263,16 @@ def log_likelihood(
     algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
     causal = algorithm.sampler.autoregressive
     if not (causal or family_of(model.config.model_type).has_mask_token):
+        # Neither loss nor likelihood of a canvas after an encoder is defined here.
+        whole = computed_span(model, 2) is None
+        instead = (
+            "; compare losses on held-out text instead (dlm_lens.training.UniformDiffusionLoss)"
+            if whole
+            else "; compare what it writes (dlm_lens.denoise), or its confidence (dlm_lens.probes.commitment)"
+        )
         raise ValueError(
             f"{type(model).__name__} is a model of uniform noise: its open positions hold random tokens instead of "
-            "masks, and every likelihood here masks; compare losses on held-out text instead "
-            "(dlm_lens.training.UniformDiffusionLoss)"
+            f"masks, and every likelihood here masks{instead}"
         )
     method = method or ("chain_rule" if causal else "mc")
     if "mc_num" in settings:
@@ -364,19 +378,20 @@ def _chain_rule(
     scorer: Scorer, pairs: Sequence[Pair], items: Any, causal: bool, order: str, record: Mapping[str, Any]
 ) -> LogLikelihood:
     def queries(item: int) -> list[Query]:
-        pair = pairs[item]
-        if causal:
-            return [Query(item, pair, torch.zeros_like(pair.in_answer), pair.in_answer)]
-        masks = zip(*chain_masks(pair, order), strict=True)
-        return [Query(item, pair, *both, term) for term, both in enumerate(masks)]
+        masks = zip(*chain_masks(pairs[item], order), strict=True)
+        return [Query(item, pairs[item], *both, term) for term, both in enumerate(masks)]
 
-    terms: dict[tuple[int, int], Float[Tensor, scored]] = {}
-    for query, loss in scorer.losses(query for item in items for query in queries(item)):
-        terms[query.item, query.term] = loss
-    losses = tuple(
-        torch.cat([terms[item, term] for term in range(1 if causal else len(pair.answer))])
-        for item, pair in enumerate(pairs)
-    )
+    losses: tuple[Float[Tensor, "answer"], ...]
+    if causal:
+        scored = {one.item: one.losses for one in score_answers(scorer, ((item, pairs[item]) for item in items))}
+        losses = tuple(scored[item] for item in range(len(pairs)))
+    else:
+        terms: dict[tuple[int, int], Float[Tensor, "1"]] = {}
+        for query, loss in scorer.losses(query for item in items for query in queries(item)):
+            terms[query.item, query.term] = loss
+        losses = tuple(
+            torch.cat([terms[item, term] for term in range(len(pair.answer))]) for item, pair in enumerate(pairs)
+        )
     value = -torch.stack([loss.sum() for loss in losses])
     return LogLikelihood(
         value,

@@ -326,6 +326,11 @@ class Sampler(nn.Module):
         """Decided positions that this step may rewrite; none, for most."""
         return torch.zeros_like(masked)
 
+    @property
+    def edits(self) -> bool:
+        """Whether its steps may rewrite decided positions."""
+        return type(self).editable is not Sampler.editable
+
     def leaves_out(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether the step runs no forward pass, on a canvas as the step before left it."""
         return self.adaptive and not bool((self.eligible(masked, plan) | self.editable(masked, plan)).any())

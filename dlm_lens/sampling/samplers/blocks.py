@@ -6,9 +6,20 @@ from typing import Any, Self
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.samplers.base import Sampler
+
+
+def block_plans(layout: BlockLayout, begin: int, positions: int, steps: int) -> list[StepPlan]:
+    """So many steps for every block from `begin` on; the network sees the canvas up to the block's end."""
+    spans = layout.spans(begin, positions)
+    return [
+        StepPlan(block * steps + step, len(spans) * steps, block, span, steps - step, seen=span[1])
+        for block, span in enumerate(spans)
+        for step in range(steps)
+    ]
 
 
 class BlockSampler(Sampler):
@@ -52,14 +63,9 @@ class BlockSampler(Sampler):
         return BlockLogits(model, content, layout=layout, ignored=self.ignored(model)).inputs_of(canvas)
 
     def block_plans(self, begin: int, positions: int, steps: int) -> list[StepPlan]:
-        """So many steps for every block from `begin` on; the network sees the canvas up to the block's end."""
+        """So many steps for every block of the run from `begin` on."""
         assert self.block_layout is not None
-        spans = self.block_layout.spans(begin, positions)
-        return [
-            StepPlan(block * steps + step, len(spans) * steps, block, span, steps - step, seen=span[1])
-            for block, span in enumerate(spans)
-            for step in range(steps)
-        ]
+        return block_plans(self.block_layout, begin, positions, steps)
 
     def ignored(self, model: Any) -> int | None:
         """The token that leaves attention once its block is finished, as a reference has it; None for none."""

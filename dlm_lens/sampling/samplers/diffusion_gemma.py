@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.attention import BlockLayout
@@ -15,6 +15,7 @@ from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.encoder_decoder_network import EncoderDecoderLogits, StoredConditioning
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.blocks import block_plans
 from dlm_lens.sampling.samplers.entropy_bound import (
     EntropyBoundSampler,
     EntropyBoundSettings,
@@ -110,7 +111,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
         self.pad: int | None = None
         self._over = torch.empty(0, dtype=torch.bool)
-        self._prompt = self._stop = 0
+        self._stop = 0
 
     @classmethod
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
@@ -139,14 +140,10 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
             raise ValueError(
                 "the prompt is empty; DiffusionGemma's encoder needs at least one token, such as <bos>"
             )
-        self._prompt = prompts.shape[1]
         self.pad = model.config.pad_token_id
-        where = torch.arange(fillable.shape[1], device=fillable.device)
-        self._answer = self._open = (where >= self._prompt).expand(fillable.shape)
-        self._over = self._ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
-        self.vocabulary = int(model.config.vocab_size)
-        empty = prompts.new_full((len(prompts), fillable.shape[1] - self._prompt), self.pad or 0)
-        return self._with_random(torch.cat([prompts, empty], 1), self._first_span())
+        self.blank = self.pad or 0
+        self._over = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
+        return super().begin(model, prompts, fillable)
 
     def network(
         self,
@@ -181,73 +178,40 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
 
     def temperature(self, plan: StepPlan) -> float:
         """Of a step."""
-        least, most = self.settings.t_min, self.settings.t_max
         if self.reference_quirks:  # in float32, as there
+            least, most = self.settings.t_min, self.settings.t_max
             return float(least + (most - least) * (torch.tensor(plan.remaining) / self.settings.steps))
-        return self.settings.temperature(plan.remaining, self.settings.steps)
+        return super().temperature(plan)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """As many steps of every canvas as it can have; a step computes its canvas and sees all before it."""
         layout: BlockLayout | None = self.block_layout
         assert layout is not None
-        spans, each = layout.spans(prompt_length, positions), self.settings.steps
-        return [
-            StepPlan(block * each + step, len(spans) * each, block, span, each - step, seen=span[1], computed=span)
-            for block, span in enumerate(spans)
-            for step in range(each)
-        ]
+        found = block_plans(layout, prompt_length, positions, self.settings.steps)
+        return [replace(plan, computed=plan.span) for plan in found]
 
     def repeated_after(self, done: Sequence[StepPlan]) -> list[int]:
         """The finished steps of the last canvas: the next step is conditioned on the chain of them."""
         return [index for index, plan in enumerate(done) if plan.block == done[-1].block]
 
-    def _running(self, masked: Tensor, plan: StepPlan) -> Bool[Tensor, "batch position"]:
+    def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The canvas, in rows that are not done with it; none of a canvas that is finished."""
         here = self._inside(masked, plan.span) & ~self._ended[:, None]
         return here if plan.span[0] >= self._stop else torch.zeros_like(here)
 
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The open positions of the canvas, in rows that are not done with it."""
-        return masked & self._running(masked, plan)
-
     def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Its decided positions in these rows; with `reference_quirks` the whole canvas of the others too."""
-        inside = self._inside(masked, plan.span)
-        return (
-            inside & ~self.eligible(masked, plan)
-            if self.reference_quirks
-            else self._running(masked, plan) & ~masked
-        )
+        if self.reference_quirks:
+            return self._inside(masked, plan.span) & ~self.eligible(masked, plan)
+        return super().editable(masked, plan)
 
     def leaves_out(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row is done with the canvas."""
-        return not bool(self._running(masked, plan).any())
+        return not bool(self.running(masked, plan).any())
 
-    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
-        """The step's temperature."""
-        self.propose.temperature, self.propose.last = self.temperature(plan), plan.remaining == 1
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step; after a canvas's last one the canvas holds the random tokens of the next."""
-        self.prepare(masked, plan)
-        running = self._running(masked, plan)
-        proposal = self._with_padding(Proposal(*self.propose(canvas, logits, evaluated, running)), plan)
-        self.select.ending = self.propose.ending
-        accepted = self.select(proposal.confidence, running, self.count(running, masked, plan))
-        after = self.canvas_after(canvas, proposal, accepted & masked, accepted & ~masked)
-        self._open = torch.where(running, ~accepted, self._open)
-        after = self._with_random(after, plan.span)
-        self._ended = self._ended | self.propose.ending
-        if bool(self._ended.all()):
-            after = self._finish_canvas(after, plan)
-        return after, proposal, accepted & masked
+    def next_canvas(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> Int[Tensor, "batch position"]:
+        """The canvas; after the last step of one the random tokens of the next."""
+        return self._finish_canvas(canvas, plan) if bool(self._ended.all()) else canvas
 
     def _finish_canvas(
         self, canvas: Int[Tensor, "batch position"], plan: StepPlan
@@ -265,7 +229,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
             self._open = self._open & ~self._over[:, None]
         return self._with_random(canvas, (stop, stop + self.block_length))
 
-    def _with_padding(self, proposal: Proposal, plan: StepPlan) -> Proposal:
+    def completed(self, proposal: Proposal, plan: StepPlan) -> Proposal:
         """Padding after the first end of the text in rows that are done with the canvas."""
         if self.pad is None:
             return proposal
@@ -274,21 +238,13 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         after = inside & ((ends.cumsum(-1) - ends.long() > 0) | self._over[:, None])
         return proposal._replace(tokens=proposal.tokens.masked_fill(after & self.propose.ending[:, None], self.pad))
 
-    def _with_random(
-        self, canvas: Int[Tensor, "batch position"], span: tuple[int, int]
-    ) -> Int[Tensor, "batch position"]:
-        """The canvas with random tokens at the open positions of a span."""
-        wanted = (self._open & self._inside(canvas, span))[:, slice(*span)]
-        drawn = self.noise.uniform_tokens(wanted, self.vocabulary)
-        inside = torch.where(wanted, drawn, canvas[:, slice(*span)])
-        return torch.cat([canvas[:, : span[0]], inside, canvas[:, span[1] :]], 1)
-
     def _inside(self, canvas: Tensor, span: tuple[int, int]) -> Bool[Tensor, "batch position"]:
         where = torch.arange(canvas.shape[1], device=canvas.device)
         return ((where >= span[0]) & (where < span[1])).expand(canvas.shape)
 
-    def _first_span(self) -> tuple[int, int]:
-        return self._prompt, self._prompt + self.block_length
+    def _first_span(self, start: int, stop: int) -> tuple[int, int]:
+        """The first canvas; the others have no tokens yet."""
+        return start, start + self.block_length
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has ended."""

@@ -161,6 +161,8 @@ class EntropyBoundSampler(Sampler):
     """
 
     has_quirks = False
+    blank = 0
+    """The token of positions that no canvas has reached yet."""
 
     def __init__(
         self, settings: EntropyBoundSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
@@ -182,8 +184,10 @@ class EntropyBoundSampler(Sampler):
         self._answer = self._open = (where >= prompts.shape[1]).expand(fillable.shape)
         self._ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
         self.vocabulary = int(model.config.vocab_size)
-        canvas = self.noise.uniform_tokens(self._answer, self.vocabulary)
-        return torch.cat([prompts, canvas[:, prompts.shape[1] :]], 1)
+        blank = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), self.blank)
+        return self._with_random(
+            torch.cat([prompts, blank], 1), self._first_span(prompts.shape[1], fillable.shape[1])
+        )
 
     def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
         """What the last finished step did not accept; before the first one the whole answer."""
@@ -194,13 +198,17 @@ class EntropyBoundSampler(Sampler):
         total, span = self.settings.steps, (prompt_length, positions)
         return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
 
+    def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The positions that the step may decide: the answer, in rows that have not ended."""
+        return self._answer & ~self._ended[:, None]
+
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The open positions."""
-        return masked
+        """The open ones among the running positions."""
+        return masked & self.running(masked, plan)
 
     def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The decided positions of the answer, in rows that have not ended."""
-        return self._answer & ~masked & ~self._ended[:, None]
+        """The decided ones among the running positions."""
+        return self.running(masked, plan) & ~masked
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
@@ -208,10 +216,13 @@ class EntropyBoundSampler(Sampler):
         """No number is planned."""
         return eligible.sum(-1)
 
+    def temperature(self, plan: StepPlan) -> float:
+        """Of a step."""
+        return self.settings.temperature(plan.remaining, self.settings.steps)
+
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
-        """The step's temperature."""
-        self.propose.temperature = self.settings.temperature(plan.remaining, plan.total)
-        self.propose.last = plan.remaining == 1
+        """The step's temperature, and whether it is the last."""
+        self.propose.temperature, self.propose.last = self.temperature(plan), plan.remaining == 1
 
     def forward(
         self,
@@ -223,15 +234,36 @@ class EntropyBoundSampler(Sampler):
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
         """One step."""
         self.prepare(masked, plan)
-        predicted = self.eligible(masked, plan) | self.editable(masked, plan)
-        proposal = Proposal(*self.propose(canvas, logits, evaluated, predicted))
+        running = self.running(masked, plan)
+        proposal = self.completed(Proposal(*self.propose(canvas, logits, evaluated, running)), plan)
         self.select.ending = self.propose.ending
-        accepted = self.select(proposal.confidence, predicted, self.count(predicted, masked, plan))
+        accepted = self.select(proposal.confidence, running, self.count(running, masked, plan))
         after = self.canvas_after(canvas, proposal, accepted & masked, accepted & ~masked)
-        self._open = predicted & ~accepted
-        random = self.noise.uniform_tokens(self._open, self.vocabulary)
+        self._open = torch.where(running, ~accepted, self._open)
+        after = self._with_random(after, plan.span)
         self._ended = self._ended | self.propose.ending
-        return torch.where(self._open, random, after), proposal, accepted & masked
+        return self.next_canvas(after, plan), proposal, accepted & masked
+
+    def completed(self, proposal: Proposal, plan: StepPlan) -> Proposal:
+        """The proposal as it is written; another one where a row's last step fills what follows its end."""
+        return proposal
+
+    def next_canvas(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> Int[Tensor, "batch position"]:
+        """What the next step sees; another canvas where this one is finished and more follow."""
+        return canvas
+
+    def _with_random(
+        self, canvas: Int[Tensor, "batch position"], span: tuple[int, int]
+    ) -> Int[Tensor, "batch position"]:
+        """The canvas with random tokens at the open positions of a span."""
+        wanted = self._open[:, slice(*span)]
+        drawn = self.noise.uniform_tokens(wanted, self.vocabulary)
+        inside = torch.where(wanted, drawn, canvas[:, slice(*span)])
+        return torch.cat([canvas[:, : span[0]], inside, canvas[:, span[1] :]], 1)
+
+    def _first_span(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of the answer that is random at first: all of it."""
+        return start, stop
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has ended."""

@@ -1,87 +1,15 @@
 """Every public call of every family equals the CPU's on one GPU, over two, and with weights offloaded."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import dlm_lens as dl
-from dlm_lens.testing import tiny
+from tests.pretend_gpu.comparison import FAMILIES, assert_same, model_of, on_the_cpu, outcome
 from tests.pretend_gpu.placing import PLACEMENTS, Placement, placed
-from tests.pretend_gpu.scenes import Scene, scenes_of
-
-FAMILIES = tuple(family.name for family in dl.families() if family.name != "diffusion_gemma")
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}
-"""Float32 on another attention kernel: measured gaps are below 1e-5; float16 storage rounds at 2^-11."""
-
-
-REFUSED_BY_SOME = (
-    "TransformerLens",
-    "guidance",
-    "record: pattern similarity",
-    "reference quirks",
-    "likelihood",
-    "greedy completion",
-    "Monte Carlo likelihood",
-)
-"""Calls that some families refuse in a sentence, which is then the same everywhere: no layout of the bridge, a
-sampler without guidance, a canvas that grows, an original that takes one prompt, a model without a mask token."""
-
-
-def model_of(family: str) -> Any:
-    model = tiny(family, **({"num_sinks": 1} if family.startswith("sink") else {}))
-    # Grouped products of experts count in int32 on CUDA, for which the CPU behind the pretended GPU has no kernel.
-    model.config._experts_implementation = "eager"
-    return model
-
+from tests.pretend_gpu.scenes import scenes_of
 
 EVERYWHERE = ("sink_llama", "causal", "llada2")
 """Families whose calls are all made in every placement; the others' on one device, and `denoise` in every one."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A call that a family does not take, with its sentence."""
-
-    why: str
-
-
-def outcome(scene: Scene, model: Any, family: str) -> Any:
-    """What a call returns; what it says if it refuses the family."""
-    try:
-        return scene(model, family)
-    except ValueError as error:
-        return Refused(str(error))
-
-
-@cache
-def on_the_cpu(family: str, name: str) -> Any:
-    found = outcome(scenes_of(family)[name], model_of(family), family)
-    assert not isinstance(found, Refused) or name in REFUSED_BY_SOME, found
-    return found
-
-
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, Refused):
-        assert found == expected, where
-    elif isinstance(expected, torch.Tensor):
-        found, expected = found.detach().cpu(), expected.detach().cpu()
-        torch.testing.assert_close(found, expected, **CLOSE, equal_nan=True, msg=lambda text: f"{where}: {text}")
-    elif isinstance(expected, Mapping):
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, Sequence) and not isinstance(expected, str):
-        assert len(found) == len(expected), where
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}[{number}]")
-    elif expected is None or isinstance(expected, str):
-        assert found == expected, where
-    else:
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True), where
 
 
 @pytest.mark.parametrize("where", PLACEMENTS)

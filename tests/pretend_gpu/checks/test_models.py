@@ -14,6 +14,8 @@ from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, input_device
 from dlm_lens.testing import tiny
 from dlm_lens.training import masked_loss
+from tests.pretend_gpu.comparison import model_of
+from tests.pretend_gpu.placing import device_map
 from tests.pretend_gpu.scenes import PROMPTS
 
 
@@ -24,6 +26,20 @@ def test_loading_over_two_devices() -> None:
     assert len(devices(model)) == 2
     assert input_device(model).type == "cuda"
     assert runs[0].tokens.equal(runs[1].tokens.cpu())
+
+
+@pytest.mark.parametrize("family", ["modernbert", "diffusion_gemma"])
+def test_tied_weights_loaded_to_the_disk(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    model.save_pretrained(tmp_path)
+    loaded = dl.load(tmp_path, dtype=torch.float32, device_map=device_map(model, "disk"), check=False)
+    loaded.config._experts_implementation = "eager"  # as `model_of` does
+    ids = torch.tensor([PROMPTS[1]])
+    expected = model(input_ids=ids).logits
+    for _ in range(4):  # every pass reads the weights from the disk again
+        torch.testing.assert_close(
+            loaded(input_ids=ids.cuda()).logits.cpu(), expected, rtol=1e-4, atol=1e-5
+        )  # float32, another kernel
 
 
 @pytest.mark.parametrize("family", ["llada", "sink_llama", "causal"])

@@ -1,0 +1,108 @@
+"""The answer after a step, as cells: decided now, rewritten, open, end of text. For terminals and notebooks."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from dlm_lens.display import Cell, Kind, Line, Preview
+from dlm_lens.sampling.token_text import TokenTexts
+
+if TYPE_CHECKING:
+    from dlm_lens.sampling.denoising_run import DenoisingRun
+
+MASK, END = "▢", "∎"
+LINES = 6
+"""Steps whose text a preview shows."""
+
+CELLS, STRIP_STEPS, STRIP_POSITIONS = 48, 64, 160
+"""Most cells of a line, and steps and positions of the strip, of a preview."""
+
+
+def emerging_cells(run: "DenoisingRun", row: int, step: int) -> list[Cell]:
+    """The answer after a step: open positions as ▢, end of text as ∎, a tail of equal tokens once with its count.
+
+    Args:
+        run: from `denoise`.
+        row: index of the sequence in the batch.
+        step: index of the step.
+    """
+    shown = _answer(run, row)
+    kinds = _kinds(run, row, step, shown)
+    return _named(run, run.canvases[step + 1, row, shown], run.masked[step + 1, row, shown], kinds)
+
+
+def answer_cells(run: "DenoisingRun", marked: Bool[Tensor, "position"]) -> list[Cell]:
+    """The finished answer of the first row, with some positions marked as rewritten."""
+    shown = _answer(run, 0)
+    kinds: list[Kind] = ["revised" if one else "plain" for one in marked[shown].tolist()]
+    return _cut(_named(run, run.tokens[0, shown], run.masked[-1, 0, shown], kinds))
+
+
+def _named(run: "DenoisingRun", ids: Any, masked: Any, kinds: Sequence[Kind]) -> list[Cell]:
+    texts = TokenTexts(run.tokenizer)
+    cells = []
+    for token, hidden, kind in zip(ids.tolist(), masked.tolist(), kinds, strict=True):
+        ends = token in run.eos_token_ids and not hidden
+        text = MASK if hidden else END if ends else texts.label(token, 24)
+        cells.append(Cell(text, "end" if ends and kind == "plain" else kind))
+    return _collapsed(cells)
+
+
+def _cut(cells: list[Cell]) -> list[Cell]:
+    """As many cells as a line holds, then how many more there are."""
+    return cells if len(cells) <= CELLS else [*cells[:CELLS], Cell(f"… {len(cells) - CELLS} more", "open")]
+
+
+def preview(run: "DenoisingRun", row: int = 0) -> Preview:
+    """The first row of a run: its text after a few steps, and what every step decided."""
+    steps, rows = int(run.row_steps[row]), len(run.tokens)
+    if not steps:
+        return Preview()
+    chosen = sorted({round(i * (steps - 1) / max(1, LINES - 1)) for i in range(LINES)})
+    lines = [Line(f"step {step}", _cut(emerging_cells(run, row, step))) for step in chosen]
+    others = f"row {row} of {rows}; " if rows > 1 else ""
+    return Preview(
+        lines=lines, strip=_strip(run, row, steps), note=f"{others}texts: .texts; in a terminal: emerging_lines"
+    )
+
+
+def _answer(run: "DenoisingRun", row: int) -> Any:
+    """The positions of the answer, and those of the prompt that were masked."""
+    shown = run.attention_mask[row].clone()
+    shown[: run.prompt_length] &= run.masked[0, row, : run.prompt_length]
+    return shown
+
+
+def _kinds(run: "DenoisingRun", row: int, step: int, shown: Any) -> list[Kind]:
+    """What every shown position is after a step. A position that was opened again is "revised"."""
+    new, again = run.unmasked[step, row, shown].tolist(), run.revised[step, row, shown].tolist()
+    opened = run.masked[step + 1, row, shown].tolist()
+    return [
+        "open" if hidden and (fresh or not edited) else "new" if fresh else "revised" if edited else "plain"
+        for fresh, edited, hidden in zip(new, again, opened, strict=True)
+    ]
+
+
+def _strip(run: "DenoisingRun", row: int, steps: int) -> list[list[Kind]]:
+    """Rows of kinds for at most 64 steps of at most 160 positions, evenly spread."""
+    shown = _answer(run, row)
+    chosen = sorted({round(i * (steps - 1) / max(1, STRIP_STEPS - 1)) for i in range(STRIP_STEPS)})
+    width = int(shown.sum())
+    places = sorted({round(i * (width - 1) / max(1, STRIP_POSITIONS - 1)) for i in range(STRIP_POSITIONS)})
+    if width < 1:
+        return []
+    return [[kinds[place] for place in places] for kinds in (_kinds(run, row, step, shown) for step in chosen)]
+
+
+def _collapsed(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, where four or more equal texts at the end become one with their number."""
+    tail = 0
+    while tail < len(cells) and cells[-1 - tail].text == cells[-1].text:
+        tail += 1
+    if tail < 4:
+        return list(cells)
+    kinds = {cell.kind for cell in cells[len(cells) - tail :]}
+    kind: Kind = "new" if "new" in kinds else "revised" if "revised" in kinds else "end"
+    return [*cells[: len(cells) - tail], Cell(f"{cells[-1].text} ×{tail}", kind)]
