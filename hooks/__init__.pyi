@@ -11,11 +11,21 @@ from .base import HookWrapper as HookWrapper
 from .base import PointContext as PointContext
 from .base import attach_hooks as attach_hooks
 from .base import sink as sink
+from .commitment_limits import UntilCommitted as UntilCommitted
+from .commitment_limits import until_committed as until_committed
+from .curve_steering import SteerAlong as SteerAlong
+from .curve_steering import steer_along as steer_along
 from .expressions import parse_hooks as parse_hooks
+from .feature_edits import EditFeatures as EditFeatures
+from .feature_edits import ablate_features as ablate_features
+from .feature_edits import reconstruct as reconstruct
+from .feature_edits import scale_features as scale_features
+from .feature_edits import steer_feature as steer_feature
 from .frozen_sinks import FreezeSinks as FreezeSinks
 from .frozen_sinks import freeze_sinks as freeze_sinks
 from .limits import Limited as Limited
 from .limits import LimitedColumns as LimitedColumns
+from .limits import at_encoder as at_encoder
 from .limits import at_heads as at_heads
 from .limits import at_layers as at_layers
 from .limits import at_progress as at_progress
@@ -48,6 +58,7 @@ __all__ = [
     "Activations",
     "ColumnHook",
     "ColumnMask",
+    "EditFeatures",
     "FreezeSinks",
     "Hook",
     "HookWrapper",
@@ -65,8 +76,12 @@ __all__ = [
     "ScaleAttention",
     "Splice",
     "Steer",
+    "SteerAlong",
+    "UntilCommitted",
     "ZeroValue",
     "ablate",
+    "ablate_features",
+    "at_encoder",
     "at_heads",
     "at_layers",
     "at_progress",
@@ -83,9 +98,14 @@ __all__ = [
     "mean_activations",
     "parse_hooks",
     "patch_from",
+    "reconstruct",
     "scale_attention",
+    "scale_features",
     "sink",
     "splice",
     "steer",
+    "steer_along",
+    "steer_feature",
+    "until_committed",
     "zero_value",
 ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import (
@@ -41,6 +41,8 @@ class Activations:
         values: (site, layer, step) -> the activation.
         run: the run.
         sinks: the positions of the model's sink tokens.
+        stack: the part of the model that they are of: "" for the layers that predict, or "encoder", whose positions
+            are those that it read at the step.
 
     Raises:
         ValueError: no activation, or a step that the run does not have.
@@ -49,6 +51,7 @@ class Activations:
     values: Mapping[Key, Tensor] = field(repr=False)
     run: DenoisingRun = field(repr=False)
     sinks: SinkLayout = field(default_factory=SinkLayout)
+    stack: str = ""
 
     def __post_init__(self) -> None:
         if not self.values:
@@ -59,9 +62,10 @@ class Activations:
 
     def __repr__(self) -> str:
         steps = f"{self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else str(self.steps[0])
+        of = f" of the {self.stack}" if self.stack else ""
         return (
-            f"Activations({', '.join(self.sites)}; layers {list(self.layers)}, {len(self.steps)} steps ({steps}), "
-            f"{self.nbytes / 2**20:.3g} MiB)"
+            f"Activations({', '.join(self.sites)}{of}; layers {list(self.layers)}, {len(self.steps)} steps "
+            f"({steps}), {self.nbytes / 2**20:.3g} MiB)"
         )
 
     def __getitem__(self, key: Key) -> Tensor:
@@ -118,6 +122,7 @@ class _Keeper(StepObserver):
     wanted: Any
     device: Any
     limit: int
+    stack: str = ""
     values: dict[Key, Tensor] = field(default_factory=dict)
     steps: frozenset[int] = frozenset()
 
@@ -138,8 +143,13 @@ class _Keeper(StepObserver):
             ValueError: a step that the run does not have.
         """
         self.steps = frozenset(chosen_steps(self.wanted, total))
-        each = sum(_bytes(self.model, site, rows, positions) for site in self.sites)
-        needed = each * len(self.layers) * len(self.steps)
+        blocks = attention_blocks(self.model, self.stack)
+        of_layers = (blocks[layer] for layer in self.layers)
+        of_step = sum(
+            _bytes(self.model, block, site, rows, positions) for block in of_layers for site in self.sites
+        )
+        # An encoder reads every position once.
+        each, needed = of_step / len(self.layers), of_step * (1 if self.stack else len(self.steps))
         if needed > self.limit:
             raise MemoryError(
                 f"these activations would take {needed / 1e9:.3g} GB ({each / 1e6:.3g} MB a step and layer, "
@@ -149,7 +159,20 @@ class _Keeper(StepObserver):
 
     def hooks(self) -> list["_Keep"]:
         """One hook for every site."""
-        return [_Keep(site, self, self.layers) for site in self.sites]
+        return [_Keep(site, self, self.layers, self.stack) for site in self.sites]
+
+    def result(self, run: DenoisingRun) -> Activations:
+        """What was kept.
+
+        Raises:
+            ValueError: nothing, because the encoder did not run at the steps to keep.
+        """
+        if not self.values and self.stack:
+            raise ValueError(
+                f"capture: the {self.stack} ran at none of the steps {sorted(self.steps)}; it runs at the first "
+                "step of every canvas, such as 0"
+            )
+        return Activations(self.values, run, SinkLayout.of(self.model), self.stack)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +182,10 @@ class _Keep(Hook):
     site: Site
     keeper: _Keeper
     layers: tuple[int, ...]
+    stack: str = ""
 
     def __repr__(self) -> str:
-        return f"capture({self.site!r})"
+        return f"capture({self.site!r}{', encoder=True' if self.stack else ''})"
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Keep the activation, if its step is to be kept, and return it unchanged."""
@@ -171,8 +195,20 @@ class _Keep(Hook):
             kept = (
                 tensor.detach().clone() if keeper.device is None else tensor.detach().to(keeper.device, copy=True)
             )
-            keeper.values[self.site, hook.layer(), step] = kept
+            key = (self.site, hook.layer(), step)
+            before = keeper.values.get(key) if self.stack else None
+            keeper.values[key] = kept if before is None else _continued(self.site, before, kept)
         return tensor
+
+
+def _continued(site: Site, before: Tensor, after: Tensor) -> Tensor:
+    """Two passes of an encoder at one step (its cache was emptied), one after the other along the positions."""
+    if site not in ("scores", "pattern"):
+        return torch.cat([before, after], 1)
+    unseen = 0.0 if site == "pattern" else torch.finfo(before.dtype).min
+    return torch.cat(
+        [torch.nn.functional.pad(before, (0, after.shape[3] - before.shape[3]), value=unseen), after], 2
+    )
 
 
 @torch.no_grad()
@@ -187,6 +223,7 @@ def capture(
     hooks: Sequence[HookLike] = (),
     device: Any = "cpu",
     max_bytes: int = MAX_BYTES,
+    encoder: bool = False,
     **settings: Any,
 ) -> Activations:
     """Denoise, or rerun a finished run, and keep activations.
@@ -201,6 +238,8 @@ def capture(
         hooks: interventions under which to run; they act before activations are kept.
         device: device to copy activations to; None to leave them where they are.
         max_bytes: limit of their total size.
+        encoder: keep those of the encoder beside the decoder (DiffusionGemma), at the steps at which it runs: the
+            first of every canvas.
         **settings: of `dlm_lens.denoise`; only with a prompt.
 
     Raises:
@@ -211,15 +250,16 @@ def capture(
     for site in wanted:
         if site not in SITES:
             raise ValueError(f"capture: site is {site!r}; it must be one of {', '.join(SITES)}")
-    chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
-    keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes)
+    stack = "encoder" if encoder else ""
+    chosen = chosen_indices("layer", layers, len(attention_blocks(model, stack)))
+    keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes, stack)
     if isinstance(prompt, DenoisingRun):
         if settings:
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")
         _go_over(StoredRun(model, prompt), keeper, hooks)
-        return Activations(keeper.values, prompt, SinkLayout.of(model))
+        return keeper.result(prompt)
     run = denoise(model, prompt, hooks=[*hooks, *keeper.hooks()], observers=keeper, **settings)
-    return Activations(keeper.values, run, SinkLayout.of(model))
+    return keeper.result(run)
 
 
 def chosen_steps(steps: int | slice | Sequence[int] | None, total: int) -> tuple[int, ...]:
@@ -244,18 +284,19 @@ def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[HookLike]) -> N
     run = stored.run
     keeper.check(run.steps, stored.halves * len(run.tokens), run.tokens.shape[1])
     runner = stored.runner([*hooks, *keeper.hooks()])
-    # Hooks may keep state from step to step: with any, every step up to the last one runs.
-    for step in range(max(keeper.steps) + 1) if hooks else sorted(keeper.steps):
+    # Hooks may keep state from step to step, and an encoder its cache: then every step up to the last one runs.
+    for step in range(max(keeper.steps) + 1) if hooks or keeper.stack else sorted(keeper.steps):
         with runner:
             stored.enter(runner, step)
             stored.states(step)
 
 
-def _bytes(model: Any, site: Site, rows: int, positions: int) -> int:
-    """Bytes of one activation at a site."""
-    block: Any = attention_blocks(model)[0]
+def _bytes(model: Any, block: nn.Module, site: Site, rows: int, positions: int) -> int:
+    """Bytes of one activation at a site of a layer."""
     attention, heads = attention_of(block), model.config.num_attention_heads
-    key_heads = getattr(model.config, "num_key_value_heads", heads)
+    # Layers may differ in it (DiffusionGemma), in which case it is the attention's own.
+    groups = getattr(attention, "num_key_value_groups", None)
+    key_heads = heads // groups if groups else getattr(model.config, "num_key_value_heads", heads)
     length = positions + SinkLayout.of(model).count
     width = {
         **dict.fromkeys(("q", "rot_q", "z"), heads * head_width(attention)),

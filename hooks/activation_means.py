@@ -9,7 +9,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import Hook, HookLike, PointContext, RunStep, Site, attention_blocks, exclusive, run_of
+from dlm_lens.attention import (
+    Hook,
+    HookLike,
+    PointContext,
+    RunStep,
+    Site,
+    attention_blocks,
+    attention_of,
+    exclusive,
+    head_width,
+    run_of,
+)
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
@@ -183,11 +194,12 @@ def mean_activations(
         **settings: of `dlm_lens.denoise`.
 
     Raises:
-        ValueError: an invalid site, number of bins, prompt or setting.
+        ValueError: an invalid site, number of bins, prompt or setting; a site of heads whose layers differ in them.
     """
     activation_site(site, "mean_activations")
     if bins < 1:
         raise ValueError(f"mean_activations: bins is {bins}; take at least 1")
+    _check_widths(model, site)
     guided = settings.get("cfg_scale", getattr(model, "sampler_defaults", {}).get("cfg_scale"))
     summing = _Summing(site, bins, 2 if guided else 1)
     denoise(model, prompts, hooks=[*hooks, summing], **settings)
@@ -197,3 +209,16 @@ def mean_activations(
     # With a device map the layers' sums lie on several devices.
     means = torch.stack([summing.sums[layer].cpu() / counts.clamp(min=1).reshape(wide) for layer in layers])
     return MeanActivations(site, means.float(), counts)
+
+
+def _check_widths(model: Any, site: str) -> None:
+    """Raise if heads differ between layers, so that one tensor cannot hold the means of all."""
+    attentions = [attention_of(block) for block in attention_blocks(model)]
+    heads = {(head_width(each), getattr(each, "num_key_value_groups", None)) for each in attentions}
+    widths = {width for width, _ in heads}
+    if site in ("q", "k", "v", "z") and len(heads if site in ("k", "v") else widths) > 1:
+        raise ValueError(
+            f"mean_activations: the heads of {type(model).__name__}'s layers differ in width or number "
+            f"(d_head {', '.join(map(str, sorted(widths)))}), so that {site!r} has no means of one shape; take "
+            "'resid', or capture(...) and the means of its layers"
+        )

@@ -1,4 +1,4 @@
-"""`at_steps`, `at_layers`, `at_heads`, `at_progress`: a hook limited to some steps, layers, heads or rows."""
+"""`at_steps`, `at_layers`, `at_heads`, `at_progress`, `at_encoder`: a hook limited in where it acts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ class Limit:
         heads: the only heads in which it acts; None, the default, for all.
         padding_safe: whether the condition is decided for every row on its own. True by default.
         stateless: whether the condition depends on neither step nor progress. False by default.
+        stack: the part of the model in which the hook acts; None, the default, for the hook's own.
     """
 
     if TYPE_CHECKING:
@@ -46,8 +47,10 @@ class Limit:
         def padding_safe(self) -> bool: ...  # noqa: D102
         @property
         def stateless(self) -> bool: ...  # noqa: D102
+        @property
+        def stack(self) -> str | None: ...  # noqa: D102
     else:
-        layers = heads = None
+        layers = heads = stack = None
         padding_safe, stateless = True, False
 
     def active(self, hook: PointContext, who: Hook) -> Active:
@@ -185,6 +188,21 @@ class ProgressLimit(Limit):
         return f"at_progress({hook}, {(self.low, self.high) if self.chosen is None else self.chosen})"
 
 
+@dataclass(frozen=True)
+class EncoderLimit(Limit):
+    """The encoder's layers, in a model that has an encoder beside its decoder."""
+
+    stateless, stack = True, "encoder"
+
+    def active(self, hook: PointContext, who: Hook) -> Active:
+        """True: the hook is in the encoder's layers alone."""
+        return True
+
+    def call(self, hook: str) -> str:
+        """The call of the limit around `hook`."""
+        return f"at_encoder({hook})"
+
+
 def _count(hook: PointContext, name: str) -> int | None:
     known: int | None = None if hook.run is None else getattr(hook.run.config, name, None)
     return known or hook.depth
@@ -226,6 +244,11 @@ class Limited(HookWrapper):
     def stateless(self) -> bool:
         """Whether hook and limit are."""
         return self.hook.stateless and self.limit.stateless
+
+    @property
+    def stack(self) -> str:
+        """The part of the model in which it acts."""
+        return self.hook.stack if self.limit.stack is None else self.limit.stack
 
     def check_run(self, run: RunStep) -> None:
         """Refuse what the run or its model do not have.
@@ -361,6 +384,26 @@ def at_progress(hook: HookLike, progress: tuple[float, float] | Callable[[Float[
         raise ValueError(f"progress is {progress!r}; it must be an interval (low, high) within 0 and 1")
     low, high = pair
     return _limited(inner, ProgressLimit(low, high))
+
+
+def at_encoder(hook: HookLike) -> Limited:
+    """Put a hook into the encoder's layers, in a model with an encoder beside its decoder (DiffusionGemma).
+
+    The encoder runs at the first step of every canvas: it reads the prompt, then each finished canvas, and later
+    steps see the keys and values that it left. Positions are those of the whole canvas; negative ones count from
+    the last that the encoder has read. All of them are decided. There is no step before of the encoder:
+    `source="previous"` reads the pass itself.
+
+    Raises:
+        ValueError: no hook, or one that needs a pass without hooks or the mean over all layers.
+    """
+    inner = as_hook(hook)
+    if inner.needs_clean_pass or inner.sees_all_layers:
+        raise ValueError(
+            f"at_encoder: {inner} reads sinks of the decoder's layers; at the encoder take source='current' and "
+            "per='head' or 'layer', or the positions"
+        )
+    return _limited(inner, EncoderLimit())
 
 
 def _limited(hook: Hook, limit: Limit) -> Limited:

@@ -76,6 +76,11 @@ class PatchFrom(Hook):
         """The captured layers; the hook acts in these."""
         return self.source.layers
 
+    @property
+    def stack(self) -> str:
+        """The part of the model that was captured."""
+        return self.source.stack
+
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return the activation with the other run's values at the positions.
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.attention import Hook, PointContext, SinkToken, run_of
+from dlm_lens.attention import Hook, PointContext, SinkToken
 from dlm_lens.hooks.positions import (
     ActivationSite,
     PositionClass,
@@ -20,6 +20,7 @@ from dlm_lens.hooks.positions import (
     spread,
     where,
 )
+from dlm_lens.hooks.schedules import Schedule, check_schedule, shown_schedule, spread_weights, weights_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,16 +28,18 @@ class Steer(Hook):
     """Add a direction; build it with `steer`.
 
     Raises:
-        ValueError: an invalid site, position or direction.
+        ValueError: an invalid site, position, direction or schedule.
     """
 
     direction: Float[Tensor, "*features"]
     scale: float
     site: ActivationSite = "resid"
     positions: Positions = None
+    schedule: Schedule = None
 
     def __post_init__(self) -> None:
         activation_site(self.site, "steer")
+        check_schedule(self.schedule, "steer")
         object.__setattr__(self, "positions", read_positions(self.positions, "steer"))
         if not isinstance(self.direction, Tensor) or self.direction.ndim not in (1, 2):
             raise ValueError(
@@ -47,19 +50,26 @@ class Steer(Hook):
 
     def __repr__(self) -> str:
         direction = f"direction={shown_tensor(self.direction)}"
-        return printed_call("steer", self.site, self.positions, direction, f"scale={self.scale}")
+        more = [] if self.schedule is None else [f"schedule={shown_schedule(self.schedule)}"]
+        return printed_call("steer", self.site, self.positions, direction, f"scale={self.scale}", *more)
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """Return the activation plus scale times direction at the positions.
+        """Return the activation plus scale times weight times direction at the positions.
 
         Raises:
-            ValueError: a position that does not exist, a class outside a run, or a direction of another width.
+            ValueError: a position that does not exist, a class or a schedule over progress outside a run, or a
+                direction of another width.
         """
         features, given = tensor.shape[2:], self.direction.shape
         if given[-1] != features[-1] or (len(given) > 1 and given != features):
             raise ValueError(f"{self}: {self.site} has {list(features)} features a position")
-        chosen = spread(where(self.positions, tensor, hook, self), tensor)
-        return torch.where(chosen, tensor + self.scale * self._direction_on(tensor, hook), tensor)
+        added = self.scale * self._direction_on(tensor, hook)
+        if self.schedule is not None:
+            weights = weights_of(self.schedule, tensor, hook, self)
+            if not any(weights):
+                return tensor
+            added = spread_weights(weights, tensor, hook) * added
+        return torch.where(spread(where(self.positions, tensor, hook, self), tensor), tensor + added, tensor)
 
     def _direction_on(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """The direction in the activation's dtype and on its device; in a run it is copied there once a step."""
@@ -78,23 +88,23 @@ def steer(
     *,
     site: ActivationSite = "resid",
     positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+    schedule: Schedule = None,
 ) -> Steer:
-    """Add `scale * direction` to an activation, without normalising the direction.
+    """Add `scale * w * direction` to an activation, without normalising the direction.
 
     Args:
         direction: [d_model] for "resid", "attn_out" and "mlp_out"; [d_head] or [head, d_head] for heads.
         scale: the factor.
         site: "resid" (the residual stream after a block), "attn_out", "mlp_out", "q", "k", "v" or "z".
         positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer"; None for all.
+        schedule: w as a function of a row's progress, the share of the answer that is decided (in an AR run, step /
+            total): a function, (lo, hi) for a straight line, a number, or None for 1.
 
     Raises:
-        ValueError: an unknown site or class, or a direction that is not a finite tensor of 1 or 2 axes.
+        ValueError: an unknown site or class, a direction that is not a finite tensor of 1 or 2 axes, or an invalid
+            schedule.
     """
-    return Steer(direction, scale, site, positions)  # type: ignore[arg-type]
-
-
-Schedule = Callable[[float], float] | tuple[float, float] | float | None
-"""The weight w, from a row's progress: a function, (lo, hi) for a straight line, a number, or None for 1."""
+    return Steer(direction, scale, site, positions, schedule)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,18 +127,12 @@ class Splice(Hook):
             raise ValueError(
                 f"splice: {self.module!r} cannot be called; give a module from activation to activation"
             )
-        number = isinstance(self.schedule, int | float)
-        pair = isinstance(self.schedule, tuple) and len(self.schedule) == 2
-        if not (self.schedule is None or number or pair or callable(self.schedule)):
-            raise ValueError(
-                f"splice: schedule is {self.schedule!r}; give (lo, hi), a number, or a function of progress"
-            )
+        check_schedule(self.schedule, "splice")
 
     def __repr__(self) -> str:
         name = getattr(self.module, "__name__", type(self.module).__name__)
-        schedule = self.schedule
-        written = getattr(schedule, "__name__", type(schedule).__name__) if callable(schedule) else repr(schedule)
-        return printed_call("splice", self.site, self.positions, f"module={name}", f"schedule={written}")
+        schedule = f"schedule={shown_schedule(self.schedule)}"
+        return printed_call("splice", self.site, self.positions, f"module={name}", schedule)
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return (1 - w) x + w module(x) at the positions.
@@ -137,42 +141,16 @@ class Splice(Hook):
             ValueError: a position that does not exist; a class or a schedule over progress outside a run; a module
                 whose output has another shape.
         """
-        shares = self._shares(tensor, hook)
+        shares = weights_of(self.schedule, tensor, hook, self)
         if not any(shares):
             return tensor
-        weights = self._weights(shares, tensor, hook)
+        weights = spread_weights(shares, tensor, hook)
         found: Any = self.module(tensor)
         if not isinstance(found, Tensor) or found.shape != tensor.shape:
             kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"{self}: the module returned {kind}; it must return {list(tensor.shape)}")
         mixed = (1 - weights) * tensor + weights * found.to(tensor)
         return torch.where(spread(where(self.positions, tensor, hook, self), tensor), mixed, tensor)
-
-    def _shares(self, tensor: Tensor, hook: PointContext) -> tuple[float, ...]:
-        """The weight w of every row; one number if it is the same for all rows."""
-        schedule = 1.0 if self.schedule is None else self.schedule
-        if isinstance(schedule, int | float):
-            return (float(schedule),)
-        run = run_of(hook, self).for_rows(len(tensor))
-        progress: list[float] = run.once("progress", lambda: run.progress.tolist())
-        if isinstance(schedule, tuple):
-            lo, hi = schedule
-            return tuple(lo + (hi - lo) * share for share in progress)
-        return tuple(float(schedule(share)) for share in progress)
-
-    def _weights(self, shares: tuple[float, ...], tensor: Tensor, hook: PointContext) -> Tensor:
-        """The weights w with as many axes as the activation."""
-        run = hook.run
-        if len(set(shares)) == 1:
-            return tensor.new_full([1] * tensor.ndim, shares[0])
-
-        def made() -> Tensor:
-            return tensor.new_tensor(shares).reshape(-1, *[1] * (tensor.ndim - 1))
-
-        if run is None:
-            return made()
-        weights: Tensor = run.once(("shares", shares, tensor.device, tensor.dtype, tensor.ndim), made)
-        return weights
 
 
 def splice(

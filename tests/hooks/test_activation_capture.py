@@ -1,5 +1,6 @@
 """What `capture` keeps and what `mean_activations` measures, against float64 loops; what both refuse."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dlm_lens.hooks import (
     sink,
     splice,
     steer,
+    steer_along,
     zero_value,
 )
 from dlm_lens.testing import tiny
@@ -199,6 +201,12 @@ def test_reprs_say_the_settings(model: Any) -> None:
         (lambda: ablate("resid", value=torch.zeros(5))(torch.zeros(1, 2, 3)), r"value has shape \[5\]"),
         (lambda: steer(torch.zeros(3))(torch.zeros(1, 2, 4)), r"resid has \[4\] features"),
         (lambda: steer(torch.tensor([torch.nan])), "direction is not finite"),
+        (lambda: steer(torch.zeros(3), schedule=(1, 2, 3)), r"steer: schedule is \(1, 2, 3\); give \(lo, hi\)"),
+        (lambda: steer_along(torch.zeros(2, 3), [0.5, 0.5], 1.0), "2 knots for a curve of 2 points"),
+        (lambda: steer_along(torch.zeros(3), [0.5], 1.0), r"give a finite tensor \[knot, d_model\]"),
+        (lambda: steer_along(torch.zeros(2, 3), [0, 1], math.nan), "by is nan; it must be a finite number"),
+        (lambda: steer_along(torch.zeros(2, 3), [0, 1], 1.0, over="step"), "over is 'step'"),  # type: ignore[arg-type]
+        (lambda: steer_along(torch.zeros(2, 3), [0, 1], 1.0)(torch.zeros(1, 2, 4)), "has .4. features a position"),
         (lambda: splice(3), "3 cannot be called"),
         (lambda: splice(torch.tanh, schedule=(0, 1, 2)), r"schedule is \(0, 1, 2\)"),
         (lambda: splice(lambda x: x[:, :1])(torch.zeros(1, 2, 4)), r"returned a tensor of shape \[1, 1, 4\]"),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from dlm_lens.hooks import (
     sink,
     splice,
     steer,
+    steer_along,
     zero_value,
 )
 from dlm_lens.testing import tiny
@@ -106,6 +108,7 @@ MEANS = MeanActivations("z", random(2, 3, 2, 4, 8), torch.tensor([[3, 4], [2, 0]
 DIRECTION, HEADS = random(32, seed=1), random(4, 8, seed=2)
 ONE_HEAD = torch.tensor([0.0, 0.0, 1.0, 0.0])[:, None]
 MATRIX = random(32, 32, seed=3, scale=0.2)
+CURVE, KNOTS = random(4, 32, seed=4), (0.1, 0.3, 0.35, 0.8)
 
 
 def mean_of(now: Now, p: int, layer: int) -> Tensor:
@@ -119,6 +122,12 @@ def mean_of(now: Now, p: int, layer: int) -> Tensor:
 
 def module(x: Tensor) -> Tensor:
     return torch.tanh(x @ MATRIX.to(x.dtype))
+
+
+def moved(place: float, by: float) -> Tensor:
+    """From a place on the curve to another one, by numpy and one feature after the other."""
+    lines = CURVE.T.double().numpy()
+    return torch.tensor([np.interp(place + by, KNOTS, line) - np.interp(place, KNOTS, line) for line in lines])
 
 
 CASES: dict[str, tuple[Hook, Any]] = {
@@ -151,6 +160,18 @@ CASES: dict[str, tuple[Hook, Any]] = {
         at(lambda now: now.of("masked"), lambda x, *_: x + 2 * DIRECTION),
     ),
     "steer heads": (steer(HEADS, -3.0, site="z", positions=0), at([1], lambda x, *_: x - 3 * HEADS)),
+    "steer by a schedule": (
+        steer(DIRECTION, 2.0, positions="masked", schedule=(1.0, -0.5)),
+        at(lambda now: now.of("masked"), lambda x, now, _: x + 2 * (1 - 1.5 * now.progress) * DIRECTION),
+    ),
+    "steer along a curve": (
+        steer_along(CURVE, KNOTS, 0.4),
+        at(lambda now: now.of("masked"), lambda x, now, _: x + moved(now.step / 4, 0.4)),
+    ),
+    "steer back over progress": (
+        steer_along(CURVE, KNOTS, -0.3, over="progress", site="attn_out", positions="prompt"),
+        at(lambda now: now.of("prompt"), lambda x, now, _: x + moved(now.progress, -0.3)),
+    ),
     "splice": (
         splice(module, schedule=(0.2, 1.0)),
         at(EVERY, lambda x, now, _: (1 - (w := 0.2 + 0.8 * now.progress)) * x + w * module(x)),

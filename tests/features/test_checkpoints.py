@@ -1,0 +1,155 @@
+"""`load_sae` and `save_sae`: files written with the foreign names, and what is refused before weights are read."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_lens.features import load_sae, save_sae
+from dlm_lens.testing import tiny
+from tests.features.foreign import COUNT, WIDTH, K, draw, kept, vectors, write_saelens, write_sparsify
+
+META = {"metadata": {"hook_name": "blocks.3.hook_resid_post", "model_name": "dream", "sae_lens_version": "6.2.0"}}
+BASE = "W_enc W_dec b_dec b_enc"
+
+
+def _topk(subtracted=True):
+    weights = {name: value.astype(np.float64) for name, value in draw().items()}
+    x = vectors().astype(np.float64) - (weights["b_dec"] if subtracted else 0)
+    features = kept(x @ weights["W_enc"] + weights["b_enc"], K)
+    return features @ weights["W_dec"] + weights["b_dec"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architecture": "topk", "k": K, "apply_b_dec_to_input": True, "normalize_activations": "none", **META},
+        {
+            "architecture": "standard",
+            "activation_fn_str": "topk",
+            "activation_fn_kwargs": {"k": K},
+            "hook_name": "blocks.3.hook_resid_post",
+            "model_name": "dream",
+            "normalize_activations": False,
+        },
+        {"activation_fn": "topk", "activation_fn_kwargs": {"k": K}, "hook_point": "blocks.4.hook_resid_pre"},
+    ],
+    ids=["saelens 6", "saelens 4", "saelens 2"],
+)
+def test_topk_of_saelens(tmp_path, settings):
+    sae = load_sae(write_saelens(tmp_path, BASE, settings))
+    assert (sae.activation, sae.k, sae.site, sae.layer) == ("topk", K, "resid", 3)
+    np.testing.assert_allclose(sae(torch.from_numpy(vectors())).numpy(), _topk(), atol=1e-5)
+
+
+def test_the_bias_is_subtracted_only_where_the_file_says(tmp_path):
+    sae = load_sae(
+        write_saelens(tmp_path, BASE, {"architecture": "topk", "k": K, "apply_b_dec_to_input": False, **META})
+    )
+    np.testing.assert_allclose(sae(torch.from_numpy(vectors())).numpy(), _topk(subtracted=False), atol=1e-5)
+
+
+def test_topk_of_sparsify(tmp_path):
+    path = write_sparsify(
+        tmp_path / "layers.3", {"num_latents": COUNT, "expansion_factor": 32, "activation": "topk"}
+    )
+    sae = load_sae(path)
+    assert (sae.site, sae.layer) == ("resid", 3)
+    np.testing.assert_allclose(sae(torch.from_numpy(vectors())).numpy(), _topk(), atol=1e-5)
+    assert load_sae(write_sparsify(tmp_path / "layers.1.mlp", {"num_latents": COUNT})).site == "mlp_out"
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "activation"),
+    [
+        (BASE, {"architecture": "standard"}, "relu"),
+        (f"{BASE} threshold", {"architecture": "jumprelu"}, "jumprelu"),
+        ("W_enc W_dec b_dec b_gate b_mag r_mag", {"architecture": "gated"}, "gated"),
+    ],
+)
+def test_other_architectures_and_their_way_back(tmp_path, names, settings, activation):
+    sae = load_sae(write_saelens(tmp_path / "theirs", names, {**settings, **META}))
+    assert sae.activation == activation
+    again = load_sae(save_sae(sae, tmp_path / "ours"))
+    assert again.digest == sae.digest
+    assert (again.layer, again.site, again.model) == (3, "resid", "dream")
+
+
+def test_a_saved_autoencoder_has_the_foreign_names(tmp_path):
+    sae = load_sae(write_sparsify(tmp_path / "layers.3", {"num_latents": COUNT}))
+    settings = json.loads((save_sae(sae, tmp_path / "out") / "cfg.json").read_text())
+    assert (settings["architecture"], settings["k"], settings["d_in"], settings["d_sae"]) == (
+        "topk",
+        K,
+        WIDTH,
+        COUNT,
+    )
+    assert settings["metadata"]["hook_name"] == "blocks.3.hook_resid_post"
+    assert load_sae(tmp_path / "out").digest == sae.digest
+
+
+def test_the_scaling_factor_of_older_files_multiplies_features(tmp_path):
+    factor = np.linspace(0.5, 2, COUNT).astype(np.float32)
+    settings = {"architecture": "standard", "finetuning_scaling_factor": True, **META}
+    sae = load_sae(write_saelens(tmp_path, f"{BASE} scaling_factor", settings, scaling_factor=factor))
+    weights = {name: value.astype(np.float64) for name, value in draw().items()}
+    features = np.maximum((vectors() - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"], 0)
+    expected = (features * factor) @ weights["W_dec"] + weights["b_dec"]
+    np.testing.assert_allclose(sae(torch.from_numpy(vectors())).numpy(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "why"),
+    [
+        (
+            BASE,
+            {"architecture": "topk", "k": K, "d_in": 13},
+            r"W_enc has shape \[12, 20\]; cfg.json calls for \[13, 20\]",
+        ),
+        (BASE, {"architecture": "topk", "k": 21}, "k is 21; it must be a whole number from 1 to 20"),
+        (BASE, {"architecture": "topk"}, "k is None"),
+        ("W_enc W_dec b_dec", {"architecture": "topk", "k": K}, "lacks b_enc; cfg.json calls for"),
+        (f"{BASE} threshold", {"architecture": "topk", "k": K}, "holds threshold, which such an autoencoder"),
+        (BASE, {"architecture": "matching_pursuit"}, "architecture is 'matching_pursuit'; read are topk, standard"),
+        (BASE, {"d_sae": "20"}, "d_sae is '20'; it must be a whole number"),
+        (BASE, {"normalize_activations": "expected_average_only_in"}, "fold_activation_norm_scaling_factor"),
+        (BASE, {"hook_name": "blocks.2.attn.hook_z"}, "hook_name is 'blocks.2.attn.hook_z'; read are"),
+        (BASE, {"hook_name": "blocks.0.hook_resid_pre"}, "from the second layer on"),
+        (BASE, {"reshape_activations": "hook_z"}, "reshape_activations is set"),
+    ],
+)
+def test_what_is_refused_is_named(tmp_path, names, settings, why):
+    with pytest.raises(ValueError, match=why):
+        load_sae(write_saelens(tmp_path, names, settings))
+
+
+@pytest.mark.parametrize("name", ["transcode", "skip_connection"])
+def test_other_coders_of_sparsify_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} is set"):
+        load_sae(write_sparsify(tmp_path, {"num_latents": COUNT, name: True}))
+
+
+def test_pickles_and_other_directories_are_refused(tmp_path):
+    (tmp_path / "ae.pt").write_bytes(b"\x80\x04.")
+    with pytest.raises(FileNotFoundError, match=r"holds ae.pt, and no pickle is read here"):
+        load_sae(tmp_path)
+    write_sparsify(tmp_path / "layers.3", {"num_latents": COUNT})
+    with pytest.raises(
+        FileNotFoundError, match=r"holds 1 autoencoders; give the directory of one, such as .*layers.3"
+    ):
+        load_sae(tmp_path)
+    (tmp_path / "layers.3" / "cfg.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no cfg\.json"):
+        load_sae(tmp_path / "layers.3")
+
+
+def test_the_model_is_compared_before_weights_are_read(tmp_path):
+    model = tiny("llada")
+    path = write_saelens(tmp_path, BASE, {"architecture": "topk", "k": K, **META})
+    with pytest.raises(ValueError, match=f"vectors of 12 entries; the model's have {model.config.hidden_size}"):
+        load_sae(path, model)
+    model.config.hidden_size = WIDTH
+    with pytest.raises(ValueError, match=r"is of layer 3; the model has the layers 0 to"):
+        load_sae(path, model)
+    assert load_sae(path, model, layer=1).layer == 1
