@@ -49,7 +49,8 @@ class BridgeTap:
             points = {name: f"attn.hook_{name}" for name in ("rot_q", "rot_k", "v", "pattern", "z")}
             points |= {"resid": "hook_resid_pre"} | ({"z": "attn.hook_z_ungated"} if gated else {})
             hooks += [(f"blocks.{layer}.{point}", self._keep(layer, name)) for name, point in points.items()]
-            hooks.append((f"blocks.{layer}.hook_attn_out", self._show_layer(layer)))
+            hooks.append((f"blocks.{layer}.hook_attn_out", self._keep(layer, "attn_out")))
+            hooks.append((f"blocks.{layer}.hook_resid_post", self._show_layer(layer)))
         self._open.enter_context(self.bridge.hooks(fwd_hooks=hooks))
 
     def close(self) -> None:
@@ -74,12 +75,11 @@ class BridgeTap:
         return keep
 
     def _show_layer(self, layer: int) -> Callable[..., None]:
-        def show_layer(added: Tensor, hook: Any) -> None:
+        def show_layer(left: Tensor, hook: Any) -> None:
             if self.bridge.silent:
                 return
-            resid, q, k, v, pattern, z = (
-                self._seen.pop((layer, name)) for name in ("resid", "rot_q", "rot_k", "v", "pattern", "z")
-            )
+            names = ("resid", "attn_out", "rot_q", "rot_k", "v", "pattern", "z")
+            resid, added, q, k, v, pattern, z = (self._seen.pop((layer, name)) for name in names)
             canvas = self.layout.canvas(k.shape[1])
             inputs = AttentionInputs(
                 layer,
@@ -91,7 +91,7 @@ class BridgeTap:
                 pattern=pattern[:, :, canvas],
                 z=z[:, canvas],
             )
-            self.show(LayerInputs(inputs, resid, added))
+            self.show(LayerInputs(inputs, resid, added, left))
 
         return show_layer
 

@@ -23,6 +23,7 @@ from dlm_lens.attention import (
     RunStep,
     SinkLayout,
     as_hook,
+    attention_stack,
     checked,
     columns_of,
     counted_queries,
@@ -187,6 +188,7 @@ def fwd_hooks_of(bridge: Any, hooks: Sequence[HookLike]) -> list[tuple[str, Hook
     """
     count, fwd_hooks = len(bridge.blocks), []
     for hook in checked(hooks):
+        attention_stack(bridge.original_model, hook.stack)
         layers = hook.layers
         for layer in range(count) if layers is None else layers:
             check_index("layer", layer, count, f"{hook}: ")

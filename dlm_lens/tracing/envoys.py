@@ -27,6 +27,7 @@ from dlm_lens.attention import (
     hook_keys,
     hook_point,
     hooked_attentions,
+    step_in_stack,
 )
 from dlm_lens.attention.layers import MLPS
 from dlm_lens.tracing.steps import Step
@@ -114,15 +115,18 @@ class AttentionEnvoy(Envoy):
         (`lm.layers[i].attn.output`, `.mlp.output`), or "resid", the output of the layer (`lm.layers[i].output`).
 
         Raises:
-            ValueError: the hook has no such site.
+            ValueError: the hook has no such site, or acts in another stack of layers (`at_encoder`).
         """
-        hook = as_hook(hook)
+        hook, own = as_hook(hook), self._stack
+        if hook.stack not in ("", own):
+            raise ValueError(
+                f"{hook} acts in the {hook.stack}, and this is another layer; apply it to "
+                f"lm.{hook.stack}_layers[i].attn"
+            )
         if hook.site in HOOK_POINTS:
             value = getattr(self, hook.site)
             setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))
             return
-        stacks = attention_stacks(root := self.root._module)
-        own = next(name for name in stacks if any(self._module is each for each in hooked_attentions(root, name)))
         layer = getattr(self.root, f"{own}_layers" if own else "layers")[self._module.hook_layer]
         envoy = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
         value = envoy.output
@@ -131,11 +135,12 @@ class AttentionEnvoy(Envoy):
         envoy.output = (edited, *value[1:]) if isinstance(value, tuple) else edited
 
     def _context(self, hook: Hook, step: Step | None, rows: int) -> PointContext:
-        root, site = self.root, hook.site
-        causal = attends_causally(root._module)
+        root, site, stack = self.root, hook.site, self._stack
+        causal = attends_causally(root._module, stack)
         layer = self._module.hook_layer
-        name = f"blocks.{layer}.{NAMES[site]}"
+        name = f"{stack}.blocks.{layer}.{NAMES[site]}" if stack else f"blocks.{layer}.{NAMES[site]}"
         run = None if step is None else root.run_step(step).for_rows(rows)
+        run = step_in_stack(attention_stacks(root._module)[stack], run) if stack else run
         attention_pass = rows_of_invoke = None
         if site in ("scores", "pattern"):
             attention_pass = self._module.get_submodule(f"hook_{site}").attention_pass
@@ -143,6 +148,15 @@ class AttentionEnvoy(Envoy):
         depth = int(root.config.num_hidden_layers)
         sinks, key = SinkLayout.of(root), self._hook_key(hook, step)
         return PointContext(name, layer, sinks, causal, run, depth, attention_pass, rows_of_invoke, key)
+
+    @property
+    def _stack(self) -> str:
+        """The stack of layers that this attention belongs to."""
+        root = self.root._module
+        names = attention_stacks(root)
+        if len(names) == 1:
+            return ""
+        return next(name for name in names if any(self._module is each for each in hooked_attentions(root, name)))
 
     def _hook_key(self, hook: Hook, step: Step | None) -> HookKey | None:
         """The key that tells the hook from equal ones that were applied to this layer at this step."""

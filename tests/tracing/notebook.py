@@ -1,6 +1,7 @@
 """Run the notebooks of docs/notebooks without Jupyter; `python -m tests.tracing.notebook` renews their outputs."""
 
 import ast
+import base64
 import contextlib
 import io
 import json
@@ -26,6 +27,15 @@ def run_cell(source: str, name: str, space: dict[str, Any]) -> tuple[str, Any]:
     return printed.getvalue(), value
 
 
+def _shown(value: Any) -> dict[str, Any]:
+    """What a notebook shows of a cell's value: a figure, a view, a page of circuitsvis."""
+    if hasattr(value, "_repr_png_"):
+        return {"image/png": base64.b64encode(value._repr_png_()).decode() + "\n"}
+    # circuitsvis: the page that fetches the script, 2 kB; a live notebook embeds it without a network.
+    page = value.cdn_src if hasattr(value, "cdn_src") else value._repr_html_()
+    return {"text/html": page.splitlines(keepends=True)}
+
+
 @cache
 def executed(path: Path) -> dict[str, Any]:
     """The notebook with the outputs of a fresh run."""
@@ -39,8 +49,7 @@ def executed(path: Path) -> dict[str, Any]:
             lines = printed.splitlines(keepends=True)
             cell["outputs"].append({"output_type": "stream", "name": "stdout", "text": lines})
         if value is not None:
-            # circuitsvis: the page that fetches the script, 2 kB; a live notebook embeds it without a network.
-            data = {"text/html": value.cdn_src.splitlines(keepends=True), "text/plain": [type(value).__name__]}
+            data = {**_shown(value), "text/plain": [type(value).__name__]}
             entry = {"output_type": "execute_result", "execution_count": number, "metadata": {}, "data": data}
             cell["outputs"].append(entry)
     return notebook

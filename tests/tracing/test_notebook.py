@@ -41,3 +41,18 @@ def test_circuitsvis_shows_the_upper_triangle() -> None:
     (path,) = [path for path in NOTEBOOKS if path.name == "tracing.ipynb"]
     sources = "".join("".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
     assert "mask_upper_tri=False" in sources
+
+
+@pytest.mark.long
+def test_the_diffusion_gemma_notebook_says_what_its_cells_show() -> None:
+    (path,) = [path for path in NOTEBOOKS if path.name == "diffusion_gemma.ipynb"]
+    lines = "\n".join(printed(executed(path))).splitlines()
+    answers = {
+        line.split()[0]: line.split()[1:] for line in lines if line.startswith(("own ", "other ", "patched "))
+    }
+    assert answers["patched"] == answers["other"] != answers["own"]
+    kinds = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("logits ", "top ", "none "))}
+    assert len({tuple(answer) for answer in kinds.values()}) == 3
+    shares = [float(line.split("(uniform ")[1].rstrip(")")) for line in lines if line.startswith("layer ")]
+    assert shares[0] == shares[1] < shares[2]  # a window of 6 sees 5 cached keys and the canvas of 8
+    assert shares[0] == pytest.approx(5 / 13, abs=0.005)
