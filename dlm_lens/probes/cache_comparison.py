@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import MIN_VIEWERS, HookLike, exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.recording import ReceivedAttention, StaleAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, RunObserver, Sampler, StepPlan, denoise
 from dlm_lens.sampling import compare as compare_hooks
@@ -25,7 +26,7 @@ DEFAULT = AboveMean(3.0)
 
 
 @dataclass(frozen=True, eq=False)
-class CacheComparison:
+class CacheComparison(ShowsItself):
     """A run with an approximate cache, compared with a run without one, and with the exact network on its canvases.
 
     `pair` holds two runs from one seed: after the first difference they see other canvases. Everything else is

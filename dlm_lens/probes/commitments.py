@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, flag
 from dlm_lens.attention import exclusive
 from dlm_lens.probes.predictions import read_predictions, result_of
+from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import Estimate, estimate_mean
@@ -31,8 +32,8 @@ class Commitment:
         run: the run.
         token: the most likely token ([MASK] is none) at the open positions that the step predicts; -1 elsewhere.
         confidence: its probability; NaN elsewhere.
-        entropy: of the prediction, in nats; NaN elsewhere.
-        likely: the probability of the token that the result has there; NaN elsewhere.
+        entropy: of the prediction, in nats; NaN elsewhere, and where it was read from the run alone.
+        likely: the probability of the token that the result has there; NaN like the entropy.
         reference: the tokens that count as right; -1 where none is known.
         seed: of the intervals.
 
@@ -68,14 +69,7 @@ class Commitment:
     @property
     def committed_at(self) -> Int[Tensor, "batch position"]:
         """The step at which a position is committed; -1 where no prediction was read, or it stayed open."""
-        steps = torch.arange(self.run.steps)[:, None, None]
-        before = self.predicted & (steps <= self.decided_at)
-        other = before & (self.token != self.run.tokens)
-        # The step after the last one that predicted another token, among those that predicted something.
-        after = before & (steps > (other * (steps + 1)).amax(0) - 1)
-        first = torch.where(after, steps, self.run.steps).amin(0)
-        first = torch.where(first < self.run.steps, first, self.decided_at + 1)
-        return torch.where(before.any(0) & ~self.run.open[-1], first, -1)
+        return settled_at(self.token, self.run.tokens, self.decided_at, self.run.open[-1])
 
     @property
     def lead(self) -> Float[Tensor, "batch position"]:
@@ -149,10 +143,40 @@ class Commitment:
         return estimate_mean(values[where].numpy(), rows.numpy(), len(where), seed=self.seed)
 
 
-@checked_arguments()
+def settled_at(
+    read: Int[Tensor, "step batch position"],
+    final: Int[Tensor, "batch position"],
+    decided_at: Int[Tensor, "batch position"],
+    undecided: Bool[Tensor, "batch position"],
+) -> Int[Tensor, "batch position"]:
+    """The first step from which on every reading until the decision is the final value.
+
+    Args:
+        read: what each step reads; -1 where it reads nothing.
+        final: the value that counts.
+        decided_at: the step of the decision; readings after it do not count.
+        undecided: positions without a decision.
+
+    Returns:
+        The step; one after the decision where the last reading was another value; -1 where nothing was read, or
+        nothing was decided.
+    """
+    steps = torch.arange(len(read))[:, None, None]
+    before = (read >= 0) & (steps <= decided_at)
+    other = before & (read != final)
+    # The step after the last one that read another value, among those that read something.
+    after = before & (steps > (other * (steps + 1)).amax(0) - 1)
+    first = torch.where(after, steps, len(read)).amin(0)
+    first = torch.where(first < len(read), first, decided_at + 1)
+    return torch.where(before.any(0) & ~undecided, first, -1)
+
+
+@checked_arguments(decided=flag())
 @torch.no_grad()
 @exclusive
-def commitment(model: Any, run: DenoisingRun, *, reference: Any = None, progress: bool = False) -> Commitment:
+def commitment(
+    model: Any, run: DenoisingRun, *, reference: Any = None, decided: bool = False, progress: bool = False
+) -> Commitment:
     """Run the model on every canvas of a run, and read what it predicts at the open positions.
 
     One forward pass per step; logits are read a few positions at a time.
@@ -162,20 +186,17 @@ def commitment(model: Any, run: DenoisingRun, *, reference: Any = None, progress
         run: from `denoise`.
         reference: token ids [batch, position] on the run's canvas that count as right, -1 where none is known; None
             for the run's own result, so that calibration says how well the run foresees itself.
+        decided: also the decided positions that a step may rewrite, in models that revise (uniform noise,
+            LLaDA2.1).
         progress: show a progress bar.
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model, or a reference of another shape.
     """
-    stored = StoredRun(model, run)
+    stored = StoredRun(model, run, decided=decided)
     result = result_of(stored)
-    right = result if reference is None else torch.as_tensor(reference)
-    if right.shape != result.shape:
-        raise ValueError(
-            f"reference has shape {list(right.shape)}, and the run's canvas {list(result.shape)}; give token ids "
-            "for every position of the canvas, -1 where none is known"
-        )
+    right = _right(result, reference)
     shape = run.unmasked.shape
     token = torch.full(shape, -1)
     found = {name: torch.full(shape, torch.nan) for name in ("confidence", "entropy", "likely")}
@@ -186,3 +207,58 @@ def commitment(model: Any, run: DenoisingRun, *, reference: Any = None, progress
         own = one.final.diagonal().masked_fill(result[one.row, one.where] < 0, torch.nan)
         found["likely"][at] = own.float()
     return Commitment(run, token, found["confidence"], found["entropy"], found["likely"], right)
+
+
+@checked_arguments()
+def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None) -> Commitment:
+    """The commitment of a run's own proposals, from the run alone: no model, no forward pass.
+
+    At temperature 0 a step proposes the most likely token for every position that it evaluates. These are the open
+    positions of its block, so that leads count from the step at which the block begins; a run with
+    `denoise(logits="all")` has them at all open positions, as `commitment` does. Samplers that choose positions at
+    random (Dream's and SMDM's `remasking="origin"`) propose only for those, with a lead of 0. Where the
+    sampler ranks by probability (`remasking="low_confidence"`) the confidence is the run's, in which [MASK] has a
+    share; elsewhere it is NaN.
+
+    Args:
+        run: from `denoise`, or a recording.
+        reference: as for `commitment`.
+
+    Raises:
+        TypeError: neither a run nor a recording.
+        ValueError: a run whose proposals are drawn, in which the proposed token is not the most likely one; a model
+            without a mask token; a reference of another shape.
+    """
+    run = run.run if isinstance(run, Recording) else run
+    if not isinstance(run, DenoisingRun):
+        raise TypeError(f"the run is a {type(run).__name__}; give one of dlm_lens.denoise, or a recording")
+    temperature = run.settings.get("temperature")
+    if temperature != 0 or run.uniform_noise:
+        kind = "holds random tokens at open positions" if run.uniform_noise else f"has temperature {temperature}"
+        raise ValueError(
+            f"proposed_commitment: the run {kind}, so that what it proposes is not always its most likely token; "
+            "commitment(model, run) reads the predictions themselves"
+        )
+    # Where nothing is proposed, the proposal is the canvas's own token: [MASK].
+    predicted = run.open[:-1] & (run.proposals != run.canvases[:-1])
+    token = run.proposals.masked_fill(~predicted, -1)
+    unknown = torch.full(token.shape, torch.nan)
+    probable = run.settings.get("remasking") == "low_confidence" and not run.settings.get("reference_quirks")
+    confidence = run.confidence.masked_fill(~predicted | run.confidence.isinf(), torch.nan) if probable else unknown
+    right = _right(run.tokens.masked_fill(run.open[-1], -1), reference)
+    return Commitment(run, token, confidence, unknown, unknown, right)
+
+
+def _right(result: Int[Tensor, "batch position"], reference: Any) -> Int[Tensor, "batch position"]:
+    """The tokens that count as right: those that were given, or the run's own.
+
+    Raises:
+        ValueError: a reference of another shape.
+    """
+    right = result if reference is None else torch.as_tensor(reference)
+    if right.shape != result.shape:
+        raise ValueError(
+            f"reference has shape {list(right.shape)}, and the run's canvas {list(result.shape)}; give token ids "
+            "for every position of the canvas, -1 where none is known"
+        )
+    return right

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, one_of
+from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import Estimate, estimate_mean
@@ -17,7 +18,7 @@ Within = Literal["answer", "block"]
 
 
 @dataclass(frozen=True, eq=False)
-class DecisionOrder:
+class DecisionOrder(ShowsItself):
     """When each position of the answer got its final token.
 
     A pair of positions i < j that were decided at different steps is *in order* if i was first. Kendall's tau is

@@ -7,13 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import estimate, mean_of
 
 
 @dataclass(frozen=True, eq=False)
-class RegionFlow:
+class RegionFlow(ShowsItself):
     """Share of its attention that a query of one region puts on each region of keys, at every step.
 
     Args:

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance
 from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, exclusive
+from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.probes.lens_positions import LensPositions, choose_positions
 from dlm_lens.probes.residual_reader import EntryReader
@@ -29,7 +30,7 @@ PER_LAYER = ("entropy", "kl", "rank")
 
 
 @dataclass(frozen=True, eq=False)
-class LogitLens:
+class LogitLens(ShowsItself):
     """The logit lens of every entry in every layer; an entry is a position of a row at a step. All on the CPU.
 
     The state at `position` predicts the token at `predicts`: the same position, or the next one in an AR model and
@@ -95,6 +96,9 @@ class LogitLens:
             f"{self.lens}; "
             f"hooks=[{', '.join(self.hooks)}])"
         )
+
+    def _preview(self) -> Preview:
+        return Preview(table=self.summary(), note=".summary() per layer; every reading: .table()")
 
     def table(self, layer: int | None = None) -> pd.DataFrame:
         """One line per entry and layer: its place and token, the token that was decoded, and the lens's measures.

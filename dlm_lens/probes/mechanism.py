@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import Hook, exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import mask_random, mask_sinks
 from dlm_lens.probes.replays import Replay, replay
 from dlm_lens.probes.sink_mass import SinkMass
@@ -24,7 +25,7 @@ from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate,
 
 
 @dataclass(frozen=True, eq=False)
-class SinkMechanism:
+class SinkMechanism(ShowsItself):
     """Do positions that attend to sinks lose confidence, and are they decoded later, when the sinks are masked?
 
     2510.15731, section 5.2. A position's dependence is the share of its attention on sinks in the run without

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import ONE_SEED, checked_arguments
+from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
@@ -32,7 +33,7 @@ def shorter(one: Float[Tensor, "*places"], two: Float[Tensor, "*places"]) -> Flo
 
 
 @dataclass(frozen=True, eq=False)
-class ValueNorms:
+class ValueNorms(ShowsItself):
     """Norms of the values of sinks, each paired with another token of the same prompt, step, layer and head.
 
     Args:
@@ -160,7 +161,9 @@ class ValueNorms:
 
 
 SAMPLES = 10_000
+
 ENTRIES_AT_ONCE = 2**22
+"""Entries of [pair, key] at a time."""
 
 
 @checked_arguments(seed=ONE_SEED)
@@ -176,9 +179,8 @@ def value_norms(
 
     The norm of a sink at the head level is that of its value in the head, ||v_j^m||_2 (Eq. 15); at the layer level
     r_j = 1/M sum_m ||v_j^m||_2 (Eq. 16). Up to `samples` sinks are drawn without replacement; each is paired
-    with
-    one random token of the same prompt, step, layer and head: a canvas position that is no sink there. Intervals
-    resample prompts, since the steps and heads of one prompt are not independent.
+    with one random token of the same prompt, step, layer and head: a canvas position that is no sink there.
+    Intervals resample prompts, since the steps and heads of one prompt are not independent.
 
     Args:
         recording: with ValueNorm, and for shares of attention with ReceivedAttention.

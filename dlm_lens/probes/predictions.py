@@ -8,10 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import StoredRun
-
-ENTRIES_AT_ONCE = 2**22
-"""Probabilities in float64 at a time: 32 MiB for each of a few tensors."""
 
 
 class Predictions(NamedTuple):
@@ -52,8 +50,7 @@ def read_predictions(
         threshold: above which a token is likely; none is above 1.
         progress: what a progress bar calls it; empty for none.
     """
-    mask = getattr(stored.model.config, "mask_token_id", None)
-    size = max(1, ENTRIES_AT_ONCE // int(stored.model.get_output_embeddings().weight.shape[0]))
+    size = positions_at_once(stored.model)
     for step in tqdm(range(stored.run.steps), desc=progress, unit="step", disable=not progress):
         predicted, states = stored.predicted(step).cpu(), stored.states(step)
         start = 0
@@ -62,9 +59,7 @@ def read_predictions(
             wanted, parts = result[row, where], []
             for first in range(start, start + len(where), size):
                 part = states[:, first : min(first + size, start + len(where))]
-                logits = stored.logits(part).double()
-                if mask is not None and mask < logits.shape[-1]:
-                    logits[:, mask] = -torch.inf
+                logits = without_mask(stored.model, stored.logits(part).double())
                 parts.append(_reduced(logits.log_softmax(-1), wanted, threshold, first - start))
             start += len(where)
             if parts:

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, whole
 from dlm_lens.attention import exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import Estimate, estimate_mean
@@ -20,7 +21,7 @@ SHARE = Rule("a share, above 0 and at most 1", lambda value: is_real(value) and 
 
 
 @dataclass(frozen=True, eq=False)
-class RemaskSensitivity:
+class RemaskSensitivity(ShowsItself):
     """What a run becomes when decided positions are masked again on the canvas of one step.
 
     For each step of `steps` one more run, equal to the plain one until there. Of the answer's positions, `direct`

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments, chosen_indices
+from dlm_lens.arguments import checked_arguments, chosen_indices, flag
 from dlm_lens.attention import (
     MIN_VIEWERS,
     ColumnStats,
@@ -20,8 +20,9 @@ from dlm_lens.attention import (
     checked,
     exclusive,
 )
+from dlm_lens.display import ShowsItself
 from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_layers
-from dlm_lens.probes.unembedding import kl_divergence, token_rank
+from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, token_rank, without_mask
 from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
@@ -34,11 +35,12 @@ PER_POSITION = ("kl", "confidence", "confidence_hooked", "rank", "rank_hooked", 
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class Replay(ShowsItself):
     """The outputs of a model on a run's canvases with and without hooks, step by step; all on the CPU.
 
     Quantities per position are defined at the positions that a step's logits predict, `predicted`: every masked
-    one, in an AR run the next one. Elsewhere numbers are NaN and ranks and tokens -1.
+    one (with `decided` also those that may be rewritten), in an AR run the next one. Elsewhere numbers are NaN and
+    ranks and tokens -1.
 
     Args:
         run: the run with the canvases.
@@ -214,11 +216,7 @@ def _full(received: Received, detector: Detector, level: Level) -> Bool[Tensor, 
     return found.reshape(received.at_level(level).values.shape)
 
 
-ENTRIES_AT_ONCE = 2**22
-"""Logits in float64 at a time: 32 MiB for each of a few tensors."""
-
-
-@checked_arguments()
+@checked_arguments(decided=flag())
 @torch.no_grad()
 @exclusive
 def replay(
@@ -230,6 +228,7 @@ def replay(
     attention: bool = True,
     queries: str = "all",
     min_viewers: int = MIN_VIEWERS,
+    decided: bool = False,
     progress: bool = False,
 ) -> Replay:
     """Run the model on every canvas of a run with and without hooks, and compare the predictions.
@@ -252,13 +251,15 @@ def replay(
         attention: compute received attention too, without storing patterns.
         queries: the queries that count for it: "all", or those whose position is "masked" (or "open") at the step.
         min_viewers: a key seen by fewer counted queries is undefined (NaN).
+        decided: also the decided positions that a step may rewrite, in models that revise (uniform noise,
+            LLaDA2.1).
         progress: show a progress bar.
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model or sampler, no hook, or a layer or class of queries that is not there.
     """
-    stored = StoredRun(model, run)
+    stored = StoredRun(model, run, decided=decided)
     if not len(checked(hooks)):
         raise ValueError("replay: hooks is empty; give at least one hook")
     queries = checked_class(queries, "replay")
@@ -298,9 +299,8 @@ class _Passes:
     ) -> None:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
-        self.hooked = StoredRun(
-            stored.model, stored.run
-        )  # with a cache the passes with hooks keep keys of their own
+        # With a cache the passes with hooks keep keys of their own.
+        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided)
         self.runner = self.hooked.runner(hooks)
 
     def compared(self, step: int) -> dict[str, Tensor]:
@@ -341,8 +341,7 @@ class _Passes:
         run = self.stored.run
         # A position that was never decoded has no rank.
         written = run.tokens.masked_fill(run.masked[-1], -1)[predicted].to(plain.device)
-        vocabulary = self.stored.model.get_output_embeddings().weight.shape[0]
-        size = max(1, ENTRIES_AT_ONCE // vocabulary)
+        size = positions_at_once(self.stored.model)
         parts = zip(plain.split(size, 1), hooked.split(size, 1), written.split(size), strict=True)
         rows = [self._measures(*part) for part in parts]
         found = {}
@@ -359,11 +358,7 @@ class _Passes:
         found: dict[str, Tensor] = {"kl": kl_divergence(*logs)}
         mask_id = getattr(self.stored.model.config, "mask_token_id", None)
         for name, log in zip(("", "_hooked"), logs, strict=True):
-            likely = log
-            if mask_id is not None and mask_id < log.shape[-1]:
-                # [MASK] is never proposed.
-                likely = log.index_fill(-1, torch.tensor([mask_id], device=log.device), -torch.inf)
-            best, rank = likely.max(-1), token_rank(log, written, mask_id)
+            best, rank = without_mask(self.stored.model, log).max(-1), token_rank(log, written, mask_id)
             found |= {f"confidence{name}": best.values.exp(), f"rank{name}": rank, f"token{name}": best.indices}
         return found
 

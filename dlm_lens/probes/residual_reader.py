@@ -78,10 +78,14 @@ class ResidualReader(Hook):
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Keep the states at the positions."""
+        self.keep(hook.layer(), tensor)
+        return tensor
+
+    def keep(self, layer: int, tensor: Float[Tensor, "row position d_model"]) -> None:
+        """Keep the states of a tensor of the network's positions as those of a layer."""
         canvas = tensor[: self.rows, self.layout.canvas(tensor.shape[1])]
         wanted = self.states[:, self.first : self.first + canvas.shape[1]].to(canvas.device)
-        self.residual[hook.layer()] = canvas[wanted]
-        return tensor
+        self.residual[layer] = canvas[wanted]
 
     def read(self, inputs: AttentionInputs) -> None:
         """Sum the attention that each key receives, in the network's order of positions."""

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.recording import LayerStep, PatternReducer
+from dlm_lens.recording.reducers.norms import norm32
 from dlm_lens.sinks import Sinks
 
 QUERIES = ("step", "batch", "layer", "head", "query")
@@ -76,7 +77,7 @@ class MixingBound(PatternReducer):
 
     def start(self, layer: LayerStep) -> tuple[Float[Tensor, "batch head key 1"], list[Tensor]]:
         """The norm of every value, for every query head."""
-        norms = layer.inputs.v.norm(dim=-1, dtype=torch.float32)
+        norms = norm32(layer.inputs.v)
         return norms.repeat_interleave(layer.inputs.q.shape[1] // norms.shape[1], 1)[..., None], []
 
     def tile(self, state: Any, layer: LayerStep, rows: slice, pattern: Tensor) -> Any:

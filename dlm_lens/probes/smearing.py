@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import Rule, checked_arguments, is_real, whole
+from dlm_lens.arguments import Rule, checked_arguments, flag, is_real, whole
 from dlm_lens.attention import exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
@@ -20,7 +21,7 @@ PROBABILITY = Rule("a probability, above 0 and below 1", lambda value: is_real(v
 
 
 @dataclass(frozen=True, eq=False)
-class TokenSmearing:
+class TokenSmearing(ShowsItself):
     """Where the predictions of every step expect tokens, compared with where these are in the result.
 
     Token smearing (2606.20560, section 5.2.1): the model knows a token and not yet its position, so that several
@@ -127,11 +128,17 @@ class TokenSmearing:
         return estimate(summed(pairs, rows, values.shape[1]), mean_of, seed=self.seed)
 
 
-@checked_arguments(threshold=PROBABILITY, radius=whole(least=1, most=2**20))
+@checked_arguments(threshold=PROBABILITY, decided=flag(), radius=whole(least=1, most=2**20))
 @torch.no_grad()
 @exclusive
 def token_smearing(
-    model: Any, run: DenoisingRun, *, threshold: float = 0.03, radius: int = 10, progress: bool = False
+    model: Any,
+    run: DenoisingRun,
+    *,
+    threshold: float = 0.03,
+    radius: int = 10,
+    decided: bool = False,
+    progress: bool = False,
 ) -> TokenSmearing:
     """Run the model on every canvas of a run, and compare its predictions with the tokens of the result.
 
@@ -142,6 +149,8 @@ def token_smearing(
         run: from `denoise`.
         threshold: a token is likely above this probability (0.03 in 2606.20560).
         radius: what counts as near, in positions (10 in 2606.20560).
+        decided: also the decided positions that a step may rewrite, in models that revise (uniform noise,
+            LLaDA2.1).
         progress: show a progress bar.
 
     Raises:
@@ -149,7 +158,7 @@ def token_smearing(
         ValueError: a run of another model, with an approximate cache, or of an AR model, whose steps predict one
             position.
     """
-    stored = StoredRun(model, run)
+    stored = StoredRun(model, run, decided=decided)
     if stored.autoregressive:
         raise ValueError(
             "token_smearing: a step of an AR run predicts one position, beside which there is no other"

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
@@ -48,7 +49,18 @@ class PatternSimilarity(PatternReducer):
         return {"measure": MEASURES}
 
     def start(self, layer: LayerStep) -> list[Tensor]:
-        """No tile yet."""
+        """No tile yet.
+
+        Raises:
+            ValueError: the run's canvas grows from step to step.
+        """
+        run, seen = layer.run, layer.run.tokens.shape[1]
+        if run.step == 0 and run.total > 1 and run.whole not in (None, seen):
+            raise ValueError(
+                f"{self.name} compares the patterns of neighbouring steps, and the run's canvas grows from {seen} "
+                f"to {run.whole} positions: leave it out for AR decoding and for block diffusion with more than "
+                "one block"
+            )
         return []
 
     def tile(self, state: list[Tensor], layer: LayerStep, rows: slice, pattern: Tensor) -> list[Tensor]:
@@ -84,7 +96,7 @@ class PatternSimilarity(PatternReducer):
 
 
 @dataclass(frozen=True, eq=False)
-class PatternStability:
+class PatternStability(ShowsItself):
     """Similarity of each head's patterns over the steps, and the changes of its largest sink.
 
     Args:

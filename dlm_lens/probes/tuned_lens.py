@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import SinkLayout, attach_hooks, attends_causally, attention_blocks, exclusive
+from dlm_lens.attention import (
+    SinkLayout,
+    attach_hooks,
+    attends_causally,
+    attention_blocks,
+    computed_span,
+    exclusive,
+)
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.sealed_json import Document, fitted, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
@@ -151,6 +158,8 @@ def train_tuned_lens(
     Each step draws `batch_size` windows of the file, masks every token of a window with its own probability t,
     uniform in (0, 1), as the masked-diffusion loss does, and minimises the KL at the positions that predict masked
     tokens (one to the left where the family shifts its logits); an AR model gets unmasked text and all positions.
+    In a model of uniform noise random tokens stand for masks; in DiffusionGemma on the canvas alone, the last
+    `canvas_length` tokens of a window, whose first step (without self-conditioning) the passes are.
     The model's weights do not change; the last layer needs no map. Adam with a linear decay to zero.
 
     Args:
@@ -226,6 +235,8 @@ def _batches(
             yield tokens, torch.ones_like(tokens, dtype=torch.bool)
             continue
         masked = torch.rand(tokens.shape, generator=generator) < torch.rand(batch_size, 1, generator=generator)
+        if (canvas := computed_span(model, length)) is not None:
+            masked[:, : canvas[0]] = False  # an encoder reads what is decided
         masked[:, -1] |= ~masked.any(-1)
         learn = masked.roll(-1, 1) if getattr(model.config, "logit_shift", False) else masked
         if learn is not masked:
@@ -248,7 +259,8 @@ def _loss(
     """Mean KL over the layers and the positions, a few positions at a time."""
     last = len(lens.layers)
     batch, position = learn.nonzero(as_tuple=True)
-    reader = EntryReader(SinkLayout.of(model), len(tokens), batch, position)
+    first, _ = computed_span(model, tokens.shape[1]) or (0, 0)
+    reader = EntryReader(SinkLayout.of(model), len(tokens), batch, position - first)
     device = input_device(model)
     with torch.no_grad(), attach_hooks(model, reader, layers=range(last + 1)):
         model.get_decoder()(input_ids=tokens.to(device), use_cache=False)

@@ -39,7 +39,7 @@ class Unembedding:
     @property
     def rows_at_once(self) -> int:
         """How many states are turned into logits at a time, so that memory stays bounded."""
-        return max(1, ENTRIES_AT_ONCE // self.vocabulary)
+        return positions_at_once(self.model)
 
     def logits(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
         """Logits, in the model's dtype."""
@@ -49,6 +49,19 @@ class Unembedding:
     def log_probabilities(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
         """Log-probabilities ln p, in float64."""
         return self.logits(stream).double().log_softmax(-1)
+
+
+def positions_at_once(model: Any) -> int:
+    """Of how many positions there may be logits in float64 at a time, so that memory stays bounded."""
+    return max(1, ENTRIES_AT_ONCE // int(model.get_output_embeddings().weight.shape[0]))
+
+
+def without_mask(model: Any, logits: Float[Tensor, "state d_vocab"]) -> Float[Tensor, "state d_vocab"]:
+    """Logits or log-probabilities in which [MASK], which no sampler proposes, has -inf."""
+    mask_id = getattr(model.config, "mask_token_id", None)
+    if mask_id is None or mask_id >= logits.shape[-1]:
+        return logits
+    return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf)
 
 
 def lens_measures(

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.attention import exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 from dlm_lens.sampling import DenoisingRun
@@ -20,7 +21,7 @@ from dlm_lens.sinks.statistics import estimate, mean_of, ratio_of
 
 
 @dataclass(frozen=True, eq=False)
-class SinkUpdates:
+class SinkUpdates(ShowsItself):
     """Norm of the attention output of every query, and the share of the query's attention on sinks.
 
     NaN at padding and at positions that an AR run has not decoded yet.

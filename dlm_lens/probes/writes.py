@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.attention import SinkLayout, exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
@@ -23,7 +24,7 @@ from dlm_lens.sinks.statistics import estimate_mean
 
 
 @dataclass(frozen=True, eq=False)
-class SinkWrites:
+class SinkWrites(ShowsItself):
     """W_O^h v_j of single heads and keys as distributions over tokens; sinks first, then their controls.
 
     Args:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance
+from dlm_lens.display import ROWS, Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
@@ -21,7 +22,7 @@ from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Level, Received,
 
 
 @dataclass(frozen=True, eq=False)
-class Sinks:
+class Sinks(ShowsItself):
     """The sinks that a detector found.
 
     Args:
@@ -76,6 +77,10 @@ class Sinks:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
         defined = int((~self.scores.isnan()).sum())
         return f"Sinks({int(self.is_sink.sum())} of {defined} columns by {self.rule}; {sizes})"
+
+    def _preview(self) -> Preview:
+        found = self.is_sink.any(0) if "step" in self.dims else self.is_sink
+        return Preview(table=self.table(top=ROWS), total=int(found.sum()), note="all: .table()")
 
     @property
     def rule(self) -> str:

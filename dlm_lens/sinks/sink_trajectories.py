@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_lens.arguments import LEVEL, checked_arguments
+from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
@@ -48,7 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectories:
+class Trajectories(ShowsItself):
     """Sinks followed over steps, from `trajectories`; definitions there.
 
     All axes are always there; axes that are not in `dims` have size 1. A pattern is one (batch, layer, head), and
@@ -117,6 +118,9 @@ class Trajectories:
             f"Trajectories({len(self.lives)} lifetimes ({transient} transient), "
             f"{int((self.before >= 0).sum())} moves, {int(self.switched.sum())} switches; {patterns}; {self.rule})"
         )
+
+    def _preview(self) -> Preview:
+        return Preview(table=self.summary("layer"), note="per layer: .summary('layer'); every lifetime: .table()")
 
     @property
     def rule(self) -> str:

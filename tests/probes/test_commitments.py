@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.probes import Commitment, commitment
+from dlm_lens.probes import Commitment, commitment, proposed_commitment
 from dlm_lens.sampling import StoredRun, denoise
 from dlm_lens.testing import tiny
 from tests.probes.test_decisions import run_of
@@ -136,3 +136,62 @@ def test_a_reference_of_another_shape_is_refused() -> None:
         commitment(model, run, reference=torch.zeros(1, 3))
     with pytest.raises(ValueError, match="bins is 0; it must be at least 1"):
         commitment(model, run).calibration(bins=0)
+
+
+@pytest.mark.parametrize("name", ["llada", "shift", "blocks"])
+@pytest.mark.parametrize("where", ["needed", "all"])
+def test_a_run_alone_says_what_its_model_predicted(name: str, where: Any) -> None:
+    family, settings = RUNS[name]
+    model = tiny(family)
+    seen: list[Tensor] = []
+    settings = settings | ({"remasking": "entropy"} if name == "shift" else {})
+    settings = {**settings, "temperature": 0.0, "on_logits": lambda *given: seen.append(given[2].clone())}
+    run = denoise(model, PROMPTS, logits=where, **settings)
+    alone, read = proposed_commitment(run), commitment(model, run)
+    assert bool(alone.predicted.any())
+    assert not bool((alone.predicted & ~read.predicted).any())
+    assert alone.token[alone.predicted].equal(read.token[alone.predicted])
+    if where == "all":
+        assert alone.predicted.equal(read.predicted)
+        assert alone.committed_at.equal(read.committed_at)
+        assert alone.lead.nan_to_num(-9).equal(read.lead.nan_to_num(-9))
+    assert committed_by_loop(alone) == alone.committed_at.tolist()
+    known = alone.confidence.isfinite()
+    assert bool(known.any()) == (name == "llada")
+    for step, logits in enumerate(seen if name == "llada" else ()):
+        likely = logits.double().softmax(-1).gather(-1, alone.token[step].clamp(min=0)[..., None])[..., 0]
+        here = known[step]
+        # The run's softmax is in the model's float32, and [MASK] has a share of it.
+        torch.testing.assert_close(alone.confidence[step][here].double(), likely[here], rtol=1e-5, atol=1e-6)
+
+
+def test_proposals_that_are_drawn_say_nothing_alone() -> None:
+    with pytest.raises(ValueError, match="the run has temperature"):
+        proposed_commitment(denoise(tiny("llada"), PROMPTS, steps=2, gen_length=4, temperature=0.7))
+    with pytest.raises(ValueError, match="holds random tokens at open positions"):
+        proposed_commitment(denoise(tiny("uniform_qwen"), PROMPTS, steps=2, gen_length=4))
+    with pytest.raises(TypeError, match="the run is a str"):
+        proposed_commitment("run")
+
+
+def test_the_map_shows_what_each_prediction_became() -> None:
+    model = tiny("llada")
+    found = commitment(model, denoise(model, PROMPTS, steps=6, gen_length=10, temperature=0.7))
+    figure = dl.viz.commitment_map(found, row=1)
+    cells = figure.axes[0].collections[0].get_array()
+    where = found.predicted[:, 1].any(0).nonzero().flatten().tolist()
+    kinds = set()
+    for down, place in enumerate(where):
+        for step in range(found.run.steps):
+            token, final = int(found.token[step, 1, place]), int(found.run.tokens[1, place])
+            rest = [int(t) for t in found.token[step:, 1, place] if t >= 0]
+            wanted = 0 if token < 0 else 1 if token != final else 3 if set(rest) == {final} else 2
+            assert cells[down, step] == wanted
+            kinds.add(wanted)
+    assert kinds >= {0, 1, 3}
+    accuracy = figure.axes[1].get_lines()[1].get_ydata()
+    assert accuracy == pytest.approx(found.calibration().dropna()["accuracy"].to_numpy())
+    with pytest.raises(ValueError, match="row"):
+        dl.viz.commitment_map(found, row=9)
+    with pytest.raises(TypeError, match="give a Commitment"):
+        dl.viz.commitment_map(found.run)

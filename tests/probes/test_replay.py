@@ -312,7 +312,7 @@ def test_logits_are_compared_a_few_at_a_time(llada: Any, run: Any, monkeypatch: 
     whole = replay(llada, run, [mask_positions(0)])
     sizes: list[int] = []
     head = llada.lm_head.register_forward_hook(lambda m, a, out: sizes.append(len(out)))
-    monkeypatch.setattr("dlm_lens.probes.replays.ENTRIES_AT_ONCE", 2 * 64)
+    monkeypatch.setattr("dlm_lens.probes.unembedding.ENTRIES_AT_ONCE", 2 * 64)
     found = replay(llada, run, [mask_positions(0)])
     head.remove()
     assert max(sizes) == 2

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.display import ShowsItself
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.received import Received, Scale
@@ -16,7 +17,7 @@ Main = Literal["head", "model"]
 
 
 @dataclass(frozen=True, eq=False)
-class SinkProfile:
+class SinkProfile(ShowsItself):
     """Sinks over depth, averaged over steps and sequences.
 
     Args:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments
 from dlm_lens.attention import exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
@@ -27,7 +29,7 @@ OUTCOMES = ("token", "position", "both", "neither")
 
 
 @dataclass(frozen=True, eq=False)
-class PositionOrToken:
+class PositionOrToken(ShowsItself):
     """The main sinks before and after their tokens were moved, from `position_or_token`.
 
     Args:
@@ -104,7 +106,8 @@ def position_or_token(
     does not touch p. One forward pass each; the detector finds the sinks before and after.
 
     A swap between a masked and a decoded position moves the mask. The changed canvas may be unlike those in the
-    training data, so that "neither" is no evidence for either answer.
+    training data, so that "neither" is no evidence for either answer. In DiffusionGemma every pass, before a change
+    and after it, is one without self-conditioning: the logits of the step before are not those of a changed canvas.
 
     Args:
         model: the model of the run.
@@ -166,12 +169,16 @@ def _canvases_of(
     if orders is not None:
         order = torch.stack(list(orders))
         canvases, masked = canvases.gather(1, order), masked.gather(1, order)
+    # The logits that a step is conditioned on (DiffusionGemma) are of its own canvas and the one before.
+    algorithm = algorithms().get(str(run.settings.get("sampler")))
+    conditioned = algorithm is not None and hasattr(algorithm.settings, "self_conditioning")
     return DenoisingRun.of_canvases(
         canvases[:, None],
         masked[:, None],
         run.attention_mask[row : row + 1],
         prompt_length=run.prompt_length,
-        settings=run.settings,
+        settings={**run.settings, "self_conditioning": "none"} if conditioned else run.settings,
+        computed=tuple(run.computed[step] for step in steps) if conditioned else (),
         spans=[run.spans[step] for step in steps],
         blocks=[run.blocks[step] for step in steps],
         eos_token_ids=run.eos_token_ids,

@@ -1,0 +1,1 @@
+"""Attribution over (layer, head, step) and edges: exact patching, its gradients, circuits."""

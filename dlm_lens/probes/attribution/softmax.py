@@ -1,0 +1,139 @@
+"""Effects of other queries, keys and columns through the softmax itself, with the gradient of z alone."""
+
+from dataclasses import replace
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.attention import AttentionInputs
+
+TILE_ENTRIES = 2**22
+"""Entries of [batch, head, query, key] at a time."""
+
+
+class SoftmaxEffects:
+    """First-order effects of the pattern of one layer, given dL/dz of its heads.
+
+    G_ij = dL/dz_i . v_j is the gradient of the pattern A, m_i = sum_j A_ij G_ij, and dL/ds_ij = A_ij (G_ij - m_i)
+    that of the scores s. The pattern is formed again from q and k, a few queries at a time.
+
+    Args:
+        inputs: of the layer in the base's pass.
+        gradient: dL/dz.
+
+    Raises:
+        ValueError: an attention that is not softmax(q k^T scale) v, with a cap, a bias or a spare entry.
+    """
+
+    def __init__(self, inputs: AttentionInputs, gradient: Float[Tensor, "batch position head d_head"]) -> None:
+        q, k, v = (each.detach() for each in (inputs.q, inputs.k, inputs.v))
+        self.inputs = replace(inputs, q=q, k=k, v=v)
+        queries = gradient if gradient.shape[1] == q.shape[2] else gradient[:, inputs.own]
+        self.gradient = queries.transpose(1, 2)
+        self.groups = q.shape[1] // k.shape[1]
+        self._check()
+
+    def of_queries(self, other: Float[Tensor, "batch query head d_head"]) -> Float[Tensor, "batch head query"]:
+        """sum_j G_ij (A'_ij - A_ij) for every query i, where A' has the other queries."""
+        other = (other if other.shape[1] == self.inputs.q.shape[2] else other[:, self.inputs.own]).transpose(1, 2)
+        found = torch.zeros_like(self.gradient[..., 0])
+        for rows in self._tiles():
+            change = self._pattern(self._scores(rows, other, self.inputs.k), rows)
+            change = change - self._pattern(self._scores(rows), rows)
+            found[:, :, rows] = (change * self._weights(rows)).sum(-1)
+        return found
+
+    def of_keys(self, other: Float[Tensor, "batch key kv_head d_head"]) -> Float[Tensor, "batch kv_head"]:
+        """sum_ij G_ij (A'_ij - A_ij), where A' has the other keys, all at once."""
+        found = self.gradient.new_zeros(self.gradient.shape[:2])
+        for rows in self._tiles():
+            change = self._pattern(self._scores(rows, self.inputs.q, other.transpose(1, 2)), rows)
+            change = change - self._pattern(self._scores(rows), rows)
+            found += (change * self._weights(rows)).sum((-2, -1))
+        return self._grouped(found)
+
+    def of_each_key(self, other: Float[Tensor, "batch key kv_head d_head"]) -> Float[Tensor, "batch kv_head key"]:
+        """As `of_keys` with one other key j at a time (2403.00745, section 3.1.1 and its appendix on fast keys).
+
+        With w_ij = A_ij (exp(s'_ij - s_ij) - 1), row i sums to 1 + w_ij before it is divided, so that the effect is
+        sum_i w_ij / (1 + w_ij) (G_ij - m_i).
+        """
+        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2])
+        for rows in self._tiles():
+            plain = self._scores(rows)
+            change = (self._scores(rows, self.inputs.q, other.transpose(1, 2)) - plain).expm1()
+            pattern = self._pattern(plain, rows)
+            found += self._reweighted(pattern, change * pattern, rows)
+        return self._grouped(found)
+
+    def of_hiding(self) -> Float[Tensor, "batch head key"]:
+        """The same with key j hidden before the softmax: w_ij = -A_ij, or 0 for a query that sees no other."""
+        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2])
+        for rows in self._tiles():
+            pattern = self._pattern(self._scores(rows), rows)
+            found += self._reweighted(pattern, -pattern * (pattern < 1), rows)
+        return found
+
+    def of_log_scale(self) -> Float[Tensor, "batch head key"]:
+        """dL/d lambda_j where lambda_j is added to every score of key j: sum_i A_ij (G_ij - m_i)."""
+        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2])
+        for rows in self._tiles():
+            pattern, weights = self._pattern(self._scores(rows), rows), self._weights(rows)
+            found += (pattern * (weights - (pattern * weights).sum(-1, keepdim=True))).sum(-2)
+        return found
+
+    def _reweighted(self, pattern: Tensor, w: Tensor, rows: slice) -> Float[Tensor, "batch head key"]:
+        weights = self._weights(rows)
+        mean = (pattern * weights).sum(-1, keepdim=True)
+        return (w / (1 + w) * (weights - mean)).sum(-2)
+
+    def _tiles(self) -> list[slice]:
+        batch, heads, queries, _ = self.inputs.q.shape
+        size = max(1, TILE_ENTRIES // (batch * heads * self.inputs.k.shape[2]))
+        return [slice(start, min(start + size, queries)) for start in range(0, queries, size)]
+
+    def _scores(
+        self, rows: slice, q: Tensor | None = None, k: Tensor | None = None
+    ) -> Float[Tensor, "batch head tile key"]:
+        q, k = self.inputs.q if q is None else q, self.inputs.k if k is None else k
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grouped = rearrange(q[:, :, rows].to(wide), "b (g n) q d -> b g n q d", n=self.groups)
+        scores = grouped @ k.to(wide).unsqueeze(2).mT * self.inputs.scale
+        return rearrange(scores, "b g n q k -> b (g n) q k")
+
+    def _pattern(self, scores: Tensor, rows: slice) -> Float[Tensor, "batch head tile key"]:
+        visible = self.inputs.seen(rows)
+        if visible is None:
+            return scores.softmax(-1)
+        hidden = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        return hidden.softmax(-1) * visible
+
+    def _weights(self, rows: slice) -> Float[Tensor, "batch head tile key"]:
+        """G of some queries."""
+        wide = torch.promote_types(self.gradient.dtype, torch.float32)
+        grouped = rearrange(self.gradient[:, :, rows].to(wide), "b (g n) q d -> b g n q d", n=self.groups)
+        return rearrange(grouped @ self.inputs.v.to(wide).unsqueeze(2).mT, "b g n q k -> b (g n) q k")
+
+    def _grouped(self, found: Tensor) -> Tensor:
+        """Sums over the query heads of every key/value head."""
+        return found.unflatten(1, (-1, self.groups)).sum(2)
+
+    def _check(self) -> None:
+        """Compare the z that this class would form with the module's own."""
+        z = self.inputs.z
+        if z is None:
+            return
+        rows = self._tiles()[0]
+        pattern = self._pattern(self._scores(rows), rows)
+        grouped = rearrange(pattern, "b (g n) q k -> b g n q k", n=self.groups)
+        formed = rearrange(grouped @ self.inputs.v.to(pattern).unsqueeze(2), "b g n q d -> b q (g n) d")
+        sees = pattern.sum(-1).transpose(1, 2)[..., None] > 0  # padding sees nothing, and nothing sees it
+        expected = z.detach()[:, rows].to(formed) * sees
+        allowed = 1e-3 if z.dtype in (torch.float32, torch.float64) else 0.05
+        if float((formed - expected).abs().max()) > allowed * float(expected.abs().max().clamp(min=1e-6)):
+            raise ValueError(
+                f"layer {self.inputs.layer} computes more than softmax(q k^T scale) v (a soft cap, a bias, a spare "
+                "entry of the softmax, or a hook): take qk_fix=False, or other nodes"
+            )

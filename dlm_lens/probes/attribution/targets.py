@@ -1,0 +1,76 @@
+"""Targets of attribution: the number of a step's logits that is attributed."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """The logits of a step at the positions that count, as a target reads them.
+
+    Args:
+        step: of the run.
+        logits: guided as in the run; [MASK], which no sampler decides, is -inf.
+        row: of the batch, of each entry.
+        position: canvas position of each entry.
+        token: the token that the run has there in the end.
+        other: the likeliest other token of the corrupted pass; without a corrupted run, of the run's own.
+    """
+
+    step: int
+    logits: Float[Tensor, "entry d_vocab"]
+    row: Int[Tensor, "entry"]
+    position: Int[Tensor, "entry"]
+    token: Int[Tensor, "entry"]
+    other: Int[Tensor, "entry"]
+
+
+class Target(Protocol):
+    """A number per entry, of which a row's sum is attributed; any function of `Decisions` is one."""
+
+    def __call__(self, decisions: Decisions) -> Float[Tensor, "entry"]:
+        """One differentiable number per entry."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogProbability:
+    """ln p of the token that the run decided.
+
+    Where a model is sure, its gradient is nearly 0: take a difference of logits to rank nodes by gradients.
+    """
+
+    def __call__(self, decisions: Decisions) -> Float[Tensor, "entry"]:
+        """Log-probabilities, in nats."""
+        logs = decisions.logits.log_softmax(-1)
+        return logs.gather(-1, decisions.token[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """The logit of the token that the run decided, minus that of another one.
+
+    Args:
+        against: id of the other token; None for `Decisions.other`.
+    """
+
+    against: int | None = None
+
+    def __call__(self, decisions: Decisions) -> Float[Tensor, "entry"]:
+        """Differences of logits."""
+        other = decisions.other if self.against is None else torch.full_like(decisions.other, self.against)
+        both = decisions.logits.gather(-1, torch.stack([decisions.token, other], -1))
+        return both[:, 0] - both[:, 1]
+
+
+LOGIT_DIFFERENCE = LogitDifference()
+"""The target of every attribution by default."""
+
+
+def named(target: Any) -> str:
+    """A target as a contract prints it."""
+    return getattr(target, "__name__", None) or repr(target)

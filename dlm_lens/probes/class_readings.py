@@ -1,0 +1,281 @@
+"""`class_readability`: is the class of a position's final token linearly readable before the token is predicted?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.arguments import checked_arguments, chosen_indices, whole
+from dlm_lens.attention import HookLike, attention_blocks, exclusive
+from dlm_lens.display import ShowsItself
+from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt
+from dlm_lens.probes.clock.states import POSITIONS, read_states
+from dlm_lens.probes.commitments import Commitment, commitment, settled_at
+from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
+from dlm_lens.probes.remasking import SHARE
+from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks.statistics import Estimate, estimate_mean
+from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
+
+PROBES = ("class", "shuffled", "place")
+"""The probe, and its nulls: a probe of shuffled classes, and the most frequent class at the place."""
+
+READINGS = (*PROBES, "token")
+"""What is compared with the class of the final token: see `ClassReadability.accuracy`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassReadability(ShowsItself):
+    """What linear probes of the residual stream read about the class of the final token, at open positions.
+
+    A probe is a ridge regression of the indicators of the classes on the states of one layer at the open positions
+    of all steps; it reads the class with the largest value. All numbers are of held-out prompts. The definition is
+    ours: 2604.23235 asks whether classes of words are decided before words.
+
+    Args:
+        settled: the run's predictions of tokens.
+        layers: whose outputs were read.
+        held_out: the rows that were not fitted.
+        wanted: the class of each final token, an index of `TOKEN_CLASSES`; -1 where no token was decided.
+        read: the class that each layer's probe reads; -1 where a position is not open, or the row was fitted.
+        shuffled: the same of probes that were fitted to the classes of other open positions of the same row.
+        place: the most frequent class of the fitted rows at the same place of the answer; -1 for a place that
+            they do not have.
+        seed: of the split, the permutation and the intervals.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    settled: Commitment = field(repr=False)
+    layers: tuple[int, ...]
+    held_out: Bool[Tensor, "batch"]
+    wanted: Int[Tensor, "batch position"]
+    read: Int[Tensor, "layer step batch position"]
+    shuffled: Int[Tensor, "layer step batch position"]
+    place: Int[Tensor, "batch position"]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        steps, batch, positions = self.settled.run.unmasked.shape
+        check_shapes(self, layer=len(self.layers), step=steps, batch=batch, position=positions)
+
+    def __repr__(self) -> str:
+        layer = self.layers[-1]
+        known, by_place = self.accuracy(layer), self.accuracy(layer, "place")
+        return f"ClassReadability(layer {layer}: class {known}, by place {by_place})"
+
+    def accuracy(self, layer: int, of: str = "class", step: int | None = None) -> Estimate:
+        """The share of open positions, over all steps or at one, of which something is right; over prompts.
+
+        Args:
+            layer: whose probe.
+            of: "class" (the probe), "shuffled" (a probe of shuffled classes), "place" (the most frequent class at
+                the place) or "token": the model's most likely token is the final one.
+            step: of the run; None for all.
+
+        Raises:
+            ValueError: a layer that was not read, or another `of`.
+        """
+        right, counted = self._right(layer, of), self._counted
+        if step is not None:
+            right, counted = right[step : step + 1], counted[step : step + 1]
+        return self._mean(right[counted].float(), counted.nonzero()[:, 1])
+
+    def class_at(self, layer: int, of: str = "class") -> Int[Tensor, "batch position"]:
+        """The step from which on the right class is read until the token is decided; -1 where nothing is read.
+
+        One after the decision where the last reading was wrong, as in `Commitment.committed_at`.
+
+        Args:
+            layer: whose probe.
+            of: "class", or a null: "shuffled", "place".
+        """
+        read = self._read(layer, of).masked_fill(self.read[0] < 0, -1)
+        return settled_at(read, self.wanted, self.settled.decided_at, self.settled.run.open[-1])
+
+    def earlier(self, layer: int, of: str = "class", *, late: bool = True) -> Estimate:
+        """By how many steps the class is settled before the token is (mean; positive: earlier), over prompts.
+
+        Args:
+            layer: whose probe.
+            of: as for `class_at`.
+            late: only positions whose token was not predicted at the first step that predicts it. All others have
+                nothing to come before.
+        """
+        committed, first = self.settled.committed_at, self.settled.predicted.float().argmax(0)
+        settled = self.class_at(layer, of)
+        where = (settled >= 0) & (committed >= 0) & self.held_out[:, None]
+        where &= (committed > first) if late else True
+        return self._mean((committed - settled).float()[where], where.nonzero()[:, 0])
+
+    def table(self) -> pd.DataFrame:
+        """One line per layer: the accuracy of everything, and `earlier` for late tokens."""
+        lines = []
+        for layer in self.layers:
+            line: dict[str, Any] = {"layer": layer}
+            for name in READINGS:
+                line |= self.accuracy(layer, name).columns(name)
+            for name in PROBES:
+                line |= self.earlier(layer, name).columns(f"earlier_{name}")
+            lines.append(line)
+        return pd.DataFrame(lines)
+
+    def by_step(self, layer: int) -> pd.DataFrame:
+        """One line per step with open positions: the four accuracies of a layer."""
+        lines = []
+        for step in self._counted.any(-1).any(-1).nonzero().flatten().tolist():
+            line: dict[str, Any] = {"step": step, "positions": int(self._counted[step].sum())}
+            for name in READINGS:
+                line |= self.accuracy(layer, name, step).columns(name)
+            lines.append(line)
+        return pd.DataFrame(lines)
+
+    @property
+    def _counted(self) -> Bool[Tensor, "step batch position"]:
+        """Where a held-out position is open, predicted, and its final token known."""
+        return (self.read[0] >= 0) & (self.wanted >= 0) & self.settled.predicted
+
+    def _right(self, layer: int, of: str) -> Bool[Tensor, "step batch position"]:
+        if of == "token":
+            return self.settled.token == self.settled.run.tokens
+        return self._read(layer, of) == self.wanted
+
+    def _read(self, layer: int, of: str) -> Int[Tensor, "step batch position"]:
+        """The classes that a probe, or a null, reads."""
+        index = self._index(layer)
+        if of == "place":
+            return self.place.expand_as(self.read[0])
+        if of not in PROBES:
+            raise ValueError(f"of is {of!r}; it must be {', '.join(READINGS)}")
+        return (self.read if of == "class" else self.shuffled)[index]
+
+    def _index(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, self.layers))}")
+        return self.layers.index(layer)
+
+    def _mean(self, values: Tensor, rows: Tensor) -> Estimate:
+        return estimate_mean(values.numpy(), rows.numpy(), len(self.held_out), seed=self.seed)
+
+
+@checked_arguments(held_out=SHARE, seed=whole(least=0))
+@torch.no_grad()
+@exclusive
+def class_readability(
+    model: Any,
+    run: DenoisingRun,
+    *,
+    layers: Sequence[int] | None = None,
+    held_out: float = 0.5,
+    hooks: Sequence[HookLike] = (),
+    seed: int = 0,
+    progress: bool = False,
+) -> ClassReadability:
+    """Fit probes of the final token's class to some prompts of a run, and read it at the others' open positions.
+
+    Three passes over the canvases: one to fit, one to read, one for the predictions of tokens; float64 sums of
+    d_model^2 numbers per layer are kept, no state is.
+
+    Args:
+        model: from `dlm_lens.load`, the run's, with a tokenizer.
+        run: from `denoise`; many prompts in one batch.
+        layers: whose output to read, negative from the end; None for all.
+        held_out: share of the prompts to read.
+        hooks: interventions under which states are read.
+        seed: of the split, the permutation and the intervals.
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: the run is no `DenoisingRun`.
+        ValueError: a run of another model, without a tokenizer, or with fewer than two different prompts; an
+            unknown layer.
+    """
+    stored = StoredRun(model, run)
+    chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "class_readability: ")
+    if run.tokenizer is None:
+        raise ValueError("class_readability: the run has no tokenizer, so that tokens have no classes")
+    (train,), (test,), (half,) = split_by_prompt([run], held_out, seed)
+    wanted = _classes(run)
+    labels = (wanted, _permuted(wanted, run, seed))
+    equations = _fitted(stored, chosen, train, half, labels, hooks, progress)
+    solved = {layer: [_solution(pair) for pair in pairs] for layer, pairs in equations.items()}
+    read = torch.full((2, len(chosen), *run.unmasked.shape), -1)
+    for states in read_states(stored, chosen, test, hooks=hooks, progress="reading classes" * progress):
+        where = (states.kind == POSITIONS.index("open")).nonzero().flatten()
+        at = states.row[where], states.position[where]
+        for place, layer in enumerate(chosen):
+            stream = states.streams[layer]
+            for kind, (weight, bias) in enumerate(solved[layer]):
+                values = stream[where.to(stream.device)].double() @ weight.T + bias
+                read[kind, place, states.step][at] = values.argmax(-1).cpu()
+    settled = commitment(model, run, progress=progress)
+    return ClassReadability(settled, chosen, test, wanted, read[0], read[1], _by_place(wanted, train), seed)
+
+
+def _classes(run: DenoisingRun) -> Int[Tensor, "batch position"]:
+    """The class of every token that the run decided; -1 elsewhere."""
+    class_of = TokenClasses(run.tokenizer, None, run.eos_token_ids)
+    names = list(TOKEN_CLASSES)
+    found = torch.tensor([[names.index(class_of(token)) for token in row] for row in run.tokens.tolist()])
+    return found.masked_fill(~run.open[0] | run.open[-1], -1)
+
+
+def _permuted(wanted: Int[Tensor, "batch position"], run: DenoisingRun, seed: int) -> Int[Tensor, "batch position"]:
+    """The classes of every row in another order, once for the whole run."""
+    generator, found = torch.Generator().manual_seed(seed), wanted.clone()
+    for row in range(len(wanted)):
+        there = (wanted[row] >= 0).nonzero().flatten()
+        found[row, there] = wanted[row, there[torch.randperm(len(there), generator=generator)]]
+    return found
+
+
+def _fitted(
+    stored: StoredRun,
+    layers: Sequence[int],
+    train: Bool[Tensor, "batch"],
+    half: Int[Tensor, "batch"],
+    labels: tuple[Tensor, Tensor],
+    hooks: Sequence[HookLike],
+    progress: bool,
+) -> dict[int, list[tuple[NormalEquations, NormalEquations]]]:
+    """Per layer the sums of both halves of the fitted prompts, for the classes and for the shuffled ones."""
+    found: dict[int, list[tuple[NormalEquations, NormalEquations]]] = {}
+    for states in read_states(stored, layers, train, hooks=hooks, progress="fitting classes" * progress):
+        opened = states.kind == POSITIONS.index("open")
+        where = (opened & (labels[0][states.row, states.position] >= 0)).nonzero().flatten()
+        row, position = states.row[where], states.position[where]
+        for layer in layers:
+            stream = states.streams[layer]
+            if layer not in found:
+                size = (stream.shape[-1], len(TOKEN_CLASSES), stream.device)
+                found[layer] = [(NormalEquations(*size), NormalEquations(*size)) for _ in labels]
+            x = stream[where.to(stream.device)].double()
+            for sums, label in zip(found[layer], labels, strict=True):
+                y = torch.nn.functional.one_hot(label[row, position], len(TOKEN_CLASSES)).double()
+                for number, equations in enumerate(sums):
+                    inside = half[row] == number
+                    equations.add(x[inside.to(x.device)], y[inside])
+    return found
+
+
+def _solution(halves: tuple[NormalEquations, NormalEquations]) -> tuple[Tensor, Tensor]:
+    """Weights and intercepts of all classes; classes that no fitted position has are never read."""
+    one = halves[0] + halves[1]
+    weight, bias = one.solve(best_ridge(halves, RIDGES, slice(None)))
+    return weight, bias.masked_fill(one.y == 0, -torch.inf)
+
+
+def _by_place(wanted: Int[Tensor, "batch position"], train: Bool[Tensor, "batch"]) -> Int[Tensor, "batch position"]:
+    """The most frequent class of the fitted rows at each position; -1 where they have none."""
+    counts = torch.zeros(wanted.shape[1], len(TOKEN_CLASSES), dtype=torch.long)
+    for row in wanted[train]:
+        there = (row >= 0).nonzero().flatten()
+        counts[there, row[there]] += 1
+    best = counts.argmax(-1).masked_fill(counts.sum(-1) == 0, -1)
+    return best.expand_as(wanted).clone()

@@ -1,0 +1,1 @@
+"""The clock: denoising time read from the residual stream, and moved along its directions."""

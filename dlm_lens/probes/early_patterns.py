@@ -1,0 +1,273 @@
+"""`early_attention`: does a block's attention at its first step predict that at its later steps?"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dlm_lens.arguments import Rule, checked_arguments, is_real, one_of, whole
+from dlm_lens.display import ShowsItself
+from dlm_lens.probes.updates import spearman
+from dlm_lens.recording import Recording
+from dlm_lens.shapes import check_shapes
+from dlm_lens.sinks.statistics import Estimate, difference_of, estimate, mean_of
+
+PREDICTORS = ("first steps", "step before", "other block", "other prompt")
+MEASURES = ("correlation", "recall", "kept")
+OTHERS = 3
+"""Most other prompts whose attention is the null of a prompt."""
+
+SHARE = Rule("a share of the keys, above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
+
+
+@dataclass(frozen=True, eq=False)
+class EarlyAttention(ShowsItself):
+    """How well received attention of four predictors agrees with that of a block's later steps.
+
+    For every prompt, block, later step t of it, layer and head, over the n keys: `correlation`, Spearman's rank
+    correlation of predictor and r_t; `recall`, the share of the k keys with the largest r_t that are among the k
+    largest of the predictor (2602.14209 measures the recall of the first step's top-k set; k is a share of n here);
+    `kept`, the attention r_t on the predictor's k keys over that on the k best ones, which is what sparse attention
+    keeps. Predictors: the mean over the block's first steps; the step before t (persistence: the best that reuse
+    could do); and two nulls, the first steps of another block of the same prompt and those of other prompts in a
+    block of the same number, at the same positions of the canvas. Recall by chance is k / n.
+
+    Args:
+        by_head: sums over blocks and steps, and their numbers.
+        by_lag: the same over layers and heads, by the steps since the block began.
+        chance: recall of random keys: sums, and their numbers.
+        layers: index of each layer in the model.
+        first: how many first steps are averaged.
+        share: of the keys that count as the largest.
+        keys: which keys.
+        seed: of the intervals.
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    by_head: Float[Tensor, "predictor measure prompt layer head 2"]
+    by_lag: Float[Tensor, "predictor measure prompt lag 2"]
+    chance: Float[Tensor, "prompt 2"]
+    layers: tuple[int, ...]
+    first: int
+    share: float
+    keys: str
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_shapes(self, layer=len(self.layers), predictor=len(PREDICTORS), measure=len(MEASURES))
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name} {self.mean('recall', name).value:.3g}" for name in PREDICTORS)
+        chance = estimate(self.chance.numpy(), mean_of, seed=self.seed).value
+        return f"EarlyAttention(recall of the top {self.share:.0%} of keys: {said}, chance {chance:.3g})"
+
+    def mean(self, measure: str, predictor: str = "first steps", layer: int | None = None) -> Estimate:
+        """A measure over prompts, blocks, steps and heads, with its interval over prompts; NaN where there is none.
+
+        Raises:
+            ValueError: another measure or predictor, or a layer that was not recorded.
+        """
+        return estimate(self._sums(measure, predictor, layer).numpy(), mean_of, seed=self.seed)
+
+    def excess(self, measure: str, null: str = "other prompt", layer: int | None = None) -> Estimate:
+        """The measure of the first steps minus that of another predictor.
+
+        Raises:
+            ValueError: as `mean`.
+        """
+        both = [self._sums(measure, name, layer) for name in ("first steps", null)]
+        return estimate(torch.cat(both, -1).numpy(), difference_of, seed=self.seed)
+
+    def table(self, layer: int | None = None) -> pd.DataFrame:
+        """One line per predictor: the three measures with intervals over prompts.
+
+        Raises:
+            ValueError: a layer that was not recorded.
+        """
+        lines = []
+        for name in PREDICTORS:
+            line: dict[str, Any] = {"predictor": name}
+            for measure in MEASURES:
+                line |= self.mean(measure, name, layer).columns(measure)
+            lines.append(line)
+        return pd.DataFrame(lines)
+
+    def lags(self, measure: str = "recall") -> pd.DataFrame:
+        """A measure by the number of steps since the block began: one line per step, one column per predictor.
+
+        Raises:
+            ValueError: another measure.
+        """
+        place = _index("measure", measure, MEASURES)
+        sums = self.by_lag[:, place].sum(1)
+        means = (sums[..., 0] / sums[..., 1]).tolist()
+        table = pd.DataFrame(dict(zip(PREDICTORS, means, strict=True)))
+        table.insert(0, "lag", range(len(table)))
+        return table[table["first steps"].notna()].reset_index(drop=True)
+
+    def heads(self, measure: str = "recall") -> pd.DataFrame:
+        """One line per head: the measure of the first steps and of other prompts, and the difference's interval.
+
+        Raises:
+            ValueError: another measure.
+        """
+        place, lines = _index("measure", measure, MEASURES), []
+        for number, layer in enumerate(self.layers):
+            for head in range(self.by_head.shape[4]):
+                early, other = (
+                    self.by_head[PREDICTORS.index(name), place, :, number, head]
+                    for name in ("first steps", "other prompt")
+                )
+                line: dict[str, Any] = {"layer": layer, "head": head}
+                line |= estimate(early.numpy(), mean_of, seed=self.seed).columns("first_steps")
+                line["other_prompt"] = estimate(other.numpy(), mean_of, seed=self.seed).value
+                both = torch.cat([early, other], -1).numpy()
+                lines.append(line | estimate(both, difference_of, seed=self.seed).columns("excess"))
+        return pd.DataFrame(lines)
+
+    def _sums(self, measure: str, predictor: str, layer: int | None) -> Float[Tensor, "prompt 2"]:
+        found = self.by_head[_index("predictor", predictor, PREDICTORS), _index("measure", measure, MEASURES)]
+        if layer is not None:
+            found = found[:, [_index("layer", layer, self.layers)]]
+        return found.sum((1, 2))
+
+
+def _index(name: str, value: Any, known: tuple[Any, ...]) -> int:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}")
+    return known.index(value)
+
+
+class _Block(NamedTuple):
+    """The steps of a block in a row, and the keys that are compared."""
+
+    number: int
+    steps: list[int]
+    keys: Bool[Tensor, "key"]
+
+
+@checked_arguments(first=whole(least=1), share=SHARE, keys=one_of("context", "all"), seed=whole(least=0))
+def early_attention(
+    recording: Recording,
+    *,
+    first: int = 1,
+    share: float = 0.25,
+    keys: Literal["context", "all"] = "context",
+    seed: int = 0,
+) -> EarlyAttention:
+    """Compare the attention that keys receive from a block at its first steps with that at its later ones.
+
+    Sparse attention for block diffusion chooses keys at the first, fully masked step of a block and reuses them for
+    the rest (2602.14209), or reuses what barely changes from step to step (2604.12056). This measures from a
+    recording whether the model's attention allows that, and beside what it would give by chance.
+
+    Args:
+        recording: of a DLM, with `ReceivedAttention("block", min_viewers=1)`; with a `block_length`, so that there
+            are several blocks.
+        first: how many first steps are averaged.
+        share: of the keys that count as the largest, at least one key.
+        keys: "context", what was decided before the block began, as a block-diffusion model's cache; "all" content
+            that the block sees. Learned sink tokens are left out.
+        seed: of the intervals.
+
+    Raises:
+        TypeError: not a recording.
+        ValueError: an AR run, a recording without the attention of blocks, or no block with more than `first`
+            steps.
+    """
+    if not isinstance(recording, Recording):
+        raise TypeError(f"the first argument is a {type(recording).__name__}; give a Recording (dlm_lens.record)")
+    if recording.causal:
+        raise ValueError("early_attention: an AR model has no steps within a block; give the recording of a DLM")
+    if "received_block" not in recording.specs:
+        raise ValueError(
+            'early_attention: this recording lacks the attention of blocks; record with ReceivedAttention("block", '
+            f"min_viewers=1), it has {', '.join(recording.specs)}"
+        )
+    if list(recording.steps) != list(range(recording.run.steps)):
+        raise ValueError("early_attention: this recording has some steps only; give all steps of the run")
+    sums = recording.received_sums("block").double()[..., : recording.run.tokens.shape[1]]
+    rows = [_blocks(recording, row, first, keys, sums) for row in range(len(recording.run.tokens))]
+    if not any(rows):
+        raise ValueError(
+            f"early_attention: no block has more than first={first} steps with a defined key; give more steps, a "
+            "larger block_length, or record with min_viewers=1"
+        )
+    lags = max(len(block.steps) for blocks in rows for block in blocks)
+    shape = (len(PREDICTORS), len(MEASURES), len(rows))
+    by_head = torch.zeros(*shape, *sums.shape[2:4], 2, dtype=torch.float64)
+    by_lag, chance = (
+        torch.zeros(*shape, lags, 2, dtype=torch.float64),
+        torch.zeros(len(rows), 2, dtype=torch.float64),
+    )
+    for row, blocks in enumerate(rows):
+        for block in blocks:
+            count = int(block.keys.sum())
+            top = max(1, round(share * count))
+            chance[row] += torch.tensor([top / count, 1.0]) * (len(block.steps) - first)
+            for kind, predictor in _predictors(sums, rows, row, block, first):
+                target = sums[block.steps[first:], row][..., block.keys]
+                values, known = _measured(predictor[..., block.keys].expand_as(target), target, top)
+                both = torch.stack([values.where(known, 0.0), known.double()], -1)
+                by_head[kind, :, row] += both.sum(1)
+                by_lag[kind, :, row, first : len(block.steps)] += both.sum((2, 3))
+    return EarlyAttention(by_head, by_lag, chance, recording.layers, first, share, keys, seed)
+
+
+def _blocks(recording: Recording, row: int, first: int, keys: str, sums: Tensor) -> list[_Block]:
+    """The blocks of a row that have later steps."""
+    run, found = recording.run, []
+    ran = int(run.row_steps[row])
+    for number in sorted(set(run.blocks)):
+        steps = [step for step in range(min(run.steps, ran)) if run.blocks[step] == number]
+        if len(steps) <= first:
+            continue
+        start = steps[0]
+        there = run.attention_mask[row] & sums[steps, row].isfinite().all((0, 1, 2))
+        if keys == "context":
+            there = there & ~run.open[start, row] & ~run.in_block[start, row]
+        if int(there.sum()) >= 2:
+            found.append(_Block(number, steps, there))
+    return found
+
+
+def _predictors(
+    sums: Float[Tensor, "step batch layer head key"], rows: list[list[_Block]], row: int, block: _Block, first: int
+) -> Iterator[tuple[int, Float[Tensor, "#later layer head key"]]]:
+    """(index in PREDICTORS, attention of every key) for the later steps of a block; nulls that exist only."""
+
+    def early(of: int, one: _Block) -> Float[Tensor, "1 layer head key"]:
+        # A key that the other canvas does not have receives nothing there.
+        return sums[one.steps[:first], of].mean(0, keepdim=True).nan_to_num()
+
+    yield 0, early(row, block)
+    yield 1, sums[block.steps[first - 1 : -1], row].nan_to_num()
+    others = [one for one in rows[row] if one.number != block.number]
+    if others:
+        # The nearest one, of two the earlier.
+        yield 2, early(row, min(others, key=lambda one: (abs(one.number - block.number), one.number)))
+    for shift in range(1, min(len(rows), OTHERS + 1)):
+        other = (row + shift) % len(rows)
+        same = [one for one in rows[other] if one.number == block.number]
+        if same:
+            yield 3, early(other, same[0])
+
+
+def _measured(
+    predictor: Float[Tensor, "later layer head key"], target: Float[Tensor, "later layer head key"], top: int
+) -> tuple[Float[Tensor, "measure later layer head"], Bool[Tensor, "measure later layer head"]]:
+    """The three measures, and where they are defined."""
+    rho, defined = spearman(predictor, target, torch.ones_like(target, dtype=torch.bool))
+    chosen = torch.zeros_like(target, dtype=torch.bool).scatter_(-1, predictor.topk(top, -1).indices, True)
+    best = torch.zeros_like(target, dtype=torch.bool).scatter_(-1, target.topk(top, -1).indices, True)
+    recall = (chosen & best).sum(-1) / top
+    most = (target * best).sum(-1)
+    kept = (target * chosen).sum(-1) / most
+    always = torch.ones_like(defined)
+    return torch.stack([rho, recall.double(), kept]), torch.stack([defined, always, most > 0])

@@ -1,0 +1,88 @@
+"""EAP and EAP-IG against single patched edges, planted edges and completeness."""
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.probes import Circuit, LogitDifference, edge_attribution, faithfulness
+from dlm_lens.testing import tiny
+from tests.probes.attribution.planted import AGAINST, CIRCUIT, OTHER, PROMPT, linear, planted, run_of
+
+TARGET = LogitDifference(AGAINST)
+
+
+def edges_but(scores: object, source: int, destination: int) -> Circuit:
+    """The whole graph without one edge."""
+    graph = scores.graph  # type: ignore[attr-defined]
+    edges = graph.exists.clone()
+    edges[source, destination] = False
+    return Circuit(graph, edges, graph.exists.double(), int(graph.exists.sum()))
+
+
+@pytest.mark.parametrize("integration", [0, 3])
+def test_planted_edges_alone_have_scores(integration: int) -> None:
+    model = planted(CIRCUIT)
+    run = run_of(model)
+    found = edge_attribution(model, run, OTHER, target=TARGET, integration=integration)
+    whole = (found.source - found.base).double()
+    assert bool((whole.abs() > 1).all())
+    wanted = torch.zeros_like(found.scores, dtype=torch.float64)
+    names = found.graph.sources, found.graph.destinations
+    for source, destination in (("embed", "a0.h1<v>"), ("a0.h1", "a1.h2<v>"), ("a1.h2", "logits")):
+        wanted[:, :, names[0].index(source), names[1].index(destination)] = whole
+    torch.testing.assert_close(found.scores.double(), wanted, atol=1e-10, rtol=1e-8)
+    circuit = found.circuit(3)
+    assert circuit.nodes == ("embed", "a0.h1", "a1.h2")
+    exact = faithfulness(model, run, OTHER, circuit, target=TARGET)
+    assert exact.normalised.value == pytest.approx(1.0, abs=1e-9)
+    without = edges_but(found, names[0].index("a0.h1"), names[1].index("a1.h2<v>"))
+    assert faithfulness(model, run, OTHER, without, target=TARGET).normalised.value == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("network", ["linear", "close runs"])
+def test_scores_are_the_exact_effects_of_single_edges(network: str) -> None:
+    # In a linear network for any runs; in any network, here with guidance, for runs that are close to each other.
+    model = linear() if network == "linear" else tiny("llada").double()
+    settings = {} if network == "linear" else {"cfg_scale": 0.5}
+    rows = model.get_input_embeddings().weight.data
+    if network != "linear":
+        noise = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        rows[OTHER[0][0]] = rows[PROMPT[0][0]] + 0.01 * noise
+    run = run_of(model, steps=1, gen_length=3, **settings)
+    scores = edge_attribution(model, run, OTHER, target=TARGET, integration=0)
+    places = scores.graph.exists.nonzero().tolist()[::4]
+    exact, found = [], []
+    for source, destination in places:
+        one = faithfulness(model, run, OTHER, edges_but(scores, source, destination), target=TARGET)
+        exact.append(float(one.kept - one.base))
+        found.append(float(scores.scores[0, 0, source, destination]))
+    error = (torch.tensor(found) - torch.tensor(exact)).norm() / torch.tensor(exact).norm()
+    assert float(torch.tensor(exact).abs().max()) > 1e-3
+    assert float(error) < (1e-9 if network == "linear" else 0.02)
+
+
+@pytest.mark.long
+def test_integrated_gradients_from_the_input_add_up_to_the_whole_difference() -> None:
+    model = tiny("dream").double()
+    run = dl.denoise(model, [[5, 6, 9, 10], [11, 12]], steps=2, gen_length=4)
+    errors = []
+    for parts in (2, 32):
+        found = edge_attribution(model, run, [[5, 7, 9, 10], [13, 12]], target=TARGET, steps=[1], integration=parts)
+        whole = found.source - found.base
+        errors.append(float((found.from_input - whole).abs().max() / whole.abs().max()))
+    assert errors[1] < 1e-3 < errors[0]  # the midpoint rule's error falls with the square of the parts
+
+
+def test_networks_without_such_edges_are_refused() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[5, 6, 9]], steps=2, gen_length=4)
+    with pytest.raises(ValueError, match="give a prompt, a run or hooks"):
+        edge_attribution(model, run, "zero")
+    cached = dl.denoise(model, [[5, 6, 9]], steps=4, gen_length=8, block_length=4, cache="prefix")
+    with pytest.raises(ValueError, match="without cache="):
+        edge_attribution(model, cached, [[5, 6, 10]])
+    scaled = tiny("llada")
+    scaled.model.layers[0].register_forward_hook(lambda block, args, output: output * 1.5)
+    with pytest.raises(ValueError, match="do not add up to its residual stream"):
+        edge_attribution(scaled, run, [[5, 6, 10]])

@@ -1,0 +1,115 @@
+"""Activation patching against the library's own hooks, and on a planted circuit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.hooks import ablate, at_heads, at_layers, capture, patch_from
+from dlm_lens.probes import LogitDifference, LogProbability, activation_patching
+from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.testing import tiny
+from tests.probes.attribution.planted import AGAINST, CIRCUIT, OTHER, planted, run_of
+
+PROMPTS, OTHERS = [[1, 2, 3, 4, 5], [8, 9, 10]], [[1, 2, 30, 4, 5], [8, 19, 20]]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llada": {"steps": 3, "gen_length": 6, "cfg_scale": 0.5},
+    "dream": {"steps": 3, "gen_length": 6},
+    "sdar": {"gen_length": 4, "block_length": 2, "steps": 4},
+    "causal": {"gen_length": 3},
+}
+
+
+def by_hand(model: Any, run: DenoisingRun, step: int, hooks: list[Any]) -> Tensor:
+    """The summed log-probabilities of what a step decides, under hooks, in float64."""
+    stored = StoredRun(model, run)
+    runner = stored.runner(hooks)
+    with torch.no_grad(), runner:
+        stored.enter(runner, step)
+        logits = stored.logits(stored.states(step)).double()
+    mask = getattr(model.config, "mask_token_id", None)
+    if mask is not None:
+        logits[:, mask] = -torch.inf
+    logs, found = logits.log_softmax(-1), torch.zeros(len(run.tokens), dtype=torch.float64)
+    for entry, (row, place) in enumerate(stored.predicted(step).nonzero().tolist()):
+        if run.unmasked[step, row, place]:
+            found[row] += logs[entry, run.tokens[row, place]]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_effects_are_those_of_the_hook_patch_from(family: str) -> None:
+    model = tiny(family).double()
+    run = dl.denoise(model, PROMPTS, **FAMILIES[family])
+    found = activation_patching(model, run, OTHERS, target=LogProbability(), steps=[-1], batch=3)
+    canvases = run.canvases.clone()
+    canvases[:, 0, :5], canvases[:, 1, 2:5] = torch.tensor(OTHERS[0]), torch.tensor(OTHERS[1])
+    corrupted = replace(run, canvases=canvases)
+    step, other = run.steps - 1, capture(model, corrupted, "z")
+    base = by_hand(model, run, step, [])
+    torch.testing.assert_close(found.base[0].double(), base)
+    torch.testing.assert_close(found.source[0].double(), by_hand(model, corrupted, step, []))
+    for layer, head in ((0, 0), (0, 3), (1, 2)):
+        hook = at_heads(at_layers(patch_from(other, step, "z"), [layer]), [head])
+        wanted = by_hand(model, run, step, [hook]) - base
+        torch.testing.assert_close(found.effects[0, :, layer, head, 0], wanted, atol=1e-9, rtol=1e-6)
+        assert bool((wanted.abs() > 1e-6).any())
+
+
+def test_kinds_of_values_directions_and_single_positions() -> None:
+    model = tiny("llada").double()
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    target = LogProbability()
+    base = by_hand(model, run, 0, [])
+    for site in ("mlp_out", "v"):
+        zero = activation_patching(model, run, "zero", site, target=target, steps=[0], positions=[4, 6])
+        for index, place in enumerate((4, 6)):
+            hook = at_layers(ablate(site, [place]), [1])
+            hook = at_heads(hook, [1]) if site == "v" else hook
+            wanted = by_hand(model, run, 0, [hook]) - base
+            torch.testing.assert_close(zero.effects[0, :, 1, -1, index], wanted, atol=1e-9, rtol=1e-6)
+    hooks = [ablate("mlp_out")]
+    denoised = activation_patching(model, run, hooks, "resid", target=target, steps=[0], direction="denoising")
+    # The last layer's stream of the clean run undoes whatever the hooks did.
+    last = denoised.effects[0, :, -1, 0, 0]
+    torch.testing.assert_close(last, base - by_hand(model, run, 0, hooks), atol=1e-9, rtol=1e-6)
+
+
+def test_planted_heads_alone_have_effects_and_chunks_change_nothing() -> None:
+    model = planted(CIRCUIT)
+    run = run_of(model)
+    target = LogitDifference(AGAINST)
+    found = activation_patching(model, run, OTHER, target=target, batch=1)
+    whole = (found.source - found.base)[..., None].double()
+    wanted = torch.zeros_like(found.effects[..., 0])
+    wanted[:, :, 0, 1] = wanted[:, :, 1, 2] = whole[..., 0]
+    assert bool((whole.abs() > 1).all())
+    torch.testing.assert_close(found.effects[..., 0], wanted, atol=1e-12, rtol=1e-9)
+    for batch in (3, 64):
+        again = activation_patching(model, run, OTHER, target=target, batch=batch)
+        torch.testing.assert_close(again.effects, found.effects, atol=1e-12, rtol=1e-9)
+    line = found.table(1).iloc[0]
+    assert (line["layer"], line["head"]) in ((0, 1), (1, 2))
+    assert found.contract.steps == (0, 1)
+    assert "another prompt" in str(found.contract)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    for arguments, message in (
+        ({"corrupted": [[1, 2], [3, 4]]}, "tokens a row"),
+        ({"site": "pattern"}, "site is 'pattern'"),
+        ({"direction": "up"}, "direction is 'up'"),
+        ({"corrupted": "zero", "direction": "denoising"}, "no run that clean values"),
+        ({"steps": [5]}, "step 5"),
+        ({"explain": [0]}, "nothing to explain|has nothing"),
+        ({"target": 3}, "target is 3"),
+        ({"batch": 0}, "batch is 0"),
+        ({"target": lambda decisions: decisions.logits}, "one number for each"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            activation_patching(model, run, **{"corrupted": OTHERS, **arguments})

@@ -1,0 +1,425 @@
+"""The clock against numpy on all states, planted clocks whose R^2 is known, and its nulls."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.attention import Hook, PointContext, SinkLayout, run_of
+from dlm_lens.hooks import capture
+from dlm_lens.probes import (
+    DenoisingClock,
+    clock_steering,
+    denoising_clock,
+    read_clock,
+    replay,
+    shift_clock,
+    untrained_twin,
+)
+from dlm_lens.probes.clock.states import POSITIONS, kinds_of
+from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
+from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5 + i, 9, 14 + 2 * i, 3 + i, 20][i % 2 :] for i in range(8)]
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llada": ("llada", {"steps": 5, "gen_length": 10, "cfg_scale": 0.5}),
+    "shift": ("dream", {"steps": 5, "gen_length": 8}),
+    "blocks": ("sdar", {"gen_length": 8, "block_length": 4, "steps": 8}),
+    "sinks": ("sink_qwen", {"gen_length": 8, "block_length": 4, "steps": 4}),
+    "causal": ("causal", {"gen_length": 5}),
+}
+
+
+def by_numpy(x: Any, y: Any, ridge: float) -> tuple[Any, float]:
+    """Ridge regression of standardised features, by least squares on all rows and rows of the penalty."""
+    mean, scale = x.mean(0), x.std(0)
+    used = scale > 1e-9
+    z = (x[:, used] - mean[used]) / scale[used]
+    penalty = np.sqrt(ridge * len(x)) * np.eye(used.sum())
+    found = np.linalg.lstsq(np.vstack([z, penalty]), np.r_[y - y.mean(), np.zeros(used.sum())], rcond=None)[0]
+    weight = np.zeros(x.shape[1])
+    weight[used] = found / scale[used]
+    return weight, float(y.mean() - weight @ mean)
+
+
+def test_sums_give_the_regression_of_all_rows() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 6)) @ rng.normal(size=(6, 6)) + 50 * rng.normal(size=6)
+    x[:, 2] = 3.7  # a constant feature, as the embedding of [MASK]
+    y = rng.normal(size=(60, 2)) + x[:, :1]
+    sums = NormalEquations(6, 2)
+    for part in np.array_split(np.arange(60), 7):
+        sums.add(torch.from_numpy(x[part]), torch.from_numpy(y[part]))
+    for ridge in (1e-6, 0.1, 10.0):
+        weight, bias = sums.solve(ridge)
+        for target in range(2):
+            wanted = by_numpy(x, y[:, target], ridge)
+            np.testing.assert_allclose(weight[target].numpy(), wanted[0], rtol=1e-7, atol=1e-10)
+            assert float(bias[target]) == pytest.approx(wanted[1], rel=1e-7)
+        errors = ((x @ weight.numpy().T + bias.numpy() - y) ** 2).sum(0)
+        np.testing.assert_allclose(sums.error(weight, bias).numpy(), errors, rtol=1e-7)
+    slopes = [[np.cov(x[:, i], y[:, j], ddof=0)[0, 1] / y[:, j].var() for i in range(6)] for j in range(2)]
+    np.testing.assert_allclose(sums.slope().numpy(), slopes, atol=1e-9)
+    draws = sums.draws(40_000, torch.Generator().manual_seed(0)).numpy()
+    np.testing.assert_allclose(np.cov(draws.T), np.cov(x.T, ddof=0), atol=0.03 * x.var(0).max())
+
+
+def test_the_penalty_is_chosen_by_the_error_on_the_other_half() -> None:
+    rng = np.random.default_rng(1)
+    x, noise = rng.normal(size=(2, 40, 12)), rng.normal(size=(2, 40, 1))
+    for strength in (0.0, 3.0):
+        y = strength * x[..., :1] + noise
+        halves = NormalEquations(12, 1), NormalEquations(12, 1)
+        for half, a, b in zip(halves, x, y, strict=True):
+            half.add(torch.from_numpy(a), torch.from_numpy(b))
+        ridges = (1e-3, 1e-1, 10.0, 1000.0)
+        errors = []
+        for ridge in ridges:
+            one, two = (by_numpy(x[i], y[i, :, 0], ridge) for i in range(2))
+            errors.append(
+                ((x[1] @ one[0] + one[1] - y[1, :, 0]) ** 2).sum()
+                + ((x[0] @ two[0] + two[1] - y[0, :, 0]) ** 2).sum()
+            )
+        assert best_ridge(halves, ridges) == ridges[int(np.argmin(errors))] == (1000.0 if not strength else 1e-1)
+
+
+def all_states(model: Any, run: DenoisingRun, name: str, layer: int) -> tuple[Any, Any, Any]:
+    """The states of a class of positions at a layer, their times and rows, from captured activations."""
+    kept = capture(model, run, "resid", layers=[layer])
+    stored, layout = StoredRun(model, run), SinkLayout.of(model)
+    states, times, rows = [], [], []
+    for step in range(run.steps):
+        there = run.attention_mask & stored.computes(step) & (kinds_of(run, step) == POSITIONS.index(name))
+        tensor = kept["resid", layer, step]
+        tensor = tensor[: len(run.tokens), layout.canvas(tensor.shape[1])]
+        for row, position in there.nonzero().tolist():
+            states.append(tensor[row, position].double().numpy())
+            times.append(step / run.steps)
+            rows.append(row)
+    return np.array(states), np.array(times), np.array(rows)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_clock_is_that_of_all_states(name: str) -> None:
+    family, settings = RUNS[name]
+    model = tiny(family)
+    run = dl.denoise(model, PROMPTS, seed=list(range(8)), **settings)
+    clock = denoising_clock(model, run, ridge=0.05, bins=4, seed=3)
+    assert clock.prompts == len(clock.reading.steps) == 4
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
+    test = sorted(order[:4].tolist())  # the rows that the seed holds out
+    kinds = [kind for kind in POSITIONS if clock.reading.count[POSITIONS.index(kind)].any()]
+    assert kinds == (["written", "prompt"] if name == "causal" else list(POSITIONS))
+    for kind in kinds:
+        x, y, rows = all_states(model, run, kind, 1)
+        counts = clock.reading.count[POSITIONS.index(kind)].sum(0)
+        assert counts.tolist() == [int((rows == row).sum()) for row in test]
+        scored = np.isin(rows, test)
+        weight, bias = by_numpy(x[~scored], y[~scored], 0.05)
+        place = clock.layers.index(1)
+        np.testing.assert_allclose(clock.weight[POSITIONS.index(kind), place].numpy(), weight, rtol=1e-4, atol=1e-6)
+        error = x[scored] @ weight + bias - y[scored]
+        wanted = 1 - (error**2).sum() / ((y[scored] - y[scored].mean()) ** 2).sum()
+        found = clock.reading.r2(kind, 1)
+        assert found.value == pytest.approx(wanted, abs=1e-5)
+        assert found.low <= found.value <= found.high
+        assert clock.reading.mae(kind, 1).value == pytest.approx(np.abs(error).mean() * run.steps, abs=1e-5)
+        bins = np.floor(y[~scored] * 4 + 1e-9)
+        for number in set(bins.astype(int).tolist()):
+            mean = clock.curve[POSITIONS.index(kind), place, number].numpy()
+            np.testing.assert_allclose(mean, x[~scored][bins == number].mean(0), rtol=1e-4, atol=1e-5)
+        transfer = clock.reading.transfer(kind).set_index(["probe", "layer"])
+        assert transfer.r2[1, 1] == pytest.approx(wanted, abs=1e-5)
+        if (name, kind) == ("causal", "prompt"):  # its states do not change
+            assert np.isnan(transfer.correlation[0, 1])
+            continue
+        wanted = np.corrcoef(x[scored] @ clock.weight[POSITIONS.index(kind), 1].numpy(), y[scored])[0, 1]
+        assert transfer.correlation[0, 1] == pytest.approx(wanted, abs=1e-4)
+
+
+@dataclass(frozen=True)
+class PlantedClock(Hook):
+    """Replaces the output of a layer by gain * q * v + noise, q a quantity of the canvas and |v| = 1."""
+
+    gain: float
+    quantity: str = "time"
+    seed: int = 0
+    site = "resid"
+    layers = (0,)
+
+    def direction(self, width: int) -> Tensor:
+        found = torch.randn(width, generator=torch.Generator().manual_seed(9))
+        return found / found.norm()
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        run = run_of(hook, self)
+        q = {
+            "time": torch.full((len(tensor),), run.step / run.total),
+            "step": torch.full((len(tensor),), float(run.step)),
+            "open positions": run.open.sum(-1).float(),
+        }[self.quantity]
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1000 * self.seed + run.step))
+        return noise + self.gain * q[:, None, None] * self.direction(tensor.shape[-1])
+
+
+MANY = [[3 + i % 50, 7 + (i * 5) % 40, 30] for i in range(48)]
+
+
+def test_a_planted_clock_is_found_with_its_own_r2() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, MANY, steps=8, gen_length=16)
+    planted = PlantedClock(3.0)
+    clock = denoising_clock(model, run, hooks=[planted], shuffles=6)
+    for number, kind in enumerate(POSITIONS):
+        # x = gain t v + noise of variance 1: the best predictor has R^2 = g^2 V / (g^2 V + 1), V the variance of t.
+        n, y, yy = clock.reading.label_sums(number).sum(0).tolist()
+        signal = 9.0 * (yy / n - (y / n) ** 2)
+        best, cases = signal / (signal + 1), float(clock.curve_counts[number].sum())
+        # Fitting 32 weights to n cases costs about 32 / n of the remaining variance; 0.03 for chance.
+        cost = 1.5 * (1 - best) * 32 / cases
+        assert clock.reading.r2(kind, 0).value == pytest.approx(best, abs=0.03 + cost)
+        assert cost < 0.06
+        assert 0.2 < best < 0.8
+        direction = planted.direction(32).double()
+        slope = clock.slope[number, 1]
+        assert float(slope @ direction) == pytest.approx(3.0, rel=0.1)
+        assert float(slope @ direction / slope.norm()) > 0.95
+        assert float(clock.weight[number, 1] @ direction / clock.weight[number, 1].norm()) > 0.9
+        # Permuted labels, and the embeddings of [MASK] and of the prompt, say nothing.
+        assert max(clock.reading.null(kind, 0)) < 0.05
+        if kind != "written":
+            assert abs(clock.reading.r2(kind, -1).value) < 0.01
+        assert clock.reading.beyond(kind, 0, "token").value > 0.05
+    geometry = clock.geometry("open").set_index("layer")
+    # One direction and noise; the embedding of [MASK] does not move at all.
+    assert geometry["first"][0] > 0.7
+    assert np.isnan(geometry["dimension"][-1])
+    assert geometry["ninety"][-1] == 0
+    curve = clock.curve[0, 1].numpy()[clock.curve_counts[0].numpy() > 0]
+    power = np.linalg.eigvalsh(np.cov(curve.T))[::-1]
+    assert geometry["first"][0] == pytest.approx(power[0] / power.sum())
+    assert geometry["dimension"][0] == pytest.approx(power.sum() ** 2 / (power**2).sum())
+    assert geometry["ninety"][0] == int((np.cumsum(power) / power.sum() < 0.9).sum()) + 1
+    assert geometry["dimension"][0] < 2
+    assert clock.cosines("open").loc[0, 0] == pytest.approx(1.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("quantity", ["time", "step", "open positions"])
+def test_a_reading_says_which_quantity_it_follows(quantity: str) -> None:
+    model = tiny("llada")
+    planted = PlantedClock(4.0 if quantity != "time" else 32.0, quantity)
+    clock = denoising_clock(model, dl.denoise(model, MANY[:16], steps=8, gen_length=8), hooks=[planted])
+    longer = dl.denoise(model, MANY[16:24], steps=8, gen_length=16)
+    faster = dl.denoise(model, MANY[16:24], steps=4, gen_length=8)
+    for run in (longer, faster):
+        found = read_clock(model, run, clock, hooks=[planted]).follows("prompt", 0).set_index("quantity").off
+        same = ["time", "progress"] if quantity == "time" else [quantity]
+        if quantity == "open positions" and run is faster:
+            same += ["time", "progress", "written positions", "open share of the canvas"]  # all the same there
+        if quantity == "step" and run is longer:
+            same += ["time", "progress"]
+        if quantity == "time" and run is longer:
+            same += ["step"]
+        if quantity == "time" and run is faster:
+            same += ["open positions", "written positions", "open share of the canvas"]
+        assert found[same].max() < 0.1 < found.drop([*same, "open share of the canvas"], errors="ignore").min()
+
+
+def test_a_causal_prompt_knows_no_time() -> None:
+    model = tiny("causal")
+    clock = denoising_clock(model, dl.denoise(model, MANY[:12], gen_length=6))
+    for layer in (0, 1):
+        # Its states are the same at every step, so that the probe can only say the mean.
+        assert abs(clock.reading.r2("prompt", layer).value) < 0.02
+        assert clock.reading.baseline_r2("written", "position").value > 0.05
+        assert clock.reading.beyond("written", layer, "position").value < 0.02
+    assert not clock.reading.count[0].any()
+    with pytest.raises(ValueError, match="the run has no open positions"):
+        clock.best_layer("open")
+
+
+def test_baselines_are_group_means_of_the_training_prompts() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, MANY[:10], steps=4, gen_length=8)
+    clock = denoising_clock(model, run, positions=["written"], seed=1)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
+    test, train = order[:5].tolist(), order[5:].tolist()
+    groups: dict[str, dict[int, list[float]]] = {"token": {}, "position": {}}
+    everything = []
+    for fitted in (True, False):
+        errors: dict[str, list[float]] = {"token": [], "position": []}
+        labels = []
+        for step in range(4):
+            for row in train if fitted else test:
+                for position in range(3, 11):
+                    if run.open[step, row, position]:
+                        continue
+                    keys = {"token": int(run.canvases[step, row, position]), "position": position}
+                    for name, key in keys.items():
+                        if fitted:
+                            groups[name].setdefault(key, []).append(step / 4)
+                        else:
+                            known = groups[name].get(key, everything)
+                            errors[name].append((float(np.mean(known)) - step / 4) ** 2)
+                    (everything if fitted else labels).append(step / 4)
+    for name, error in errors.items():
+        wanted = 1 - sum(error) / (len(labels) * np.var(labels))
+        assert clock.reading.baseline_r2("written", name).value == pytest.approx(wanted, abs=1e-9)
+    # LLaDA decides as many positions at every step: the number of open positions is the time.
+    assert clock.reading.baseline_r2("written", "open count").value == pytest.approx(1.0)
+
+
+def test_rows_of_one_prompt_are_held_out_together() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [MANY[0]] * 3 + [MANY[1]] * 2, steps=3, gen_length=6, seed=[1, 2, 3, 4, 5])
+    clock = denoising_clock(model, run)
+    assert {clock.prompts, len(clock.reading.steps)} == {2, 3}
+    with pytest.raises(ValueError, match="1 different prompt; give runs of at least two"):
+        denoising_clock(model, dl.denoise(model, [MANY[0]] * 3, steps=3, gen_length=6))
+
+
+def test_batches_of_a_run_are_one_run() -> None:
+    model = tiny("llada")
+    settings: dict[str, Any] = {"steps": 4, "gen_length": 8}
+    whole = dl.denoise(model, MANY[:8], **settings)
+    parts = [dl.denoise(model, MANY[i : i + 4], **settings) for i in (0, 4)]
+    one, two = (denoising_clock(model, runs, ridge=0.1, shuffles=0) for runs in (whole, parts))
+    torch.testing.assert_close(one.weight, two.weight)
+    assert one.table().drop(columns="null").round(5).equals(two.table().drop(columns="null").round(5))
+
+
+@pytest.fixture(scope="module")
+def fitted() -> tuple[Any, DenoisingClock, DenoisingRun]:
+    model = tiny("llada")
+    run = dl.denoise(model, MANY[:12], steps=6, gen_length=12)
+    return model, denoising_clock(model, run), dl.denoise(model, MANY[12:16], steps=6, gen_length=12)
+
+
+def moved(model: Any, run: DenoisingRun, hook: Hook, step: int, layer: int = 0) -> Tensor:
+    """What a hook adds to the output of a layer at a step."""
+    with_hook = capture(model, run, "resid", layers=[layer], cache_steps=step, hooks=[hook])
+    return (
+        with_hook["resid", layer, step]
+        - capture(model, run, "resid", layers=[layer], cache_steps=step)["resid", layer, step]
+    )
+
+
+def test_a_shift_adds_the_difference_of_mean_states(fitted: tuple[Any, DenoisingClock, DenoisingRun]) -> None:
+    model, clock, run = fitted
+    hook = shift_clock(clock, 0.3, layer=0)
+    known = clock.curve_counts[0] > 0
+    curve, knots = clock.curve[0, 1, known].numpy(), clock.knots[0, known].numpy()
+    for step in (0, 2, 5):
+        added = moved(model, run, hook, step)
+        places = (step / 6 + 0.3, step / 6)
+        one, two = ([np.interp(place, knots, feature) for feature in curve.T] for place in places)
+        wanted = torch.tensor(np.subtract(one, two), dtype=torch.float32)
+        torch.testing.assert_close(
+            added[run.open[step]], wanted.expand(int(run.open[step].sum()), -1), atol=1e-5, rtol=1e-4
+        )
+        assert not added[~run.open[step]].any()
+    # The mean reading moves by what the hook adds, and a shift of the readout by exactly its amount.
+    plain = read_clock(model, run, clock)
+    for amount in (-0.4, 0.25):
+        steered = read_clock(model, run, clock, hooks=[shift_clock(clock, amount, layer=0, along="readout")])
+        change = (steered.read[0, 1] - plain.read[0, 1]) / plain.count[0].clamp(min=1)
+        torch.testing.assert_close(change, torch.full_like(change, amount), atol=1e-4, rtol=1e-4)
+    along = moved(model, run, shift_clock(clock, -0.5, layer=0, along="slope"), 2)[run.open[2]][0]
+    torch.testing.assert_close(along.double(), -0.5 * clock.slope[0, 1], atol=1e-5, rtol=1e-4)
+
+
+def likelihoods(stored: StoredRun, states: Tensor, mask: int) -> Any:
+    logits = stored.logits(states).detach().double().numpy()
+    logits[:, mask] = -np.inf
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def test_steering_measures_the_changes_of_the_predictions(fitted: tuple[Any, DenoisingClock, DenoisingRun]) -> None:
+    model, clock, run = fitted
+    found = clock_steering(model, run, clock, by=(-0.5, 0.5), layer=0, controls=2)
+    shift = shift_clock(clock, 0.5, layer=0)
+    wanted = replay(model, run, [shift], attention=False)
+    assert found.change(0.5, "flipped").value == pytest.approx(float(wanted.flipped.sum() / wanted.predicted.sum()))
+    stored, changes = StoredRun(model, run), []
+    runner = stored.runner([shift])
+    for step in range(run.steps):
+        plain = likelihoods(stored, stored.states(step), model.config.mask_token_id)
+        with runner:
+            stored.enter(runner, step)
+            steered = likelihoods(stored, stored.states(step), model.config.mask_token_id)
+        surprise = np.log(np.where(plain > 0, plain, 1)) - np.log(np.where(steered > 0, steered, 1))
+        entropies = [-(p * np.log(np.where(p > 0, p, 1))).sum(-1) for p in (steered, plain)]
+        kl = (plain * surprise).sum(-1)
+        changes.append(np.stack([steered.max(-1) - plain.max(-1), np.subtract(*entropies), kl], -1))
+    for name, value in zip(("confidence", "entropy", "kl"), np.concatenate(changes).mean(0), strict=True):
+        assert found.change(0.5, name).value == pytest.approx(float(value), rel=1e-5)
+    assert len(found.table()) == 6
+    assert found.rank(0.5, "kl", "random")[1] == 2
+    beyond = found.beyond(0.5, "kl", "random").value
+    assert beyond == pytest.approx(found.change(0.5, "kl").value - found.change(0.5, "kl", "random").value)
+
+
+def test_controls_have_the_length_of_the_shift(fitted: tuple[Any, DenoisingClock, DenoisingRun]) -> None:
+    from dlm_lens.probes.clock.shifts import _controls, _redirected, _shift
+
+    model, clock, run = fitted
+    shift = _shift(clock, 0.5, 0, "means", "open")
+    basis = clock.subspace("open", 0, 3)
+    for name, vector in _controls(clock, 0, 2, 3, 0):
+        for step in (0, 3):
+            lengths = [
+                moved(model, run, dl.hooks.at_layers(one, [0]), step)[run.open[step]].norm(dim=-1)
+                for one in (shift, _redirected(shift, vector))
+            ]
+            torch.testing.assert_close(*lengths, rtol=1e-3, atol=1e-5)
+        if name == "orthogonal":
+            assert float((basis @ vector).abs().max()) < 1e-8 * float(vector.norm())
+            assert abs(float(clock.weight[0, 1] @ vector)) < 1e-8 * float(vector.norm() * clock.weight[0, 1].norm())
+
+
+def test_the_untrained_twin_has_the_same_entries_in_other_places() -> None:
+    model = tiny("llada")
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    twin = untrained_twin(model, seed=1)
+    for name, value in twin.named_parameters():
+        assert torch.equal(model.get_parameter(name), before[name])
+        torch.testing.assert_close(value.flatten().sort().values, before[name].flatten().sort().values)
+        assert value.ndim == 1 or not torch.equal(value, before[name])
+    again = untrained_twin(model, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), again.parameters(), strict=True))
+    run = dl.denoise(model, MANY[:8], steps=4, gen_length=8)
+    assert denoising_clock(twin, run).prompts == 4
+
+
+def test_what_cannot_be_read_or_shifted_is_refused(fitted: tuple[Any, DenoisingClock, DenoisingRun]) -> None:
+    model, clock, run = fitted
+    causal = tiny("causal")
+    cases: list[tuple[Any, str]] = [
+        (lambda: denoising_clock(model, run, positions=["masked"]), "positions has 'masked'; the classes are open"),
+        (lambda: denoising_clock(model, run, layers=[2]), "layer 2 of 2"),
+        (lambda: denoising_clock(model, run, held_out=1.0), "held_out is 1.0; it must be a share"),
+        (lambda: denoising_clock(model, run, target="when"), "target is 'when'"),  # type: ignore[arg-type]
+        (lambda: denoising_clock(model, run.first_steps(1)), "every canvas has the same label"),
+        (lambda: shift_clock(clock, 0.3, layer=-1), "layer -1 cannot be shifted; the clock has 0, 1"),
+        (lambda: shift_clock(clock, 0.3, layer=0, along="mean"), "along is 'mean'"),  # type: ignore[arg-type]
+        (lambda: shift_clock(clock, 0.3, layer=0, positions="written"), "a hook acts on 'open' or 'prompt'"),
+        (lambda: clock_steering(model, run, clock, controls=17), "this clock holds 16 directions"),
+        (
+            lambda: clock_steering(causal, dl.denoise(causal, MANY[:2], gen_length=3), clock),
+            "an AR run has no open",
+        ),
+        (lambda: clock.reading.r2("open", 5), "layer 5 was not read; there are -1, 0, 1"),
+        (lambda: read_clock(tiny("llada", hidden_size=16), run, clock), "states of 32 features, the model has 16"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(MemoryError, match=r"give fewer layers= or positions="):
+        denoising_clock(model, run, max_bytes=1000)

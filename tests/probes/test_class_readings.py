@@ -1,0 +1,150 @@
+"""What linear probes read of the final token's class, against numpy on all states, and planted classes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dlm_lens.attention import Hook, PointContext
+from dlm_lens.hooks import at_layers
+from dlm_lens.probes import ClassReadability, class_readability
+from dlm_lens.sampling import DenoisingRun, denoise
+from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
+from dlm_lens.testing import tiny
+
+PROMPTS = [f"w{i} w{i + 7} w{(3 * i) % 40}" for i in range(2, 12)]
+SETTINGS: dict[str, Any] = {"steps": 6, "gen_length": 12, "seed": 3, "temperature": 1.0}
+
+
+class Planted(Hook):
+    """Write a vector of each position's final class over the stream that leaves layer 1."""
+
+    site = "resid"
+
+    def __init__(self, vectors: Tensor) -> None:
+        self.vectors = vectors
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """The vectors in place of the stream."""
+        return self.vectors[:, : tensor.shape[1]].to(tensor)
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Any, DenoisingRun]:
+    model = tiny("llada")
+    return model, denoise(model, PROMPTS, **SETTINGS)
+
+
+def names_of(run: DenoisingRun) -> np.ndarray:
+    class_of = TokenClasses(run.tokenizer, None, run.eos_token_ids)
+    return np.array([[class_of(token) for token in row] for row in run.tokens.tolist()])
+
+
+def test_planted_classes_are_read(run: tuple[Any, DenoisingRun]) -> None:
+    model, done = run
+    wanted = torch.tensor([[list(TOKEN_CLASSES).index(name) for name in row] for row in names_of(done)])
+    assert len(wanted[:, done.prompt_length :].unique()) > 1
+    vectors = 50 * torch.eye(model.config.hidden_size)[wanted]  # far above the model's own states
+    found = class_readability(model, done, hooks=[at_layers(Planted(vectors), 1)])
+    # Two classes are frequent enough in the fitted rows to be learned from them.
+    frequent = torch.isin(wanted, torch.tensor([TOKEN_CLASSES.index(name) for name in ("words", "end of text")]))
+    where = frequent & (found.read[1] >= 0)
+    assert bool((found.read[1] == wanted)[where].all())
+    assert bool((found.class_at(1) == 0)[frequent & (found.class_at(1) >= 0)].all())
+    assert not bool((found.read[0] == wanted)[where].all())
+    assert not bool((found.shuffled[1] == wanted)[where].all())
+
+
+def test_the_probe_is_ridge_regression_on_all_open_states(run: tuple[Any, DenoisingRun]) -> None:
+    from dlm_lens.probes import class_readings
+
+    model, done = run
+    found = class_readability(model, done, layers=[0])
+    seen: list[Tensor] = []
+
+    class Keep(Hook):
+        site = "resid"
+
+        def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+            seen.append(tensor.detach().double().clone())
+            return tensor
+
+    from dlm_lens.sampling import StoredRun
+
+    stored = StoredRun(model, done)
+    runner = stored.runner([at_layers(Keep(), 0)])
+    with torch.no_grad(), runner:
+        for step in range(done.steps):
+            stored.enter(runner, step)
+            stored.states(step)
+    wanted, (train, test, _) = found.wanted, (~found.held_out, found.held_out, None)
+    x, y = [], []
+    for step in range(done.steps):
+        where = done.open[step] & (wanted >= 0) & train[:, None]
+        x.append(seen[step][where].numpy())
+        y.append(np.eye(len(TOKEN_CLASSES))[wanted[where].numpy()])
+    states, labels = np.concatenate(x), np.concatenate(y)
+    centre, scale, mean = states.mean(0), states.std(0), labels.mean(0)
+    standard = (states - centre) / scale
+    reads = set()
+    for ridge in class_readings.RIDGES:
+        matrix = standard.T @ standard / len(standard) + ridge * np.eye(len(centre))
+        weight = np.linalg.solve(matrix, standard.T @ (labels - mean) / len(standard))
+        lines = []
+        for step in range(done.steps):
+            values = ((seen[step].numpy() - centre) / scale) @ weight + mean
+            values[..., mean == 0] = -np.inf
+            lines.append(np.where((done.open[step] & test[:, None]).numpy(), values.argmax(-1), -1))
+        reads.add(np.stack(lines).tobytes())
+    # Which of the penalties was chosen is tested with the regression itself.
+    assert found.read[0].numpy().tobytes() in reads
+
+
+def test_the_nulls_and_the_times(run: tuple[Any, DenoisingRun]) -> None:
+    model, done = run
+    found = class_readability(model, done, seed=1)
+    names, test = names_of(done), found.held_out.numpy()
+    decided = done.open[0].numpy() & ~done.open[-1].numpy()
+    for place in range(done.prompt_length, done.tokens.shape[1]):
+        counts = [int(((names == name) & decided)[~test, place].sum()) for name in TOKEN_CLASSES]
+        assert counts[int(found.place[0, place])] == max(counts)
+    right = total = 0
+    for step in range(done.steps):
+        for row in np.flatnonzero(test):
+            for place in np.flatnonzero(done.open[step, row].numpy() & decided[row]):
+                total += 1
+                right += TOKEN_CLASSES[int(found.read[1, step, row, place])] == names[row, place]
+    assert found.accuracy(1).value == pytest.approx(right / total)
+    token = (found.settled.token == done.tokens) & found.settled.predicted & found.held_out[:, None]
+    assert found.accuracy(0, "token").value == pytest.approx(int(token.sum()) / total)
+    gaps = []
+    for row in np.flatnonzero(test):
+        for place in np.flatnonzero(decided[row]):
+            at, end = int(found.settled.decided_at[row, place]), int(found.settled.committed_at[row, place])
+            first = at + 1
+            while first > 0 and found.read[1, first - 1, row, place] == found.wanted[row, place]:
+                first -= 1
+            assert int(found.class_at(1)[row, place]) == first
+            if end > 0:
+                gaps.append(end - first)
+    assert found.earlier(1).value == pytest.approx(np.mean(gaps))
+    known = found.held_out[:, None] & (found.settled.committed_at > 0)
+    by_place = torch.where(found.place == found.wanted, 0, found.settled.decided_at + 1)
+    gaps = (found.settled.committed_at - by_place)[known].float()
+    assert found.earlier(1, "place").value == pytest.approx(gaps.mean().item())
+
+
+def test_what_cannot_be_read_is_refused(run: tuple[Any, DenoisingRun]) -> None:
+    model, done = run
+    with pytest.raises(ValueError, match="class_readability: layer 9"):
+        class_readability(model, done, layers=[9])
+    with pytest.raises(ValueError, match="1 different prompt"):
+        class_readability(model, denoise(model, PROMPTS[:1], **SETTINGS))
+    found = class_readability(model, done, layers=[0])
+    assert isinstance(found, ClassReadability)
+    with pytest.raises(ValueError, match="layer 1 was not read; there are 0"):
+        found.accuracy(1)
+    with pytest.raises(ValueError, match="of is 'word'; it must be class, shuffled, place, token"):
+        found.accuracy(0, "word")

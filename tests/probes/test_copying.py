@@ -1,0 +1,119 @@
+"""`retrieval_heads` against recorded patterns and loops, and a planted copying head."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.attention import Hook, PointContext, attach_hooks
+from dlm_lens.probes import retrieval_heads
+from dlm_lens.recording import AttentionPattern, rerun
+from dlm_lens.sampling import DenoisingRun
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 5, 3, 17, 9, 8, 30, 31], [6, 2, 40, 2]]
+
+
+def decisions_of(
+    run: DenoisingRun, shifted: bool, special: set[int]
+) -> list[tuple[int, int, int, list[int], dict]]:
+    """Step, row, query, positions of copies, and region -> other positions, by loops over the canvases."""
+    found = []
+    for step in range(run.steps):
+        for row in range(len(run.tokens)):
+            canvas, content = run.canvases[step, row].tolist(), run.attention_mask[row].tolist()
+            for place in range(len(canvas)):
+                if not bool(run.unmasked[step, row, place]):
+                    continue
+                token = int(run.canvases[step + 1, row, place])
+                visible = [
+                    j for j in range(len(canvas))
+                    if content[j] and not run.masked[step, row, j] and j != place and canvas[j] not in special
+                ]  # fmt: skip
+                regions = {
+                    name: [j for j in visible if bool(run.masked[0, row, j]) == name] for name in (False, True)
+                }
+                copies, others = [], {}
+                for name, members in regions.items():
+                    same = [j for j in members if canvas[j] == token]
+                    rest = [j for j in members if canvas[j] != token]
+                    if same and rest:
+                        copies += same
+                        others[name] = (len(same), rest)
+                if copies and token not in special:
+                    found.append((step, row, place - 1 if shifted else place, copies, others))
+    return found
+
+
+CASES: list[Any] = [("dream", {"steps": 4}), ("causal", {})]
+MORE = [("llada", {"steps": 4}), ("sdar", {"block_length": 4, "steps": 8})]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [*CASES, *(pytest.param(*m, marks=pytest.mark.long) for m in MORE)]
+)
+def test_scores_are_those_of_the_patterns(family: str, settings: dict[str, Any]) -> None:
+    model = tiny(family)
+    run = dl.denoise(model, PROMPTS, gen_length=8, seed=[1, 2], temperature=1.0, **settings)
+    # Enough copies for a test: the random model's answers hold tokens of the prompts.
+    found = retrieval_heads(model, run)
+    pattern = rerun(model, run, [AttentionPattern()]).pattern
+    ids = [model.config.mask_token_id if hasattr(model.config, "mask_token_id") else None, 61, 62]
+    special = {one for one in [*ids, *run.eos_token_ids] if one is not None}
+    wanted = torch.zeros(2, 2, 4, 5, dtype=torch.float64)
+    for step, row, query, copies, others in decisions_of(run, family != "llada" and family != "sdar", special):
+        for layer in range(2):
+            for head in range(4):
+                line = pattern[step, row, layer, head, query].nan_to_num().tolist()
+                best = line.index(max(line))
+                chance = sum(n / len(rest) * (best in rest) for n, rest in others.values())
+                mass = sum(n / len(rest) * sum(line[j] for j in rest) for n, rest in others.values())
+                numbers = [1.0, float(best in copies), sum(line[j] for j in copies), chance, mass]
+                wanted[row, layer, head] += torch.tensor(numbers, dtype=torch.float64)
+    torch.testing.assert_close(found.sums.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+class Copies(Hook):
+    """Head 2 of layer 1 attends to the first copy of the token that its position will get; others uniformly."""
+
+    site: Any = "pattern"
+
+    def __init__(self, run: DenoisingRun) -> None:
+        self.run, self.steps = run, [0, 0]
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        layer = hook.layer()
+        step, self.steps[layer] = self.steps[layer], self.steps[layer] + 1
+        tensor = torch.full_like(tensor, 1 / tensor.shape[-1])
+        if layer == 1:
+            for row, place in self.run.unmasked[step].nonzero().tolist():
+                token = self.run.canvases[step + 1, row, place]
+                same = (self.run.canvases[step, row] == token) & ~self.run.masked[step, row]
+                if bool(same.any()):
+                    tensor[row, 2, place] = 0
+                    tensor[row, 2, place, int(same.int().argmax())] = 1
+        return tensor
+
+
+def test_a_planted_copying_head_is_found_and_uniform_heads_are_at_chance() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=6, gen_length=12, temperature=2.0, seed=[1, 2])
+    canvases = run.canvases.clone()
+    canvases[1:, 0, -12:][run.canvases[1:, 0, -12:] != 63] = 5  # the answer of row 0 copies the prompt's 5
+    from dataclasses import replace
+
+    run = replace(run, canvases=canvases)
+    with attach_hooks(model, Copies(run)):
+        found = retrieval_heads(model, run)
+    assert found.decisions >= 12
+    best = found.table().iloc[0]
+    assert (best["layer"], best["head"], best["score"], best["chance"]) == (1, 2, 1, 0)
+    copies = found.sums[..., 0]
+    uniform = found.table("mass").query("layer == 0")
+    assert uniform["excess"].abs().max() < 1e-6  # even attention gives copies what it gives any key
+    assert float(copies.min()) >= 0
+    assert repr(found).startswith(f"RetrievalHeads({found.decisions} of {found.decided} decided tokens")
+    with pytest.raises(ValueError, match="measure is 'heat'; it must be 'hits' or 'mass'"):
+        found.table("heat")

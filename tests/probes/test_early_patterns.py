@@ -1,0 +1,111 @@
+"""`early_attention` against loops and scipy, and planted attention."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.probes import early_attention
+from dlm_lens.probes.early_patterns import MEASURES, PREDICTORS
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 11, 3, 17, 20], [6, 2, 40], [7, 8, 9, 10]]
+
+
+def recorded(family: str = "llada", **more: Any) -> Any:
+    settings = {"steps": 9, "gen_length": 9, "block_length": 3, **more}
+    return dl.record(tiny(family), PROMPTS, [dl.ReceivedAttention("block", min_viewers=1)], **settings)
+
+
+def numbers(predictor: Tensor, target: Tensor, top: int) -> tuple[float, float, float]:
+    a, b = predictor.tolist(), target.tolist()
+    best = set(sorted(range(len(b)), key=lambda j: -b[j])[:top])
+    chosen = set(sorted(range(len(a)), key=lambda j: -a[j])[:top])
+    kept = sum(b[j] for j in chosen) / sum(b[j] for j in best)
+    return float(spearmanr(a, b).statistic), len(best & chosen) / top, kept
+
+
+BLOCKS = pytest.param("sdar", "all", 2, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("family", "keys", "first"), [("llada", "context", 1), BLOCKS])
+def test_every_predictor_is_compared_as_loops_do(family: str, keys: str, first: int) -> None:
+    more = {} if family == "llada" else {"block_length": 4, "gen_length": 12, "steps": 12}
+    rec = recorded(family, **more)
+    found = early_attention(rec, first=first, share=0.4, keys=keys)
+    sums, run = rec.received_sums("block").double(), rec.run
+    steps = {number: [t for t in range(run.steps) if run.blocks[t] == number] for number in set(run.blocks)}
+    wanted = torch.zeros(len(PREDICTORS), len(MEASURES), 3, 2, 4, 2, dtype=torch.float64)
+    for row in range(3):
+        usable = {}
+        for number, those in steps.items():
+            closed = ~run.masked[those[0], row] & ~run.in_block[those[0], row]
+            there = [
+                j for j in range(run.tokens.shape[1])
+                if bool(run.attention_mask[row, j]) and bool(sums[those, row, :, :, j].isfinite().all())
+                and (keys == "all" or bool(closed[j]))
+            ]  # fmt: skip
+            if len(those) > first and len(there) > 1:
+                usable[number] = there
+        for number, there in usable.items():
+            those, top = steps[number], max(1, round(0.4 * len(there)))
+            others = sorted((n for n in usable if n != number), key=lambda n: (abs(n - number), n))
+            for place, step in enumerate(those[first:], first):
+                for layer in range(2):
+                    for head in range(4):
+                        line = sums[:, :, layer, head][..., there].nan_to_num()
+                        made = [(0, line[those[:first], row].mean(0)), (1, line[those[place - 1], row])]
+                        made += [(2, line[steps[n][:first], row].mean(0)) for n in others[:1]]
+                        made += [(3, line[those[:first], (row + shift) % 3].mean(0)) for shift in (1, 2)]
+                        for kind, predictor in made:
+                            for index, value in enumerate(numbers(predictor, line[step, row], top)):
+                                if value == value:
+                                    wanted[kind, index, row, layer, head] += torch.tensor([value, 1.0])
+    # A block that another row lacks (sdar: blocks follow the text) is no null; counts say so.
+    same = found.by_head[..., 1] == wanted[..., 1]
+    if family == "llada":
+        assert bool(same.all())
+        torch.testing.assert_close(found.by_head, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.by_head[:3], wanted[:3], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.by_lag.sum(3), found.by_head.sum((3, 4)))
+
+
+def planted(kind: str) -> Any:
+    """A recording whose keys receive planted attention: the same in a block and row, or new at every step."""
+    rec = recorded()
+    generator, values = torch.Generator().manual_seed(0), rec.received_block.clone()
+    for row in range(3):
+        for number in range(3):
+            steps = [t for t in range(rec.run.steps) if rec.run.blocks[t] == number]
+            fixed = torch.rand(values.shape[2:], generator=generator)
+            for step in steps:
+                values[step, row] = fixed if kind == "fixed" else torch.rand(values.shape[2:], generator=generator)
+    return replace(rec, arrays={**rec.arrays, "received_block": values})
+
+
+def test_planted_attention_gives_one_or_chance() -> None:
+    fixed = early_attention(planted("fixed"), share=0.4)
+    for measure in MEASURES:
+        assert fixed.mean(measure).value == pytest.approx(1)
+        assert fixed.mean(measure, "step before").value == pytest.approx(1)
+    assert abs(fixed.mean("correlation", "other prompt").value) < 0.15
+    chance = float(fixed.chance[:, 0].sum() / fixed.chance[:, 1].sum())
+    assert fixed.mean("recall", "other prompt").value == pytest.approx(chance, abs=0.1)
+    assert fixed.excess("recall").low > 0.3
+    fresh = early_attention(planted("fresh"), share=0.4)
+    assert abs(fresh.mean("correlation").value) < 0.15
+    assert fresh.mean("recall").value == pytest.approx(chance, abs=0.1)
+    assert fixed.lags()["first steps"].tolist() == pytest.approx([1, 1])
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="an AR model has no steps within a block"):
+        early_attention(dl.record(tiny("causal"), PROMPTS, [dl.ReceivedAttention()], gen_length=3))
+    with pytest.raises(ValueError, match=r'record with ReceivedAttention\("block", min_viewers=1\)'):
+        early_attention(dl.record(tiny("llada"), PROMPTS, [dl.ReceivedAttention()], steps=2, gen_length=4))
+    with pytest.raises(ValueError, match="no block has more than first=3 steps"):
+        early_attention(recorded(), first=3)

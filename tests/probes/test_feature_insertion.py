@@ -1,0 +1,120 @@
+"""`insertion_loss` against losses of forward passes whose block is edited by hand, and a perfect autoencoder."""
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.features import SparseAutoencoder, untrained
+from dlm_lens.probes import insertion_loss
+from dlm_lens.testing import tiny
+from tests.hooks.test_feature_edits import PROMPTS, RUN, autoencoder
+
+
+def perfect(model, layer=1):
+    """Features that are the positive and the negative part of every entry: the reconstruction is exact."""
+    eye = torch.eye(model.config.hidden_size)
+    both, zero = torch.cat([eye, -eye]), torch.zeros(len(eye))
+    return SparseAutoencoder(
+        both.T.contiguous(), torch.cat([zero, zero]), both, zero, activation="relu", layer=layer
+    )
+
+
+def _by_hand(model, run, step, edit):
+    """Cross-entropy at open positions per row, with the output of block 1 edited; LLaDA predicts in place."""
+
+    def replaced(module, args, output):
+        states = output if isinstance(output, torch.Tensor) else output[0]
+        return edit(states) if isinstance(output, torch.Tensor) else (edit(states), *output[1:])
+
+    handle = model.model.layers[1].register_forward_hook(replaced)
+    with torch.no_grad():
+        logits = model(
+            input_ids=run.canvases[step], attention_mask=run.attention_mask.long(), use_cache=False
+        ).logits.double()
+    handle.remove()
+    logits[..., model.config.mask_token_id] = -torch.inf
+    log = logits.log_softmax(-1)
+    start, stop = run.spans[step]
+    open_ = run.masked[step].clone()
+    open_[:, :start], open_[:, stop:] = False, False
+    loss = -log.gather(-1, run.tokens[..., None])[..., 0]
+    return (loss * open_).sum(-1), log, open_
+
+
+@pytest.mark.long
+def test_losses_are_those_of_passes_edited_by_hand():
+    model = tiny("llada")
+    sae = autoencoder(model)
+    run = dl.denoise(model, PROMPTS, steps=4, gen_length=8, block_length=8)
+    found = insertion_loss(model, run, sae)
+    content = run.attention_mask
+    kept = [dl.hooks.capture(model, run, "resid", layers=[1])["resid", 1, step] for step in range(4)]
+    mean = torch.cat([states[content] for states in kept]).double().mean(0).float()
+    edits = {"sae": sae, "zero": torch.zeros_like, "mean": lambda x: mean.expand_as(x), "untrained": untrained(sae)}
+    for step in range(4):
+        plain, p, open_ = _by_hand(model, run, step, lambda x: x)
+        torch.testing.assert_close(found.plain[step].double(), plain, rtol=1e-4, atol=1e-4)
+        assert found.positions[step].equal(open_.sum(-1))
+        for place in ("all", "open", "decided"):
+            at = {"all": content, "open": run.masked[step] & content, "decided": ~run.masked[step] & content}[place]
+            for name, edit in edits.items():
+                loss, q, _ = _by_hand(
+                    model, run, step, lambda x, at=at, edit=edit: torch.where(at[..., None], edit(x), x)
+                )
+                place_of = (0, found.insertions.index(name), found.places.index(place), step)
+                torch.testing.assert_close(found.loss[place_of].double(), loss, rtol=1e-3, atol=1e-3)
+                kl = (p.exp() * (p - q).nan_to_num()).sum(-1)
+                torch.testing.assert_close(found.kl[place_of].double(), (kl * open_).sum(-1), rtol=1e-3, atol=1e-3)
+    total, count = found.loss[0, 0, 0].sum(), found.positions.sum()
+    assert found.added(1).value == pytest.approx(float((total - found.plain.sum()) / count), abs=1e-6)
+    zero = found.loss[0, 1, 0].sum()
+    assert found.recovered(1).value == pytest.approx(float((zero - total) / (zero - found.plain.sum())), rel=1e-5)
+    line = found.table().query("insertion == 'sae' and place == 'all'").iloc[0]
+    assert line["added"] == pytest.approx(found.added(1).value)
+    assert len(found.by_step()) == 4 * 5 * 3
+
+
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_a_perfect_autoencoder_costs_nothing_and_recovers_everything(family):
+    model = tiny(family)
+    run = dl.denoise(model, PROMPTS[:1], **RUN)
+    found = insertion_loss(model, run, perfect(model), nulls=["random_decoder"], steps=[0, -1])
+    assert found.steps == (0, 3)
+    assert found.added(1).value == pytest.approx(0, abs=1e-5)
+    assert float(found.kl[0, 0].max()) < 1e-6
+    assert found.recovered(1).value == pytest.approx(1, abs=1e-4)
+    assert found.recovered(1, "zero").value == 0
+    null = found.kl[0, found.insertions.index("random_decoder"), 0]
+    assert float(null.max()) > 1e-3
+
+
+def test_an_ar_run_and_a_reference():
+    model = dl.load("toy-ar")
+    run = dl.denoise(model, ["tom has 5 apples . tom buys 4 more . how many apples ? :"], steps=3, gen_length=3)
+    sae = autoencoder(model)
+    reference = torch.full_like(run.tokens, -1)
+    reference[:, run.prompt_length] = 7
+    found = insertion_loss(model, run, sae, places=["all"], nulls=[], reference=reference)
+    assert found.positions.flatten().tolist() == [1, 0, 0]
+    ids = run.tokens[:, : run.prompt_length]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
+    assert float(found.plain[0, 0]) == pytest.approx(-float(logits.log_softmax(-1)[7]), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"places": ["prompt"]}, r"places is \['prompt'\]; give a list of some of all, open, decided"),
+        ({"places": "all"}, "places is 'all'; give a list"),
+        ({"nulls": ["shuffled"]}, "give a list of some of untrained, random_decoder"),
+        ({"reference": torch.zeros(1, 2)}, r"reference has shape \[1, 2\]"),
+    ],
+)
+def test_wrong_arguments_are_refused(given, why):
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, **RUN)
+    with pytest.raises(ValueError, match=why):
+        insertion_loss(model, run, autoencoder(model), **given)
+    with pytest.raises(ValueError, match=r"autoencoders of the layers \[1, 1\]; give at least one"):
+        insertion_loss(model, run, [autoencoder(model), autoencoder(model)])

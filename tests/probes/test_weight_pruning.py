@@ -1,0 +1,94 @@
+"""Pruning by magnitude and Wanda's score, with and without sinks, against loops."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.probes import input_norms, pruned, sink_weights
+from dlm_lens.probes.weight_pruning import kept_weights, linear_layers
+from dlm_lens.recording import ReceivedAttention, rerun
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 11, 3, 17], [6, 2, 40]]
+
+
+def test_norms_are_those_of_the_inputs_with_sinks_discounted() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=3, gen_length=6)
+    received = rerun(model, run, [ReceivedAttention(min_viewers=1)]).received
+    weights = sink_weights(received, run.attention_mask)
+    for step in range(3):
+        for row in range(2):
+            there = run.attention_mask[row].nonzero().flatten().tolist()
+            mass = {j: float(received[step, row, :, :, j].double().mean()) for j in there}
+            mean = sum(mass.values()) / len(mass)
+            spread = math.sqrt(sum((one - mean) ** 2 for one in mass.values()) / len(mass))
+            for j in range(run.tokens.shape[1]):
+                wanted = 1 / (1 + math.exp(-5 * (mass[j] - mean - 2 * spread))) if j in mass else 0.0
+                assert float(weights[step, row, j]) == pytest.approx(wanted, abs=1e-6)
+    name, layer = next((n, m) for n, m in linear_layers(model).items() if n.endswith("layers.1.mlp.down_proj"))
+    seen: list[torch.Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].double()))
+    with torch.no_grad():
+        for step in range(3):
+            model(input_ids=run.canvases[step], attention_mask=run.attention_mask.long())
+    handle.remove()
+    for discount in ("none", "sinks", "random"):
+        found = input_norms(model, run, discount=discount, seed=4)
+        if discount == "random":  # another order of the same weights: the same mean, other norms
+            assert found.discounted == pytest.approx(input_norms(model, run, discount="sinks").discounted)
+            assert not torch.equal(found.values[name], input_norms(model, run, discount="sinks").values[name])
+            continue
+        kept = run.attention_mask * (1 - weights if discount == "sinks" else torch.ones_like(weights))
+        wanted = sum((x * kept[step][..., None]).flatten(0, 1).norm(dim=0) for step, x in enumerate(seen))
+        torch.testing.assert_close(found.values[name].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_planted_sink_is_discounted_and_other_positions_are_not() -> None:
+    received = torch.ones(1, 1, 2, 4, 20)
+    received[..., 6] = 15.0
+    weights = sink_weights(received, torch.ones(1, 20, dtype=torch.bool))[0, 0]
+    assert float(weights[6]) > 0.99
+    assert float(weights.sum() - weights[6]) < 0.01
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_the_lowest_scores_of_every_output_are_pruned_and_come_back(with_norms: bool) -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    norms = input_norms(model, run) if with_norms else None
+    before = copy.deepcopy(model.state_dict())
+    objects = {name: id(layer.weight) for name, layer in linear_layers(model).items()}
+    with pruned(model, 0.3, norms) as shares:
+        for name, layer in linear_layers(model).items():
+            weight = before[f"{name}.weight"]
+            count = int(0.3 * weight.shape[1])
+            assert shares[name] == pytest.approx(count / weight.shape[1])
+            for out in (0, 3):
+                scale = norms.values[name] if norms else torch.ones(weight.shape[1])
+                score = [abs(float(w)) * float(n) for w, n in zip(weight[out], scale, strict=True)]
+                gone = set(sorted(range(len(score)), key=score.__getitem__)[:count])
+                wanted = [0.0 if i in gone else float(w) for i, w in enumerate(weight[out])]
+                assert layer.weight[out].tolist() == wanted
+        others = {key for key in before if key.removesuffix(".weight") not in linear_layers(model)}
+        assert all(torch.equal(model.state_dict()[key], before[key]) for key in others)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert objects == {name: id(layer.weight) for name, layer in linear_layers(model).items()}
+    assert bool(kept_weights(torch.randn(4, 8), 0.0).all())
+
+
+def test_what_cannot_be_measured_or_pruned_is_refused() -> None:
+    model = tiny("llada")
+    with pytest.raises(ValueError, match="sparsity is 1; it must be a share of the weights"), pruned(model, 1):
+        pass
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    norms = input_norms(model, run)
+    wider = tiny("llada", intermediate_size=64)
+    with pytest.raises(ValueError, match="the norms are those of other layers"), pruned(wider, 0.5, norms):
+        pass
+    causal = tiny("causal")
+    with pytest.raises(ValueError, match="every pass must have the whole canvas as queries, and this is an AR run"):
+        input_norms(causal, dl.denoise(causal, PROMPTS, gen_length=2))
