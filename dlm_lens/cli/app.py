@@ -8,12 +8,14 @@ from typing import Annotated, Any
 import typer
 
 import dlm_lens
+from dlm_lens.cli.clock import clock_command
 from dlm_lens.cli.demo import demo_command
 from dlm_lens.cli.doctor import doctor_command
 from dlm_lens.cli.errors import ALIASES, as_command_line, sentence_of
 from dlm_lens.cli.evaluate import eval_command
 from dlm_lens.cli.experiment import experiment_command
 from dlm_lens.cli.families import families_command
+from dlm_lens.cli.insertion import insertion_command
 from dlm_lens.cli.lens import lens_command
 from dlm_lens.cli.norms import norms_command
 from dlm_lens.cli.paths import paths_command
@@ -31,6 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes longer to import than all else of `--help`
 )
 
 
@@ -51,6 +54,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "paths": paths_command,
     "norms": norms_command,
     "lens": lens_command,
+    "clock": clock_command,
+    "insertion": insertion_command,
     "plot": plot_command,
     "report": report_command,
     "eval": eval_command,
@@ -63,7 +68,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 """Name of a command -> its function, in the order of `dlm-lens --help`."""
 
 for _name, _command in COMMANDS.items():
-    app.command(_name, cls=PlotCommand if _name == "plot" else None)(_command)
+    _sentence = (_command.__doc__ or "").partition("\n\n")[0]
+    app.command(_name, cls=PlotCommand if _name == "plot" else None, short_help=_sentence)(_command)
 
 
 def _options(arguments: Sequence[str], commands: typer.Typer = app) -> dict[str, str]:

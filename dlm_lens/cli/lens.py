@@ -1,6 +1,5 @@
 """`dlm-lens lens`: what the logit lens reads in each layer at sinks or positions of a recording."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,16 +17,13 @@ from dlm_lens.cli.options import (
     check_device,
     check_dtype,
     check_rule,
-    device_or_gpu,
 )
 from dlm_lens.cli.output import show_tables
-from dlm_lens.cli.recordings import load_recording, sinks_of
+from dlm_lens.cli.recordings import load_recording, network_of, sinks_of
 from dlm_lens.option_values import whole_numbers
 
 if TYPE_CHECKING:
     from dlm_lens.recording import Recording
-
-logger = logging.getLogger(__name__)
 
 
 def lens_command(
@@ -73,16 +69,12 @@ def lens_command(
     given = {name: whole_numbers(f"--{name}", text) for name, text in texts.items() if text is not None}
     check_rule(recording, detector, level)
 
-    from dlm_lens.adapters import load
     from dlm_lens.probes import TunedLens, logit_lens
-    from dlm_lens.recording.model_identity import name_of
 
     loaded = load_recording(recording)
     sinks = sinks_of(loaded, detector, level) if positions is None else None
     where: Any = sinks if sinks is not None else _on_canvas(loaded, given["positions"])
-    network = load(model or loaded.model, dtype=dtype, device_map=device_or_gpu(device))
-    if Path(name_of(network)).name != Path(loaded.model).name:
-        logger.warning("the recording is of %s, and %s reads it", loaded.model, name_of(network))
+    network = network_of(loaded, model, device, dtype)
     lens = logit_lens(
         network,
         loaded.run,

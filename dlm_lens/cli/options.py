@@ -43,6 +43,21 @@ def check_least(least: float, **values: float | None) -> None:
             raise ValueError(f"{name} is {value}; it must be at least {least:g}")
 
 
+def check_parallel(cache: str | None, threshold: float | None, factor: float | None) -> None:
+    """Raise unless the options of caches and parallel decoding can be; what else a family asks it checks itself.
+
+    Raises:
+        ValueError: another cache, a threshold that is no probability, or a threshold and a factor.
+    """
+    if cache is not None:
+        one_of("--cache", cache, ("prefix", "dual"))
+    check_least(0, threshold=threshold, factor=factor)
+    if threshold is not None and threshold > 1:
+        raise ValueError(f"threshold is {threshold:g}; it is a probability, at most 1")
+    if threshold is not None and factor is not None:
+        raise ValueError("--threshold and --factor both say how many positions a step unmasks; give one of them")
+
+
 def check_storage(option: str, value: str) -> None:
     """Raise unless the value is a dtype in which statistics are stored.
 

@@ -14,12 +14,13 @@ from dlm_lens.cli.options import (
     check_device,
     check_dtype,
     check_least,
+    check_parallel,
     check_storage,
     device_or_gpu,
 )
 from dlm_lens.cli.prompts import read_prompts
 from dlm_lens.files.paths import check_directory
-from dlm_lens.option_values import one_of, whole_numbers
+from dlm_lens.option_values import whole_numbers
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 
@@ -72,8 +73,7 @@ def record_command(
     check_dtype(dtype)
     check_device(device)
     check_storage("--storage", storage)
-    if cache is not None:
-        one_of("--cache", cache, ("prefix", "dual"))
+    check_parallel(cache, threshold, factor)
     check_least(1, batch_size=batch_size, steps=steps, gen_length=gen_length, block_length=block_length)
     check_least(0, temperature=temperature)
     chosen = None if layers is None else whole_numbers("--layers", layers)

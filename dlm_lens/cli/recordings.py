@@ -1,5 +1,6 @@
-"""What the commands on a recording share: its sinks by a rule of the command line."""
+"""What the commands on a recording share: its sinks by a rule of the command line, and its model."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,12 +8,26 @@ if TYPE_CHECKING:
     from dlm_lens.recording import Recording
     from dlm_lens.sinks import Sinks
 
+logger = logging.getLogger(__name__)
+
 
 def load_recording(path: Path) -> "Recording":
     """A recording, whose tokens have the texts that it stores."""
     from dlm_lens.recording import Recording
 
     return Recording.load(path)
+
+
+def network_of(recording: "Recording", model: str | None, device: str | None, dtype: str | None) -> Any:
+    """The recording's model, or the one that the user names, which is warned of where it has another name."""
+    from dlm_lens.adapters import load
+    from dlm_lens.cli.options import device_or_gpu
+    from dlm_lens.recording.model_identity import name_of
+
+    network = load(model or recording.model, dtype=dtype, device_map=device_or_gpu(device))
+    if Path(name_of(network)).name != Path(recording.model).name:
+        logger.warning("the recording is of %s, and %s reads it", recording.model, name_of(network))
+    return network
 
 
 def detector_of(text: str) -> Any:

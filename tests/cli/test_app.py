@@ -231,6 +231,23 @@ def run(*arguments):
     return subprocess.run([sys.executable, "-c", begin + script], capture_output=True, text=True, cwd=tmp_path)
 
 
+def test_help_imports_no_library_beside_typer(tmp_path: Path) -> None:
+    # The time of `dlm-lens --help` is that of its imports: rich alone takes as long as all the others.
+    script = """
+assert run("--help").exit_code == 0
+found = {name.partition(".")[0] for name in sys.modules}
+print(sorted(found & {"rich", "pygments", "markdown_it", "attr", "numpy", "yaml", "pydantic", "asyncio"}))
+"""
+    done = without_models(script, tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_help_shows_the_whole_first_sentence_of_every_command() -> None:
+    shown = " ".join(CliRunner().invoke(cli.app, ["--help"]).output.split())
+    for name, command in cli.COMMANDS.items():
+        assert f"{name} {' '.join(command.__doc__.partition(chr(10) * 2)[0].split())}" in shown
+
+
 @pytest.mark.long
 def test_help_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = """
@@ -251,6 +268,8 @@ for listing in (["plot", "list"], ["experiment", "list"], ["eval", "--presets"],
         "paths",
         "norms",
         "lens",
+        "clock",
+        "insertion",
         "plot",
         "report",
         "train",
@@ -298,10 +317,16 @@ WRONG = [
     (["report", "nowhere", "--compare", "there", "-o", "none/x.html"], "none does not exist"),
     (["record", "toy", "--prompts", "none.jsonl", "--out", "o"], "none.jsonl does not exist"),
     (["record", "./none", "--prompts", "p.jsonl", "--out", "o"], "none is no directory"),
+    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--threshold", "1.5"], "threshold is 1.5; it is a"),
+    (
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--threshold", "0.5", "--factor", "1"],
+        "--threshold and --factor both say",
+    ),
+    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--cache", "all"], "--cache is 'all'"),
     (["record", "toy", "--prompts", "p.jsonl", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "x"],
-        "--reducers 'x': there are entropy",
+        "--reducers 'x': there are channels, entropy",
     ),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "received:x"],
@@ -328,7 +353,10 @@ WRONG = [
     (["eval", "--preset", "none"], "no preset is named 'none'"),
     (["eval", "./none", "--tasks", "toy_problems"], "none is no directory"),
     (["eval", "--tasks", "toy_problems", "--hooks", "mask_sink(1)"], "perhaps mask_sinks"),
-    (["eval", "--tasks", "toy_problems", "--record", "x", "--record-to", "o"], "--record 'x': there are entropy"),
+    (
+        ["eval", "--tasks", "toy_problems", "--record", "x", "--record-to", "o"],
+        "--record 'x': there are channels, entropy",
+    ),
     (["eval", "--tasks", "toy_problems", "--batch-size", "many"], "--batch-size is 'many'"),
     (["experiment", "none"], "no experiment is named 'none'"),
     (["experiment", "fig7-paths", "--models", "toy,./none"], "none is no directory"),

@@ -62,7 +62,10 @@ def test_it_records_every_request(tmp_path: Path) -> None:
     for wrong, says in (
         (["--record", "received"], "need --record-to"),
         (["--record-layers", "0"], "need --record-to"),
-        (["--record", "recieved", "--record-to", str(tmp_path)], "--record 'recieved': there are entropy"),
+        (
+            ["--record", "recieved", "--record-to", str(tmp_path)],
+            "--record 'recieved': there are channels, entropy",
+        ),
         (
             ["--record-layers", "x", "--record-to", str(tmp_path)],
             "--record-layers takes whole numbers separated by commas, got 'x'",

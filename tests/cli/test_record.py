@@ -114,7 +114,7 @@ def test_of_two_processes_each_takes_every_other_batch(files, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (["--reducers", "received,mass"], "--reducers 'mass': there are entropy, key-norm"),
+        (["--reducers", "received,mass"], "--reducers 'mass': there are channels, entropy, features"),
         (["--reducers", "entropy:all"], "takes nothing after a colon"),
         (["--reducers", "received:some"], "classes of queries are"),
         (["--reducers", "top-keys:x"], "--reducers top-keys is 'x'; give a whole number"),

@@ -1,4 +1,4 @@
-"""The commands `sinks`, `norms` and `lens` print what the library finds."""
+"""The commands `sinks`, `norms`, `lens`, `clock` and `insertion` print what the library finds."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,18 @@ from typer.testing import CliRunner
 import dlm_lens as dl
 from dlm_lens.cli import app as cli
 from dlm_lens.cli.recordings import detector_of, load_recording
-from dlm_lens.probes import logit_lens, train_tuned_lens, value_norms
+from dlm_lens.features import load_sae, save_sae
+from dlm_lens.probes import (
+    denoising_clock,
+    insertion_loss,
+    logit_lens,
+    train_tuned_lens,
+    untrained_twin,
+    value_norms,
+)
 from dlm_lens.sampling.token_text import StoredTokenizer
 from dlm_lens.testing import tiny
+from tests.recording.test_features import autoencoder
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +94,29 @@ def test_the_lens_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
     assert len(found["entries"]) == 4
 
 
+def test_the_clock_is_that_of_the_library(saved: Any) -> None:
+    path, _, model, rec = saved
+    arguments = ["--layers", "-1", "--positions", "open", "--target", "progress", "--shuffles", "2", "--untrained"]
+    found = printed("clock", path, *arguments, "--seed", "3")
+    settings: dict[str, Any] = {
+        "layers": [-1], "positions": ["open"], "target": "progress", "shuffles": 2, "seed": 3,
+    }  # fmt: skip
+    for name, network in (("layers", model), ("untrained", untrained_twin(model, seed=3))):
+        table = denoising_clock(network, rec.run, **settings).table()
+        assert [line["r2"] for line in found[name]] == pytest.approx(table.r2.tolist(), rel=1e-6)
+        assert [line["layer"] for line in found[name]] == table.layer.tolist()
+
+
+def test_the_insertion_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
+    path, _, model, rec = saved
+    save_sae(autoencoder(model), tmp_path / "sae")
+    arguments = ["--sae", str(tmp_path / "sae"), "--steps", "0,-1", "--places", "open", "--by-step"]
+    found = printed("insertion", path, *arguments)
+    loss = insertion_loss(model, rec.run, load_sae(tmp_path / "sae", model), steps=[0, -1], places=["open"])
+    assert [line["added"] for line in found["insertions"]] == pytest.approx(loss.table().added.tolist(), rel=1e-6)
+    assert [line["added"] for line in found["steps"]] == pytest.approx(loss.by_step().added.tolist(), rel=1e-6)
+
+
 def test_what_cannot_work_is_a_sentence(saved: Any) -> None:
     path = saved[0]
     for arguments, sentence in (
@@ -94,6 +126,9 @@ def test_what_cannot_work_is_a_sentence(saved: Any) -> None:
         (["sinks", path + "/none"], "no recording"),
         (["lens", path, "--steps", "a"], "--steps takes whole numbers"),
         (["lens", path, "--detector", "above-mean:1000"], "nothing to read"),
+        (["clock", path, "--target", "steps"], "--target is 'steps'"),
+        (["clock", path, "--positions", "open,closed"], "--positions is 'closed'"),
+        (["insertion", path, "--sae", "none"], "none is no directory"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=sentence):
             CliRunner().invoke(cli.app, arguments, catch_exceptions=False)

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.display import RICH_STYLES
 from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting.data import Subject, content_of
-from dlm_lens.viz.views.terminal_text import NEW, REVISED
 from tests.viz.test_hostile_tokens import Decodes, inert
 from tests.viz.test_report import unpacked
 
 RUN: dict[str, Any] = {"gen_length": 10, "block_length": 4, "threshold": 0.3, "editing_threshold": 0.1}
+NEW, REVISED = RICH_STYLES["new"], RICH_STYLES["revised"]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
 
 

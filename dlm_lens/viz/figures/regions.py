@@ -1,5 +1,6 @@
 """`region_mass`: attention on regions of keys over the steps (2510.15731, sections 5.1 and 5.3)."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def region_mass(
     queries = tuple(checked_class(name, "region_mass") for name in queries)
     words = region_words(recording.run)
     mass = _chosen(recording, layer, head)
-    even, spec, ends = _even(recording), recording.specs["region_mass"], _ends(recording)
+    even, ends = _even(recording), _ends(recording)
     figure = NotebookFigure(figsize=(9.6, 4.9), layout="constrained")
     panels = list(figure.subplots(2, 4, sharex=True).flat)
     for number, (axes, region) in enumerate(zip(panels, KEY_REGIONS, strict=True)):
@@ -83,42 +84,64 @@ def region_mass(
         for name in queries:
             values = mass[..., QUERY_CLASSES.index(name), number]
             _line(axes, recording.steps, values, name, words.get(name, name))
-        axes.set_title(f"on {words.get(region, region)}", fontsize=8)
-        # The top is a little above the highest line, and never as low as rounding errors.
-        axes.set_ylim(0, max(1.06 * axes.dataLim.y1, 0.001))
-        _note_if_empty(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region)
-        for step in ends:
-            axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label="a sequence ends", gid="ends")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        axes.tick_params(labelsize=7)
-        axes.grid(color="0.92", linewidth=0.6)
+        _finish_panel(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region, words, ends)
     for axes in panels[4:]:
         axes.set_xlabel("step", fontsize=8)
     named = {
         label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=6, fontsize=7, frameon=False)
+    sentences = _sentences(recording, mass, queries, layer, head, words)
+    figure.suptitle(caption([*([title] if title else []), *sentences], 9.6), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def _finish_panel(
+    axes: Axes,
+    mass: Float[Tensor, "step batch query_region"],
+    region: str,
+    words: Mapping[str, str],
+    ends: Sequence[float],
+) -> None:
+    """Title, limits and ticks of a region's panel, and where sequences end."""
+    axes.set_title(f"on {words.get(region, region)}", fontsize=8)
+    # The top is a little above the highest line, and never as low as rounding errors.
+    axes.set_ylim(0, max(1.06 * axes.dataLim.y1, 0.001))
+    _note_if_empty(axes, mass, region)
+    for step in ends:
+        axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label="a sequence ends", gid="ends")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.92", linewidth=0.6)
+
+
+def _sentences(
+    recording: Recording,
+    mass: Float[Tensor, "step batch query_region key_region"],
+    queries: Sequence[str],
+    layer: int | None,
+    head: int | None,
+    words: Mapping[str, str],
+) -> list[str]:
+    """The caption: scale, level, rule, n, and the classes that have no queries."""
     where = "all layers" if layer is None else f"layer {layer}"
-    level = f"level: head (layer {layer}, head {head})" if head is not None else f"mean over the heads of {where}"
     rows, left = len(recording.rows), int((recording.run.row_steps == len(recording.steps)).sum())
-    some = f" ({left} to the end)" if ends else ""
     absent = [
         words.get(name, name)
         for name in queries
         if not bool(mass[..., QUERY_CLASSES.index(name), :].isfinite().any())
     ]
-    sentences = [
-        *([title] if title else []),
+    spec = recording.specs["region_mass"]
+    return [
         "Attention by region of keys",
         "scale: share of a query's attention",
-        level,
+        f"level: head (layer {layer}, head {head})" if head is not None else f"mean over the heads of {where}",
         f"sinks: {'learned sink tokens alone' if _learned_alone(recording) else spec.reducer}",
         *([f"there are no {' and no '.join(absent)} queries"] if absent else []),
-        f"n = {rows} sequence{'s' * (rows > 1)}{some}, {len(recording.steps)} steps",
+        f"n = {rows} sequence{'s' * (rows > 1)}{f' ({left} to the end)' if _ends(recording) else ''}, "
+        f"{len(recording.steps)} steps",
     ]
-    figure.suptitle(caption(sentences, 9.6), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
 
 
 @plot(

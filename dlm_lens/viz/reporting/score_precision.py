@@ -27,7 +27,7 @@ class Precision:
         strongest: number of strongest keys of every pattern that are exact; 0 for all keys.
         eps: every key that is a sink by `AboveMean(eps)` is exact too.
         colours: colour bins per factor of 2 above uniform attention; 0 for one per factor of 2 and none below
-            uniform attention.
+            uniform attention; -1 for one per factor of 4 and none below twice uniform attention.
     """
 
     strongest: int
@@ -50,6 +50,7 @@ PRECISIONS = (
     Precision(3, 3.0, 0),
     Precision(2, colours=0),
     Precision(1, colours=0),
+    Precision(1, colours=-1),
 )
 
 
@@ -149,6 +150,8 @@ class Scores:
 
     def edges(self, colours: int) -> list[float]:
         """Borders of the colour bins, up to the highest score."""
+        if colours < 0:
+            return [2.0 * 4**i for i in range(math.ceil(max(0.0, math.log2(self.highest) - 1) / 2) + 1)]
         above = [
             2 ** (i / max(1, colours)) for i in range(math.ceil(math.log2(self.highest) * max(1, colours)) + 1)
         ]

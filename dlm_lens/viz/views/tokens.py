@@ -10,12 +10,12 @@ from torch import Tensor
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import holds_random_tokens
+from dlm_lens.sampling.emerging_text import MASK
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, choose
-from dlm_lens.viz.views.terminal_text import MASK
 from dlm_lens.viz.views.view import Piece, View, web_labels
 
 TOKENS = 4096

@@ -1,0 +1,67 @@
+"""`attribution_map`: the effect of every head (or layer) at every step of a run."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dlm_lens.probes.attribution.node_effects import NodeEffects
+from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import index_of
+
+MOST_TOKENS = 2
+"""Tokens of a step's label; a step that decides more ends with an ellipsis."""
+
+
+def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Figure:
+    """A heat map of effects: layers and heads down, steps across, labelled with the tokens that each step decides.
+
+    Positions are summed. Red raises the target, blue lowers it.
+
+    Args:
+        found: from `probes.activation_patching` or `probes.attribution_patching`.
+        row: index of the sequence.
+        title: the beginning of the caption.
+
+    Raises:
+        TypeError: no `NodeEffects`.
+        ValueError: a row that the run does not have.
+    """
+    if not isinstance(found, NodeEffects):
+        raise TypeError(f"this is a {type(found).__name__}; give NodeEffects of probes.activation_patching")
+    run = found.run
+    index_of("row", row, range(len(run.tokens)))
+    effects = found.effects[:, row].nansum(-1).flatten(1).numpy()  # [step, node]
+    heads = found.effects.shape[3]
+    width = min(13.0, max(5.0, 0.42 * len(found.steps) + 2.6))
+    figure = NotebookFigure(
+        figsize=(width, min(9.0, max(2.6, 0.16 * effects.shape[1] + 1.7))), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    largest = float(np.abs(effects).max()) or 1.0
+    mesh = axes.pcolormesh(effects.T, cmap="RdBu_r", vmin=-largest, vmax=largest, gid="effects")
+    axes.invert_yaxis()
+    for line in range(1, len(found.layers)):
+        axes.axhline(line * heads, color="0.4", linewidth=0.6)
+    middle = [(place + 0.5) * heads for place in range(len(found.layers))]
+    axes.set_yticks(middle, [f"layer {layer}" for layer in found.layers], fontsize=7)
+    labels = []
+    for step in found.steps:
+        decided = run.tokens[row, run.unmasked[step, row]].tolist()
+        more = " …" if len(decided) > MOST_TOKENS else ""
+        labels.append(f"{step}  {' '.join(token_labels(decided[:MOST_TOKENS], run.tokenizer))}{more}")
+    places = [place + 0.5 for place in range(len(labels))]
+    axes.set_xticks(places, labels, fontsize=7, rotation=90, **PLAIN)
+    axes.set_xlabel("step, and what it decides", fontsize=8)
+    bar = figure.colorbar(mesh, ax=axes)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label("change of the target", fontsize=8)
+    kind = f"{found.site} of {heads} heads a layer" if heads > 1 else found.site
+    sentences = [
+        *([title] if title else []),
+        f"Effect of each node ({kind}): {found.contract.method}",
+        f"target: {found.contract.score}",
+        f"values from {found.contract.baseline}",
+        f"n = 1 sequence (row {row})",
+    ]
+    axes.set_title(caption(sentences, width), loc="left", fontsize=7, **PLAIN)
+    return figure

@@ -1,0 +1,114 @@
+"""`commitment_map`: when the predictions of a run settle on their final tokens, and how sure they are."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from dlm_lens.probes.commitments import Commitment, proposed_commitment
+from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plot
+from dlm_lens.viz.selection import index_of
+
+STATES = {
+    "decided, or not predicted": "#ffffff",
+    "predicts another token": "#f4a582",
+    "predicts the final token, not for good yet": "#d1e5f0",
+    "committed: predicts it to the end": "#4393c3",
+}
+"""What a cell says -> its colour."""
+
+MOST_LABELS = 60
+
+
+def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figure:
+    """Every open position of the answer at every step: does the model predict its final token, and for good?
+
+    Left: positions of the answer down, labelled with their final tokens, steps across; a dot marks the step that
+    decided a position. Right: confidence and accuracy of the predictions of all rows by step, where known.
+
+    Args:
+        found: from `probes.commitment` or `probes.proposed_commitment`.
+        row: index of the sequence.
+        title: the beginning of the caption.
+
+    Raises:
+        TypeError: no `Commitment`.
+        ValueError: a row that the run does not have, or a row without a prediction.
+    """
+    if not isinstance(found, Commitment):
+        raise TypeError(f"this is a {type(found).__name__}; give a Commitment of probes.commitment")
+    run = found.run
+    index_of("row", row, range(len(run.tokens)))
+    where = found.predicted[:, row].any(0).nonzero().flatten()
+    if not len(where):
+        raise ValueError(f"row {row} has no prediction at an open position; take another row")
+    cells, height = _states(found, row)[:, where], min(10.0, max(3.0, 0.17 * len(where) + 1.4))
+    width = min(13.0, max(7.5, 0.12 * run.steps + 5.0))
+    figure = NotebookFigure(figsize=(width, height), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
+    left.pcolormesh(cells.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5)
+    decided = found.decided_at[row, where]
+    places = torch.arange(len(where))[decided >= 0]
+    left.plot(decided[decided >= 0] + 0.5, places + 0.5, ".", color="black", markersize=3, gid="decided")
+    left.invert_yaxis()
+    skip = -(-len(where) // MOST_LABELS)
+    labels = token_labels(run.tokens[row, where].tolist(), run.tokenizer)
+    left.set_yticks(
+        [place + 0.5 for place in range(0, len(where), skip)], labels[::skip], fontsize=7, **PLAIN
+    )  # fmt: skip
+    left.set_xlabel("step", fontsize=8)
+    left.set_ylabel("position, by its final token", fontsize=8)
+    handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+    left.legend(handles=handles, fontsize=6, frameon=False, **below)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.tick_params(axis="x", labelsize=7)
+    _draw_confidence(right, found)
+    sentences = [
+        *([title] if title else []),
+        "When predictions settle",
+        f"left: n = 1 sequence (row {row}); right: n = {len(run.tokens)}",
+        f"mean lead {found.mean_lead} steps",
+    ]
+    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def _states(found: Commitment, row: int) -> torch.Tensor:
+    """The index in `STATES` of every step and position of a row."""
+    steps = torch.arange(found.run.steps)[:, None]
+    same = found.token[:, row] == found.run.tokens[row]
+    committed = found.committed_at[row]
+    for_good = same & (committed >= 0) & (steps >= committed)
+    states = 1 + same.long() + for_good.long()
+    return states.masked_fill(~found.predicted[:, row], 0)
+
+
+def _draw_confidence(axes: Axes, found: Commitment) -> None:
+    """Lines of confidence and accuracy by step, with the positions that were predicted at each."""
+    table = found.calibration()
+    drawn = table[table["predictions"] > 0]
+    for name, colour in (("confidence", "#2166ac"), ("accuracy", "#b2182b")):
+        if name in drawn and bool(np.isfinite(drawn[name].astype(float)).any()):
+            line: dict[str, Any] = {"color": colour, "markersize": 3, "linewidth": 1.2, "label": name, "gid": name}
+            axes.plot(drawn["step"], drawn[name], "o-", **line)
+    axes.set_ylim(-0.02, 1.05)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("mean over open positions", fontsize=8)
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
+
+
+@plot("commitment-map", "when the run's own proposals settle on their final tokens", options=("row",))
+def _draw(options: PlotOptions) -> Figure:
+    return commitment_map(proposed_commitment(options.recording), row=options.row, title=options.name)

@@ -1,0 +1,55 @@
+"""`sink_discount`: how much of a sink each position of a run's canvases is, as pruning discounts it."""
+
+import torch
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from dlm_lens.sampling import DenoisingRun
+from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import index_of
+
+
+def sink_discount(
+    weights: Float[Tensor, "step batch position"], run: DenoisingRun, *, row: int = 0, title: str = ""
+) -> Figure:
+    """The weights of `sink_weights` over steps (across) and positions (down), 0 to 1; dots are open positions.
+
+    Args:
+        weights: from `sink_weights`, of the run.
+        run: the run.
+        row: index of the sequence.
+        title: the beginning of the caption, such as the model's name.
+
+    Raises:
+        ValueError: weights of another run, or a row that does not exist.
+    """
+    if weights.shape != run.unmasked.shape:
+        raise ValueError(f"the weights have shape {list(weights.shape)}, the run {list(run.unmasked.shape)}")
+    index_of("row", row, range(weights.shape[1]))
+    there = run.attention_mask[row].nonzero().flatten()
+    values, width = weights[:, row][:, there].T.double(), 6.4
+    figure = NotebookFigure(figsize=(width, max(2.6, 0.11 * len(there) + 1.0)), layout="constrained")
+    axes = figure.add_subplot()
+    mesh = axes.pcolormesh(values.numpy(), cmap="viridis", vmin=0, vmax=1)
+    dots = run.open[:-1, row][:, there].T.nonzero()
+    axes.scatter(dots[:, 1] + 0.5, dots[:, 0] + 0.5, s=1.5, color="white", gid="open")
+    axes.invert_yaxis()
+    skip = -(-len(there) // 40)
+    labels = token_labels(run.tokens[row, there].tolist(), run.tokenizer)
+    shown = torch.arange(0, len(there), skip).tolist()
+    axes.set_yticks([place + 0.5 for place in shown], [labels[place] for place in shown], fontsize=6, **PLAIN)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(axis="x", labelsize=7)
+    bar = figure.colorbar(mesh, ax=axes, pad=0.01)
+    bar.set_label("discount of the position", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    mean = float(values.sum(0).mean())
+    sentences = [
+        *([title] if title else []),
+        "How much of a sink each position is, over layers and heads",
+        f"{mean:.2f} positions discounted per canvas; dots: open; n = 1 sequence (row {row})",
+    ]
+    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure

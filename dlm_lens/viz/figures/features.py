@@ -1,0 +1,101 @@
+"""`feature_rates` and `insertion_by_step`: features of a sparse autoencoder over the steps of runs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dlm_lens.arguments import chosen_indices
+from dlm_lens.probes import InsertionLoss
+from dlm_lens.recording import POSITION_CLASSES, Recording
+from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+
+NAMES = {
+    "sae": "autoencoder",
+    "zero": "zero",
+    "mean": "mean",
+    "untrained": "untrained (null)",
+    "random_decoder": "random decoder (null)",
+}
+COLOURS = {"sae": "C0", "zero": "C3", "mean": "C1", "untrained": "0.55", "random_decoder": "0.75"}
+MOST = 6
+
+
+def feature_rates(recording: Recording, features: Sequence[int] | None = None, *, title: str = "") -> Figure:
+    """The share of positions at which features are active, step by step, for open and for decided positions.
+
+    Args:
+        recording: with `FeatureActivations`.
+        features: which; None for the six whose rate at open positions changes most over the steps.
+        title: the beginning of the caption.
+
+    Raises:
+        ValueError: a recording without features, or a feature that does not exist.
+    """
+    if "feature_count" not in recording.arrays:
+        raise ValueError("the recording has no features; record FeatureActivations(sae)")
+    count = recording.feature_count[:, :, 0].clamp(min=0).double().sum(1)  # [step, position_class, feature]
+    known = recording.feature_positions[:, :, 0].clamp(min=0).double().sum(1)
+    rate = (count / known[..., None]).numpy()  # NaN where a step has no position of the class
+    if features is None:
+        change = np.nan_to_num(np.nanmax(rate[:, 0], 0) - np.nanmin(rate[:, 0], 0))
+        features = np.argsort(-change)[:MOST].tolist()
+    figure = NotebookFigure(figsize=(7.2, 3.0), layout="constrained")
+    shown = ("open", "decided")
+    for axes, name in zip(figure.subplots(1, 2, sharey=True), shown, strict=True):
+        for feature in chosen_indices("feature", features, rate.shape[2]):
+            values = rate[:, POSITION_CLASSES.index(name), feature]
+            axes.plot(recording.steps, values, label=f"feature {feature}", gid=f"{name} {feature}")
+        axes.set_title(f"{name} positions", fontsize=8)
+        axes.set_xlabel("step", fontsize=8)
+    figure.axes[0].set_ylabel("share of positions with f > 0", fontsize=8)
+    figure.axes[1].legend(fontsize=7, frameon=False)
+    sentences = [*([title] if title else []), "Features at every step", f"layer {recording.layers[0]}"]
+    sentences.append(f"n = {len(recording.rows)} prompts")
+    figure.suptitle(caption(sentences, 7.2), fontsize=8, **PLAIN)
+    return figure
+
+
+def insertion_by_step(
+    loss: InsertionLoss,
+    layer: int | None = None,
+    place: str = "",
+    *,
+    insertions: Sequence[str] = (),
+    title: str = "",
+) -> Figure:
+    """What an inserted autoencoder adds to the loss at every step, with 95% intervals over prompts.
+
+    Args:
+        loss: from `insertion_loss`.
+        layer: of the autoencoder; None for the first.
+        place: where the activation was replaced; "" for the first.
+        insertions: which lines; () for all.
+        title: the beginning of the caption.
+
+    Raises:
+        ValueError: what was not measured.
+    """
+    layer, place = loss.layers[0] if layer is None else layer, place or loss.places[0]
+    figure = NotebookFigure(figsize=(6.4, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    for name in insertions or loss.insertions:
+        found = [loss.added(layer, name, place, [step]) for step in loss.steps]
+        axes.plot(
+            loss.steps, [one.value for one in found], color=COLOURS[name], label=NAMES[name], gid=name, marker="."
+        )
+        low, high = [one.low for one in found], [one.high for one in found]
+        axes.fill_between(loss.steps, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
+    axes.axhline(0.0, color="0.6", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("added loss, nats", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)
+    sentences = [*([title] if title else []), "Loss at open positions with the activation replaced"]
+    sentences += [
+        f"layer {layer}, at {place} positions",
+        f"n = {len(loss.run.tokens)} prompts",
+        "band: 95% interval",
+    ]
+    axes.set_title(caption(sentences, 6.4), loc="left", fontsize=8, **PLAIN)
+    return figure

@@ -1,0 +1,99 @@
+"""`remask_spread`: how far masking decided positions again changes a run."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from dlm_lens.probes import RemaskSensitivity
+from dlm_lens.viz.figures.commitment import MOST_LABELS
+from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.selection import index_of
+
+STATES = {
+    "same token": "#ffffff",
+    "another token": "#f4a582",
+    "masked again, same token": "#d1e5f0",
+    "masked again, another token": "#b2182b",
+}
+"""What a cell says -> its colour."""
+
+LINES = {"direct": ("#b2182b", "masked again"), "collateral": ("#e08214", "all others")}
+
+
+def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") -> Figure:
+    """Where a run ends with another token after positions were masked again, by the step at which they were.
+
+    Left: positions of the answer down, labelled with the plain run's tokens; a column for each changed run. Right:
+    the share of changed tokens over all rows, with 95% intervals over prompts.
+
+    Args:
+        found: from `probes.remask`.
+        row: index of the sequence on the left.
+        title: the beginning of the caption.
+
+    Raises:
+        TypeError: no `RemaskSensitivity`.
+        ValueError: a row that the run does not have.
+    """
+    if not isinstance(found, RemaskSensitivity):
+        raise TypeError(f"this is a {type(found).__name__}; give a RemaskSensitivity of probes.remask")
+    run = found.run
+    index_of("row", row, range(len(run.tokens)))
+    where = run.open[0, row].nonzero().flatten()
+    states = found.changed[:, row].long() + 2 * found.remasked[:, row].long()
+    height = min(10.0, max(3.2, 0.17 * len(where) + 1.4))
+    width = min(13.0, max(7.5, 0.2 * len(found.steps) + 5.5))
+    figure = NotebookFigure(figsize=(width, height), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    _draw_row(left, states[:, where], found)
+    skip = -(-len(where) // MOST_LABELS)
+    labels = token_labels(run.tokens[row, where].tolist(), run.tokenizer)
+    left.set_yticks([place + 0.5 for place in range(0, len(where), skip)], labels[::skip], fontsize=7, **PLAIN)
+    _draw_shares(right, found)
+    sentences = [
+        *([title] if title else []),
+        "Tokens that change when decided positions are masked again",
+        f"left: n = 1 sequence (row {row}); right: n = {len(run.tokens)}, band: 95% interval",
+    ]
+    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
+    return figure
+
+
+def _draw_row(axes: Axes, states: torch.Tensor, found: RemaskSensitivity) -> None:
+    """The cells of a row, a column for each changed run."""
+    axes.pcolormesh(states.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5)
+    axes.invert_yaxis()
+    skip = -(-len(found.steps) // 16)
+    steps = [str(step) for step in found.steps]
+    axes.set_xticks([place + 0.5 for place in range(0, len(steps), skip)], steps[::skip], fontsize=7)
+    axes.set_xlabel("step at which positions were masked again", fontsize=8)
+    axes.set_ylabel("position, by the plain run's token", fontsize=8)
+    handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.11), "ncols": 2}
+    axes.legend(handles=handles, fontsize=6, frameon=False, **below)
+
+
+def _draw_shares(axes: Axes, found: RemaskSensitivity) -> None:
+    """Lines of the changed shares by step; a gap where no row has such positions."""
+    for name, (colour, label) in LINES.items():
+        known = np.isfinite(getattr(found, name).numpy()).any(1)
+        each = [found.mean(name, step) for step, there in zip(found.steps, known, strict=True) if there]
+        steps = [step for step, there in zip(found.steps, known, strict=True) if there]
+        axes.plot(steps, [one.value for one in each], "o-", color=colour, markersize=3, label=label, gid=name)
+        axes.fill_between(
+            steps, [one.low for one in each], [one.high for one in each], color=colour, alpha=0.15, linewidth=0
+        )
+    axes.set_ylim(-0.02, 1.05)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("share of changed tokens", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)

@@ -1,0 +1,25 @@
+"""`attribution_map` draws the effects of a row, node by node."""
+
+import numpy as np
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.probes import attribution_patching
+from dlm_lens.testing import tiny
+
+
+def test_cells_are_the_effects_of_the_row() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[5, 6, 7], [8, 9, 10]], steps=3, gen_length=6)
+    found = attribution_patching(model, run, [[5, 20, 7], [8, 21, 10]], positions=[1, 4])
+    axes = dl.viz.attribution_map(found, row=1).axes[0]
+    cells = np.asarray(axes.collections[0].get_array()).reshape(8, 3)
+    for step, layer, head in ((0, 0, 3), (2, 1, 0), (1, 1, 2)):
+        wanted = found.effects[step, 1, layer, head].sum()
+        assert cells[layer * 4 + head, step] == pytest.approx(float(wanted))
+    decided = run.tokens[1, run.unmasked[0, 1]].tolist()
+    assert axes.get_xticklabels()[0].get_text() == f"0  {' '.join(f'w{i}' for i in decided)}"
+    with pytest.raises(ValueError, match="row 2 is not among"):
+        dl.viz.attribution_map(found, row=2)
+    with pytest.raises(TypeError, match="give NodeEffects"):
+        dl.viz.attribution_map(run)

@@ -1,0 +1,36 @@
+"""`feature_rates` and `insertion_by_step` draw the recorded counts and the measured losses."""
+
+import numpy as np
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.probes import insertion_loss
+from dlm_lens.recording import FeatureActivations
+from dlm_lens.testing import tiny
+from tests.hooks.test_feature_edits import PROMPTS, RUN, autoencoder
+
+
+@pytest.mark.long
+def test_lines_are_shares_of_positions_and_added_losses():
+    model = tiny("llada")
+    sae = autoencoder(model)
+    recording = dl.record(model, PROMPTS, [FeatureActivations(sae, (3, 4))], layers=[1], **RUN)
+    figure = dl.viz.feature_rates(recording, [3, 4])
+    drawn = {line.get_gid(): line.get_ydata() for axes in figure.axes for line in axes.get_lines()}
+    answer = recording.run.masked[0]
+    for number, feature in enumerate((3, 4)):
+        fires = recording.feature_values[:, :, 0, :, number] > 0
+        for name, inside in (("open", recording.run.masked[:-1]), ("decided", ~recording.run.masked[:-1] & answer)):
+            expected = (fires & inside).sum((1, 2)) / inside.sum((1, 2))
+            np.testing.assert_allclose(drawn[f"{name} {feature}"], expected.numpy(), rtol=1e-6)
+    loss = insertion_loss(model, recording.run, sae, places=["open"], nulls=["untrained"])
+    axes = dl.viz.insertion_by_step(loss, insertions=["sae", "untrained"]).axes[0]
+    lines = {line.get_gid(): line.get_ydata() for line in axes.get_lines()}
+    for name in ("sae", "untrained"):
+        place = loss.insertions.index(name)
+        added = (loss.loss[0, place, 0].sum(-1) - loss.plain.sum(-1)) / loss.positions.sum(-1)
+        np.testing.assert_allclose(lines[name], added.numpy(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="place 'all' was not measured; there are 'open'"):
+        dl.viz.insertion_by_step(loss, place="all")
+    with pytest.raises(ValueError, match="has no features"):
+        dl.viz.feature_rates(dl.record(model, PROMPTS, **RUN))

@@ -1,0 +1,30 @@
+"""`remask_spread` draws the changed tokens and the means of `remask`."""
+
+import numpy as np
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.probes import RemaskSensitivity, remask
+from dlm_lens.testing import tiny
+
+
+def test_cells_and_lines_are_the_sensitivitys() -> None:
+    model = tiny("llada")
+    found = remask(model, [[5, 6, 7], [8, 9]], steps=6, gen_length=6, at=[2, 3, 5], share=0.5)
+    tokens = found.tokens.clone()
+    tokens[1, 0, int(found.remasked[1, 0].nonzero()[0])] += 1  # one token changed, whatever the network does
+    found = RemaskSensitivity(found.run, found.steps, found.remasked, tokens)
+    left, right = dl.viz.remask_spread(found, row=0).axes
+    where = found.run.open[0, 0]
+    cells = np.asarray(left.collections[0].get_array()).reshape(int(where.sum()), len(found.steps))
+    wanted = found.changed[:, 0, where].long() + 2 * found.remasked[:, 0, where].long()
+    assert torch.from_numpy(cells).long().equal(wanted.T)
+    assert 3 in cells
+    drawn = {line.get_gid(): list(line.get_ydata()) for line in right.get_lines()}
+    for name in ("direct", "collateral"):
+        assert drawn[name] == pytest.approx([found.mean(name, step).value for step in found.steps])
+    with pytest.raises(TypeError, match="this is a DenoisingRun; give a RemaskSensitivity"):
+        dl.viz.remask_spread(found.run)
+    with pytest.raises(ValueError, match="row"):
+        dl.viz.remask_spread(found, row=2)

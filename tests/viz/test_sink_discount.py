@@ -1,0 +1,20 @@
+"""`sink_discount` draws the weights of a row without its padding."""
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.testing import tiny
+
+
+def test_cells_are_the_weights_and_dots_the_open_positions() -> None:
+    run = dl.denoise(tiny("llada"), [[5, 6, 7], [8, 9]], steps=2, gen_length=4)
+    weights = torch.rand(run.unmasked.shape)
+    axes = dl.viz.sink_discount(weights, run, row=1).axes[0]
+    cells = torch.tensor(axes.collections[0].get_array().data).reshape(6, 2)
+    torch.testing.assert_close(cells, weights[:, 1, 1:].T.double())
+    dots = {(int(x), int(y)) for x, y in axes.collections[1].get_offsets()}
+    there = run.masked[:-1, 1, 1:].nonzero().tolist()
+    assert dots == {(step, place) for step, place in there}
+    with pytest.raises(ValueError, match="the weights have shape"):
+        dl.viz.sink_discount(weights[:1], run)
