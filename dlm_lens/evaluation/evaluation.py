@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.attention import in_use
+from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import replacing, write_file
 from dlm_lens.hooks.expressions import parse_hooks
 
@@ -44,7 +45,7 @@ class Score:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class Evaluation(ShowsItself):
     """Scores, and the harness's own results: samples, configs, versions."""
 
     scores: tuple[Score, ...]
@@ -60,6 +61,10 @@ class Evaluation:
             if score.task == task:
                 return score
         raise ValueError(f"no score of {task!r}; there are {', '.join(one.task for one in self.scores) or 'none'}")
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{one.task} {one.name}={one.value:.4g}" for one in self.scores)
+        return f"Evaluation({values or 'no scores'})"
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -8,8 +8,6 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import checked
@@ -20,7 +18,8 @@ from dlm_lens.hooks import attach_hooks
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import log_likelihood
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
+from dlm_lens.sampling.likelihood.causal_answers import score_answers
+from dlm_lens.sampling.likelihood.scoring import Scorer
 
 CHUNK = 64
 """Requests computed together and then stored; a killed run loses at most these."""
@@ -96,8 +95,13 @@ class Likelihoods:
             yield answers
 
     def _chunks(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        ordered = sorted(items, key=lambda item: (-item.length, -len(item.continuation), item.place))
         padded = together(self.hooks, self.around)
+        causal = family_of(self.model.config.model_type).causal
+        if causal and not self.hooks and self.around is None:
+            # Items of one context share its pass, so that they are in one chunk.
+            ordered = sorted(items, key=lambda item: (-len(item.context), item.context, item.place))
+        else:
+            ordered = sorted(items, key=lambda item: (-item.length, -len(item.continuation), item.place))
         for _, group in groupby(ordered, key=lambda item: 0 if padded else item.length):
             same = list(group)
             yield from (same[start : start + CHUNK] for start in range(0, len(same), CHUNK))
@@ -134,37 +138,19 @@ class Likelihoods:
 
 @torch.no_grad()
 def teacher_forced(model: Any, items: Sequence[Item], batch_size: int | None = None) -> list[Answer]:
-    """The exact likelihood of an AR model, and whether its argmax is the continuation: one forward per batch.
+    """The exact likelihood of an AR model, and whether its argmax is the continuation.
 
+    A context that several items share is computed once.
     Greedy decoding writes the continuation exactly if every argmax, given the tokens before, is the next token.
 
     Raises:
         NonFiniteLogitsError: naming the request and the position.
     """
     scorer = Scorer(model, batch_size=batch_size, shift=True)
-    answers = []
-    for batch in scorer.batches(_whole(item) for item in items):
-        for query, (value, same) in zip(batch, _score(scorer, batch), strict=True):
-            answers.append(Answer(query.item, value, same))
-    return answers
-
-
-def _whole(item: Item) -> Query:
-    pair = Pair(torch.tensor(item.context), torch.tensor(item.continuation))
-    return Query(item.place, pair, torch.zeros_like(pair.in_answer), pair.in_answer)
-
-
-def _score(scorer: Scorer, queries: Sequence[Query]) -> list[tuple[float, bool]]:
-    batch = assemble(scorer.model, queries)
-    logits = scorer.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
-    check_items(logits, batch.scored, batch.content, queries)
-    targets = batch.tokens[batch.scored].to(logits.device)
-    loss: Float[Tensor, scored] = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    same: Bool[Tensor, scored] = logits.argmax(-1) == targets
-    sizes = [int(query.scored.sum()) for query in queries]
+    pairs = ((item.place, Pair(torch.tensor(item.context), torch.tensor(item.continuation))) for item in items)
     return [
-        (-float(losses.double().sum()), bool(matches.all()))
-        for losses, matches in zip(loss.cpu().split(sizes), same.cpu().split(sizes), strict=True)
+        Answer(place, -float(losses.sum()), bool(greedy.all()))
+        for place, losses, greedy in score_answers(scorer, pairs)
     ]
 
 

@@ -16,7 +16,7 @@ from dlm_lens.adapters.head import head_states
 from dlm_lens.attention import SinkLayout
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.two_copies import two_copies
-from dlm_lens.training.objective import Objective
+from dlm_lens.training.objective import Objective, check_trained_whole
 from dlm_lens.training.sources import Example, Rows
 
 ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
@@ -148,7 +148,11 @@ def masked_loss(
         elements: as in `weighted_cross_entropy`.
         **inputs: attention_mask and position_ids of the decoder; for block diffusion what `two_copies` takes beside
             x_t, with x_0 as clean_ids, and `outputs` are then indices into [batch * 2 position].
+
+    Raises:
+        ValueError: a model with an encoder, which has no outputs outside its canvas.
     """
+    check_trained_whole(model)
     if "clean_ids" in inputs:
         clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
         inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **inputs)

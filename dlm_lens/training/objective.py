@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, computed_span
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
 from dlm_lens.training.sources import Rows
 
@@ -66,6 +66,19 @@ def check_choices(settings: Any, **choices: Any) -> None:
         if getattr(settings, name) not in get_args(literal):
             listed = ", ".join(map(repr, get_args(literal)))
             raise ValueError(f"{name} is {getattr(settings, name)!r}; it must be one of {listed}")
+
+
+def check_trained_whole(model: Any) -> None:
+    """Raise unless a forward pass of the model has outputs at every position, which all objectives read.
+
+    Raises:
+        ValueError: the model has an encoder, and outputs on its canvas alone.
+    """
+    if computed_span(model, 2) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is not trained here: it predicts its canvas alone, after an encoder, and an "
+            "objective needs outputs at every position; train a uniform_qwen, whose noise is uniform too"
+        )
 
 
 def random_numbers(seed: int, stream: int, sample: int) -> np.random.Generator:
@@ -244,12 +257,16 @@ class MaskedDiffusionLoss:
         Raises:
             ValueError: the model has no mask token, or learned sink tokens and blocks.
         """
+        check_trained_whole(model)
         mask = getattr(model.config, "mask_token_id", None) if self.mask_token_id is None else self.mask_token_id
         if mask is None:
-            raise ValueError(
-                f"{type(model).__name__} has no mask token; turn an autoregressive checkpoint into a DLM with "
-                "dlm_lens.training.convert first"
+            noise = hasattr(model.config, "mask_token_id")  # of uniform noise, whose config says None
+            remedy = (
+                "train it with UniformDiffusionLoss"
+                if noise
+                else ("turn an autoregressive checkpoint into a DLM with dlm_lens.training.convert first")
             )
+            raise ValueError(f"{type(model).__name__} has no mask token; {remedy}")
         shift = getattr(model.config, "logit_shift", False) if self.logit_shift is None else self.logit_shift
         found = Blocks.of(model.config) if None in (self.block_length, self.blocks_from_text) else None
         own = found or Blocks(0, from_text=False)
@@ -359,6 +376,7 @@ class UniformDiffusionLoss:
         Raises:
             ValueError: the model's own sampler does not denoise uniform noise.
         """
+        check_trained_whole(model)
         if getattr(model.config, "mask_token_id", None) is not None or not hasattr(model.config, "mask_token_id"):
             raise ValueError(
                 f"{type(model).__name__} is no model of uniform noise (it has a mask token, or is autoregressive); "
@@ -416,5 +434,10 @@ class NextToken:
         }
 
     def for_model(self, model: Any, batch_size: int) -> "NextToken":
-        """This objective itself, which needs nothing of the model."""
+        """This objective itself, which needs nothing else of the model.
+
+        Raises:
+            ValueError: the model has an encoder.
+        """
+        check_trained_whole(model)
         return self

@@ -23,6 +23,9 @@ def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
 def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
     """AdamW on everything, or Muon on the matrices of the layers and AdamW on the rest.
 
+    AdamW runs as one fused kernel, as in transformers' Trainer: the other implementations hold one or two temporary
+    tensors of the largest weight's size.
+
     Muon as in "Muon is scalable" (2502.16982): momentum 0.95, the update scaled to AdamW's RMS, so that both
     share one learning rate.
     """
@@ -33,7 +36,7 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
             in_layer = ".layers." in f".{name}" and parameter.ndim == 2
             (matrices if in_layer else others).append(parameter)
     decay = settings.weight_decay if settings.other_weight_decay is None else settings.other_weight_decay
-    adamw: dict[str, Any] = {"lr": settings.rate, "betas": tuple(settings.betas)}
+    adamw: dict[str, Any] = {"lr": settings.rate, "betas": tuple(settings.betas), "fused": _fusible(model)}
     if settings.optimizer == "adamw":
         groups = [
             {"params": matrices, "weight_decay": settings.weight_decay},
@@ -48,6 +51,13 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
         adjust_lr_fn="match_rms_adamw",
     )
     return Optimizers([muon, torch.optim.AdamW(others, weight_decay=decay, **adamw)])
+
+
+def _fusible(model: nn.Module) -> bool | None:
+    """True where torch has a fused AdamW for every trained weight; None leaves the choice to torch."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    devices = {parameter.device.type for parameter in trained}
+    return (devices <= {"cpu", "cuda"} and all(map(torch.is_floating_point, trained))) or None
 
 
 class Optimizers(Optimizer):

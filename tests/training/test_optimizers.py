@@ -1,0 +1,63 @@
+import copy
+
+import torch
+from torch import nn
+
+from dlm_lens.testing import tiny
+from dlm_lens.training.optimizers import build_optimizer, optimizer_tensors, restore_optimizer
+from dlm_lens.training.settings import Optimisation
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int) -> dict[str, torch.Tensor]:
+    """The weights after some steps with made-up gradients, the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(rounds):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return {name: value.detach().double() for name, value in model.named_parameters()}
+
+
+def adamw64(model: nn.Module, settings: Optimisation, rounds: int) -> dict[str, torch.Tensor]:
+    """Algorithm 2 of "Decoupled weight decay regularization" (1711.05101) in float64, weight by weight."""
+    generator = torch.Generator().manual_seed(0)
+    values = {name: value.detach().double() for name, value in model.named_parameters()}
+    first = {name: torch.zeros_like(value) for name, value in values.items()}
+    second = {name: torch.zeros_like(value) for name, value in values.items()}
+    (b1, b2), rate = settings.betas, settings.rate
+    for step in range(1, rounds + 1):
+        for name, value in model.named_parameters():
+            grad = torch.randn(value.shape, generator=generator).double()
+            first[name] = b1 * first[name] + (1 - b1) * grad
+            second[name] = b2 * second[name] + (1 - b2) * grad**2
+            ratio = (first[name] / (1 - b1**step)) / ((second[name] / (1 - b2**step)).sqrt() + 1e-8)
+            values[name] = values[name] * (1 - rate * settings.weight_decay) - rate * ratio
+    return values
+
+
+def test_adamw_is_one_fused_kernel_and_equals_float64() -> None:
+    model, settings = tiny("sink_qwen", num_sinks=1), Optimisation(rate=1e-2)
+    wanted = adamw64(model, settings, 4)
+    optimizer = build_optimizer(model, settings)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    found = stepped(model, optimizer, 4)
+    for name, value in found.items():
+        # float32: 4 updates of 1e-2 on weights below 1.
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_moments_of_the_earlier_implementation_are_continued() -> None:
+    """A checkpoint that was written before the kernel was fused goes on from the same moments."""
+    model, settings = tiny("sink_qwen"), Optimisation(rate=1e-2)
+    optimizer = build_optimizer(model, settings)
+    unfused = copy.deepcopy(model)
+    earlier = build_optimizer(unfused, settings)
+    for group in earlier.param_groups:
+        group["fused"] = None
+    stepped(unfused, earlier, 3)
+    model.load_state_dict(unfused.state_dict())
+    restore_optimizer(optimizer, optimizer_tensors(earlier.state_dict()).items())
+    assert all(group["fused"] for group in optimizer.param_groups)
+    wanted, found = stepped(unfused, earlier, 1), stepped(model, optimizer, 1)
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
