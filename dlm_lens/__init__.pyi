@@ -2,6 +2,7 @@ from . import adapters as adapters
 from . import attention as attention
 from . import bridging as bridging
 from . import evaluation as evaluation
+from . import features as features
 from . import hooks as hooks
 from . import probes as probes
 from . import recording as recording

@@ -132,3 +132,28 @@ def command(experiment: Experiment, results: Results) -> str:
         text = f"{name}={value!r}".replace("'", '"')
         parts.append(f"--set '{text}'" if any(sign in text for sign in ' ["{') else f"--set {text}")
     return " ".join(parts)
+
+
+def pictures(one: Entry) -> dict[str, str]:
+    """Path of each figure of an entry in the repository's docs, relative to the page."""
+    return {name: f"images/results/{one.experiment.name}-{name}.png" for name in one.rendering.figures}
+
+
+def write_page(path: Path, page: str, found: Iterable[Entry]) -> None:
+    """Write a page of the repository's docs, and beside it the pictures that it shows.
+
+    Args:
+        path: of the page.
+        page: its text.
+        found: its entries.
+
+    Raises:
+        FileNotFoundError: this is an installed package, without the repository's docs.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not there; run this in the repository")
+    for one in found:
+        for name, place in pictures(one).items():
+            (path.parent / place).parent.mkdir(parents=True, exist_ok=True)
+            one.rendering.figures[name].savefig(path.parent / place, bbox_inches="tight", dpi=110)
+    path.write_text(page, encoding="utf-8")

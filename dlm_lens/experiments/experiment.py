@@ -241,8 +241,8 @@ def read_setting(text: str) -> tuple[str, Any]:
         raise ValueError(f"{text[:60]!r}... is nested too deeply for a setting; write a plain value") from None
 
 
-PAPERS = ("attention_sinks", "one_token")
-"""Folders of experiments, one per paper."""
+PAPERS = ("attention_sinks", "one_token", "denoising_axis")
+"""Folders of experiments: one for each of the two papers, one for questions of others."""
 
 
 @cache

@@ -62,8 +62,9 @@ def _limits(held: Held) -> str:
     if several:
         networks = " and ".join(f"{counts[model]} networks of {model}" for model in several)
         trained = (
-            f"The intervals are over prompts and over {networks} (equal but for the seed); of every other kind "
-            "there is one network, and the intervals say nothing"
+            f"The intervals are over prompts and over {networks} (the shipped one of 10,000 training steps, and "
+            f"twins of other seeds with {moving.settings['twin_steps']:,}); of every other kind there is one "
+            "network, and the intervals say nothing"
         )
     return (
         "- **What cannot be said without checkpoints of 8B:** whether the papers' numbers hold for LLaDA, Dream "
@@ -125,7 +126,9 @@ def _converted_model(held: Held) -> str:
 def _from_nothing(held: Held) -> str:
     moving, masking = held["fig4-moving"], held["table1-masking"]
     change = masking_findings.change
-    by_class = ""
+    by_class, answered = "", masking_findings.unmasked(masking, "toy")
+    if answered:
+        answered = f" (its networks answer {answered} with nothing hidden)"
     if masking_findings.has(masking, "toy", 1, **VARIANTS["function"]):
         function, content = (change(masking, "toy", 1, **VARIANTS[name]) for name in ("function", "content"))
         by_class = (
@@ -138,7 +141,7 @@ def _from_nothing(held: Held) -> str:
         f"{fig4_moving.chance(moving, 'toy').value:.2f} if the same sinks came and went at random times. But its "
         "scores are no more concentrated than exponential ones, the values of its sinks are "
         f"{figure1.ratio(held[NORMS], 'toy', 'any')} as long as others, and hiding one per head changes the exact "
-        f"match by {change(masking, 'toy', 1)}.{by_class}"
+        f"match by {change(masking, 'toy', 1)}{answered}.{by_class}"
     )
 
 

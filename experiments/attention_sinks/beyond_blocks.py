@@ -13,6 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlm_lens.experiments.attention_sinks import recorded_runs
+from dlm_lens.experiments.attention_sinks.map_shares import (
+    MARGIN,
+    NO_EXCESS,
+    as_many_as,
+    beyond,
+    has_sinks,
+    models_with,
+    part,
+    share,
+)
 from dlm_lens.experiments.attention_sinks.recorded_runs import (
     PromptRun,
     per_prompt,
@@ -20,11 +30,11 @@ from dlm_lens.experiments.attention_sinks.recorded_runs import (
     rounded,
     sink_rule,
 )
-from dlm_lens.experiments.attention_sinks.two_scales import BESIDE, NAMED, SCALES, bounded_share, uniform_attention
+from dlm_lens.experiments.attention_sinks.two_scales import BESIDE, NAMED, SCALES, uniform_attention
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, unpaired_difference
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
-from dlm_lens.experiments.verdicts import is_above, is_within
+from dlm_lens.experiments.verdicts import is_above
 
 READINGS = {
     "block": ("block", "relative"),
@@ -39,11 +49,8 @@ LABELS = {
     "all, relative": f"all queries, {NAMED['relative']}",
 }
 
-NO_EXCESS = 0.0
-"""Bound of "there are sinks", "they are in the prefix" and "they move with the block": more than their null."""
-
-MARGIN = 0.10
-"""Margin of "finishing a block leaves the sinks" and of "as many sinks as toy", in shares."""
+CAUSAL = "block causal"
+"""What the results say of block-diffusion models."""
 
 BOOLS = NDArray[np.bool_]
 
@@ -53,10 +60,10 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     from dlm_lens.sampling.algorithm_registry import algorithms
 
     found: dict[str, Any] = {name: [] for name in READINGS}
-    found["block causal"] = False
+    found[CAUSAL] = False
     for number, prompt_run in enumerate(record_prompts(item, settings, bench, ("all", "block"))):
         run = prompt_run.run
-        found["block causal"] = algorithms()[run.settings["sampler"]].sampler.grows
+        found[CAUSAL] = algorithms()[run.settings["sampler"]].sampler.grows
         for name, (queries, scale) in READINGS.items():
             if not (run.autoregressive and queries == "block"):
                 found[name].append(rounded(_counts(prompt_run, prompt_run.received[queries], scale, settings)))
@@ -145,12 +152,12 @@ def counted(
             {"entering": slice(start, stop)} if crossing else {}
         )
         often = sinks[after].sum(-1)
-        for name, part in parts.items():
-            here = sinks[now][:, part]
+        for name, keys in parts.items():
+            here = sinks[now][:, keys]
             found[name][0] += int(here.sum())
-            found[name][1] += int((here & sinks[after][:, part]).sum())
+            found[name][1] += int((here & sinks[after][:, keys]).sum())
             # k sinks among n keys hit a given one with probability k times its weight.
-            found[name][2] += float(np.minimum(often[:, None] * share[after, part], 1.0)[here].sum())
+            found[name][2] += float(np.minimum(often[:, None] * share[after, keys], 1.0)[here].sum())
         if crossing:
             _follow(found["largest"], sinks, scores, share, spans, now)
     return found
@@ -240,21 +247,6 @@ def _row(results: Results, model: str, reading: str) -> list[str]:
     return [model, LABELS[reading], *map(str, cells), *followed, str(len(results.listed(reading, model=model)))]
 
 
-def share(results: Results, model: str, reading: str) -> Interval:
-    """Share of the maps (layer, head, step) that have a sink."""
-    return bounded_share(part(results, model, reading, "with", "maps"))
-
-
-def part(results: Results, model: str, reading: str, top: str, bottom: str) -> Interval:
-    """The ratio of two counts."""
-    return per_prompt(results, model, [reading], lambda one: (one[top], one[bottom]), bounds=(0, 1))
-
-
-def beyond(results: Results, model: str, reading: str, top: str, null: str, bottom: str) -> Interval:
-    """The ratio of two counts minus that of the null."""
-    return per_prompt(results, model, [reading], lambda one: (one[top] - one[null], one[bottom]), bounds=(-1, 1))
-
-
 def kept_share(results: Results, model: str, reading: str, name: str) -> Interval:
     """Share of the sinks that are sinks one step later; `name` as in `counted`."""
     return _ratio_of(results, model, reading, name, 1, 0)
@@ -284,7 +276,7 @@ def moved_along(results: Results, model: str, reading: str) -> Interval:
 
 def in_words(results: Results) -> str:
     """The main numbers of the first block-diffusion model, as a line of the page's summary."""
-    where = (results, _block_models(results)[0], "block")
+    where = (results, models_with(results, CAUSAL)[0], "block")
     alone, chance = (part(*where, *pair).value for pair in (("mask alone", "maps"), ("chance", "sinks")))
     return (
         f"- **A block-diffusion model has sinks too, and the largest move with the block** ({where[1]}). Under the "
@@ -296,23 +288,11 @@ def in_words(results: Results) -> str:
     )
 
 
-def _block_models(results: Results) -> list[str]:
-    return [
-        model for model in results.models if any(one.value["block causal"] for one in results.where(model=model))
-    ]
-
-
 def _findings(results: Results) -> Iterator[Finding]:
-    for model in _block_models(results):
+    for model in models_with(results, CAUSAL):
         for reading in READINGS:
             where = (results, model, reading)
-            yield Finding.of(
-                "a block-diffusion model has attention sinks (no statement of the paper's)",
-                f"{model}, {LABELS[reading]}: {share(*where)} of the maps have one",
-                is_above(beyond(*where, "with", "mask alone", "maps"), NO_EXCESS),
-                why="agreement: more maps than uniform attention under the same mask",
-                null=f"the mask alone: {part(*where, 'mask alone', 'maps')}",
-            )
+            yield has_sinks(*where, LABELS[reading], "a block-diffusion model", "the mask alone")
             yield Finding.of(
                 "its sinks are in the cached prefix (no statement of the paper's)",
                 f"{model}, {LABELS[reading]}: {part(*where, 'prefix', 'sinks')} of the sinks",
@@ -321,7 +301,8 @@ def _findings(results: Results) -> Iterator[Finding]:
                 null=f"without a preference: {part(*where, 'chance', 'sinks')}",
             )
         yield from _steps(results, model)
-        yield from _beside(results, model)
+        others = {other: readings_of(results, other) for other in results.models if other != model}
+        yield from as_many_as(results, model, others, LABELS)
 
 
 def _steps(results: Results, model: str) -> Iterator[Finding]:
@@ -345,22 +326,6 @@ def _steps(results: Results, model: str) -> Iterator[Finding]:
         why="agreement: in the next block more often than a key drawn without a preference",
         null=f"without a preference: {_ratio_of(*where, 'largest', 3, 0)}",
     )
-
-
-def _beside(results: Results, model: str) -> Iterator[Finding]:
-    for other in results.models:
-        if other == model:
-            continue
-        for reading in readings_of(results, other):
-            one, two = (share(results, name, reading) for name in (model, other))
-            apart = unpaired_difference(one, two)
-            yield Finding.of(
-                f"as many maps have sinks as in {other} (no statement of the paper's)",
-                f"{LABELS[reading]}: {model} {one}, {other} {two}; difference {apart}",
-                is_within(apart, -MARGIN, MARGIN),
-                why=f"agreement: the difference is within {MARGIN:.2f}, a margin that was set before",
-                null=f"{other}'s mask alone: {part(results, other, reading, 'mask alone', 'maps')}",
-            )
 
 
 EXPERIMENT = recorded_runs.experiment(

@@ -16,27 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlm_lens.experiments.attention_sinks import recorded_runs
-from dlm_lens.experiments.attention_sinks.recorded_runs import (
-    PromptRun,
-    per_prompt,
-    record_prompts,
-    rounded,
-    sink_rule,
+from dlm_lens.experiments.attention_sinks.map_shares import (
+    NO_EXCESS,
+    as_many_as,
+    beyond,
+    has_sinks,
+    models_with,
+    part,
+    share,
 )
-from dlm_lens.experiments.attention_sinks.two_scales import BESIDE, NAMED, SCALES, bounded_share, uniform_attention
+from dlm_lens.experiments.attention_sinks.recorded_runs import PromptRun, record_prompts, rounded, sink_rule
+from dlm_lens.experiments.attention_sinks.two_scales import BESIDE, NAMED, SCALES, uniform_attention
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, unpaired_difference
 from dlm_lens.experiments.results import Item, Results, Settings
-from dlm_lens.experiments.verdicts import all_of, is_above, is_within
+from dlm_lens.experiments.verdicts import all_of, is_above
 
 READINGS = tuple(SCALES)
 """Received attention of all queries, on both scales."""
-
-NO_EXCESS = 0.0
-"""Bound of "there are sinks" and "open positions become sinks": more than their nulls."""
-
-MARGIN = 0.10
-"""Margin of "as many maps with sinks as toy" and "open positions as often as toy's masks", in shares."""
 
 BOOLS = NDArray[np.bool_]
 
@@ -160,40 +156,13 @@ def _row(results: Results, model: str, scale: str) -> list[str]:
     return [model, NAMED[scale], *shown, str(len(results.listed(scale, model=model)))]
 
 
-def share(results: Results, model: str, scale: str) -> Interval:
-    """Share of the maps (layer, head, step) that have a sink."""
-    return bounded_share(part(results, model, scale, "with", "maps"))
-
-
-def part(results: Results, model: str, scale: str, top: str, bottom: str) -> Interval:
-    """The ratio of two counts."""
-    return per_prompt(results, model, [scale], lambda one: (one[top], one[bottom]), bounds=(0, 1))
-
-
-def beyond(results: Results, model: str, scale: str, top: str, null: str, bottom: str) -> Interval:
-    """The ratio of two counts minus that of the null."""
-    return per_prompt(results, model, [scale], lambda one: (one[top] - one[null], one[bottom]), bounds=(-1, 1))
-
-
-def noise_models(results: Results) -> list[str]:
-    """The models whose open positions hold random tokens."""
-    return [
-        model for model in results.models if any(one.value["uniform noise"] for one in results.where(model=model))
-    ]
-
-
 def _findings(results: Results) -> Iterator[Finding]:
-    for model in noise_models(results):
+    noisy = models_with(results, "uniform noise")
+    others = {model: READINGS for model in results.models if model not in noisy}
+    for model in noisy:
         for scale in READINGS:
-            where = (results, model, scale)
-            yield Finding.of(
-                "a uniform-noise model has attention sinks (no statement of the paper's)",
-                f"{model}, {NAMED[scale]}: {share(*where)} of the maps have one",
-                is_above(beyond(*where, "with", "mask alone", "maps"), NO_EXCESS),
-                why="agreement: more maps than uniform attention",
-                null=f"uniform attention: {part(*where, 'mask alone', 'maps')}",
-            )
-        yield from _beside(results, model)
+            yield has_sinks(results, model, scale, NAMED[scale], "a uniform-noise model", "uniform attention")
+        yield from as_many_as(results, model, others, NAMED)
     for model in results.diffusion_models:
         for scale in READINGS:
             yield _open_become_sinks(results, model, scale)
@@ -202,7 +171,7 @@ def _findings(results: Results) -> Iterator[Finding]:
 def _open_become_sinks(results: Results, model: str, scale: str) -> Finding:
     where = (results, model, scale)
     nulls = [beyond(*where, "open", null, "sinks") for null in ("by step", "by place")]
-    held = "random tokens" if model in noise_models(results) else "the mask token"
+    held = "random tokens" if model in models_with(results, "uniform noise") else "the mask token"
     return Finding.of(
         f"open positions, which hold {held}, become sinks (no statement of the paper's)",
         f"{model}, {NAMED[scale]}: {part(*where, 'open', 'sinks')} of the answer's sinks are at open positions; "
@@ -212,22 +181,6 @@ def _open_become_sinks(results: Results, model: str, scale: str) -> Finding:
         null=f"open positions permuted within steps {part(*where, 'by step', 'sinks')}, within positions "
         f"{part(*where, 'by place', 'sinks')}",
     )
-
-
-def _beside(results: Results, model: str) -> Iterator[Finding]:
-    for other in results.models:
-        if other in noise_models(results):
-            continue
-        for scale in READINGS:
-            one, two = (share(results, name, scale) for name in (model, other))
-            apart = unpaired_difference(one, two)
-            yield Finding.of(
-                f"as many maps have sinks as in {other} (no statement of the paper's)",
-                f"{NAMED[scale]}: {model} {one}, {other} {two}; difference {apart}",
-                is_within(apart, -MARGIN, MARGIN),
-                why=f"agreement: the difference is within {MARGIN:.2f}, a margin that was set before",
-                null=f"{other}'s mask alone: {part(results, other, scale, 'mask alone', 'maps')}",
-            )
 
 
 EXPERIMENT = recorded_runs.experiment(

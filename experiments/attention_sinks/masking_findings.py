@@ -56,6 +56,14 @@ def _answers(results: Results, model: str, columns: int, **changed: Any) -> Answ
     return answers(results, model=model, columns=columns, **{**BASE, **changed})
 
 
+def unmasked(results: Results, model: str) -> str:
+    """The exact match of every network of a model with nothing hidden, in words; "" where there is one network."""
+    found = [sum(one.values()) / len(one) for one in _answers(results, model, 0).values()]
+    if len(found) < 2:
+        return ""
+    return f"{', '.join(f'{value:.2f}' for value in found[:-1])} and {found[-1]:.2f}"
+
+
 def findings(results: Results) -> Iterator[Finding]:
     """The paper's claims about DLMs and the AR baseline, each beside what hiding other columns changes."""
     ours = [model for model in results.models if has(results, model, 0)]

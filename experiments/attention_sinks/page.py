@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dlm_lens.experiments.appendix import Entry, corrected, entries, glance, on_correction, section
+from dlm_lens.experiments.appendix import (
+    Entry,
+    corrected,
+    entries,
+    glance,
+    on_correction,
+    pictures,
+    section,
+    write_page,
+)
 from dlm_lens.experiments.attention_sinks import (
     beyond_blocks,
     beyond_confidence,
@@ -22,9 +31,10 @@ from dlm_lens.experiments.attention_sinks.abstract import abstract
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS
 from dlm_lens.experiments.experiment import Experiment, list_experiments
 from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.verdicts import is_below
 
 RESULTS = Path(__file__).resolve().parent / "results"
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 
 INTRODUCTION = """# Results: attention sinks in diffusion language models
 
@@ -79,8 +89,7 @@ def make_page(results: Path = RESULTS) -> tuple[str, list[Entry]]:
     parts = [INTRODUCTION + "\n## Abstract", *abstract(held), "## At a glance", *summary(held), glance(found),
              on_correction(found), RULES.rstrip(), RUNNING.rstrip()]  # fmt: skip
     for one in found:
-        pictures = {name: f"images/results/{one.experiment.name}-{name}.png" for name in one.rendering.figures}
-        parts += section(one, pictures, after)
+        parts += section(one, pictures(one), after)
     return "\n\n".join(parts) + "\n", found
 
 
@@ -122,6 +131,8 @@ def _masked(found: Results) -> str:
     theirs, theirs_layer = (change(found, "toy-ar", 1, **reading) for reading in READINGS[:2])
     sinks, counted, weighed = (change(found, "toy", 5, choose=name) for name in ("top", "random", "mass"))
     baseline, baseline_weighed = (change(found, "toy-ar", 5, choose=name) for name in ("top", "mass"))
+    more = change(found, "toy", 5, against={"columns": 5, "choose": "mass"})
+    decided = is_below(more, 0.0).verdict == "agrees"
     learned = table1.mean(found, "learned", "toy-sink", {"columns": 1, **BASE})
     function, content = (change(found, "toy", 1, classes=name) for name in ("function", "content"))
     theirs_function = change(found, "toy-sink", 1, classes="function")
@@ -132,10 +143,11 @@ def _masked(found: Results) -> str:
         "- **In toy the cost is that of content.** Its strongest columns are often the digits and words that the "
         f"problem needs: hidden only where they are punctuation, special or mask tokens they cost {function}, only "
         f"where they are digits or words {content}. In toy-sink function tokens cost {theirs_function}.\n"
-        f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere.** Five sinks per head "
-        f"change toy by {sinks}, five random columns by {counted}, and random columns that receive as much as "
-        f"five sinks by {weighed}. In toy-ar this does not hold: {baseline} for five sinks, {baseline_weighed} for "
-        "random columns that receive as much.\n"
+        f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere"
+        f"{'' if decided else ': undecided over its networks'}.** Five sinks per head change toy by {sinks}, five "
+        f"random columns by {counted}, and random columns that receive as much as five sinks by {weighed} "
+        f"(difference {more}). In toy-ar: {baseline} for five sinks, {baseline_weighed} for random columns that "
+        "receive as much.\n"
         f"- **A learned sink token does not make the DLM robust here.** One sink per head changes toy-sink by "
         f"{change(found, 'toy-sink', 1)}; the learned one, which can be hidden like any other, is that sink in "
         f"{learned:.2f} of the maps."
@@ -187,22 +199,5 @@ def _tuned(found: Results) -> str:
     )
 
 
-def write_page() -> None:
-    """Write docs/results.md and its pictures.
-
-    Raises:
-        FileNotFoundError: this is an installed package, without the repository's docs.
-    """
-    if not DOCS.is_dir():
-        raise FileNotFoundError(f"{DOCS} is not there; run this in the repository")
-    page, found = make_page()
-    folder = DOCS / "images" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    for one in found:
-        for name, figure in one.rendering.figures.items():
-            figure.savefig(folder / f"{one.experiment.name}-{name}.png", bbox_inches="tight", dpi=110)
-    (DOCS / "results.md").write_text(page, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_page()
+    write_page(PAGE, *make_page())

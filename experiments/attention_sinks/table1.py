@@ -21,6 +21,7 @@ from dlm_lens.experiments.attention_sinks.masking_findings import (
     controls_of,
     findings,
     has,
+    unmasked,
 )
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, chat, is_right, problems, problems_of, starts
 from dlm_lens.experiments.attention_sinks.prompt_scores import answers, mean_change, mean_match
@@ -235,6 +236,13 @@ def _notes(results: Results) -> Iterator[str]:
         "them: share of the attention of a map that the hidden columns receive before they are hidden, in the runs "
         "of the condition itself."
     )
+    for model in results.models:
+        if told := unmasked(results, model):
+            yield (
+                f"The networks of {model} answer {told} of the prompts with nothing hidden: the shipped one was "
+                f"trained for 10,000 steps, its twins for {results.settings['twin_steps']:,}. A network that "
+                "answers less can lose less, which widens the intervals over networks."
+            )
     if any(record.item.get("classes") for record in results.records):
         told = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in CLASSES.items())
         yield (

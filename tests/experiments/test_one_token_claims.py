@@ -177,16 +177,28 @@ def test_more_sinks_are_no_better(claim: str, one: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["table2", f"table2{ENGLISH}"])
 def test_the_main_sink_moves(what: str) -> None:
-    moved: dict[str, dict[int, float]] = {}
+    values: dict[str, dict[int, dict]] = {}
     for line in lines(what):
-        moved.setdefault(line["item"]["variant"], {})[line["item"]["seed"]] = line["value"]["moved"]
-    mean, half = interval([moved["sink"][seed] - moved["plain"][seed] for seed in moved["plain"]])
+        values.setdefault(line["item"]["variant"], {})[line["item"]["seed"]] = line["value"]
+    apart: list = [
+        np.subtract(one["moved_prompts"], values["plain"][seed]["moved_prompts"])
+        if "moved_prompts" in one else one["moved"] - values["plain"][seed]["moved"]
+        for seed, one in values["sink"].items()
+    ]  # fmt: skip
+    if np.ndim(apart[0]):  # prompts and seeds
+        mean, low, _ = bounds(np.array(apart))
+        half = mean - low
+    else:
+        mean, half = interval(apart)
     # Without sinks there is nothing to hold still.
     found = np.mean([line["value"]["found"] for line in lines(what) if line["item"]["variant"] == "plain"])
     expected = "agrees" if mean + half < 0 else "disagrees" if mean - half > 0 else "undecided"
     expected = "undecided" if found < 0.5 else expected
     claim = next(line for line in section(what).split("\n") if "whose main sink is another" in line)
-    assert f"{mean:+.3f} ± {half:.3f}" in claim
+    told = re.search(rf"{re.escape(f'{mean:+.3f}')} ± ([0-9.]+)", claim)
+    # Over prompts the page's variance is that of a bootstrap.
+    assert told is not None
+    assert float(told[1]) == pytest.approx(half, rel=0.02 if np.ndim(apart[0]) else 0.0, abs=5e-4)
     assert claim.split("**")[1] == expected
 
 
@@ -351,7 +363,7 @@ def test_value_norms_of_sinks() -> None:
         for ending, name in scales.items():
             if any(name in value for value in stored):
                 found = bounds(*np.moveaxis(values("figure1", model, name), -1, 0)[:2])
-                claim = told_of(text, model, f"network{ending}")
+                claim = told_of(text, model, f"network{'s' * (len(sums) > 1)}{ending}")
                 assert f"ratio {found[0]:.2f} [" in claim
                 assert claim.split("**")[1] == agrees_below(found, 1.0)
         assert ("columns" in stored[0]) == (model == "smollm2")

@@ -33,7 +33,7 @@ from dlm_lens.experiments.intervals import paired_difference, ratio_over_prompts
 from dlm_lens.experiments.results import Record, ResultsFile
 from tests.files.damage import damage
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ao]*/*.py"))
+SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ado]*/*.py"))
 
 
 def squares(pause: float = 0.0) -> Experiment:

@@ -1,0 +1,1 @@
+"""What else papers ask of a denoising run: clocks, circuits, features, anatomy of attention, and uses of sinks."""

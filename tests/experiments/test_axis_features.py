@@ -1,0 +1,66 @@
+"""axis-features: its numbers and verdicts on planted losses, and the problems that it trains on."""
+
+import pytest
+
+from dlm_lens.experiments.denoising_axis import axis_features
+from dlm_lens.experiments.denoising_axis.axis_features import INSERTIONS, PLACES, added, better, recovered, render
+from dlm_lens.experiments.results import Record, Results
+
+
+def _prompt(extra, scale=1.0):
+    """A prompt of 10 predictions, 6 of them in the first half, that lose 0.2 nats each without an insertion."""
+    n = [10, 6, 4]
+    plain = [0.2 * count for count in n]
+    found = {"n": n, "plain": plain, "unexplained": [scale, 10.0 * scale]}
+    for name in INSERTIONS:
+        early, late = extra[name]
+        for place in PLACES:
+            first, second = plain[1] + 6 * early * scale, plain[2] + 4 * late * scale
+            found[f"{name}, {place}"] = [first + second, first, second]
+    return found
+
+
+def _results(extra, model="toy"):
+    value = {"layer 0": [_prompt(extra, scale) for scale in (0.9, 1.0, 1.1)]}
+    return Results({"settings": {}}, [Record({"model": model, "start": 0}, value, 0.0)])
+
+
+FAITHFUL = {
+    "sae": (-0.05, -0.15), "untrained": (0.5, 0.5), "random_decoder": (1.0, 1.0), "mean": (2.0, 2.0),
+    "zero": (3.0, 3.0),
+}  # fmt: skip
+
+
+def test_numbers_are_those_of_the_planted_losses():
+    results = _results(FAITHFUL)
+    assert added(results, "toy", 0, "sae").value == pytest.approx((6 * -0.05 + 4 * -0.15) / 10)
+    assert added(results, "toy", 0, "zero").value == pytest.approx(3.0)
+    assert recovered(results, "toy", 0, "untrained").value == pytest.approx(2.5 / 3)
+    assert recovered(results, "toy", 0, "zero").value == 0
+    assert better(results, "toy", 0).value == pytest.approx(0.5 + 0.09)
+    assert axis_features.early_excess(results, "toy", 0).value == pytest.approx(0.1)
+
+
+def test_verdicts_follow_their_rules():
+    verdicts = [finding.verdict for finding in render(_results(FAITHFUL)).findings]
+    assert verdicts == ["agrees", "agrees", "agrees"]
+    useless = {**FAITHFUL, "sae": (0.5, 0.9), "untrained": (0.1, 0.1)}
+    assert [one.verdict for one in render(_results(useless)).findings] == ["disagrees", "disagrees", "disagrees"]
+    # The claim is turned round for an AR model, and has no early steps.
+    assert [one.verdict for one in render(_results(useless, "toy-ar")).findings] == ["agrees", "disagrees"]
+    (table,) = render(_results(FAITHFUL, "toy-ar")).tables
+    assert table.rows[0][2].startswith("0.10 [0.10")
+    assert table.rows[0][-2:] == ["-", "3"]
+
+
+def test_training_prompts_are_not_measured():
+    settings = axis_features.SMALL
+    measured = axis_features.lines_of(settings, 0, settings["prompts"])
+    stop = settings["prompts"] + settings["train"]
+    others = axis_features.lines_of(settings, settings["prompts"], stop)
+    assert len(others) == settings["train"]
+    assert not {line["prompt"] for line in measured} & {line["prompt"] for line in others}
+    with pytest.raises(ValueError, match="toy_arithmetic has 100 problems; prompts and train together are 101"):
+        axis_features.lines_of(settings, 0, 101)
+    with pytest.raises(ValueError, match="axis-features needs solutions"):
+        axis_features.lines_of({**settings, "task": "english_prompts"}, 0, 1)
