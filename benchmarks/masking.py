@@ -13,7 +13,7 @@ import typer
 
 import dlm_lens
 from benchmarks.sampling import build
-from benchmarks.timing import machine, print_table, side_by_side
+from benchmarks.timing import machine, on_device, print_table, side_by_side
 from dlm_lens.hooks import mask_positions, mask_top_sinks
 
 
@@ -33,7 +33,7 @@ def main(
     """Time the runs at each length and print the ratios."""
     torch.set_num_threads(1)
     longest = max(map(int, lengths.split(",")))
-    model = build(hidden, layers, longest)
+    model = on_device(build(hidden, layers, longest))
     for length in map(int, lengths.split(",")):
         prompt = torch.randint(0, 1000, (1, length // 2), generator=torch.Generator().manual_seed(0))
         run = partial(

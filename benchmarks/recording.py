@@ -13,7 +13,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,16 +45,16 @@ STATISTICS = (
 PATTERN_STATISTICS = (dlm_lens.recording.AttentionEntropy(), dlm_lens.RegionMass())
 
 
-def build(length: int) -> Any:
-    """A random LLaDA: 12 layers of width 768 on a CPU, the 8B's shape in bfloat16 on a GPU."""
+def build(length: int, layers: int = 0) -> Any:
+    """A random LLaDA: 12 layers (or so many) of width 768 on a CPU, the 8B's shape in bfloat16 on a GPU."""
     wide = torch.cuda.is_available()
-    width, layers, heads = (4096, 32, 32) if wide else (768, 12, 12)
+    width, depth, heads = (4096, 32, 32) if wide else (768, 12, 12)
     model = tiny(
         "llada",
         vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=12_288 if wide else 3 * width,
-        num_hidden_layers=layers,
+        num_hidden_layers=layers or depth,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=length,
@@ -147,9 +148,9 @@ def clock() -> float:
     return time.process_time()
 
 
-def times(length: int, steps: int, rounds: int, rows: list[str]) -> dict[str, float]:
+def times(length: int, steps: int, rounds: int, rows: list[str], layers: int = 0) -> dict[str, float]:
     """Best seconds per step of every row; the candidates take turns."""
-    model = build(length)
+    model = build(length, layers)
     chosen = {name: run for name, run in candidates(model, length, steps).items() if name in rows}
     best = dict.fromkeys(chosen, float("inf"))
     for turn in range(rounds + 1):
@@ -161,20 +162,35 @@ def times(length: int, steps: int, rounds: int, rows: list[str]) -> dict[str, fl
     return best
 
 
-def peak(length: int, steps: int, row: str) -> dict[str, float]:
+def allocated(run: Callable[[], Any]) -> tuple[float, Any]:
+    """MiB of tensors that torch has allocated on the CPU at the peak of a run, exactly, and the run's result.
+
+    Neither what existed before counts nor what a library allocates for itself.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(live) / 2**20, result
+
+
+def peak(length: int, steps: int, row: str, layers: int = 0, exact: bool = False) -> dict[str, float]:
     """MiB of one row: its peak, and the statistics that it returned."""
-    model = build(length)
+    model = build(length, layers)
     run = candidates(model, length, steps)[row]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    result = run()
+    most, result = allocated(run) if exact else (0.0, run())
     size = sum(array.nbytes for array in result.arrays.values()) if hasattr(result, "arrays") else 0
     if torch.cuda.is_available():
         return {"peak": torch.cuda.max_memory_allocated() / 2**20, "statistics": size / 2**20}
-    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "statistics": size / 2**20}
+    most = most or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"peak": most, "statistics": size / 2**20}
 
 
-def memory(lengths: list[int], steps: int, rows: list[str], plot: Path | None = None) -> None:
+def memory(
+    lengths: list[int], steps: int, rows: list[str], plot: Path | None = None, options: Sequence[str] = ()
+) -> None:
     """Print the difference of each row's peak to the plain run's, and draw it."""
     beyond: dict[str, list[float]] = {row: [] for row in rows}
     print(f"\nMiB beyond plain denoising, {steps} steps (in brackets: the statistics returned); {machine()}\n")
@@ -182,12 +198,19 @@ def memory(lengths: list[int], steps: int, rows: list[str], plot: Path | None = 
     for length in lengths:
         found = {}
         for row in [PLAIN, *rows]:
-            command = [sys.executable, "-m", "benchmarks.recording", f"--lengths={length}", f"--steps={steps}"]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.recording",
+                f"--lengths={length}",
+                f"--steps={steps}",
+                *options,
+            ]
             done = subprocess.run([*command, f"--row={row}"], capture_output=True, text=True, check=True)
             found[row] = json.loads(done.stdout.splitlines()[-1])
         for row in rows:
             beyond[row].append(found[row]["peak"] - found[PLAIN]["peak"])
-        cells = [f"{found[r]['peak'] - found[PLAIN]['peak']:.0f} ({found[r]['statistics']:.1f})" for r in rows]
+        cells = [f"{found[r]['peak'] - found[PLAIN]['peak']:.1f} ({found[r]['statistics']:.1f})" for r in rows]
         print(f"| {length} | " + " | ".join(cells) + " |", flush=True)
     if plot is not None:
         draw(lengths, beyond, plot)
@@ -211,23 +234,26 @@ def main(
     rows: str = "",
     with_memory: Annotated[bool, typer.Option("--memory", help="Peak memory in place of time.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Where to draw the memory over the lengths.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the model; 0 for 12, or the 8B's 32 on a GPU.")] = 0,
+    exact: Annotated[bool, typer.Option("--exact", help="Peak of torch's own allocations, not max RSS.")] = False,
     row: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure and print the tables."""
     torch.set_num_threads(1)
     sizes = [int(text) for text in lengths.split(",")]
     if row:
-        print(json.dumps(peak(sizes[0], steps, row)))
+        print(json.dumps(peak(sizes[0], steps, row, layers, exact)))
         return
     named = rows.split(",") if rows else []
     if with_memory:
-        memory(
-            sizes, steps, named or ["received", "statistics", "all", "masked", "patterns", "eager", "nnsight"], plot
-        )
+        every = ["received", "statistics", "all", "masked", "patterns", "eager", "nnsight"]
+        memory(sizes, steps, named or every, plot, [f"--layers={layers}", *(["--exact"] if exact else [])])
         return
     for length in sizes:
         everything = ("reference", PLAIN, "received", "statistics", "all", "masked", "patterns", "eager")
-        found = times(length, steps, rounds, [PLAIN, *(named or [*everything, "transformerlens", "nnsight"])])
+        found = times(
+            length, steps, rounds, [PLAIN, *(named or [*everything, "transformerlens", "nnsight"])], layers
+        )
         print(f"\n{length} positions, {ANSWER} of them answer, blocks of {BLOCK}, {steps} steps; {machine()}\n")
         print("| | seconds per step | over denoise |\n|---|---:|---:|")
         for name, value in found.items():

@@ -14,7 +14,7 @@ import torch
 import typer
 
 import dlm_lens
-from benchmarks.timing import machine, side_by_side
+from benchmarks.timing import machine, on_device, side_by_side
 from dlm_lens.testing import tiny
 
 LAYERS = 8
@@ -82,8 +82,8 @@ TRACES = {
 
 def times(length: int, steps: int, rounds: int) -> None:
     """Print the table of milliseconds per step."""
-    raw, ids = build(length), [1] * (length - steps)
-    lm = dlm_lens.DiffusionLM(build(length))
+    raw, ids = on_device(build(length)), [1] * (length - steps)
+    lm = dlm_lens.DiffusionLM(on_device(build(length)))
     run = {"steps": steps, "gen_length": steps, "block_length": steps}
     candidates: dict[str, Any] = {"denoise": lambda: dlm_lens.denoise(raw, ids, logits="all", **run)}
     for name, trace in TRACES.items():

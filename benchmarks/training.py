@@ -3,7 +3,8 @@
 `python -m benchmarks.training [--layers 2 --length 512 --batch 4]`: Qwen2.5-0.5B's shape (width 896, vocabulary of
 151,936, tied head) with few layers on a CPU; on a GPU, where there is one, `--layers 24 --length 2048 --batch 8` is
 the whole model, in bfloat16. Both sides get the same canvases and compute forward, backward, clipping and an AdamW
-step; each runs in a process of its own, so that the peak of its memory is its own. The losses must agree.
+step (ours with the trainer's optimiser); each runs in a process of its own, so that the peak of its memory is its
+own. The losses must agree.
 """
 
 import json
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from benchmarks.timing import machine
 from dlm_lens.testing import tiny
 from dlm_lens.training import Example, MaskedDiffusionLoss, Rows, masked_loss
+from dlm_lens.training.optimizers import build_optimizer
+from dlm_lens.training.settings import Optimisation
 
 VOCABULARY = 151_936
 
@@ -62,7 +65,9 @@ def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(layers, length).train().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if side == "ours":
+        optimizer = build_optimizer(model, Optimisation(rate=1e-4, betas=(0.9, 0.999), weight_decay=0.01))
     objective = MaskedDiffusionLoss(low_discrepancy=True).for_model(model, batch)
     loss_of = masked_loss if side == "ours" else lambda model, **inputs: all_logits(model, inputs)
     generator = torch.Generator().manual_seed(0)
