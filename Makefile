@@ -4,15 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint types rooms quantised unit long format clean
+.PHONY: demo test test-all lint types rooms quantised unit long docs docs-serve docs-links release-check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/dlm-lens demo
 
 test: lint types rooms quantised unit
 
-# The tests marked `long` too: kills, races, fuzzing, everything on a pretended GPU.
-test-all: test long
+# The tests marked `long` too: kills, races, fuzzing, everything on a pretended GPU. And the site.
+test-all: test long docs
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -37,12 +37,28 @@ unit: $(INSTALLED)
 long: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m long
 
+# The site, in docs/_build/html: warnings are errors, internal links and names are checked, no network, no notebook runs.
+docs: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+	@echo "the site is in docs/_build/html: make docs-serve"
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
+
+# The links to other sites; needs the network.
+docs-links: $(INSTALLED)
+	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/linkcheck
+
+# Wheel and sdist of the last commit, installed in clean environments with and without constraints.txt: many minutes.
+release-check: $(INSTALLED)
+	$(BIN)/python .ci/release_check.py
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) docs/_build docs/_pages
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "dlm_lens needs Python 3.11 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; give another: make PYTHON=python3.12 ...")'

@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or os.environ.get("DLM_LENS_TEST_DEVICE") == "cpu":  # as benchmarks.device --small
         return
     for item in items:
         if "gpu" in item.keywords:

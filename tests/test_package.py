@@ -2,8 +2,10 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -94,6 +96,7 @@ def test_the_wheel_holds_hooks_types_and_checkpoints(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*command, str(source)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 8_000_000  # of which the embedded models are 7 MB
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "installed")
@@ -108,3 +111,45 @@ def test_the_wheel_holds_hooks_types_and_checkpoints(tmp_path: Path) -> None:
     )
     assert str(tmp_path / "installed") in done.stdout
     assert "mask_positions(1)" in done.stdout
+
+
+def test_every_dependency_has_a_bound_and_a_tested_version() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    tested = {canonicalize_name(name): Version(version) for name, version in pins.items()}
+    for requirement in map(Requirement, lines):
+        if requirement.name == "dlm-lens" or requirement.name.startswith("types-"):
+            continue
+        lower = [bound for bound in requirement.specifier if bound.operator == ">="]
+        assert lower, f"{requirement} has no lower bound"
+        assert tested[canonicalize_name(requirement.name)] in requirement.specifier, (
+            f"{requirement} is not what is tested"
+        )
+
+
+def test_the_citation_is_whole() -> None:
+    import yaml
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
+    assert citation["license"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert citation["version"] == newest[1]
+    for reference in citation["references"]:
+        assert {"type", "title", "authors", "year"} <= reference.keys()
+        assert all({"family-names", "given-names"} <= author.keys() for author in reference["authors"])
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    from importlib.metadata import version
+
+    assert dlm_lens.__version__ == version("dlm-lens")

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import dlm_lens as dl
+from dlm_lens.attention import attention_blocks, attention_stacks
 from dlm_lens.evaluation.responses import fingerprint
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, execution_device, input_device, named_weights, resident
 from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.testing import tiny
 
-FAMILIES = [family.name for family in dl.families() if family.name != "diffusion_gemma"]
+FAMILIES = [family.name for family in dl.families()]
 IDS = [[5, 9, 13, 2, 7], [3, 8, 1, 4, 4, 11, 20]]
 
 
@@ -34,10 +35,13 @@ def offloaded(folder: Path, what: str) -> tuple[Any, Any]:
     plain = dl.load(folder)
     if what == "all":
         return plain, dl.load(folder, device_map={"": "disk"})
-    rest = {name.rsplit(".", 1)[0] for name, _ in plain.named_parameters() if ".layers." not in name}
+    paths = {id(module): name for name, module in plain.named_modules()}
+    blocks = [paths[id(block)] for stack in attention_stacks(plain) for block in attention_blocks(plain, stack)]
+    inside = tuple(f"{block}." for block in blocks)
+    named = [name for name, _ in [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers()]]
+    rest = {name.rsplit(".", 1)[0] for name in named if not name.startswith(inside)}
     layers, others = ("disk", "cpu") if what == "layers" else ("cpu", "disk")
-    where = {f"model.layers.{i}": layers for i in range(2)} | dict.fromkeys(rest, others)
-    return plain, dl.load(folder, device_map=where)
+    return plain, dl.load(folder, device_map=dict.fromkeys(blocks, layers) | dict.fromkeys(rest, others))
 
 
 def weighted(model: Any) -> Tensor:

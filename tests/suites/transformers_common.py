@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from dlm_lens.attention import computed_span
 from dlm_lens.testing import tiny
 from tests.suites.sdists import unpacked_sdist, wheel
 
@@ -62,7 +63,8 @@ class FamilyTester:
     is_training = True
 
     def __init__(self, family: str, settings: Mapping[str, Any]) -> None:
-        self.config = tiny(family, **settings).config
+        model: Any = tiny(family, **settings)
+        self.config, self.canvas = model.config, computed_span(model, LENGTH) is not None
         self.hidden_size = self.config.hidden_size
         self.num_attention_heads = self.config.num_attention_heads
         self.encoder_seq_length = self.key_length = LENGTH + getattr(self.config, "num_sinks", 0)
@@ -73,7 +75,12 @@ class FamilyTester:
         content = torch.ones_like(ids)
         content[0, 0] = 0
         config = type(self.config).from_dict(self.config.to_dict())
-        return config, {"input_ids": ids, "attention_mask": content}
+        inputs = {"input_ids": ids, "attention_mask": content}
+        if self.canvas:  # beside an encoder, as transformers' own code calls the model
+            inputs["decoder_input_ids"] = torch.randint(
+                0, self.config.vocab_size - 3, (BATCH, 5), generator=generator
+            )
+        return config, inputs
 
 
 def common_tests(family: str, settings: Mapping[str, Any]) -> type[unittest.TestCase]:
@@ -85,13 +92,16 @@ def common_tests(family: str, settings: Mapping[str, Any]) -> type[unittest.Test
         # "if the model doesn't fully support the original `generate`": a masked DLM refuses it.
         all_generative_model_classes: ClassVar = ()
         test_can_init_all_missing_weights_before_2023 = True
+        additional_model_inputs: ClassVar = ["decoder_input_ids"]
 
         def setUp(self) -> None:
             self.model_tester = FamilyTester(family, settings)
 
         def _prepare_for_class(self, inputs_dict: Any, model_class: Any, return_labels: bool = False) -> Any:
             inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels)
-            if return_labels:  # the mixin gives them to class names of transformers alone
+            if (
+                return_labels and "decoder_input_ids" not in inputs
+            ):  # the mixin gives them to class names of transformers alone
                 inputs["labels"] = torch.zeros((BATCH, LENGTH), dtype=torch.long)
             return inputs
 
