@@ -270,7 +270,10 @@ def test_checkpoints_of_transformers_load_and_are_written_for_it(tmp_path: Path)
     theirs.save_pretrained(tmp_path / "theirs")
     loaded = dl.load(tmp_path / "theirs")
     tokens = ids(1)
-    assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    # Equal weights at other addresses: a kernel may take another path for another alignment.
+    torch.testing.assert_close(
+        loaded(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=1e-5, atol=1e-5
+    )
     assert loaded.sampler_defaults["steps_per_block"] == 7
     assert "eos_token_id" not in loaded.sampler_defaults
     assert loaded.config.eos_token_id == [5, 6]
@@ -284,7 +287,7 @@ def test_checkpoints_of_transformers_load_and_are_written_for_it(tmp_path: Path)
     }
     got = again(input_ids=tokens[:, :13], decoder_input_ids=tokens[:, 13:]).logits
     expected = theirs(input_ids=tokens[:, :13], decoder_input_ids=tokens[:, 13:]).logits
-    assert torch.equal(got, expected)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bad_input_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -130,6 +130,13 @@ def test_received_attention_equals_loops_over_the_patterns_of_every_row_alone(ki
                         assert replayed.viewers[step, row, at, 0, keep].tolist() == seen.tolist()
 
 
+def _at_peaks(sinks: Any, lives: pd.DataFrame) -> Tensor:
+    """The score of every life at the step that its line calls the peak."""
+    at = [torch.tensor(lives[name].to_numpy()) for name in ("peak_step", "batch", "canvas_position")]
+    parts = [torch.tensor(lives[name].to_numpy()) for name in ("layer", "head") if name in lives]
+    return sinks.scores[at[0], at[1], *parts, at[2]]
+
+
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
 def test_sinks_of_a_recording_are_those_of_the_patterns(kind: str) -> None:
     model = windowed(kind)
@@ -143,7 +150,10 @@ def test_sinks_of_a_recording_are_those_of_the_patterns(kind: str) -> None:
         first, second = (find_sinks(each, rule, level=level) for each in (recorded, replayed))
         lives = [trajectories(each, rule, level=level).table() for each in (recording, replayed)]
         assert len(lives[0])
-        pd.testing.assert_frame_equal(lives[0], lives[1])
+        pd.testing.assert_frame_equal(*(life.drop(columns="peak_step") for life in lives))
+        # A window that no written token has entered has the same score at every step: its peak is then a tie.
+        later = [_at_peaks(second, life) for life in lives]
+        torch.testing.assert_close(*later, rtol=1e-5, atol=1e-6)
         assert first.is_sink.any()
         assert torch.equal(first.is_sink, second.is_sink)
     # With gpt-oss a part of every row goes to the spare entry; of the others all attention goes to keys.

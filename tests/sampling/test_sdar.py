@@ -144,7 +144,9 @@ def test_hooks_act_in_every_row_as_alone() -> None:
     for step in range(run.steps):
         logits = alone64(model, run, step, 0, hidden=2)["logits"][0]
         torch.testing.assert_close(seen[step][0, : len(logits)].double(), logits, atol=2e-5, rtol=2e-4)
-    # `mask_positions` counts canvas positions; what a row's keys receive does not depend on the batch.
+    # `mask_positions` counts canvas positions; what a row's keys receive does not depend on the batch. In float64:
+    # in float32 the two strongest keys of a random network can be equal to rounding, and rounding is the batch's.
+    model = model.double()
     for hooks in ([mask_top_sinks(1)], [mask_top_sinks(2), mask_tokens("prompt")]):
         together = dl.denoise(model, PROMPTS, hooks=hooks, **greedy)
         for row, prompt in enumerate(PROMPTS):
