@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint types rooms quantised unit long docs docs-serve docs-links release-check format clean
+.PHONY: demo test test-all lint types rooms quantised unit long docs docs-serve docs-links notebooks release-check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/dlm-lens demo
@@ -44,6 +44,10 @@ docs: $(INSTALLED)
 
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
+
+# Executes docs/notebooks and stores their outputs; `python -m tests.notebooks tracing` one of them.
+notebooks: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.notebooks
 
 # The links to other sites; needs the network.
 docs-links: $(INSTALLED)

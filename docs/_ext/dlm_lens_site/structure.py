@@ -4,13 +4,23 @@ from sphinx.application import Sphinx
 
 from dlm_lens_site.files import DOCS
 
+SOURCES = (".ipynb", ".md")
+"""Of the pages in `docs/notebooks`."""
+
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Tutorials": (
+        "notebooks/index",
+        "notebooks/ten_minutes",
         "notebooks/moving_sinks",
-        "laptop",
+        "notebooks/knock_outs",
         "notebooks/tracing",
         "notebooks/transformerlens",
+        "notebooks/smollm2",
+        "notebooks/block_diffusion",
+        "laptop",
         "notebooks/diffusion_gemma",
+        "notebooks/sink_token_training",
+        "notebooks/own_detector_and_hook",
     ),
     "How-to guides": (
         "models",
@@ -62,7 +72,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 def sections() -> dict[str, tuple[str, ...]]:
     """`SECTIONS` with every page that exists: unlisted notebooks are tutorials, other unlisted pages explain."""
     listed = {page for pages in SECTIONS.values() for page in pages}
-    notebooks = {f"notebooks/{path.stem}" for path in (DOCS / "notebooks").glob("*.ipynb")}
+    notebooks = {f"notebooks/{path.stem}" for path in (DOCS / "notebooks").iterdir() if path.suffix in SOURCES}
     pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
     more = {"Tutorials": sorted(notebooks - listed), "Explanation": sorted(pages - listed)}
     exist = notebooks | pages

@@ -1,0 +1,148 @@
+"""The notebooks run, their stored outputs are those of a run, and their text says what the numbers say."""
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.notebooks.execution import FOLDER, NOTEBOOKS, executed, printed, read, source_of
+
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
+RENEW = "run `make notebooks`"
+
+
+def differences(fresh: str, stored: str) -> list[str]:
+    """Where two texts differ. Words must be equal, numbers within 5% or 0.03: another CPU rounds differently."""
+    words = [NUMBER.sub("#", text).split() for text in (fresh, stored)]
+    if words[0] != words[1]:
+        return [f"{fresh!r} is stored as {stored!r}"]
+    pairs = zip(NUMBER.findall(fresh), NUMBER.findall(stored), strict=True)
+    return [f"{a} is stored as {b}" for a, b in pairs if abs(float(a) - float(b)) > max(0.03, 0.05 * abs(float(a)))]
+
+
+def picture(data: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(data))).convert("L")
+
+
+def distance(one: Image.Image, two: Image.Image) -> float:
+    """The mean difference of grey levels, 0 to 255, after scaling to one size."""
+    values = [np.asarray(image.resize(one.size), dtype=float) for image in (one, two)]
+    return float(np.abs(values[0] - values[1]).mean())
+
+
+@pytest.mark.parametrize(
+    ("fresh", "stored", "equal"),
+    [
+        ("layer 2: 0.412 [0.31, 0.52]", "layer 2: 0.413 [0.31, 0.52]", True),
+        ("layer 2: 0.412", "layer 2: 0.512", False),
+        ("8 of 16 right", "9 of 16 right", False),
+        ("answer 23 .", "answer 20 .", False),
+        ("sink at 'tom'", "sink at 'mia'", False),
+        ("kl 1.2e-3", "kl 1.3e-3", True),
+    ],
+)
+def test_stale_text_is_found(fresh: str, stored: str, equal: bool) -> None:
+    assert (not differences(fresh, stored)) == equal
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_runs_and_its_outputs_are_stored(path: Path) -> None:
+    fresh, stored = executed(path), read(path)
+    for ours, theirs in zip(fresh["cells"], stored["cells"], strict=True):
+        outputs = ours.get("outputs", []), theirs.get("outputs", [])
+        kinds = [[(each["output_type"], sorted(each.get("data", ()))) for each in every] for every in outputs]
+        assert kinds[0] == kinds[1], f"{RENEW}: {path.name}, {source_of(ours)[:80]!r}"
+        for one, other in zip(*outputs, strict=True):
+            data = one.get("data", {"text": one.get("text")}), other.get("data", {"text": other.get("text")})
+            for kind, value in data[0].items():
+                _check(kind, value, data[1][kind], f"{RENEW}: {path.name}, {source_of(ours)[:80]!r}")
+
+
+def _check(kind: str, fresh: Any, stored: Any, place: str) -> None:
+    if kind == "image/png":
+        one, other = picture(fresh), picture(stored)
+        assert max(abs(a - b) for a, b in zip(one.size, other.size, strict=True)) <= 4, place
+        assert distance(one, other) < 2, place
+    else:
+        found = differences(*(re.sub(r"<style.*?</style>|<[^>]*>", " ", "".join(text)) for text in (fresh, stored)))
+        assert not found, f"{place}: {found}"
+
+
+def lines_of(name: str) -> list[str]:
+    """Every line that a notebook prints."""
+    return "\n".join(printed(executed(FOLDER / name))).splitlines()
+
+
+def estimate_in(line: str, after: str) -> tuple[float, float, float]:
+    value, low, high = line.split(after)[1].replace("[", " ").replace(",", " ").replace("]", " ").split()[:3]
+    return float(value), float(low), float(high)
+
+
+@pytest.mark.long
+def test_moving_sinks() -> None:
+    text, _, moves, norms, lens, mechanism = printed(executed(FOLDER / "moving_sinks.ipynb"))
+    assert text.startswith("tom has 5 apples")
+    assert "answer 9 ." in text
+    toy, ar, chance = (estimate_in(line, "pattern") for line in moves.splitlines())
+    assert ar[0] < toy[1] <= toy[2] < 1 < chance[1]  # more than the AR twin, far less than chance
+    measures = {line.split()[0]: [float(x) for x in line.split()[1:4]] for line in norms.splitlines()[1:8]}
+    assert measures["ratio"][1] > 1.2
+    assert measures["shorter"][2] < 0.4
+    found = {tuple(line.split()[:2]): [float(x) for x in line.split()[3:6]] for line in lens.splitlines()[1:]}
+    assert found["1", "sink"][1] > found["1", "other"][2]
+    assert found["0", "sink"][2] < found["0", "other"][1]
+    lines = [line.replace("steps later", "later").split() for line in mechanism.splitlines()[1:5]]
+    differences = {(line[0], line[1]): [float(x) for x in line[-3:]] for line in lines}
+    assert differences["confidence", "sinks"][2] < -0.1
+    assert differences["later", "sinks"][2] < 0
+    assert abs(differences["confidence", "random"][0]) < 0.01
+
+
+@pytest.mark.long
+def test_tracing() -> None:
+    plain, _, edited, late = printed(executed(FOLDER / "tracing.ipynb"))
+    rows = [line.split("hidden from step ")[1].split(": ") for line in late.splitlines()]
+    answers = {int(step): answer for step, answer in rows}
+    assert answers[8] == plain.strip()  # there is no step 8
+    assert answers[0] != plain.strip()
+    assert len({line.split("in the last layer: ")[1] for line in edited.splitlines()}) > 2
+
+
+@pytest.mark.long
+def test_transformerlens() -> None:
+    outputs = printed(executed(FOLDER / "transformerlens.ipynb"))
+    assert outputs[0].startswith("answer 1 2 4 9 .\n")
+    (patched,) = [text for text in outputs if text.startswith("donor")]
+    lines = dict(line.split(": ") for line in patched.splitlines())
+    assert lines["donor"] == lines["after layer 0"] == "answer 3 5 7 8 ."
+    assert lines["after layer 3"] == "answer 1 2 4 9 ."  # no other position reads the stream after the last layer
+    (heads,) = [text for text in outputs if text.startswith("nothing off")]
+    assert all("{'answer 1 2 4 9 .'}" in line for line in heads.splitlines()[1:])
+
+
+@pytest.mark.long
+def test_diffusion_gemma() -> None:
+    lines = lines_of("diffusion_gemma.ipynb")
+    answers = {
+        line.split()[0]: line.split()[1:] for line in lines if line.startswith(("own ", "other ", "patched "))
+    }
+    assert answers["patched"] == answers["other"] != answers["own"]
+    kinds = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("logits ", "top ", "none "))}
+    assert len({tuple(answer) for answer in kinds.values()}) == 3
+    shares = [float(line.split("(uniform ")[1].rstrip(")")) for line in lines if line.startswith("layer ")]
+    assert shares[0] == shares[1] < shares[2]  # a window of 6 sees 5 cached keys and the canvas of 8
+    assert shares[0] == pytest.approx(5 / 13, abs=0.005)
+
+
+@pytest.mark.long
+def test_ten_minutes() -> None:
+    lines = lines_of("ten_minutes.ipynb")
+    right = "26 - 6 = 20 . 20 - 9 = 11 . 11 + 12 = 23 . answer 23 ."
+    assert lines.count(right) == 3  # the controls
+    assert "True True" in lines
