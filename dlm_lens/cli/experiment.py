@@ -35,7 +35,8 @@ def experiment_command(
 ) -> None:
     """Run an experiment of the papers, or list them; the same command continues an interrupted run.
 
-    Under torchrun every process computes a part of the items; --render then merges their files.
+    Under torchrun every process computes a part of the items; --render then merges their files. A table of several
+    seeds goes on from its stored ones when it is started with more of them: --set seeds=5.
     """
     if name == "list":
         _list_experiments(as_json)

@@ -152,6 +152,8 @@ class Experiment:
         cost: (item, settings) -> forward passes; None if it runs no model.
         paper: the paper's own numbers.
         own: model -> its own default of some settings, such as the task of a model that reads English.
+        grows: counts among the settings that only add items and change no item's value, such as seeds: stored
+            results may be continued with a greater one.
 
     Raises:
         ValueError: settings of different names, or a name that cannot be a folder's.
@@ -169,6 +171,7 @@ class Experiment:
     cost: Callable[[Item, Settings], Sequence[Cost]] | None = None
     paper: Sequence[Table] = ()
     own: Mapping[str, Settings] = field(default_factory=dict)
+    grows: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").isalnum():
@@ -176,6 +179,8 @@ class Experiment:
         if set(self.small) != set(self.full):
             lacking = sorted(set(self.small) ^ set(self.full))
             raise ValueError(f"{self.name}: the settings {', '.join(lacking)} are in only one of small and full")
+        if unknown := sorted(set(self.grows) - set(self.small)):
+            raise ValueError(f"{self.name} grows by {', '.join(unknown)}, which it has no setting of")
 
     def config(
         self, small: bool, models: Sequence[str] = (), given: Mapping[str, Any] | None = None

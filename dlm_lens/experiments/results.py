@@ -42,9 +42,10 @@ def key_of(item: Item) -> str:
 
 
 class ConfigLine(Document):
-    """The config that the results depend on; the first line of a file."""
+    """The config that the results depend on; the first line of a file, and one wherever the run has grown."""
 
     config: dict[str, Any]
+    grows: list[str] = Field(default_factory=list)
 
 
 class SessionLine(Document):
@@ -156,13 +157,14 @@ class ResultsFile:
 
     The first line holds the config. Every start appends a line with versions, every model a line with the digest
     of its weights, every item a line with its value. An incomplete last line, left by a crash, is removed, and its
-    item is computed again.
+    item is computed again. A run that has grown, by more seeds, has another line with its config.
 
     Args:
         directory: of the run; every process has its own file in it.
         config: what the results depend on.
         session: library versions and machine.
         rank: of this process.
+        grows: counts among the settings which may be greater than those of the stored results.
 
     Raises:
         ValueError: the directory holds results of another config, another process writes this file, or a line is
@@ -170,11 +172,17 @@ class ResultsFile:
     """
 
     def __init__(
-        self, directory: Path, config: Mapping[str, Any], session: Mapping[str, Any], rank: int = 0
+        self,
+        directory: Path,
+        config: Mapping[str, Any],
+        session: Mapping[str, Any],
+        rank: int = 0,
+        grows: Sequence[str] = (),
     ) -> None:
         if directory.exists() and not directory.is_dir():
             raise ValueError(f"{directory} is a file; give a directory as --out")
         self.path = directory / f"results-{rank:05d}.jsonl"
+        self._grows = list(grows)
         # One process starts at a time, so that checking the locks of other files does not block their owners.
         with held(directory, wait=True):
             self._check(directory, config)
@@ -198,8 +206,9 @@ class ResultsFile:
         if not _has_items(self.path):
             # A start that was refused or killed before its first item left nothing to keep.
             os.truncate(self.path, 0)
-        if self.path.stat().st_size == 0:
-            self._write({"config": config})
+        configs = [line["config"] for line in _lines(self.path) if "config" in line]
+        if not configs or configs[-1] != config:
+            self._write({"config": config, **({"grows": self._grows} if configs else {})})
             sync_directory(directory)
         self._write({"session": session})
 
@@ -232,9 +241,11 @@ class ResultsFile:
 
     def _check(self, directory: Path, config: Mapping[str, Any]) -> None:
         for path in sorted(directory.glob(PATTERN)):
-            head = next(_lines(path), None)
-            if head is not None and (path != self.path or _has_items(path)):
-                check_config(directory, head.get("config", {}), config)
+            if path == self.path and not _has_items(path):
+                continue
+            for line in _lines(path):
+                if "config" in line:
+                    check_config(directory, line["config"], config, self._grows)
 
     def _check_others(self, directory: Path, world: int) -> None:
         """Refuse to start while a run with another number of processes, so another split of items, is active."""
@@ -258,16 +269,22 @@ class ResultsFile:
         append(self._file, (json.dumps(sealed(line), allow_nan=False) + "\n").encode(), self.path)
 
 
-def check_config(directory: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse to mix results of different settings.
+def check_config(
+    directory: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], grows: Sequence[str] = ()
+) -> None:
+    """Refuse to mix results of different settings; only the counts `grows` may be greater in ours.
 
     Raises:
         ValueError: naming the first setting that differs.
     """
     for name, before, now in _differences(theirs, ours):
+        growing = name.removeprefix("settings.") in grows
+        if growing and now > before:
+            continue
+        remedy = f"or {name.removeprefix('settings.')}={before!r} or more" if growing else "or the same settings"
         raise ValueError(
             f"{directory} holds results with {name}={before!r:.100}, and this run has {name}={now!r:.100}; choose "
-            "another --out, or the same settings"
+            f"another --out, {remedy}"
         )
 
 
@@ -283,7 +300,7 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
         ValueError: a line is damaged or not a result, or the files have different settings.
     """
     paths = sorted(directory.glob(PATTERN))
-    config: Mapping[str, Any] | None = None
+    configs: list[tuple[Mapping[str, Any], Sequence[str]]] = []
     sessions: list[Mapping[str, Any]] = []
     weights: dict[str, str] = {}
     causal: dict[str, bool] = {}
@@ -291,8 +308,7 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
     for path in paths:
         for line in _lines(path):
             if "config" in line:
-                check_config(directory, line["config"], line["config"] if config is None else config)
-                config = line["config"]
+                configs.append((line["config"], line["grows"]))
             elif "session" in line:
                 sessions.append(line["session"])
             elif "weights" in line:
@@ -306,13 +322,27 @@ def read_results(directory: Path, order: Callable[[Mapping[str, Any]], Sequence[
                     logger.warning(
                         "%s holds the item %s a second time with another value; the first counts", path, key
                     )
-    if config is None:
+    if not configs:
         raise FileNotFoundError(f"{directory} holds no results; run the experiment first")
+    config = _largest(directory, configs)
     if order is None:
         return Results(config, list(records.values()), 0, sessions, weights, causal)
     keys = [key_of(item) for item in order(config)]
     found = [records[key] for key in keys if key in records]
     return Results(config, found, len(keys) - len(found), sessions, weights, causal)
+
+
+def _largest(directory: Path, configs: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> Mapping[str, Any]:
+    """The config of the run as far as it has grown; the others must differ in these counts alone."""
+    grows = sorted({name for _, names in configs for name in names})
+    largest = max((config for config, _ in configs), key=lambda config: [_count(config, name) for name in grows])
+    for config, _ in configs:
+        check_config(directory, config, largest, grows)
+    return largest
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    return int(config.get("settings", {}).get(name, 0))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

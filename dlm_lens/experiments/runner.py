@@ -29,7 +29,8 @@ def run_experiment(
     """Compute the items that `out` lacks, and return all results.
 
     Every item is on disk (fsync) before the next begins, so a killed run resumes without losing or repeating an
-    item. Under torchrun each process computes every WORLD_SIZE-th item into a file of its own.
+    item. Under torchrun each process computes every WORLD_SIZE-th item into a file of its own. More of what the
+    experiment `grows` by, such as seeds, adds items to those that are stored.
 
     Args:
         experiment: from `find_experiment`.
@@ -49,7 +50,7 @@ def run_experiment(
         "dtype": None if dtype is None else str(dtype).removeprefix("torch.")
     }
     items = list_items(experiment, config)
-    with ResultsFile(Path(out), config, _session(rank, world), rank) as file:
+    with ResultsFile(Path(out), config, _session(rank, world), rank, experiment.grows) as file:
         bench = Bench(loading, file.note_weights)
         mine = items[rank::world]
         left = [item for item in mine if key_of(item) not in file.done]

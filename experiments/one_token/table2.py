@@ -86,6 +86,7 @@ EXPERIMENT = Experiment(
     run=tables.run,
     render=render,
     cost=tables.cost,
+    grows=tables.GROWS,
     paper=[paper.printed("Table 2, 0.5B from scratch, 100B tokens", paper.TABLE2)],
 )
 

@@ -48,6 +48,7 @@ EXPERIMENT = Experiment(
     run=tables.run,
     render=render,
     cost=tables.cost,
+    grows=tables.GROWS,
     paper=[paper.printed("Table 3", paper.TABLE3, paper.FEWER)],
 )
 

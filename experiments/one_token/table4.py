@@ -55,6 +55,7 @@ EXPERIMENT = Experiment(
     run=tables.run,
     render=render,
     cost=tables.cost,
+    grows=tables.GROWS,
     paper=[paper.printed("Table 4", paper.TABLE4, paper.FEWER)],
 )
 

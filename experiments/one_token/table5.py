@@ -59,6 +59,7 @@ EXPERIMENT = Experiment(
     run=tables.run,
     render=render,
     cost=tables.cost,
+    grows=tables.GROWS,
     paper=[paper.printed("Table 5", paper.TABLE5, paper.FEWER)],
 )
 

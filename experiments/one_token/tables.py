@@ -31,6 +31,9 @@ SMALL: dict[str, Any] = {
 2.2 million on the text that `text` names (`read_text`). `trained` is the directory of the networks; tables that
 share a network train it once."""
 
+GROWS = ("seeds",)
+"""A network and its numbers depend on its own seed alone."""
+
 METRIC = (
     "validation loss in nats per masked token (Eq. 3 and 4, fixed masks); differences paired by seed; intervals "
     "95%, of means Student's t over seeds, of differences over seeds and held-out sequences"

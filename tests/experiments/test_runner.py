@@ -49,6 +49,7 @@ def squares(pause: float = 0.0) -> Experiment:
     return Experiment(
         name="squares", shows="arithmetic", title="squares", metric="number", small=settings, full=settings,
         items=lambda given: [{"number": n} for n in range(given["count"])], run=run, render=render,
+        grows=("count",),
     )  # fmt: skip
 
 
@@ -122,6 +123,33 @@ def test_processes_share_the_items(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [record.item["number"] for record in found.records] == list(range(12))
     per_file = {path.name: path.read_text().count('"item"') for path in sorted(tmp_path.glob("*.jsonl"))}
     assert per_file == {"results-00000.jsonl": 8, "results-00002.jsonl": 4}
+
+
+def test_a_run_grows_without_computing_anything_twice(tmp_path: Path) -> None:
+    run_experiment(squares(), tmp_path, settings={"count": 3})
+    before = (tmp_path / "results-00000.jsonl").read_bytes()
+    grown = run_experiment(squares(), tmp_path, settings={"count": 5})
+    assert [record.value["square"] for record in grown.records] == [0, 1, 4, 9, 16]
+    assert (grown.missing, grown.settings["count"]) == (0, 5)
+    after = (tmp_path / "results-00000.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert after[len(before) :].count(b'"item"') == 2
+    assert run_experiment(squares(), tmp_path, settings={"count": 5}).missing == 0
+    assert (tmp_path / "results-00000.jsonl").read_bytes().count(b'"item"') == 5
+    with pytest.raises(ValueError, match=r"count=5, and this run has settings.count=3; .* or count=5 or more"):
+        run_experiment(squares(), tmp_path, settings={"count": 3})
+    with pytest.raises(ValueError, match=r"factor=1, and this run has settings.factor=2; .* or the same settings"):
+        run_experiment(squares(), tmp_path, settings={"count": 7, "factor": 2})
+    assert read_results(tmp_path).settings["count"] == 5
+
+
+def test_processes_grow_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for count in (2, 5):
+        for rank in (0, 1):
+            monkeypatch.setenv("RANK", str(rank))
+            found = run_experiment(squares(), tmp_path, settings={"count": count})
+        assert [record.item["number"] for record in found.records] == list(range(count))
 
 
 def test_two_processes_never_write_one_file(tmp_path: Path) -> None:
@@ -402,7 +430,7 @@ def test_a_setting_of_another_kind_is_refused(wrong: object, tmp_path: Path) -> 
 
 def test_settings_without_a_kind_and_whole_shares_are_taken() -> None:
     settings = {"free": None, "share": 0.5, "names": ["a"]}
-    free = replace(squares(), small=settings, full={**settings, "share": 1.5})
+    free = replace(squares(), small=settings, full={**settings, "share": 1.5}, grows=())
     given = {"free": "text", "share": 2, "names": ["b", "c"]}
     assert free.config(True, (), given)["settings"] == given
     with pytest.raises(ValueError, match="names is 'b'; it must be a list"):
