@@ -18,13 +18,14 @@ from typing import Any
 from IPython.core.inputtransformer2 import TransformerManager
 from matplotlib.figure import Figure
 
-from dlm_lens.training.callbacks import without_progress_bars
-
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 DPI = 96
 """Of stored pictures: a figure of 8 inches is as wide as a page of the site."""
+
+BAR = re.compile(r"[^\r\n]*\d+%\|[^\r\n]*")
+"""A progress bar: a reader sees it, and it is not stored."""
 
 QUIET = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 """Warnings that Python does not show by default."""
@@ -67,8 +68,9 @@ def run_cell(source: str, name: str, space: dict[str, Any]) -> tuple[str, Any]:
         exec(compile(ast.Module(body, []), name, "exec"), space)  # noqa: S102  # our own notebook
         if last is not None:
             value = eval(compile(ast.Expression(last.value), name, "eval"), space)  # noqa: S307
-    if noise.getvalue().strip() or warned:
-        shown = [noise.getvalue(), *(str(each.message) for each in warned)]
+    noisy = BAR.sub("", noise.getvalue()).strip()
+    if noisy or warned:
+        shown = [noisy, *(str(each.message) for each in warned)]
         raise RuntimeError(f"{name} writes to stderr or warns: {' '.join(shown)[:500]}")
     return out.getvalue(), value
 
@@ -109,7 +111,7 @@ def executed(path: Path) -> dict[str, Any]:
     space: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, without_progress_bars():
+    with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
             for number, cell in enumerate(cells, 1):

@@ -14,15 +14,25 @@ from tests.notebooks.execution import FOLDER, NOTEBOOKS, executed, printed, read
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 RENEW = "run `make notebooks`"
+TRAINED = ("block_diffusion.ipynb", "sink_token_training.ipynb")
+"""Training amplifies the rounding of another CPU: of their numbers less is compared."""
 
 
-def differences(fresh: str, stored: str) -> list[str]:
-    """Where two texts differ. Words must be equal, numbers within 5% or 0.03: another CPU rounds differently."""
+def differences(fresh: str, stored: str, tolerance: tuple[float, float] = (0.05, 0.03)) -> list[str]:
+    """Where two texts differ: words must be equal, numbers up to a relative and an absolute tolerance.
+
+    Another CPU rounds differently.
+    """
+    relative, absolute = tolerance
     words = [NUMBER.sub("#", text).split() for text in (fresh, stored)]
     if words[0] != words[1]:
         return [f"{fresh!r} is stored as {stored!r}"]
     pairs = zip(NUMBER.findall(fresh), NUMBER.findall(stored), strict=True)
-    return [f"{a} is stored as {b}" for a, b in pairs if abs(float(a) - float(b)) > max(0.03, 0.05 * abs(float(a)))]
+    return [
+        f"{a} is stored as {b}"
+        for a, b in pairs
+        if abs(float(a) - float(b)) > max(absolute, relative * abs(float(a)))
+    ]
 
 
 def picture(data: str) -> Image.Image:
@@ -61,16 +71,18 @@ def test_a_notebook_runs_and_its_outputs_are_stored(path: Path) -> None:
         for one, other in zip(*outputs, strict=True):
             data = one.get("data", {"text": one.get("text")}), other.get("data", {"text": other.get("text")})
             for kind, value in data[0].items():
-                _check(kind, value, data[1][kind], f"{RENEW}: {path.name}, {source_of(ours)[:80]!r}")
+                place = f"{RENEW}: {path.name}, {source_of(ours)[:80]!r}"
+                _check(kind, value, data[1][kind], place, trained=path.name in TRAINED)
 
 
-def _check(kind: str, fresh: Any, stored: Any, place: str) -> None:
+def _check(kind: str, fresh: Any, stored: Any, place: str, *, trained: bool) -> None:
     if kind == "image/png":
         one, other = picture(fresh), picture(stored)
         assert max(abs(a - b) for a, b in zip(one.size, other.size, strict=True)) <= 4, place
-        assert distance(one, other) < 2, place
+        assert distance(one, other) < (8 if trained else 2), place
     else:
-        found = differences(*(re.sub(r"<style.*?</style>|<[^>]*>", " ", "".join(text)) for text in (fresh, stored)))
+        texts = (re.sub(r"<style.*?</style>|<[^>]*>", " ", "".join(text)) for text in (fresh, stored))
+        found = differences(*texts, tolerance=(0.3, 0.2) if trained else (0.05, 0.03))
         assert not found, f"{place}: {found}"
 
 
@@ -146,3 +158,40 @@ def test_ten_minutes() -> None:
     right = "26 - 6 = 20 . 20 - 9 = 11 . 11 + 12 = 23 . answer 23 ."
     assert lines.count(right) == 3  # the controls
     assert "True True" in lines
+
+
+@pytest.mark.long
+def test_knock_outs() -> None:
+    lines = lines_of("knock_outs.ipynb")
+    assert "16 of 16 right without hooks" in lines
+    differences = [estimate_in(line, "minus strongest column:") for line in lines if "minus strongest" in line]
+    assert [low > 0 for _, low, _ in differences] == [False, False, True]  # two of three reach 0
+    shifts = [estimate_in(line, "mean KL") for line in lines if "mean KL" in line]
+    assert shifts[0][1] > 5 * max(shifts[1][2], shifts[2][2])  # clear on fixed canvases
+    kinds = [estimate_in(line, " right") for line in lines if line.startswith(("numbers", "not numbers"))]
+    assert all(
+        kinds[i][0] < kinds[i + 1][0] and kinds[i][2] >= kinds[i + 1][1] for i in (0, 2)
+    )  # one way, undecided
+
+
+@pytest.mark.long
+def test_block_diffusion() -> None:
+    lines = lines_of("block_diffusion.ipynb")
+    whole, untrained, trained = (
+        estimate_in(line, ":")
+        for line in lines
+        if re.match(r"toy, which|the same weights|by blocks, trained", line)
+    )
+    assert whole[0] == 1
+    assert untrained[2] < trained[1]
+    assert "cached equals uncached: True" in lines
+
+
+@pytest.mark.long
+def test_own_detector_and_hook() -> None:
+    lines = lines_of("own_detector_and_hook.ipynb")
+    shares = [estimate_in(line, "columns):") for line in lines if "of earlier blocks hidden" in line]
+    excess = [estimate_in(line, "random minus hidden:") for line in lines if "random minus hidden" in line]
+    assert shares[0][2] < shares[1][1]  # numbers are needed, signs are not
+    assert excess[0][1] > 0 >= excess[1][1]
+    assert "the same in TransformerLens: True" in lines
