@@ -157,23 +157,27 @@ class Received:
         )
 
     def part(
-        self, rows: slice = slice(None), layers: slice = slice(None), heads: slice = slice(None)
+        self,
+        rows: slice = slice(None),
+        layers: slice = slice(None),
+        heads: slice = slice(None),
+        steps: slice = slice(None),
     ) -> "Received":
-        """Some rows of the batch, layers and heads, as views; slices of the axes, not layer indices."""
+        """Some rows of the batch, layers, heads and steps, as views; slices of the axes, not layer indices."""
 
         def wide(tensor: Tensor) -> Tensor:
             layer, head = (s if tensor.shape[axis] > 1 else slice(None) for axis, s in ((2, layers), (3, heads)))
-            return tensor[:, rows, layer, head]
+            return tensor[steps, rows, layer, head]
 
         def per_step(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[:, rows]
+            return None if tensor is None else tensor[steps, rows]
 
         return replace(
             self,
-            values=self.values[:, rows, layers, heads],
+            values=self.values[steps, rows, layers, heads],
             expected=wide(self.expected),
             viewers=None if self.viewers is None else wide(self.viewers),
-            counted=self.counted[:, rows],
+            counted=self.counted[steps, rows],
             tokens=per_step(self.tokens),
             masked=per_step(self.masked),
             valid=None if self.valid is None else self.valid[rows],

@@ -17,7 +17,7 @@ from dlm_lens.cli.app import app
 from dlm_lens.recording import MassiveActivations
 from dlm_lens.sinks import AboveMedian, AttentionShare, LowKeyNorm, Received, find_sinks, received_of
 from dlm_lens.viz.reporting import report
-from dlm_lens.viz.reporting.data import Subject, _fitting, content_of
+from dlm_lens.viz.reporting.data import Subject, fitting, content_of
 from dlm_lens.viz.reporting.packing import narrow, packed
 from dlm_lens.viz.reporting.page import embedded
 from dlm_lens.viz.reporting.score_precision import MARGIN, PRECISIONS, Precision, Scores
@@ -239,7 +239,7 @@ def test_the_budget_is_kept_by_giving_up_weak_keys(recording, share):
 def test_the_largest_report_of_scores_that_do_not_compress_stays_below_20_mb():
     # 200 steps x 32 layers x 32 heads x 512 keys, by the bytes of a part; the means are 3% more patterns.
     values = 512 * torch.randn(32, 24, 512, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    found = _fitting(Scores(values), 0)
+    found = fitting(Scores(values), 0)
     assert size(found) / values.numel() * 200 * (32 * 32 + 32 + 1) * 512 < 20_000_000
     exact = exact_scores({**found, "steps": range(24)})
     assert all(score == float(values[place].max()) for place, kept in exact.items() for score in kept.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.printable import printable
@@ -15,7 +15,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
-from dlm_lens.viz.reporting.packing import narrow, packed
+from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
 from dlm_lens.viz.reporting.score_precision import PRECISIONS, Precision, Scores
 
@@ -125,21 +125,34 @@ def _check(received: Received, run: DenoisingRun, row: int) -> None:
 
 def content_of(subject: Subject, budget: int = BUDGET, *, rule: Detector = START) -> dict[str, Any]:
     """Everything that the page shows of a recording, ready for JSON; `rule` is the one with which it starts."""
-    valid = subject.run.attention_mask[subject.row]
-    shown = torch.cat([valid.nonzero().flatten(), len(valid) + torch.arange(subject.received.sinks)])
-    levels, values = _patterns(subject.received, shown)
+    shown = shown_keys(subject)
+    levels, values = patterns_of(subject.received, shown)
     steps = len(subject.steps)
     stored = stored_rules(subject.source, rule, levels, shown, row=subject.row, steps=steps, budget=budget)
     size = sum(len(one[name]["data"]) for one in stored for name in ("count", "key", "score", "threshold"))
     return {
+        **canvas_content(subject, rule=rule),
+        "stored": stored,
+        **fitting(Scores(values), budget - size),
+    }
+
+
+def canvas_content(subject: Subject, *, rule: Detector = START, pack: Pack = packed) -> dict[str, Any]:
+    """What the page shows beside the scores: facts, the canvas of every step, levels, and which patterns move."""
+    levels = levels_of(subject.received)
+    return {
         **_facts(subject),
-        **_canvas(subject, shown),
+        **_canvas(subject, shown_keys(subject), pack),
         "levels": levels,
         "kinds": kinds_of(subject.received, [level["name"] for level in levels], rule),
         "moved_by": repr(rule),
-        "stored": stored,
-        **_fitting(Scores(values), budget - size),
     }
+
+
+def shown_keys(subject: Subject) -> Int[Tensor, "shown"]:
+    """The keys that the page shows: without padding, learned sink tokens last."""
+    valid = subject.run.attention_mask[subject.row]
+    return torch.cat([valid.nonzero().flatten(), len(valid) + torch.arange(subject.received.sinks)])
 
 
 def _facts(subject: Subject) -> dict[str, Any]:
@@ -180,7 +193,7 @@ def _shown(value: Any, row: int) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
+def _canvas(subject: Subject, shown: Tensor, pack: Pack) -> dict[str, Any]:
     """The tokens and open positions of the canvas of every step and after the last one, without padding."""
     run, row, sinks = subject.run, subject.row, subject.received.sinks
     learned = -1 - torch.arange(sinks)
@@ -197,31 +210,43 @@ def _canvas(subject: Subject, shown: Tensor) -> dict[str, Any]:
         "prompt": run.prompt_length - padding,
         "texts": [subject.text_of(int(i)) for i in ids],
         "ids": ids.tolist(),
-        "tokens": packed(narrow(index.numpy(), len(ids))),
-        "masked": packed(masked.numpy().astype("u1")),
-        "written": packed(unmasked.numpy().astype("u1")),
-        **({"revised": packed(revised.numpy().astype("u1"))} if bool(revised.any()) else {}),
+        "tokens": pack(narrow(index.numpy(), len(ids))),
+        "masked": pack(masked.numpy().astype("u1")),
+        "written": pack(unmasked.numpy().astype("u1")),
+        **({"revised": pack(revised.numpy().astype("u1"))} if bool(revised.any()) else {}),
     }
 
 
-def _patterns(received: Received, shown: Tensor) -> tuple[list[dict[str, Any]], Float[Tensor, "pattern step key"]]:
-    """The scores at every level that they have, pattern by pattern: all heads, all layers, the model."""
-    levels, values, first = [], [], 0
+def levels_of(received: Received) -> list[dict[str, Any]]:
+    """The levels that scores have: their names, sizes, and the index of their first pattern."""
+    levels, first = [], 0
     possible: list[Level] = ["head", "layer", "model"]
     merged = {"head": (), "layer": ("head",), "model": ("layer", "head")}
     for level in possible[possible.index(received.level) :]:
         done = merged[received.level]
         if any(axis not in received.dims for axis in merged[level] if axis not in done):
             continue
-        found = received.at_level(level).values[:, 0][..., shown]
-        _, layers, heads, _ = found.shape
+        layers, heads = (
+            1 if axis in merged[level] else size
+            for axis, size in zip(("layer", "head"), received.values.shape[2:4], strict=True)
+        )
         levels.append({"name": level, "first": first, "layers": layers, "heads": heads})
-        values.append(found.permute(1, 2, 0, 3).flatten(0, 1).float())
         first += layers * heads
+    return levels
+
+
+def patterns_of(
+    received: Received, shown: Tensor
+) -> tuple[list[dict[str, Any]], Float[Tensor, "pattern step key"]]:
+    """The scores at every level that they have, pattern by pattern: all heads, all layers, the model."""
+    levels, values = levels_of(received), []
+    for level in levels:
+        found = received.at_level(level["name"]).values[:, 0][..., shown]
+        values.append(found.permute(1, 2, 0, 3).flatten(0, 1).float())
     return levels, torch.cat(values)
 
 
-def _fitting(scores: Scores, budget: int) -> dict[str, Any]:
+def fitting(scores: Scores, budget: int) -> dict[str, Any]:
     """The most exact version of the scores that fits the budget."""
     statistics = scores.statistics()
     bins: dict[int, Any] = {}

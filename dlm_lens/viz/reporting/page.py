@@ -23,7 +23,7 @@ from dlm_lens.viz.reporting.rules import rule_of
 
 logger = logging.getLogger(__name__)
 
-SCRIPTS = ("unpack", "rules", "colour", "text", "cells", "grid", "head", "tables", "facts", "pane", "app")
+SCRIPTS = ("unpack", "rules", "colour", "text", "cells", "grid", "head", "tables", "facts", "pane", "page", "app")
 """The scripts, in the order in which they are joined into one module."""
 
 
@@ -117,6 +117,7 @@ def page_of(data: dict[str, Any]) -> str:
         .encode("ascii", "xmlcharrefreplace")
         .decode("ascii"),
         "STYLE": style,
+        "BODY": _part("body.html").strip(),
         "SCRIPT": script,
         "DATA": embedded(data),
     }

@@ -13,7 +13,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, find_sinks, received_of, trajectories
 from dlm_lens.sinks.detector_registry import DETECTORS, DetectorText, text_of
 from dlm_lens.sinks.received import AXES
-from dlm_lens.viz.reporting.packing import narrow, packed
+from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ def stored_rules(
     row: int,
     steps: int,
     budget: int,
+    pack: Pack = packed,
 ) -> list[dict[str, Any]]:
     """The sinks of one row by every rule that the page does not compute and the recording has the statistics for.
 
@@ -54,6 +55,7 @@ def stored_rules(
         row: index of the sequence.
         steps: how many steps it ran.
         budget: characters of the whole file.
+        pack: how arrays are given.
 
     Raises:
         ValueError: the recording lacks the statistic that `requested` reads.
@@ -66,7 +68,7 @@ def stored_rules(
         if _computed(rule):
             continue
         try:
-            stored = _stored(source, rule, levels, keys, row=row, steps=steps)
+            stored = _stored(source, rule, levels, keys, row=row, steps=steps, pack=pack)
         except ValueError:
             if rule is requested:
                 raise
@@ -91,6 +93,7 @@ def _stored(
     *,
     row: int,
     steps: int,
+    pack: Pack,
 ) -> dict[str, Any]:
     """The sinks of every pattern and step, the strongest first: counts, keys, scores and thresholds."""
     attention = received_of(source) if isinstance(source, Recording) and not rule.reads_hidden_states else source
@@ -112,10 +115,10 @@ def _stored(
         "levels": found,
         "scale": scale,
         "low": rule.low_is_sink,
-        "count": packed(narrow(count, len(keys))),
-        "key": packed(narrow(key, len(keys))),
-        "score": packed(score),
-        "threshold": packed(threshold),
+        "count": pack(narrow(count, len(keys))),
+        "key": pack(narrow(key, len(keys))),
+        "score": pack(score),
+        "threshold": pack(threshold),
     }
 
 

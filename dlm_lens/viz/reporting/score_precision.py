@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.viz.reporting.packing import narrow, packed
+from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 
 MARGIN = 1e-3
 """Amount by which limits are rounded up: far above float32 rounding, below a step of the slider."""
@@ -57,8 +57,8 @@ PRECISIONS = (
 class Scores:
     """The scores [pattern, step, key] of one row, NaN where undefined, and the arrays that a page needs."""
 
-    def __init__(self, values: Float[Tensor, "pattern step key"]) -> None:
-        self.values = values.float().contiguous()
+    def __init__(self, values: Float[Tensor, "pattern step key"], pack: Pack = packed) -> None:
+        self.values, self.pack = values.float().contiguous(), pack
 
     @cached_property
     def defined(self) -> Float[Tensor, "pattern step"]:
@@ -134,18 +134,18 @@ class Scores:
         keys = self.order[chosen].numpy()
         scores = self.ranked[chosen].numpy()
         return {
-            "count": packed(narrow(kept.numpy(), self.values.shape[-1])),
-            "key": packed(narrow(keys, self.values.shape[-1])),
-            "score": packed(scores.astype(np.float16) if self.halves else scores),
+            "count": self.pack(narrow(kept.numpy(), self.values.shape[-1])),
+            "key": self.pack(narrow(keys, self.values.shape[-1])),
+            "score": self.pack(scores.astype(np.float16) if self.halves else scores),
         }
 
     def statistics(self) -> dict[str, Any]:
         """Number, sum and standard deviation of the scores per pattern and step, which thresholds need."""
         keys = self.values.shape[-1]
         return {
-            "defined": packed(narrow(self.defined.numpy(), keys)),
-            "total": packed(self.total.numpy()),
-            "std": packed(self.std.nan_to_num(nan=0.0).numpy()),
+            "defined": self.pack(narrow(self.defined.numpy(), keys)),
+            "total": self.pack(self.total.numpy()),
+            "std": self.pack(self.std.nan_to_num(nan=0.0).numpy()),
         }
 
     def edges(self, colours: int) -> list[float]:
@@ -164,7 +164,7 @@ class Scores:
         """
         edges = torch.tensor(self.edges(colours))
         codes = torch.bucketize(self.values, edges, right=True).add_(1).masked_fill_(self.values.isnan(), 0)
-        return packed(codes.to(torch.uint8).transpose(1, 2).numpy())
+        return self.pack(codes.to(torch.uint8).transpose(1, 2).numpy())
 
 
 def _up(limit: float) -> float:

@@ -23,7 +23,7 @@ function paintCells(pane, state, other) {
     const score = exact.get(key);
     const masked = recorded.isMasked(step, key);
     const text = visible(recorded.text(step, key));
-    const { ground, ink } = bin ? colours(score ?? middle(bin)) : { ground: "transparent", ink: "inherit" };
+    const { ground, ink } = bin ? pane.look.colours(score ?? middle(bin)) : { ground: "transparent", ink: "inherit" };
     cell.style.backgroundColor = ground;
     cell.style.color = ink;
     cell.classList.toggle("undefined", !bin);

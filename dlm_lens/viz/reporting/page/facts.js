@@ -14,20 +14,20 @@ function aboutText({ about, keys, steps }) {
   ].filter(Boolean).join(" \u00b7 ");
 }
 
-function exactText({ about }) {
-  const { exact } = about;
+function exactText({ scores }) {
+  const { exact } = scores;
   if (exact.all) return "All scores are in this file exactly (as recorded).";
   const limits = exact.limits;
   return `The scores of at least the ${exact.fewest} strongest keys of every pattern and step are exact ` +
     `(${exact.scores.toLocaleString("en")} of ${exact.of.toLocaleString("en")}); every number in a table is one of them. ` +
-    `Of the other scores the file holds the bin of their colour, with borders at ${about.edges.map(number).join(", ")}. ` +
+    `Of the other scores the file holds the bin of their colour, with borders at ${scores.edges.map(number).join(", ")}. ` +
     `All sinks are found from eps = ${limits["above-mean"]}, k = ${limits["above-std"]} standard deviations, and up to top ${limits["top-k"]}.`;
 }
 
 function paintFacts(pane) {
   const { about } = pane.recorded;
   const lines = [
-    ["scores", exactText(pane.recorded)],
+    ["scores", pane.recorded.exactText()],
     ["undefined", `keys visible to fewer than ${about.min_viewers} counted queries have no score`],
     ...Object.entries(about.settings).map(([name, value]) => [name, value]),
     ["computed with", Object.entries(about.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
@@ -51,22 +51,23 @@ function finalTokens(recorded) {
   return keys.map((key) => visible(recorded.text(recorded.steps, key))).join(" ");
 }
 
-// The sentence below the controls: the rule, and what of its sinks the file holds.
-function limitText(recordings, rule, level) {
+// The sentence below the controls: the rule, and what of its sinks the page knows at the panes' steps.
+function limitText(panes, rule, level) {
+  const recordings = panes.map((pane) => pane.recorded);
   if (rule.value === null) return storedText(recordings.map((recorded) => recorded.stored.get(rule.name)), level);
-  const short = recordings.filter((recorded) => !findsAll(recorded, rule));
+  const short = panes.filter((pane) => !findsAll(pane.recorded, rule, pane.step));
   if (!short.length) return `${RULES[rule.name].formula(rule.value)}. The page finds what find_sinks finds.`;
-  const limits = short.map((recorded) => limitOf(recorded, rule));
+  const limits = short.map((pane) => limitOf(pane.recorded, rule, pane.step));
   const [side, limit] = rule.name === "top-k" ? ["up to", Math.min(...limits)] : ["from", Math.max(...limits)];
   const setting = rule.name === "soft-sigmoid" ? RULES["above-std"].setting : RULES[rule.name].setting;
-  return `${RULES[rule.name].formula(rule.value)}. This file holds all sinks ${side} ${setting} = ${limit}; ` +
+  return `${RULES[rule.name].formula(rule.value)}. This page holds all sinks ${side} ${setting} = ${limit}; ` +
     "at this setting only the strongest keys are listed, and counts are lower bounds. Main sinks are exact.";
 }
 
 function storedText([{ name, formula, scale, levels }], level) {
   const sentences = [
     `${name}${formula ? `: ${formula}` : ""}.`,
-    "The sinks are those that find_sinks found when this file was written; the page cannot change the setting of this rule.",
+    "The sinks are those that find_sinks found; the page cannot change the setting of this rule.",
     `Scores of sinks are on the scale of the rule (${scale}); colours and the strongest keys show received attention.`,
   ];
   if (!levels.includes(level)) sentences.push(`It has sinks at the level ${levels.join(", ")} only.`);

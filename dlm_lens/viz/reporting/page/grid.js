@@ -12,7 +12,7 @@ function gridShape(pane) {
 }
 
 function paintGrid(pane, state) {
-  const { recorded, step, grid } = pane;
+  const { recorded, step, grid, look } = pane;
   const shape = gridShape(pane);
   const pen = sized(grid, GRID_LEFT + shape.width * shape.heads + 2, GRID_TOP + shape.height * shape.layers + 2);
   pen.font = `${Math.min(11, shape.height - 1)}px system-ui, sans-serif`;
@@ -23,12 +23,12 @@ function paintGrid(pane, state) {
       const [main] = sinksOf(recorded, recorded.pattern(state.level, layer, head), step, state.rule);
       const shade = (sink) => receivedScore(recorded, recorded.pattern(state.level, layer, head), step, sink, state.rule);
       const [x, y] = [GRID_LEFT + head * shape.width, GRID_TOP + layer * shape.height];
-      pen.fillStyle = css("--blank");
-      if (main) pen.fillStyle = pane.gridColour.value === "score" ? colours(shade(main)).ground : POSITIONS[main.key % POSITIONS.length];
+      pen.fillStyle = look.css("--blank");
+      if (main) pen.fillStyle = pane.gridColour.value === "score" ? look.colours(shade(main)).ground : POSITIONS[main.key % POSITIONS.length];
       pen.fillRect(x + 0.5, y + 0.5, shape.width - 1, shape.height - 1);
-      if (isMoving(recorded, recorded.pattern(state.level, layer, head))) paintMover(pen, x, y, shape);
+      if (isMoving(recorded, recorded.pattern(state.level, layer, head))) paintMover(pen, look, x, y, shape);
       if (!main || shape.width < 20 || shape.height < 11) continue;
-      pen.fillStyle = pane.gridColour.value === "score" ? colours(shade(main)).ink : "#000";
+      pen.fillStyle = pane.gridColour.value === "score" ? look.colours(shade(main)).ink : "#000";
       pen.textAlign = "center";
       pen.fillText(shortPlace(recorded, main.key), x + shape.width / 2, y + shape.height / 2, shape.width - 2);
     }
@@ -36,10 +36,10 @@ function paintGrid(pane, state) {
   const [layer, head] = pane.chosen;
   const [x, y] = [GRID_LEFT + head * shape.width, GRID_TOP + layer * shape.height];
   pen.lineWidth = 3;
-  pen.strokeStyle = css("--ground");
+  pen.strokeStyle = look.css("--ground");
   pen.strokeRect(x - 0.5, y - 0.5, shape.width + 1, shape.height + 1);
   pen.lineWidth = 2;
-  pen.strokeStyle = css("--mark");
+  pen.strokeStyle = look.css("--mark");
   pen.strokeRect(x, y, shape.width, shape.height);
   pane.root.querySelector(".chosen").replaceChildren(...chosenText(pane, state));
   pane.root.querySelector(".movers").textContent = moverText(pane);
@@ -52,17 +52,17 @@ function isMoving(recorded, pattern) {
 }
 
 // A triangle in the upper right corner of a cell.
-function paintMover(pen, x, y, { width, height }) {
+function paintMover(pen, look, x, y, { width, height }) {
   const side = Math.max(4, Math.min(10, width / 2, height / 2));
   pen.beginPath();
   pen.moveTo(x + width - 0.5 - side, y + 0.5);
   pen.lineTo(x + width - 0.5, y + 0.5);
   pen.lineTo(x + width - 0.5, y + 0.5 + side);
   pen.closePath();
-  pen.fillStyle = css("--mark");
+  pen.fillStyle = look.css("--mark");
   pen.fill();
   pen.lineWidth = 1;
-  pen.strokeStyle = css("--rim");
+  pen.strokeStyle = look.css("--rim");
   pen.stroke();
 }
 
@@ -83,7 +83,7 @@ function shortPlace(recorded, key) {
 
 function paintGridAxes(pen, pane, { layers, heads, width, height }) {
   const { about } = pane.recorded;
-  pen.fillStyle = css("--soft");
+  pen.fillStyle = pane.look.css("--soft");
   const everyHead = Math.ceil(22 / width);
   const everyLayer = Math.ceil(11 / height);
   pen.textAlign = "center";

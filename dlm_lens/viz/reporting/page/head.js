@@ -10,19 +10,28 @@ function pathShape(pane) {
   return { width: width - PATH_LEFT - 6, height: height - PATH_BOTTOM - 6, steps, keys, full: [width, height] };
 }
 
-// The scores of all steps as an image of a dot per (step, key).
+// The scores of all steps as an image of a dot per (step, key); drawn again when what it shows has changed.
 function pathImage(pane) {
-  const { recorded, pattern } = pane;
+  const { recorded, pattern, look } = pane;
+  const shown = [pattern, look.theme, look.highest, recorded.known(pattern)].join(" ");
+  if (pane.pathShown !== shown) {
+    pane.pathDrawn = drawnPath(recorded, pattern, look);
+    pane.pathShown = shown;
+  }
+  return pane.pathDrawn;
+}
+
+function drawnPath(recorded, pattern, look) {
   const image = document.createElement("canvas");
   [image.width, image.height] = [recorded.steps, recorded.keys];
   const pen = image.getContext("2d");
   const dots = pen.createImageData(recorded.steps, recorded.keys);
-  const blank = theme === "light" ? 226 : 52;
-  const veil = theme === "light" ? 120 : 150;
+  const blank = look.theme === "light" ? 226 : 52;
+  const veil = look.theme === "light" ? 120 : 150;
   for (let step = 0; step < recorded.steps; step += 1) {
     for (let key = 0; key < recorded.keys; key += 1) {
       const bin = recorded.bin(pattern, step, key);
-      let rgb = bin ? mix(RAMPS[theme], share(middle(bin))) : [blank, blank, blank];
+      let rgb = bin ? look.rgb(middle(bin)) : [blank, blank, blank];
       if (bin && recorded.isMasked(step, key)) rgb = rgb.map((c) => Math.round(0.8 * c + 0.2 * veil));
       dots.data.set([...rgb, 255], 4 * (key * recorded.steps + step));
     }
@@ -38,7 +47,7 @@ function paintPath(pane, state) {
   const spot = (step, key) => [PATH_LEFT + (step + 0.5) * dx, 6 + (key + 0.5) * dy];
   pen.imageSmoothingEnabled = false;
   pen.drawImage(pathImage(pane), PATH_LEFT, 6, shape.width, shape.height);
-  pen.strokeStyle = css("--soft");
+  pen.strokeStyle = pane.look.css("--soft");
   pen.lineWidth = 1;
   const [now] = spot(pane.step, 0);
   pen.strokeRect(now - dx / 2, 6, Math.max(dx, 2), shape.height);
@@ -47,8 +56,8 @@ function paintPath(pane, state) {
   for (let step = 0; step < shape.steps; step += 1) {
     const sinks = sinksOf(pane.recorded, pane.pattern, step, state.rule);
     const [largest] = pane.recorded.strongest(pane.pattern, step);
-    for (const { key } of sinks) if (key !== largest?.key) mark(pen, spot(step, key), radius * 0.45, true);
-    if (largest) mark(pen, spot(step, largest.key), radius, sinks.some(({ key }) => key === largest.key));
+    for (const { key } of sinks) if (key !== largest?.key) mark(pen, pane.look, spot(step, key), radius * 0.45, true);
+    if (largest) mark(pen, pane.look, spot(step, largest.key), radius, sinks.some(({ key }) => key === largest.key));
     if (sinks.length) places.set(sinks[0].key, (places.get(sinks[0].key) ?? 0) + 1);
   }
   paintPathAxes(pen, pane, shape, spot);
@@ -56,19 +65,19 @@ function paintPath(pane, state) {
   pane.path.setAttribute("aria-label", `${patternText(pane)}. ${pane.summary.textContent}`);
 }
 
-function mark(pen, [x, y], radius, filled) {
+function mark(pen, look, [x, y], radius, filled) {
   pen.beginPath();
   pen.arc(x, y, radius, 0, 2 * Math.PI);
   pen.lineWidth = 1;
-  pen.strokeStyle = css(filled ? "--rim" : "--mark");
-  pen.fillStyle = css(filled ? "--mark" : "--ground");
+  pen.strokeStyle = look.css(filled ? "--rim" : "--mark");
+  pen.fillStyle = look.css(filled ? "--mark" : "--ground");
   pen.fill();
   pen.stroke();
 }
 
 function paintPathAxes(pen, pane, shape, spot) {
   const { recorded } = pane;
-  pen.fillStyle = css("--soft");
+  pen.fillStyle = pane.look.css("--soft");
   pen.font = "11px system-ui, sans-serif";
   pen.textBaseline = "middle";
   pen.textAlign = "right";
@@ -108,11 +117,11 @@ function pathAt(pane, event) {
 function paintStrongest(pane, state) {
   const { recorded, step, pattern } = pane;
   const table = pane.root.querySelector("table.strongest");
-  const place = pattern * recorded.steps + step;
+  const summary = recorded.summary(pattern, step);
   const sinks = new Map(sinksOf(recorded, pattern, step, state.rule).map((entry) => [entry.key, entry]));
   header(table, ["position", "token", "state", "score", "threshold", "sink"]);
   table.tBodies[0].replaceChildren(...recorded.strongest(pattern, step).slice(0, 16).map(({ key, score }) => {
-    const level = state.rule.value === null || state.rule.name === "top-k" ? NaN : threshold(recorded, place, score, state.rule);
+    const level = state.rule.value === null || state.rule.name === "top-k" ? NaN : threshold(summary, score, state.rule);
     const line = row(recorded.place(key), tokenAt(pane, key), stateOf(pane, key), scored(score), scored(level), sinks.has(key) ? "yes" : "");
     line.dataset.key = key;
     return line;

@@ -1,10 +1,10 @@
 // The part of the page that shows one recording; a comparison has two.
 
 class Pane {
-  constructor(recorded, label, actions) {
-    this.recorded = recorded;
-    this.actions = actions;
-    this.root = document.getElementById("pane").content.firstElementChild.cloneNode(true);
+  // `page` is what shows the pane (page.js).
+  constructor(page, recorded, label, { alone = true } = {}) {
+    Object.assign(this, { page, recorded, look: page.look });
+    this.root = page.control("pane").content.firstElementChild.cloneNode(true);
     const find = (name) => this.root.querySelector(name);
     this.cells = find(".cells");
     this.grid = find("canvas.grid");
@@ -16,7 +16,7 @@ class Pane {
     this.lines = LINES;
     this.step = 0;
     find(".label").textContent = label;
-    find("h2").hidden = actions.alone;
+    find("h2").hidden = alone;
     find(".about").textContent = aboutText(recorded);
     buildCells(this);
     paintFacts(this);
@@ -24,14 +24,14 @@ class Pane {
   }
 
   listen() {
-    this.gridColour.addEventListener("change", () => this.actions.paint());
+    this.gridColour.addEventListener("change", () => this.page.paint());
     this.listing.addEventListener("change", () => {
       this.lines = LINES;
-      this.actions.paint();
+      this.page.paint();
     });
     this.more.addEventListener("click", () => {
       this.lines += 4 * LINES;
-      this.actions.paint();
+      this.page.paint();
     });
     this.grid.addEventListener("click", (event) => {
       const place = gridAt(this, event);
@@ -43,16 +43,16 @@ class Pane {
       event.preventDefault();
       event.stopPropagation();
       this.choose(...place);
-      this.actions.say(this.grid.getAttribute("aria-label"));
+      this.page.say(this.grid.getAttribute("aria-label"));
     });
     this.path.addEventListener("click", (event) => {
       const step = pathAt(this, event);
-      if (step !== null) this.actions.goTo(this, step);
+      if (step !== null) this.page.goTo(this, step);
     });
   }
 
   choose(layer, head) {
-    this.actions.choose(layer, head);
+    this.page.choose(layer, head);
   }
 
   // Take over the state of the page, at a step of this recording.
@@ -72,7 +72,7 @@ class Pane {
     this.root.querySelector(".colours").textContent = `Colour: attention that each token receives in ${patternText(this)}.`;
     for (const which of this.root.querySelectorAll(".which")) which.textContent = `of ${patternText(this)}`;
     this.root.querySelector(".unwritten").textContent = about.open;
-    paintLegend(this.root.querySelector(".legend"), about);
+    paintLegend(this.look, this.root.querySelector(".legend"), about);
     paintCells(this, state, other);
     paintGrid(this, state);
     paintPath(this, state);

@@ -22,27 +22,25 @@ const RULES = {
   },
 };
 
-function threshold(recorded, place, score, rule) {
-  const { total, defined, std } = recorded;
+function threshold({ total, defined, std }, score, rule) {
   if (rule.name === "above-mean") {
-    const others = defined[place] - 1;
-    return others < 1 ? NaN : Math.fround((total[place] - score) / others + rule.value);
+    const others = defined - 1;
+    return others < 1 ? NaN : Math.fround((total - score) / others + rule.value);
   }
-  const mean = total[place] / defined[place];
-  if (std[place] <= 1e-6 * Math.abs(mean)) return NaN;
-  return Math.fround(mean + (rule.name === "soft-sigmoid" ? STEEPNESS : rule.value) * std[place]);
+  const mean = total / defined;
+  if (std <= 1e-6 * Math.abs(mean)) return NaN;
+  return Math.fround(mean + (rule.name === "soft-sigmoid" ? STEEPNESS : rule.value) * std);
 }
 
 // The sinks of a pattern at a step, strongest first: {key, score, threshold}.
 function sinksOf(recorded, pattern, step, rule) {
-  const stored = recorded.stored.get(rule.name);
-  if (stored) return stored.at(pattern, step);
+  if (recorded.stored.has(rule.name)) return recorded.storedSinks(rule.name, pattern, step);
   const found = recorded.strongest(pattern, step);
   if (rule.name === "top-k") return found.slice(0, rule.value).map((entry) => ({ ...entry, threshold: NaN }));
-  const place = pattern * recorded.steps + step;
+  const summary = recorded.summary(pattern, step);
   const sinks = [];
   for (const entry of found) {
-    const level = threshold(recorded, place, entry.score, rule);
+    const level = threshold(summary, entry.score, rule);
     // A lower score has a higher threshold, so that no key after the first that fails passes.
     if (!(entry.score > level)) break;
     sinks.push({ ...entry, threshold: level });
@@ -51,15 +49,15 @@ function sinksOf(recorded, pattern, step, rule) {
 }
 
 // The setting from which on (for top-k: up to which) all sinks are among the exactly known keys; null for any setting.
-function limitOf(recorded, rule) {
-  const limits = recorded.about.exact.limits;
+function limitOf(recorded, rule, step) {
+  const { limits } = recorded.exactAt(step);
   return limits[rule.name === "soft-sigmoid" ? "above-std" : rule.name];
 }
 
 // Whether all sinks by this rule are known.
-function findsAll(recorded, rule) {
+function findsAll(recorded, rule, step) {
   if (recorded.stored.has(rule.name)) return true;
-  const limit = limitOf(recorded, rule);
+  const limit = limitOf(recorded, rule, step);
   if (limit === null) return true;
   if (rule.name === "top-k") return rule.value <= limit;
   return (rule.name === "soft-sigmoid" ? STEEPNESS : rule.value) >= limit;

@@ -28,7 +28,7 @@ function paintSinks(pane, state) {
   const unit = { head: "heads", layer: "layers", model: "patterns" }[state.level];
   const { layers, heads } = pane.size;
   pane.root.querySelector(".count").textContent =
-    `${pane.sinks.length}${findsAll(pane.recorded, state.rule) ? "" : " or more"} sinks at ${pane.heads.size} positions in ${layers * heads} ${unit}`;
+    `${pane.sinks.length}${findsAll(pane.recorded, state.rule, pane.step) ? "" : " or more"} sinks at ${pane.heads.size} positions in ${layers * heads} ${unit}`;
   const lines = pane.listing.value === "key" ? linesByKey(pane, table, unit) : linesByHead(pane, state, table);
   table.tBodies[0].replaceChildren(...lines.slice(0, pane.lines).map((line) => line()));
   pane.more.hidden = lines.length <= pane.lines;

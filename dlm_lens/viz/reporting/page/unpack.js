@@ -1,4 +1,4 @@
-// The data of the page: from text to typed arrays, and the recording that they describe.
+// The data of the page: from text or bytes to typed arrays, and the recording that they describe.
 
 const TYPES = { f8: Float64Array, f4: Float32Array, f2: Uint16Array, u4: Uint32Array, u2: Uint16Array, u1: Uint8Array };
 
@@ -25,9 +25,15 @@ function fromHalf(half) {
   return values;
 }
 
+// An array of a file is text (deflated planes of bytes, in base64); one of the kernel is its bytes as they are.
 async function unpacked(part) {
-  const planes = await inflate(bytesOf(part.data));
   const type = TYPES[part.dtype];
+  if (typeof part.data !== "string") {
+    const { buffer, byteOffset, byteLength } = part.data;
+    const plain = new type(buffer.slice(byteOffset, byteOffset + byteLength));
+    return part.dtype === "f2" ? fromHalf(plain) : plain;
+  }
+  const planes = await inflate(bytesOf(part.data));
   const width = type.BYTES_PER_ELEMENT;
   const count = planes.length / width;
   let bytes = planes;
@@ -70,24 +76,89 @@ class StoredRule {
   }
 }
 
+async function takeArrays(target, parts) {
+  const names = Object.keys(parts);
+  const arrays = await Promise.all(names.map((name) => unpacked(parts[name])));
+  names.forEach((name, i) => { target[name] = arrays[i]; });
+}
+
+// The scores of some patterns at some steps: the strongest exactly, of the others the bin of their colour.
+class Scores {
+  static async from(data, steps, keys) {
+    const given = new Scores();
+    await takeArrays(given, { ...data.statistics, ...data.strongest, bins: data.bins });
+    Object.assign(given, { steps, keys, exact: data.exact, edges: data.edges, offsets: offsetsOf(given.count) });
+    const rules = await Promise.all(data.stored.map((rule) => StoredRule.from(rule, steps)));
+    given.stored = new Map(rules.map((rule) => [rule.name, rule]));
+    return given;
+  }
+
+  // The exactly known keys of a pattern at a step, highest first.
+  strongest(pattern, step) {
+    const place = pattern * this.steps + step;
+    const found = [];
+    for (let i = this.offsets[place]; i < this.offsets[place + 1]; i += 1) {
+      found.push({ key: this.key[i], score: this.score[i] });
+    }
+    return found;
+  }
+
+  summary(pattern, step) {
+    const place = pattern * this.steps + step;
+    return { total: this.total[place], defined: this.defined[place], std: this.std[place] };
+  }
+
+  bin(pattern, step, key, highest) {
+    const code = this.bins[(pattern * this.keys + key) * this.steps + step];
+    const { edges } = this;
+    return code ? [code > 1 ? edges[code - 2] : 0, code <= edges.length ? edges[code - 1] : highest] : null;
+  }
+}
+
 // One recording. A pattern is a head of a layer, the mean of a layer's heads, or the mean of all.
 class Recorded {
   static async from(data) {
-    const given = new Recorded();
-    const parts = { ...data.statistics, ...data.strongest, bins: data.bins };
-    for (const name of ["tokens", "masked", "written"]) parts[name] = data[name];
-    if (data.revised) parts.revised = data.revised;
-    const names = Object.keys(parts);
-    const arrays = await Promise.all(names.map((name) => unpacked(parts[name])));
-    names.forEach((name, i) => { given[name] = arrays[i]; });
-    given.about = data;
-    given.steps = data.steps.length;
-    given.keys = data.positions.length;
-    given.texts = data.texts;
-    given.offsets = offsetsOf(given.count);
-    const rules = await Promise.all(data.stored.map((rule) => StoredRule.from(rule, given.steps)));
-    given.stored = new Map(rules.map((rule) => [rule.name, rule]));
+    const given = await new this().take(data);
+    given.scores = await Scores.from(data, given.steps, given.keys);
     return given;
+  }
+
+  // Everything but the scores.
+  async take(data) {
+    const parts = { tokens: data.tokens, masked: data.masked, written: data.written };
+    if (data.revised) parts.revised = data.revised;
+    await takeArrays(this, parts);
+    Object.assign(this, { about: data, steps: data.steps.length, keys: data.positions.length, texts: data.texts });
+    return this;
+  }
+
+  // The scores that hold a pattern at a step, and its place there; null while they are not known.
+  at(pattern, step) {
+    return { scores: this.scores, pattern, step };
+  }
+
+  // Whether the scores that the page shows at a step are known; if not, the page paints again when they are.
+  ready() {
+    return true;
+  }
+
+  // Changes when more scores of a pattern become known.
+  known() {
+    return "all";
+  }
+
+  // How exactly the scores at a step are known.
+  exactAt() {
+    return this.scores.exact;
+  }
+
+  exactText() {
+    return exactText(this);
+  }
+
+  // The rules whose sinks were found beforehand: name -> what it says about itself.
+  get stored() {
+    return this.scores.stored;
   }
 
   level(name) {
@@ -102,24 +173,26 @@ class Recorded {
 
   // The exactly known keys of a pattern at a step, highest first.
   strongest(pattern, step) {
-    const place = pattern * this.steps + step;
-    const found = [];
-    for (let i = this.offsets[place]; i < this.offsets[place + 1]; i += 1) {
-      found.push({ key: this.key[i], score: this.score[i] });
-    }
-    return found;
+    const at = this.at(pattern, step);
+    return at ? at.scores.strongest(at.pattern, at.step) : [];
   }
 
-  complete(pattern, step) {
-    const place = pattern * this.steps + step;
-    return this.count[place] === this.defined[place];
+  // Number, sum and standard deviation of the scores of a pattern at a step.
+  summary(pattern, step) {
+    const at = this.at(pattern, step);
+    return at ? at.scores.summary(at.pattern, at.step) : { total: NaN, defined: 0, std: NaN };
+  }
+
+  // The sinks of a pattern at a step by a stored rule.
+  storedSinks(name, pattern, step) {
+    const at = this.at(pattern, step);
+    return at ? at.scores.stored.get(name).at(at.pattern, at.step) : [];
   }
 
   // The borders of the bin of a score: [low, high]; null where the score is undefined.
   bin(pattern, step, key) {
-    const code = this.bins[(pattern * this.keys + key) * this.steps + step];
-    const { edges, highest } = this.about;
-    return code ? [code > 1 ? edges[code - 2] : 0, code <= edges.length ? edges[code - 1] : highest] : null;
+    const at = this.at(pattern, step);
+    return at ? at.scores.bin(at.pattern, at.step, key, this.about.highest) : null;
   }
 
   text(step, key) {
