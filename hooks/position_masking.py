@@ -64,9 +64,19 @@ class MaskPositions(ColumnHook):
         device = None if hook.run is None else hook.run.tokens.device
         hidden = torch.zeros(1, 1, keys, dtype=torch.bool, device=device)
         for position in self.positions:
+            if _is_to_come(position, keys, hook):
+                continue
             place = hook.sinks.locate(position, keys)
             hidden[..., place : place + 1] = True
         return ColumnMask(hidden, self.stage, self.keep_self, self.renormalise, most=len(self.positions))
+
+
+def _is_to_come(position: int | SinkToken, keys: int, hook: PointContext) -> bool:
+    """Whether the step sees a prefix of the run's canvas that ends before this position."""
+    if hook.run is None or hook.run.whole is None or isinstance(position, SinkToken):
+        return False
+    canvas = hook.sinks.canvas(keys)
+    return canvas.stop - canvas.start <= position < hook.run.whole
 
 
 def mask_positions(
@@ -79,6 +89,8 @@ def mask_positions(
 
     Before the softmax the other keys take over the attention; after it, the rows lose it and sum to less than
     1, unless `renormalise`. A row that would end empty keeps its own position; with `keep_self` every row does.
+    Where a step sees a prefix of the canvas (AR decoding, block diffusion), a position after it is hidden from the
+    first step on that sees it.
 
     Raises:
         ValueError: no position, or an unknown stage.

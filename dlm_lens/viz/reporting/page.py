@@ -107,7 +107,7 @@ def _is_source(source: Any) -> bool:
 
 def page_of(data: dict[str, Any]) -> str:
     """The whole page, in ASCII."""
-    style, script = _part("style.css"), "\n".join(_part(f"{name}.js") for name in SCRIPTS)
+    style, script = part_of_page("style.css"), "\n".join(part_of_page(f"{name}.js") for name in SCRIPTS)
     parts = {
         "POLICY": (
             f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
@@ -117,11 +117,11 @@ def page_of(data: dict[str, Any]) -> str:
         .encode("ascii", "xmlcharrefreplace")
         .decode("ascii"),
         "STYLE": style,
-        "BODY": _part("body.html").strip(),
+        "BODY": part_of_page("body.html").strip(),
         "SCRIPT": script,
         "DATA": embedded(data),
     }
-    page = _part("page.html")
+    page = part_of_page("page.html")
     pieces = page.split("%%")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
@@ -132,7 +132,8 @@ def embedded(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _part(name: str) -> str:
+def part_of_page(name: str) -> str:
+    """A file of the page."""
     return files("dlm_lens.viz.reporting").joinpath("page", name).read_text(encoding="ascii")
 
 

@@ -1,0 +1,60 @@
+// The attention pattern of a head: queries from top to bottom, keys from left to right.
+
+function paintPattern(pane, shown) {
+  const canvas = pane.root.querySelector("canvas.pattern");
+  const { queries, keys, values, largest } = shown;
+  const room = Math.max(160, canvas.parentElement.clientWidth - 2);
+  const side = Math.max(1, Math.min(14, room / keys, 640 / queries));
+  const image = document.createElement("canvas");
+  [image.width, image.height] = [keys, queries];
+  const dots = image.getContext("2d").createImageData(keys, queries);
+  for (let i = 0; i < values.length; i += 1) dots.data.set([...mix(pane.look.ramp, values[i] / largest), 255], 4 * i);
+  image.getContext("2d").putImageData(dots, 0, 0);
+  const pen = sized(canvas, side * keys, side * queries);
+  pen.imageSmoothingEnabled = false;
+  pen.drawImage(image, 0, 0, side * keys, side * queries);
+  shown.side = side;
+  if (shown.pair) {
+    const [query, key] = shown.pair;
+    pen.lineWidth = 2;
+    pen.strokeStyle = pane.look.css("--mark");
+    pen.strokeRect(key * side - 1, query * side - 1, side + 2, side + 2);
+  }
+  const text = pairText(pane, shown);
+  pane.root.querySelector(".pair").replaceChildren(...text);
+  canvas.setAttribute("aria-label", pane.root.querySelector(".pair").textContent);
+}
+
+function pairText(pane, { pair, queries, keys, values, largest }) {
+  if (!pair) return [`${queries} queries, ${keys} keys; the darkest is ${number(largest)}. Point at an entry, or use the arrow keys.`];
+  const [query, key] = pair;
+  const value = values[query * keys + key];
+  const { recorded } = pane;
+  return [`query ${recorded.place(query)} ("`, tokenAt(pane, query), `") attends to key ${recorded.place(key)} ("`, tokenAt(pane, key), `"): ${value.toFixed(4)}`];
+}
+
+function listenPattern(pane) {
+  const canvas = pane.root.querySelector("canvas.pattern");
+  const move = (query, key) => {
+    const { shownPattern: shown } = pane;
+    if (!shown) return;
+    shown.pair = [Math.min(Math.max(query, 0), shown.queries - 1), Math.min(Math.max(key, 0), shown.keys - 1)];
+    paintPattern(pane, shown);
+  };
+  canvas.addEventListener("pointermove", (event) => {
+    const side = pane.shownPattern?.side ?? 1;
+    move(Math.floor(event.offsetY / side), Math.floor(event.offsetX / side));
+  });
+  canvas.addEventListener("click", () => {
+    if (pane.shownPattern?.pair) pane.page.pick(pane.shownPattern.pair[1]);
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const [query, key] = pane.shownPattern?.pair ?? [0, 0];
+    const moves = { ArrowUp: [query - 1, key], ArrowDown: [query + 1, key], ArrowLeft: [query, key - 1], ArrowRight: [query, key + 1] };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    move(...moves[event.key]);
+    pane.page.say(canvas.getAttribute("aria-label"));
+  });
+}

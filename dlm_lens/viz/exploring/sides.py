@@ -1,0 +1,216 @@
+"""One of the two runs that an explorer shows, and how a run is made: the row alone, from its ids, seed and settings."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from dlm_lens.attention import HookLike
+from dlm_lens.recording import ReceivedAttention, Recorder, Recording
+from dlm_lens.sampling import DenoisingRun, RunObserver, algorithms, denoise
+from dlm_lens.sinks import Detector, Level, Received
+from dlm_lens.viz.exploring.changes import Change, callbacks_of, hooks_of
+from dlm_lens.viz.reporting.data import Subject, canvas_content, fitting, levels_of, patterns_of, shown_keys
+from dlm_lens.viz.reporting.packing import plain
+from dlm_lens.viz.reporting.rules import stored_rules
+from dlm_lens.viz.reporting.score_precision import Scores
+
+Progress = Callable[[int, int], None]
+"""Called as (finished steps, steps)."""
+
+CHUNK = 400_000
+"""Bytes of exact scores of one message, beside a byte for the colour of every score."""
+
+
+class ShownSteps(RunObserver):
+    """An observer that says how many steps have run."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def finish(self, plan: Any, canvas: Tensor, proposal: Any, unmasked: Tensor) -> None:
+        """A step is over."""
+        self.progress(plan.index + 1, plan.total)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What a run is made from: one prompt, alone.
+
+    Args:
+        ids: its token ids.
+        seed: of the run.
+        settings: of `denoise`.
+        hooks: under which the plain run is made too.
+        code: the prompt as Python.
+    """
+
+    ids: tuple[int, ...]
+    seed: int
+    settings: Mapping[str, Any]
+    hooks: tuple[HookLike, ...]
+    code: str
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A run of one row, its scores, and what the page is sent of them.
+
+    Args:
+        source: what `Subject.of` takes.
+        hooks: of the run, in order.
+        rule: the detector with which the page starts.
+        levels: received attention at the levels that were needed so far.
+        version: a number that no other side of this process has.
+    """
+
+    source: Any
+    hooks: tuple[HookLike, ...]
+    rule: Detector
+    levels: dict[Level, Received] = field(default_factory=dict)
+    version: int = field(default_factory=count().__next__)
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The row, as the report has it."""
+        return Subject.of(self.source, 0)
+
+    @property
+    def run(self) -> DenoisingRun:
+        """The run."""
+        return self.subject.run
+
+    @property
+    def received(self) -> Received:
+        """Received attention of every step, layer and head."""
+        return self.subject.received
+
+    @cached_property
+    def keys(self) -> Int[Tensor, "shown"]:
+        """The keys that the page shows: all of them."""
+        return shown_keys(self.subject)
+
+    @property
+    def strongest(self) -> tuple[int, int]:
+        """Places on their axes of the layer and head with the highest score at any step."""
+        values = self.received.values[:, 0].nan_to_num(nan=-1.0).amax((0, 3))
+        return divmod(int(values.argmax()), values.shape[1])
+
+    def content(self) -> dict[str, Any]:
+        """Everything but the scores."""
+        values = self.received.values
+        return {
+            **canvas_content(self.subject, rule=self.rule, pack=plain),
+            "highest": max(1.0, float(values.nan_to_num(nan=0.0).max())) if values.numel() else 1.0,
+        }
+
+    def at_step(self, step: int) -> dict[str, Any]:
+        """The scores of all patterns at a step."""
+        part = self.received.part(steps=slice(step, step + 1))
+        levels, values = patterns_of(part, self.keys)
+        return self._chunk(part, levels, values)
+
+    def over_steps(self, level: Level, layer: int, head: int) -> dict[str, Any]:
+        """The scores of one pattern at all steps; `layer` and `head` are places on the axes."""
+        if level not in self.levels:
+            self.levels[level] = self.received.at_level(level)
+        part = self.levels[level].part(layers=slice(layer, layer + 1), heads=slice(head, head + 1))
+        values = part.values[:, 0, 0, 0][..., self.keys][None].float()
+        return self._chunk(part, levels_of(part)[:1], values)
+
+    def _chunk(self, part: Received, levels: list[dict[str, Any]], values: Tensor) -> dict[str, Any]:
+        size, steps = CHUNK + 2 * values.numel(), values.shape[1]
+        given = (part, self.rule, levels, self.keys)
+        rules = stored_rules(*given, row=0, steps=steps, budget=size, pack=plain)
+        return {**fitting(Scores(values, plain), size), "stored": rules}
+
+
+def made_side(
+    model: Any,
+    prompt: Prompt,
+    changes: Sequence[Change],
+    rule: Detector,
+    progress: Progress,
+    *,
+    autoregressive: bool = False,
+) -> Side:
+    """Denoise the prompt with the changes, and record received attention.
+
+    Raises:
+        ValueError: what `denoise` refuses.
+    """
+    hooks = (*prompt.hooks, *hooks_of(changes))
+    recorder = Recorder(model, [ReceivedAttention()])
+    run = denoise(
+        model,
+        [list(prompt.ids)],
+        seed=[prompt.seed],
+        hooks=hooks,
+        observers=[recorder, ShownSteps(progress)],
+        **callbacks_of(changes, autoregressive=autoregressive),
+        **prompt.settings,
+    )
+    return Side(recorder.recording(run), hooks, rule)
+
+
+def settings_of(run: DenoisingRun) -> dict[str, Any]:
+    """The arguments of `denoise` by which a run is repeated.
+
+    An exact cache is left out, since a recorder needs the whole prefix.
+
+    Raises:
+        ValueError: the run is none of `denoise`.
+    """
+    name = str(run.settings.get("sampler"))
+    if name not in algorithms():
+        raise ValueError(f"a run of the sampler {name!r} cannot be repeated; give one of dlm_lens.denoise")
+    known = {one.name for one in fields(algorithms()[name].settings)} - {"use_cache"}
+    found = {name: value for name, value in run.settings.items() if name in known and value is not None}
+    if run.settings.get("reference_quirks"):
+        found["reference_quirks"] = True
+    return found
+
+
+def given_source(given: Any) -> tuple[DenoisingRun, Any] | None:
+    """The run of a source, and the source itself if it has scores; None for a prompt.
+
+    Raises:
+        ValueError: a recording of a part of the steps, or without received attention of all queries.
+    """
+    if isinstance(given, DenoisingRun):
+        return given, None
+    if isinstance(given, Recording):
+        if given.steps != tuple(range(len(given.steps))):
+            raise ValueError("explore needs a recording of every step from 0 on; this one has a part of them")
+        Subject.of(given, 0)
+        return given.run, given
+    if isinstance(given, tuple) and [type(part) for part in given] == [Received, DenoisingRun]:
+        Subject.of(given, 0)
+        return given[1], given
+    return None
+
+
+def row_prompt(run: DenoisingRun, row: int, hooks: tuple[HookLike, ...]) -> Prompt:
+    """What a row of a run was made from."""
+    first, last = int(run.padding[row]), run.prompt_length
+    ids = tuple(run.canvases[0, row, first:last].tolist())
+    seeds = run.settings.get("seeds") or (0,) * len(run.tokens)
+    return Prompt(ids, int(seeds[row]), settings_of(run), hooks, repr([list(ids)]))
+
+
+def check_hooks_given(run: DenoisingRun, hooks: Sequence[HookLike]) -> None:
+    """Raise unless these are the hooks under which a run was made.
+
+    Raises:
+        ValueError: naming those of the run.
+    """
+    had, given = tuple(run.settings.get("hooks", ())), tuple(map(repr, hooks))
+    if had != given:
+        raise ValueError(
+            f"the run had the hooks [{', '.join(had)}] and explore was given [{', '.join(given)}]; it repeats the "
+            "run: give it the same hooks="
+        )

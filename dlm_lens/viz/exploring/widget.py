@@ -1,0 +1,415 @@
+"""`Explorer`: the widget that `explore` returns; its page is the report's, its state an `Exploration`."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import anywidget
+import traitlets
+from jaxtyping import Float
+from torch import Tensor
+
+from dlm_lens.attention import HookLike, SinkToken
+from dlm_lens.probes import LogitLens
+from dlm_lens.sampling import Comparison, DenoisingRun
+from dlm_lens.sampling.token_text import TokenTexts
+from dlm_lens.sinks import Received
+from dlm_lens.viz.exploring.changes import CanvasEdit, Change, HiddenHead, HiddenKey, coded, decoded
+from dlm_lens.viz.exploring.exploration import Exploration, Selection
+from dlm_lens.viz.exploring.messages import module, split
+from dlm_lens.viz.exploring.script import script_of
+from dlm_lens.viz.reporting.packing import plain
+from dlm_lens.viz.reporting.rules import rule_of
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 0.1
+"""Seconds between two messages about the progress of a run."""
+
+
+class _StaleError(Exception):
+    """A request about a run that is no longer shown."""
+
+
+class Explorer(anywidget.AnyWidget):
+    """A run in a notebook: its steps, canvas, heads and sinks, and its twin with what was hidden or edited.
+
+    Made by `dl.viz.explore`. What a click selects is at `selection`, and may be set; what a click changes can be
+    changed by the methods too.
+
+    Args:
+        exploration: the run and what is known of it.
+    """
+
+    _esm = module()
+    _selection = traitlets.Dict().tag(sync=True)
+    _busy = traitlets.Dict().tag(sync=True)
+    _problem = traitlets.Unicode("").tag(sync=True)
+    _changes = traitlets.List().tag(sync=True)
+    _summary = traitlets.Unicode("").tag(sync=True)
+    _code = traitlets.Unicode("").tag(sync=True)
+    _rows = traitlets.List().tag(sync=True)
+    _row = traitlets.Int(0).tag(sync=True)
+    _shown = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, exploration: Exploration) -> None:
+        self._exploration = exploration
+        self._error: BaseException | None = None
+        self._said = 0.0
+        exploration.progress = self._progress
+        layer, head = exploration.base.strongest
+        layers = exploration.base.received.layers
+        first = Selection(0, layers[layer] if layers else 0, exploration.base.subject.heads[head])
+        self._selected = first
+        super().__init__(_rows=exploration.labels() if exploration.rows > 1 else [""], **self._state())
+        self.on_msg(self._received)
+
+    # What is shown
+
+    @property
+    def run(self) -> DenoisingRun:
+        """The plain run of the prompt that is shown, alone."""
+        return self._exploration.run
+
+    @property
+    def twin(self) -> DenoisingRun | None:
+        """The run with the changes, from the same seed; None without changes."""
+        twin = self._exploration.twin
+        return None if twin is None else twin.run
+
+    @property
+    def received(self) -> Received:
+        """Received attention of the plain run."""
+        return self._exploration.base.received
+
+    @property
+    def twin_received(self) -> Received | None:
+        """Received attention of the twin; None without changes."""
+        twin = self._exploration.twin
+        return None if twin is None else twin.received
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The run and its twin; None without changes."""
+        return self._exploration.comparison
+
+    @property
+    def hooks(self) -> tuple[HookLike, ...]:
+        """The hooks of the twin; without changes those of the run."""
+        return (self._exploration.twin or self._exploration.base).hooks
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What is hidden and edited, in the order in which it was."""
+        return self._exploration.changes
+
+    @property
+    def row(self) -> int:
+        """Which of the prompts is shown; setting it runs that prompt, and takes back all changes."""
+        return self._exploration.row
+
+    @row.setter
+    def row(self, row: int) -> None:
+        exploration = self._exploration
+        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < exploration.rows:
+            raise ValueError(f"row is {row!r}; the prompts have rows 0 to {exploration.rows - 1}")
+
+        def take() -> None:
+            exploration.take_row(row)
+            chosen = self._selected
+            self._selected = replace(chosen, step=min(chosen.step, self.run.steps - 1), position=None)
+
+        self._working("running the prompt", take)
+
+    @property
+    def selection(self) -> Selection:
+        """Step, layer, head and position that are selected; set it to a `Selection` or a tuple of four."""
+        return self._selected
+
+    @selection.setter
+    def selection(self, selection: Selection | tuple[int, int, int, int | SinkToken | None]) -> None:
+        given = selection if isinstance(selection, Selection) else Selection(*selection)
+        self._selected = self._exploration.check_selection(given)
+        self._update()
+
+    def select(self, **parts: int | SinkToken | None) -> Selection:
+        """Change parts of the selection: `explorer.select(step=3, position=12)`.
+
+        Raises:
+            ValueError: an unknown part, or a step, layer, head or position that is not there.
+        """
+        held = vars(self._selected)
+        if unknown := set(parts) - set(held):
+            raise ValueError(f"a selection has no {', '.join(sorted(unknown))}; it has {', '.join(held)}")
+        self.selection = Selection(**{**held, **parts})  # type: ignore[arg-type]
+        return self._selected
+
+    @property
+    def code(self) -> str:
+        """Python that computes what is shown: the run, its twin, and what is selected."""
+        return script_of(self._exploration, self._selected)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The last error of a request of the page, with its traceback; None if the last one succeeded."""
+        return self._error
+
+    # What can be changed
+
+    def hide(self, position: int | SinkToken) -> None:
+        """Hide a key from every query, or show it again if it is hidden; the run is repeated.
+
+        Raises:
+            ValueError: a position that is not there.
+        """
+        if not isinstance(position, SinkToken):
+            position = self._exploration.check_selection(Selection(0, *self._place, position)).position  # type: ignore[assignment]
+        self._change(HiddenKey(position))
+
+    def hide_head(self, layer: int, head: int) -> None:
+        """Set the output of a head to zero, or give it back; the run is repeated.
+
+        Raises:
+            ValueError: a layer or head that is not there.
+        """
+        self._change(HiddenHead(layer, head))
+
+    def plant(self, step: int, position: int, token: int | str) -> None:
+        """Put a token onto the canvas that a step starts from, and run on; in AR decoding, decode it there.
+
+        Raises:
+            ValueError: a step, position or token that is not there, or a text of several tokens.
+        """
+        self._change(self._exploration.edit(step, position, self._exploration.token_id(token)))
+
+    def open_again(self, step: int, position: int) -> None:
+        """Put the mask token back at a position of the canvas that a step starts from, and run on.
+
+        Raises:
+            ValueError: a model without a mask token, or a step or position that is not there.
+        """
+        self._change(CanvasEdit(step, position, self._exploration.mask_id()))
+
+    def undo(self) -> None:
+        """Go back to the changes before the last one."""
+        self._working("going back", self._exploration.undo)
+
+    def clear(self) -> None:
+        """Take all changes back."""
+        self._working("going back", lambda: self._exploration.take_changes(()))
+
+    # What can be asked
+
+    def lens(self, *, top: int = 5, twin: bool = False) -> LogitLens:
+        """The logit lens of the selected position at the selected step, in every layer.
+
+        Raises:
+            ValueError: no position is selected, there is no twin, or the step does not see the position.
+        """
+        if self._selected.position is None:
+            raise ValueError("no position is selected; click a token, or set explorer.select(position=...)")
+        name = "twin" if twin else "run"
+        return self._exploration.lens(name, self._selected.step, self._selected.position, top=top)
+
+    def pattern(self, *, twin: bool = False) -> Float[Tensor, "query key"]:
+        """The attention pattern of the selected head at the selected step; learned sink tokens are the last keys.
+
+        Raises:
+            ValueError: there is no twin, or its run has no such step.
+        """
+        chosen = self._selected
+        return self._exploration.pattern("twin" if twin else "run", chosen.step, chosen.layer, chosen.head)
+
+    # Work, and what the page is told of it
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self._selected.layer, self._selected.head
+
+    def _change(self, change: Change) -> None:
+        changes = self._exploration.with_change(change)
+        self._working("repeating the run", lambda: self._exploration.take_changes(changes))
+
+    def _working(self, what: str, work: Callable[[], None]) -> None:
+        """Do it, and tell the page; whatever fails, the former state is kept."""
+        self._busy = {"what": what}
+        try:
+            work()
+        finally:
+            self._busy = {}
+        self._problem = ""
+        self._update()
+
+    def _progress(self, done: int, steps: int) -> None:
+        now = time.monotonic()
+        if self._busy and (now - self._said > PAUSE or done == steps):
+            self._said = now
+            self._busy = {**self._busy, "done": done, "of": steps}
+
+    def _state(self) -> dict[str, Any]:
+        chosen, exploration = self._selected, self._exploration
+        position = None if chosen.position is None else coded(chosen.position)
+        return {
+            "_selection": {
+                "step": chosen.step, "layer": chosen.layer, "head": chosen.head, "position": position,
+            },
+            "_changes": [self._described(change) for change in exploration.changes],
+            "_summary": exploration.summary(),
+            "_code": self.code,
+            "_row": exploration.row,
+            "_shown": {name: side.version for name, side in exploration.sides.items()},
+        }  # fmt: skip
+
+    def _update(self) -> None:
+        with self.hold_sync():
+            for name, value in self._state().items():
+                setattr(self, name, value)
+
+    def _described(self, change: Change) -> dict[str, Any]:
+        """A change as the page lists it."""
+        run = self.run
+        text = TokenTexts(run.tokenizer)
+        if isinstance(change, HiddenHead):
+            return {"kind": "head", "layer": change.layer, "head": change.head, "text": ""}
+        if isinstance(change, HiddenKey):
+            known = not isinstance(change.position, SinkToken) and change.position < run.tokens.shape[1]
+            token = str(text.label(int(run.tokens[0, change.position]))) if known else ""  # type: ignore[call-overload]
+            return {"kind": "key", "position": coded(change.position), "text": token}
+        label = str(text.label(change.token))
+        return {"kind": "edit", "step": change.step, "position": change.position, "text": label}
+
+    # Requests of the page
+
+    def _received(self, _: Any, content: Any, buffers: Any) -> None:
+        """Answer a request; errors become a sentence on the page."""
+        request = content if isinstance(content, Mapping) else {}
+        act = _REQUESTS.get(str(request.get("kind")))
+        self._error = None
+        try:
+            if act is None:
+                raise ValueError(f"the page sent the request {str(request.get('kind'))!a:.40}, which is none")
+            answer = act(self, request)
+        except _StaleError:
+            answer = {"stale": True}
+        except (Exception, KeyboardInterrupt) as error:
+            self._error = error
+            logger.debug("a request of the explorer's page failed", exc_info=True)
+            sentence = _sentence(error)
+            self._problem = sentence
+            self._reply(request, {"problem": sentence})
+            return
+        self._reply(request, answer or {})
+
+    def _reply(self, request: Mapping[str, Any], answer: dict[str, Any]) -> None:
+        content, buffers = split({**answer, "id": request.get("id"), "kind": request.get("kind")})
+        self.send(content, buffers)
+
+    def _asked_run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        side = self._side(request)
+        layer, head = side.strongest
+        return {
+            "content": {
+                **side.content(), "first_step": side.at_step(0), "start": [layer, head],
+                "rule": rule_of(self._exploration.rule),
+            }
+        }  # fmt: skip
+
+    def _asked_step(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._side(request).at_step(int(request["step"]))
+
+    def _asked_path(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        level: Any = request["level"]
+        return self._side(request).over_steps(level, int(request["layer"]), int(request["head"]))
+
+    def _side(self, request: Mapping[str, Any]) -> Any:
+        """The side that the page means, if it is still shown."""
+        side = self._exploration.sides.get(str(request["side"]))
+        if side is None:
+            raise _StaleError
+        if side.version != request.get("version"):
+            raise _StaleError
+        return side
+
+    def _asked_lens(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        name, position = str(request["side"]), decoded(int(request["position"]))
+        self._side(request)
+        found = self._exploration.lens(name, int(request["step"]), position)
+        if not len(found.step):
+            return {"layers": [], "predicts": None}
+        text = TokenTexts(found.run.tokenizer)
+        predicts = int(found.predicts[0])
+        return {
+            "layers": list(found.layers),
+            "predicts": predicts if predicts >= 0 else None,
+            "predicted": bool(found.predicted[0]),
+            "tokens": [[str(text.label(i)) for i in row] for row in found.top_tokens[0].tolist()],
+            "probabilities": found.top_probabilities[0].tolist(),
+            "entropy": found.entropy[0].tolist(),
+            "rank": found.rank[0].tolist(),
+            "written": "" if int(found.written()[0]) < 0 else str(text.label(int(found.written()[0]))),
+        }
+
+    def _asked_pattern(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._side(request)
+        given = (str(request["side"]), int(request["step"]), int(request["layer"]), int(request["head"]))
+        found = self._exploration.pattern(*given).numpy()
+        return {"queries": found.shape[0], "keys": found.shape[1], "values": plain(found)}
+
+    def _asked_selection(self, request: Mapping[str, Any]) -> None:
+        position = request.get("position")
+        place = None if position is None else decoded(int(position))
+        parts = (int(request["step"]), int(request["layer"]), int(request["head"]))
+        self._selected = self._exploration.check_selection(Selection(*parts, place))
+        self._update()
+
+    def _asked_key(self, request: Mapping[str, Any]) -> None:
+        self.hide(decoded(int(request["position"])))
+
+    def _asked_head(self, request: Mapping[str, Any]) -> None:
+        self.hide_head(int(request["layer"]), int(request["head"]))
+
+    def _asked_plant(self, request: Mapping[str, Any]) -> None:
+        self.plant(int(request["step"]), int(request["position"]), str(request["token"]))
+
+    def _asked_open(self, request: Mapping[str, Any]) -> None:
+        self.open_again(int(request["step"]), int(request["position"]))
+
+    def _asked_removal(self, request: Mapping[str, Any]) -> None:
+        changes, index = list(self.changes), int(request["index"])
+        del changes[index]
+        self._working("repeating the run", lambda: self._exploration.take_changes(tuple(changes)))
+
+    def _asked_row(self, request: Mapping[str, Any]) -> None:
+        self.row = int(request["row"])
+
+
+_REQUESTS: dict[str, Callable[[Explorer, Mapping[str, Any]], dict[str, Any] | None]] = {
+    "run": Explorer._asked_run,
+    "step": Explorer._asked_step,
+    "path": Explorer._asked_path,
+    "lens": Explorer._asked_lens,
+    "pattern": Explorer._asked_pattern,
+    "select": Explorer._asked_selection,
+    "key": Explorer._asked_key,
+    "head": Explorer._asked_head,
+    "plant": Explorer._asked_plant,
+    "open": Explorer._asked_open,
+    "remove": Explorer._asked_removal,
+    "undo": lambda explorer, _: explorer.undo(),
+    "clear": lambda explorer, _: explorer.clear(),
+    "row": Explorer._asked_row,
+}
+"""What the page may ask for."""
+
+
+def _sentence(error: BaseException) -> str:
+    """An error as a sentence for people."""
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted; nothing was changed."
+    text = str(error).strip().splitlines()
+    said = text[0] if text else type(error).__name__
+    if isinstance(error, ValueError | TypeError | MemoryError):
+        return said
+    return f"{type(error).__name__}: {said} (explorer.error has the traceback)"
