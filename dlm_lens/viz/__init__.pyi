@@ -1,3 +1,4 @@
+from .exploring import explore as explore
 from .figures.anatomy import sink_causes as sink_causes
 from .figures.attribution import attribution_map as attribution_map
 from .figures.clock import clock_scores as clock_scores
@@ -19,7 +20,6 @@ from .figures.positions import sink_positions_by_model as sink_positions_by_mode
 from .figures.regions import region_mass as region_mass
 from .figures.remasking import remask_spread as remask_spread
 from .figures.strength import sink_strength as sink_strength
-from .exploring import explore as explore
 from .reporting import report as report
 from .sink_tracks import row_blocks as row_blocks
 from .views.heads import attention_heads as attention_heads

@@ -15,11 +15,13 @@ class Model {
   fire(name, ...values) { for (const act of this.listeners.get(name) ?? []) act(...values); }
   async send(content) { this.take(JSON.parse(await window.kernel(JSON.stringify(content)))); }
   take({ state, messages }) {
-    const changed = Object.keys(state).filter((name) => JSON.stringify(state[name]) !== JSON.stringify(this.state[name]));
+    const text = (value) => JSON.stringify(value);
+    const changed = Object.keys(state).filter((name) => text(state[name]) !== text(this.state[name]));
     for (const name of changed) this.state[name] = state[name];
     for (const name of changed) this.fire(`change:${name}`);
     for (const { content, buffers } of messages) {
-      this.fire("msg:custom", content, buffers.map((text) => new DataView(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer)));
+      const bytes = (one) => new DataView(Uint8Array.from(atob(one), (c) => c.charCodeAt(0)).buffer);
+      this.fire("msg:custom", content, buffers.map(bytes));
     }
   }
 }

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from dlm_lens.experiments.denoising_axis.axis_clock import (
     EXPERIMENT,
     beyond,
@@ -13,6 +12,7 @@ from dlm_lens.experiments.denoising_axis.axis_clock import (
     nearer,
     r2,
 )
+
 from dlm_lens.experiments.results import Record, Results
 
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from dlm_lens.cli.app import app
 from dlm_lens.recording import MassiveActivations
 from dlm_lens.sinks import AboveMedian, AttentionShare, LowKeyNorm, Received, find_sinks, received_of
 from dlm_lens.viz.reporting import report
-from dlm_lens.viz.reporting.data import Subject, fitting, content_of
+from dlm_lens.viz.reporting.data import Subject, content_of, fitting
 from dlm_lens.viz.reporting.packing import narrow, packed
 from dlm_lens.viz.reporting.page import embedded
 from dlm_lens.viz.reporting.score_precision import MARGIN, PRECISIONS, Precision, Scores

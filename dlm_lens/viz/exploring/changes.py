@@ -78,7 +78,7 @@ def edits_of(changes: Sequence[Change]) -> tuple[CanvasEdit, ...]:
 
 
 def callbacks_of(changes: Sequence[Change], *, autoregressive: bool) -> dict[str, Callable[..., Any]]:
-    """The argument of `denoise` that makes the edits: `on_canvas`, in AR decoding `on_logits`; none without edits."""
+    """The argument of `denoise` that makes the edits, if any: `on_canvas`, in AR decoding `on_logits`."""
     edits = edits_of(changes)
     if not edits:
         return {}

@@ -144,8 +144,9 @@ class Exploration:
         was, now = run.first_steps(count).tokens[row, first:], side.run.tokens[0]
         if not was[: len(now)].equal(now[: len(was)]):
             raise ValueError(
-                f"row {row} of this run, repeated from its prompt, seed and settings, has other tokens: it was made "
-                "by another model, with callbacks, or from one random stream; give explore the prompt instead"
+                f"row {row} of this run, repeated from its prompt, seed and settings, has other tokens: it was "
+                "made by another model or with callbacks, or rounding in its batch decided otherwise; give explore "
+                "the prompt"
             )
         return side
 
@@ -243,9 +244,7 @@ class Exploration:
         side = self.side(name)
         canvas = side.run.tokens.shape[1]
         place = canvas + position.index if isinstance(position, SinkToken) else position
-        found = logit_lens(
-            self.model, side.run, [place], steps=[step], top=top, controls=False, hooks=side.hooks
-        )
+        found = logit_lens(self.model, side.run, [place], steps=[step], top=top, controls=False, hooks=side.hooks)
         return found if found.hooked is None else found.hooked
 
     def pattern(self, name: str, step: int, layer: int, head: int) -> Float[Tensor, "query key"]:
@@ -297,6 +296,16 @@ class Exploration:
             )
         return found
 
+    def key_at(self, position: int | SinkToken) -> int | SinkToken:
+        """A position counted from the start.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        self._check_position(position)
+        negative = not isinstance(position, SinkToken) and position < 0
+        return position + self.run.tokens.shape[1] if negative else position  # type: ignore[operator]
+
     def edit(self, step: int, position: int, token: int) -> CanvasEdit:
         """An edit of the canvas; in AR decoding at the step that decodes the position.
 
@@ -329,9 +338,7 @@ class Exploration:
             )
         position = selection.position
         if position is not None:
-            self._check_position(position)
-            if not isinstance(position, SinkToken):
-                position = position % self.run.tokens.shape[1]
+            position = self.key_at(position)
         return replace(selection, step=step, position=position)
 
     def _check_position(self, position: int | SinkToken) -> None:

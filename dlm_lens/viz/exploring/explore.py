@@ -28,18 +28,19 @@ def explore(
 ) -> "Explorer":
     """Show a run step by step in a notebook, hide keys and heads, edit its canvas, and see what changes.
 
-    The widget shows the canvas, the grid of layers and heads, the sinks, what a head's keys receive, its pattern, and
-    the logit lens of a position. Hiding a key or a head, or editing the canvas, repeats the run from the same seed
-    beside the first one: the *twin*. Everything that is shown is an attribute of the result, and `explorer.code` is
-    the Python that computes it. One prompt is shown at a time, run alone: it does not depend on its batch.
+    The widget shows the canvas, the grid of layers and heads, the sinks, what a head's keys receive, its pattern,
+    and the logit lens of a position. Hiding a key or a head, or editing the canvas, repeats the run from the same
+    seed beside the first one: the *twin*. Everything that is shown is an attribute of the result, and
+    `explorer.code` is the Python that computes it. One prompt is shown at a time, run alone: it does not depend on
+    its batch.
 
     Scores are sent to the page step by step, as it shows them; nothing comes from a network.
 
     Args:
         model: from `dlm_lens.load`.
-        prompt: as for `dlm_lens.denoise`, which then runs; or a `DenoisingRun`, a `Recording` with received attention
-            of all queries, or a tuple of a `Received` and its run. A recording of one prompt is shown as it is. Other
-            runs are repeated from their prompt, seed and settings, and must come out the same.
+        prompt: as for `dlm_lens.denoise`, which then runs; or a `DenoisingRun`, a `Recording` with received
+            attention of all queries, or a tuple of a `Received` and its run. A recording of one prompt is shown as
+            it is. Other runs are repeated from their prompt, seed and settings, and must come out the same.
         row: which of several prompts to show first.
         hooks: interventions under which the run is made too; for a run, those that it had.
         detector: the rule with which the widget starts, or its text, such as "above-std:3"; `AboveMean(3.0)` by
@@ -49,8 +50,8 @@ def explore(
 
     Raises:
         ImportError: anywidget is not installed.
-        ValueError: a model without a sampler, a prompt, setting, hook or row that cannot be, a rule that reads hidden
-            states, or a run that its prompt, seed and settings do not repeat.
+        ValueError: a model without a sampler, a prompt, setting, hook or row that cannot be, a rule that reads
+            hidden states, or a run that its prompt, seed and settings do not repeat.
     """
     try:
         import anywidget  # noqa: F401

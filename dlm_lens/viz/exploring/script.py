@@ -11,7 +11,7 @@ from dlm_lens.viz.exploring.exploration import Exploration, Selection
 
 
 def script_of(exploration: Exploration, selection: Selection) -> str:
-    """Python that makes the run and its twin, and computes what is selected of the twin (without one, of the run)."""
+    """Python that makes the run and its twin, and computes what is selected of the latter (else of the run)."""
     hooks = [repr(hook) for hook in (exploration.base if exploration.twin is None else exploration.twin).hooks]
     names = sorted(set(re.findall(r"\b([a-z_]+)\(", " ".join(hooks))) & {*hook_names(), "sink"})
     lines = ["import dlm_lens as dl"]

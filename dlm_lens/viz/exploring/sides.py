@@ -1,4 +1,4 @@
-"""One of the two runs that an explorer shows, and how a run is made: the row alone, from its ids, seed and settings."""
+"""One of the two runs that an explorer shows, and how it is made: a row alone, from its ids, seed and settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -9,11 +9,11 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.attention import HookLike
+from dlm_lens.attention import HookLike, SinkToken
 from dlm_lens.recording import ReceivedAttention, Recorder, Recording
 from dlm_lens.sampling import DenoisingRun, RunObserver, algorithms, denoise
 from dlm_lens.sinks import Detector, Level, Received
-from dlm_lens.viz.exploring.changes import Change, callbacks_of, hooks_of
+from dlm_lens.viz.exploring.changes import Change, HiddenKey, callbacks_of, hooks_of
 from dlm_lens.viz.reporting.data import Subject, canvas_content, fitting, levels_of, patterns_of, shown_keys
 from dlm_lens.viz.reporting.packing import plain
 from dlm_lens.viz.reporting.rules import stored_rules
@@ -145,16 +145,23 @@ def made_side(
     """
     hooks = (*prompt.hooks, *hooks_of(changes))
     recorder = Recorder(model, [ReceivedAttention()])
+    others: dict[str, Any] = {**callbacks_of(changes, autoregressive=autoregressive), **prompt.settings}
     run = denoise(
         model,
         [list(prompt.ids)],
         seed=[prompt.seed],
         hooks=hooks,
         observers=[recorder, ShownSteps(progress)],
-        **callbacks_of(changes, autoregressive=autoregressive),
-        **prompt.settings,
+        **others,
     )
-    return Side(recorder.recording(run), hooks, rule)
+    # A key after the end of an AR run that ended early never was there, and a rerun would not find it.
+    length = run.tokens.shape[1]
+    there = [one for one in changes if not (isinstance(one, HiddenKey) and _beyond(one.position, length))]
+    return Side(recorder.recording(run), (*prompt.hooks, *hooks_of(there)), rule)
+
+
+def _beyond(position: int | SinkToken, length: int) -> bool:
+    return not isinstance(position, SinkToken) and position >= length
 
 
 def settings_of(run: DenoisingRun) -> dict[str, Any]:

@@ -47,10 +47,10 @@ class Explorer(anywidget.AnyWidget):
     _selection = traitlets.Dict().tag(sync=True)
     _busy = traitlets.Dict().tag(sync=True)
     _problem = traitlets.Unicode("").tag(sync=True)
-    _changes = traitlets.List().tag(sync=True)
+    _changes: Any = traitlets.List().tag(sync=True)
     _summary = traitlets.Unicode("").tag(sync=True)
     _code = traitlets.Unicode("").tag(sync=True)
-    _rows = traitlets.List().tag(sync=True)
+    _rows: Any = traitlets.List().tag(sync=True)
     _row = traitlets.Int(0).tag(sync=True)
     _shown = traitlets.Dict().tag(sync=True)
 
@@ -143,7 +143,7 @@ class Explorer(anywidget.AnyWidget):
         held = vars(self._selected)
         if unknown := set(parts) - set(held):
             raise ValueError(f"a selection has no {', '.join(sorted(unknown))}; it has {', '.join(held)}")
-        self.selection = Selection(**{**held, **parts})  # type: ignore[arg-type]
+        self.selection = Selection(**{**held, **parts})
         return self._selected
 
     @property
@@ -164,9 +164,7 @@ class Explorer(anywidget.AnyWidget):
         Raises:
             ValueError: a position that is not there.
         """
-        if not isinstance(position, SinkToken):
-            position = self._exploration.check_selection(Selection(0, *self._place, position)).position  # type: ignore[assignment]
-        self._change(HiddenKey(position))
+        self._change(HiddenKey(self._exploration.key_at(position)))
 
     def hide_head(self, layer: int, head: int) -> None:
         """Set the output of a head to zero, or give it back; the run is repeated.
@@ -224,10 +222,6 @@ class Explorer(anywidget.AnyWidget):
 
     # Work, and what the page is told of it
 
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self._selected.layer, self._selected.head
-
     def _change(self, change: Change) -> None:
         changes = self._exploration.with_change(change)
         self._working("repeating the run", lambda: self._exploration.take_changes(changes))
@@ -274,9 +268,10 @@ class Explorer(anywidget.AnyWidget):
         if isinstance(change, HiddenHead):
             return {"kind": "head", "layer": change.layer, "head": change.head, "text": ""}
         if isinstance(change, HiddenKey):
-            known = not isinstance(change.position, SinkToken) and change.position < run.tokens.shape[1]
-            token = str(text.label(int(run.tokens[0, change.position]))) if known else ""  # type: ignore[call-overload]
-            return {"kind": "key", "position": coded(change.position), "text": token}
+            token, place = "", coded(change.position)
+            if 0 <= place < run.tokens.shape[1]:
+                token = str(text.label(int(run.tokens[0, place])))
+            return {"kind": "key", "position": place, "text": token}
         label = str(text.label(change.token))
         return {"kind": "edit", "step": change.step, "position": change.position, "text": label}
 

@@ -1,4 +1,4 @@
-"""Arrays for a page: as text (their bytes in planes, deflated, in base64), or as their bytes for a kernel's page."""
+"""Arrays for a page: as text (their bytes in planes, deflated, in base64), or as bytes for a kernel's page."""
 
 import base64
 import zlib

@@ -29,6 +29,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "comparing",
         "recording",
         "report",
+        "explorer",
         "pictures",
         "hosts",
         "tracing",

@@ -1,0 +1,371 @@
+"""The explorer's kernel side: what a click makes is what denoise, compare, replay and the lens give directly."""
+
+import builtins
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.hooks import ablate, at_heads, at_layers, capture, mask_positions, sink
+from dlm_lens.recording import rerun
+from dlm_lens.sinks import LowKeyNorm, find_sinks, received_of
+from dlm_lens.testing import tiny
+from dlm_lens.viz.exploring.exploration import Selection
+from dlm_lens.viz.exploring.messages import split
+
+PROMPT = [[5, 6, 7]]
+FAMILIES = ["llada", "dream", "smdm", "sink_qwen", "bd3lm", "llada2", "causal", "uniform_qwen", "diffusion_gemma"]
+HEAD = at_heads(at_layers(ablate("z"), [1]), [2])
+
+
+def explorer_of(name, given=PROMPT, **settings):
+    config = {"num_sinks": 1} if name == "sink_qwen" else {}
+    return dl.viz.explore(tiny(name, **config), given, **{"gen_length": 8, **settings})
+
+
+class Page:
+    """Sends what the page sends, and keeps what it would get."""
+
+    def __init__(self, explorer):
+        self.explorer, self.answers = explorer, []
+        explorer.send = lambda content, buffers=None: self.answers.append((content, buffers))
+
+    def ask(self, kind, side="run", **request):
+        shown = self.explorer._shown
+        version = shown.get(side)
+        self.explorer._received(
+            self.explorer, {"kind": kind, "side": side, "version": version, "id": "1", **request}, []
+        )
+        content, buffers = self.answers[-1]
+        json.dumps(content)  # everything but the buffers is JSON
+        return self.joined(content, buffers)
+
+    def joined(self, value, buffers):
+        if isinstance(value, list):
+            return [self.joined(one, buffers) for one in value]
+        if not isinstance(value, dict):
+            return value
+        if set(value) == {"buffer"}:
+            return buffers[value["buffer"]]
+        return {name: self.joined(one, buffers) for name, one in value.items()}
+
+
+def array(part):
+    return np.frombuffer(part["data"], dtype=np.dtype(f"<{part['dtype']}")).reshape(part["shape"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hidden_keys_and_heads_are_the_run_with_these_hooks(name):
+    explorer = explorer_of(name)
+    model = explorer._exploration.model
+    direct = dl.denoise(model, PROMPT, gen_length=8)
+    assert explorer.run.tokens.equal(direct.tokens)
+    assert explorer.twin is None
+    last = direct.tokens.shape[1] - 1
+    page = Page(explorer)
+    for request in (
+        {"kind": "key", "position": 1},
+        {"kind": "key", "position": last},
+        {"kind": "head", "layer": 1, "head": 2},
+    ):
+        page.ask(**request)
+        assert explorer._problem == ""
+    hooks = [mask_positions(1, last), HEAD]
+    recorded = dl.record(model, PROMPT, hooks=hooks, gen_length=8)
+    assert explorer.twin.tokens.equal(recorded.run.tokens)
+    torch.testing.assert_close(explorer.twin_received.values, received_of(recorded).values, equal_nan=True)
+    pair = dl.sampling.Comparison(direct, recorded.run, ())
+    assert explorer.comparison.changed.equal(pair.changed)
+    assert f"{int(pair.tokens_changed)} of {int(pair.answer.sum())} tokens" in explorer._summary
+    page.ask("undo")
+    assert [repr(hook) for hook in explorer.hooks] == [repr(mask_positions(1, last))]
+    page.ask("clear")
+    assert explorer.twin is None
+    assert explorer.changes == ()
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "bd3lm", "uniform_qwen"])
+def test_a_planted_token_is_there_at_its_step_and_the_steps_before_are_the_same(name):
+    explorer = explorer_of(name)
+    model, page = explorer._exploration.model, Page(explorer)
+    page.ask("plant", step=2, position=5, token="w9")
+    token = model.tokenizer("w9")["input_ids"][0]
+    assert explorer.twin.canvases[2, 0, 5] == token
+    assert explorer.twin.canvases[:2].equal(explorer.run.canvases[:2])
+
+    def plant(step, canvas):
+        if step == 2:
+            canvas[:, 5] = token
+            return canvas
+        return None
+
+    assert explorer.twin.tokens.equal(dl.denoise(model, PROMPT, gen_length=8, on_canvas=plant).tokens)
+
+
+def test_an_opened_position_is_open_at_its_step_and_filled_in_again():
+    explorer = explorer_of("llada")
+    Page(explorer).ask("open", step=3, position=1)
+    assert explorer.twin.masked[3, 0, 1]
+    assert explorer.twin.canvases[3, 0, 1] == 63
+    assert not explorer.twin.masked[-1].any()
+    assert not explorer.twin.masked[2, 0, 1]
+    # The edited prompt is the run's own for a comparison, which counts the answer.
+    assert int(explorer.comparison.answer.sum()) == 8
+
+
+def test_an_ar_model_decodes_the_planted_token():
+    explorer = explorer_of("causal")
+    position = explorer.run.prompt_length + 2
+    explorer.plant(5, position, 9)
+    assert explorer.changes[0].step == 2  # which decodes it
+    assert explorer.twin.tokens[0, position] == 9
+    assert explorer.twin.tokens[0, :position].equal(explorer.run.tokens[0, :position])
+    for do, sentence in (
+        (lambda: explorer.plant(0, 1, 9), "position 1 is in the prompt"),
+        (lambda: explorer.open_again(2, position), "no mask token"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            do()
+    assert explorer.twin.tokens[0, position] == 9
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "sink_qwen", "causal", "llada2"])
+def test_lens_and_pattern_are_those_of_direct_calls(name):
+    explorer = explorer_of(name)
+    model, page = explorer._exploration.model, Page(explorer)
+    explorer.hide(1)
+    explorer.hide_head(1, 2)
+    explorer.select(step=2, layer=1, head=3, position=4)
+    hooks = [mask_positions(1), HEAD]
+    for side, run, given in (("run", explorer.run, []), ("twin", explorer.twin, hooks)):
+        lens = dl.logit_lens(model, run, [4], steps=[2], controls=False, hooks=given)
+        lens = lens.hooked or lens
+        answer = page.ask("lens", side, step=2, position=4)
+        assert answer["probabilities"] == lens.top_probabilities[0].tolist()
+        assert answer["entropy"] == lens.entropy[0].tolist()
+        layout = dl.attention.SinkLayout.of(model)
+        kept = capture(model, run, "pattern", cache_steps=2, layers=[1], hooks=given)["pattern", 1, 2][0, 3]
+        expected = layout.sinks_last(kept)[layout.canvas(kept.shape[0])]
+        answer = page.ask("pattern", side, step=2, layer=1, head=3)
+        found = torch.tensor(array(answer["values"]))
+        seen = expected.shape[0]
+        keys = [*range(seen), *range(found.shape[1] - layout.count, found.shape[1])]
+        torch.testing.assert_close(found[:seen][:, keys], expected)
+        torch.testing.assert_close(explorer.pattern(twin=side == "twin"), found)
+        if given:
+            assert not found[:, 1].any()
+
+
+@pytest.mark.parametrize("name", ["llada", "sink_qwen", "causal"])
+def test_the_page_gets_the_scores_of_the_recording(name):
+    explorer = explorer_of(name, gen_length=6)
+    page = Page(explorer)
+    content = page.ask("run")["content"]
+    received, run = explorer.received, explorer.run
+    keys = received.values.shape[-1]
+    assert content["positions"] == [*range(run.tokens.shape[1]), *(-1 - i for i in range(received.sinks))]
+    ids = np.array(content["ids"])[array(content["tokens"])]
+    assert ids[:, : run.tokens.shape[1]].tolist() == run.canvases[:, 0].tolist()
+    for step in (0, 3):
+        answer = page.ask("step", step=step)
+        values = received.values[step, 0].flatten(0, 1)
+        counts = array(answer["strongest"]["count"])[: len(values), 0]
+        at = 0
+        found = array(answer["strongest"]["score"]), array(answer["strongest"]["key"])
+        for pattern, count in enumerate(counts):
+            scores = values[pattern][torch.tensor(found[1][at : at + count].astype(int))]
+            assert found[0][at : at + count].tolist() == scores.tolist()
+            assert count == int(values[pattern].isfinite().sum())
+            at += count
+    path = page.ask("path", level="layer", layer=1, head=0)
+    mean = received.at_level("layer").values[:, 0, 1, 0]
+    totals = array(path["statistics"]["total"])[0]
+    np.testing.assert_allclose(totals, mean.double().nansum(-1), rtol=1e-9)
+    assert array(path["bins"]).shape == (1, keys, run.steps)
+    names = {rule["name"]: rule for rule in path["stored"]}
+    rule = names["AttentionShare(threshold=0.3)"]
+    sinks = find_sinks(received, dl.sinks.AttentionShare(), level="layer").is_sink
+    assert array(rule["count"]).tolist() == sinks[:, 0, 1].sum(-1).tolist()
+
+
+def test_a_run_of_a_batch_is_shown_alone_and_rows_are_chosen():
+    model = tiny("llada")
+    batch = dl.denoise(model, ["w1 w2 w3", "w4 w5"], gen_length=8, seed=[3, 4], temperature=0.5)
+    explorer = dl.viz.explore(model, batch, row=1)
+    assert explorer.run.tokens[0].equal(batch.tokens[1, 1:])
+    assert len(explorer._rows) == 2
+    explorer.hide(0)
+    direct = dl.denoise(model, "w4 w5", gen_length=8, seed=4, temperature=0.5, hooks=[mask_positions(0)])
+    assert explorer.twin.tokens.equal(direct.tokens)
+    Page(explorer).ask("row", row=0)
+    assert explorer.run.tokens.equal(batch.tokens[:1])
+    assert explorer.twin is None
+    prompts = dl.viz.explore(model, ["w1 w2 w3", "w4 w5"], row=1, gen_length=8, seed=[3, 4], temperature=0.5)
+    assert prompts.run.tokens[0].equal(batch.tokens[1, 1:])
+
+
+def test_a_recording_of_one_prompt_is_shown_without_a_pass(monkeypatch):
+    model = tiny("llada")
+    recording = dl.record(model, "w1 w2", gen_length=8)
+    monkeypatch.setattr("dlm_lens.viz.exploring.sides.denoise", None)
+    explorer = dl.viz.explore(model, recording)
+    assert explorer.received.values.data_ptr() == recording.received.data_ptr()
+    received = dl.viz.explore(model, (received_of(recording), recording.run)).received
+    assert received.values.equal(recording.received)
+
+
+def test_hooks_of_the_run_stay_in_the_twin():
+    model = tiny("llada")
+    own = mask_positions(0)
+    run = dl.denoise(model, "w1 w2 w3", gen_length=8, hooks=[own])
+    with pytest.raises(
+        ValueError, match=r"the run had the hooks \[mask_positions\(0\)\] and explore was given \[\]"
+    ):
+        dl.viz.explore(model, run)
+    explorer = dl.viz.explore(model, run, hooks=[own])
+    explorer.hide_head(1, 2)
+    assert explorer.twin.tokens.equal(dl.denoise(model, "w1 w2 w3", gen_length=8, hooks=[own, HEAD]).tokens)
+
+
+def test_a_run_that_its_settings_do_not_repeat_is_refused():
+    model = tiny("llada")
+
+    def plant(step, canvas):
+        canvas[:, -1] = 9
+        return canvas
+
+    run = dl.denoise(model, "w1 w2 w3", gen_length=8, on_canvas=plant)
+    with pytest.raises(ValueError, match="repeated from its prompt, seed and settings, has other tokens"):
+        dl.viz.explore(model, run)
+
+
+@pytest.mark.parametrize("name", ["llada", "sink_qwen", "causal"])
+def test_the_code_computes_what_is_shown(name):
+    explorer = explorer_of(name, "w1 w2 w3", temperature=0.7, seed=5)
+    explorer.select(step=2, layer=1, head=3, position=4)
+    for change in (
+        lambda: None,
+        lambda: explorer.plant(1, 4, "w9"),
+        lambda: explorer.hide(1),
+        lambda: explorer.hide_head(1, 2),
+    ):
+        change()
+        space = {"model": explorer._exploration.model}
+        exec(explorer.code, space)  # noqa: S102  # our own code
+        assert space["recording"].run.tokens.equal(explorer.run.tokens)
+        if explorer.twin is not None:
+            assert space["twin"].run.tokens.equal(explorer.twin.tokens)
+        shown = explorer.twin_received if explorer.twin is not None else explorer.received
+        torch.testing.assert_close(space["received"], shown.values[2, 0, 1, 3], equal_nan=True)
+        lens = explorer.lens(twin=explorer.twin is not None)
+        assert space["lens"].top_tokens.equal(lens.top_tokens)
+
+
+def test_the_selection_is_read_and_set():
+    explorer = explorer_of("sink_qwen")
+    page = Page(explorer)
+    page.ask("select", step=3, layer=1, head=2, position=-1)
+    assert explorer.selection == Selection(3, 1, 2, sink(0))
+    explorer.selection = (-1, 0, 1, -2)
+    steps, positions = explorer.run.steps, explorer.run.tokens.shape[1]
+    assert explorer.selection == Selection(steps - 1, 0, 1, positions - 2)
+    assert explorer._selection == {"step": steps - 1, "layer": 0, "head": 1, "position": positions - 2}
+    for bad, sentence in (
+        ({"step": steps}, "step 8 of 8"),
+        ({"layer": 5}, "layer 5 was not recorded"),
+        ({"head": 9}, "head 9 is not there"),
+        ({"position": 99}, "position 99 of"),
+        ({"position": sink(7)}, "sink token 7 of 1"),
+        ({"place": 1}, "a selection has no place"),
+        ({"step": "3"}, "give a whole number"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            explorer.select(**bad)
+    assert explorer.selection.step == steps - 1
+
+
+def test_what_fails_is_a_sentence_and_the_state_stays(monkeypatch):
+    explorer = explorer_of("llada")
+    page = Page(explorer)
+    page.ask("key", position=1)
+    twin, changes = explorer.twin, explorer.changes
+
+    def fails(*_, **__):
+        raise RuntimeError("CUDA is out of memory\nand more")
+
+    monkeypatch.setattr("dlm_lens.viz.exploring.sides.denoise", fails)
+    answer = page.ask("head", layer=0, head=0)
+    assert answer["problem"] == "RuntimeError: CUDA is out of memory (explorer.error has the traceback)"
+    assert explorer._problem == answer["problem"]
+    assert isinstance(explorer.error, RuntimeError)
+    assert (explorer.twin is twin, explorer.changes, explorer._busy) == (True, changes, {})
+    monkeypatch.undo()
+    for request, sentence in (
+        ({"kind": "key", "position": 99}, "position 99 of 11"),
+        ({"kind": "head", "layer": 7, "head": 0}, "layer 7 of 2"),
+        ({"kind": "plant", "step": 1, "position": 4, "token": "w1 w2"}, "is 2 tokens (w1, w2); give one token"),
+        ({"kind": "nothing"}, "which is none"),
+    ):
+        assert sentence in page.ask(**request)["problem"]
+        assert explorer.twin is twin
+    assert page.ask("step", version=-1, step=0)["stale"]
+    page.ask("undo")
+    assert explorer._problem == ""
+    assert explorer.error is None
+
+
+def test_the_steps_of_a_run_are_told():
+    explorer = explorer_of("llada")
+    told = []
+    explorer.observe(lambda change: told.append(change["new"]), "_busy")
+    explorer.hide(1)
+    assert told[0] == {"what": "repeating the run"}
+    assert told[-2] == {"what": "repeating the run", "done": 8, "of": 8}
+    assert told[-1] == {}
+
+
+def test_bad_input_is_one_sentence_before_any_work(monkeypatch):
+    model = tiny("llada")
+    monkeypatch.setattr("dlm_lens.viz.exploring.sides.denoise", None)
+    for given, settings, sentence in (
+        ("w1", {"row": 1}, "row 1 of 1"),
+        ("w1", {"observers": ()}, "explore takes no observers"),
+        ("w1", {"detector": LowKeyNorm()}, "reads hidden states"),
+        ("w1", {"detector": "above"}, "above"),
+        ("", {}, "empty"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            dl.viz.explore(model, given, **settings)
+    monkeypatch.undo()
+    recording = dl.record(model, "w1 w2", gen_length=8)
+    with pytest.raises(ValueError, match="settings go with a prompt"):
+        dl.viz.explore(model, recording, steps=4)
+    with pytest.raises(ValueError, match="a recording of every step"):
+        dl.viz.explore(model, recording.select(step=slice(2, 5)))
+    keys = rerun(model, recording.run, [dl.recording.KeyNorm()])
+    with pytest.raises(ValueError, match="has no received"):
+        dl.viz.explore(model, keys)
+    with pytest.raises(ValueError, match="has no sampler"):
+        dl.viz.explore(torch.nn.Linear(2, 2), "w1")
+
+
+def test_without_anywidget_there_is_a_sentence(monkeypatch):
+    found = builtins.__import__
+
+    def missing(name, *rest):
+        if name == "anywidget":
+            raise ImportError(name)
+        return found(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match=r"pip install 'dlm-lens\[notebook\]'; without it, dl.viz.report"):
+        dl.viz.explore(tiny("llada"), "w1")
+
+
+def test_a_message_is_split_into_json_and_bytes():
+    assert split({"a": [b"x", {"b": b"yz"}], "c": (1, "t")}) == (
+        {"a": [{"buffer": 0}, {"b": {"buffer": 1}}], "c": [1, "t"]},
+        [b"x", b"yz"],
+    )
