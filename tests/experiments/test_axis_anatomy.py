@@ -4,11 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dlm_lens.experiments.denoising_axis import axis_anatomy
 
 import dlm_lens as dl
 from dlm_lens.experiments import find_experiment
 from dlm_lens.experiments.attention_sinks.problems import problems_of
+from dlm_lens.experiments.denoising_axis import axis_anatomy
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.probes import channel_removal, retrieval_heads, sink_anatomy
 from dlm_lens.testing import tiny

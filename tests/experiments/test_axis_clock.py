@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from dlm_lens.experiments.denoising_axis.axis_clock import (
     EXPERIMENT,
     beyond,
@@ -12,7 +13,6 @@ from dlm_lens.experiments.denoising_axis.axis_clock import (
     nearer,
     r2,
 )
-
 from dlm_lens.experiments.results import Record, Results
 
 RNG = np.random.default_rng(0)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dlm_lens.experiments.denoising_axis.axis_early import excess, findings, mean, recall_by_lag, run
 
 import dlm_lens as dl
 from dlm_lens.experiments.attention_sinks.problems import problems_of
+from dlm_lens.experiments.denoising_axis.axis_early import excess, findings, mean, recall_by_lag, run
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.probes import early_attention
 from dlm_lens.testing import tiny

@@ -1,9 +1,9 @@
 """axis-features: its numbers and verdicts on planted losses, and the problems that it trains on."""
 
 import pytest
+
 from dlm_lens.experiments.denoising_axis import axis_features
 from dlm_lens.experiments.denoising_axis.axis_features import INSERTIONS, PLACES, added, better, recovered, render
-
 from dlm_lens.experiments.results import Record, Results
 
 

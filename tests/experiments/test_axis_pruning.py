@@ -4,11 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dlm_lens.experiments.denoising_axis import axis_pruning
-from dlm_lens.experiments.denoising_axis.axis_pruning import METHODS, difference, findings, reference_answers
 
 import dlm_lens as dl
 from dlm_lens.experiments.attention_sinks.problems import problems
+from dlm_lens.experiments.denoising_axis import axis_pruning
+from dlm_lens.experiments.denoising_axis.axis_pruning import METHODS, difference, findings, reference_answers
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.probes import pruned
 from dlm_lens.testing import tiny
