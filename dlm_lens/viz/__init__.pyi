@@ -1,4 +1,9 @@
-from .exploring import explore as explore
+from .exploring.changes import CanvasEdit as CanvasEdit
+from .exploring.changes import HiddenHead as HiddenHead
+from .exploring.changes import HiddenKey as HiddenKey
+from .exploring.exploration import Selection as Selection
+from .exploring.explore import explore as explore
+from .exploring.widget import Explorer as Explorer
 from .figures.anatomy import sink_causes as sink_causes
 from .figures.attribution import attribution_map as attribution_map
 from .figures.clock import clock_scores as clock_scores

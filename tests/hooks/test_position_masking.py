@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 import torch
 
+import dlm_lens as dl
 from dlm_lens.attention import Hook, PointContext
-from dlm_lens.hooks import MaskPositions, attach_hooks, mask_positions, sink
+from dlm_lens.hooks import MaskPositions, at_steps, attach_hooks, mask_positions, sink
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -179,3 +180,27 @@ def test_a_host_s_other_points_are_refused(stage: Any, own: str, others: list[st
     for name in others:
         with pytest.raises(ValueError, match=rf"belongs at {own.rpartition('.')[2]} and was put at {name}"):
             hook(pattern, PointContext(name, 1))
+
+
+@pytest.mark.parametrize("family", ["causal", "bd3lm"])
+def test_a_position_after_the_prefix_of_a_step_is_hidden_once_it_is_seen(family: str) -> None:
+    """As if the hook were limited to the steps that see it; the prefix before is untouched."""
+    model = tiny(family)
+    place = 6
+    settings: dict[str, Any] = {"gen_length": 8} | ({} if family == "causal" else {"block_length": 4})
+    run = dl.denoise(model, [[5, 6, 7]], hooks=[mask_positions(place)], **settings)
+    plain = dl.denoise(model, [[5, 6, 7]], **settings)
+    if family == "causal":  # step t sees the 3 + t tokens that are written, and decides the next
+        first, stop = place - 2, place + 1
+    else:
+        first = next(step for step, (_, end) in enumerate(plain.spans) if end > place)
+        stop = plain.spans[first][0]
+    limited = dl.denoise(
+        model, [[5, 6, 7]], hooks=[at_steps(mask_positions(place), slice(first, None))], **settings
+    )
+    assert run.tokens.equal(limited.tokens)
+    assert run.tokens[:, :stop].equal(plain.tokens[:, :stop])
+    assert run.confidence.equal(limited.confidence)
+    assert not run.confidence.equal(plain.confidence)
+    with pytest.raises(ValueError, match="position 99 is not there"):
+        dl.denoise(model, [[5, 6, 7]], hooks=[mask_positions(99)], **settings)

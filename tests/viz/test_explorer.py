@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -360,6 +361,7 @@ def test_without_anywidget_there_is_a_sentence(monkeypatch):
         return found(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.delitem(sys.modules, "dlm_lens.viz.exploring.widget", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'dlm-lens\[notebook\]'; without it, dl.viz.report"):
         dl.viz.explore(tiny("llada"), "w1")
 

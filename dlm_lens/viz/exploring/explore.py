@@ -53,15 +53,8 @@ def explore(
         ValueError: a model without a sampler, a prompt, setting, hook or row that cannot be, a rule that reads
             hidden states, or a run that its prompt, seed and settings do not repeat.
     """
-    try:
-        import anywidget  # noqa: F401
-    except ImportError:
-        raise ImportError(
-            "explore needs anywidget, which is not installed: pip install 'dlm-lens[notebook]'; without it, "
-            "dl.viz.report(recording, path) writes the same views as one HTML file"
-        ) from None
     from dlm_lens.viz.exploring.exploration import Exploration
-    from dlm_lens.viz.exploring.widget import Explorer
+    from dlm_lens.viz.exploring.widget import Explorer  # needs anywidget
 
     check_model(model)
     for name in NOT_TAKEN:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import anywidget
-import traitlets
 from jaxtyping import Float
 from torch import Tensor
 
@@ -22,6 +20,15 @@ from dlm_lens.viz.exploring.messages import module, split
 from dlm_lens.viz.exploring.script import script_of
 from dlm_lens.viz.reporting.packing import plain
 from dlm_lens.viz.reporting.rules import rule_of
+
+try:
+    import anywidget
+    import traitlets
+except ImportError:
+    raise ImportError(
+        "explore needs anywidget, which is not installed: pip install 'dlm-lens[notebook]'; without it, "
+        "dl.viz.report(recording, path) writes the same views as one HTML file"
+    ) from None
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +47,7 @@ class Explorer(anywidget.AnyWidget):
     changed by the methods too.
 
     Args:
-        exploration: the run and what is known of it.
+        exploration: the run and what is known of it, an `Exploration`.
     """
 
     _esm = module()
@@ -54,8 +61,8 @@ class Explorer(anywidget.AnyWidget):
     _row = traitlets.Int(0).tag(sync=True)
     _shown = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, exploration: Exploration) -> None:
-        self._exploration = exploration
+    def __init__(self, exploration: Any) -> None:
+        self._exploration: Exploration = exploration
         self._error: BaseException | None = None
         self._said = 0.0
         exploration.progress = self._progress

@@ -15,7 +15,7 @@ function hostTheme(element) {
 class ExplorerPage extends Page {
   constructor(root, host, model) {
     super(root, host);
-    Object.assign(this, { host, model, kernel: new Kernel(model), lives: new Map(), key: null, row: null, loads: 0, sent: [] });
+    Object.assign(this, { host, model, kernel: new Kernel(model, (slow) => this.paintWork(slow)), lives: new Map(), key: null, row: null, loads: 0, sent: [] });
     this.on = { lens: false, pattern: false };
     this.state.link = "step";
   }
@@ -77,10 +77,25 @@ class ExplorerPage extends Page {
     if (load !== this.loads || lives.some((live) => !live)) return;
     this.lives = new Map(lives.map((live) => [live.version, live]));
     const first = this.panes.length === 0 || this.row !== this.model.get("_row");
+    const held = this.heldFocus();
     this.take(lives, lives.length > 1 ? ["the run", "its twin, with the changes"] : [""]);
     this.panes.forEach((pane, i) => this.equip(pane, lives[i].side));
     if (first) this.start(lives[0]);
     else this.paint();
+    held();
+  }
+
+  // Puts the focus back to where it was in the panes, after they have been made anew.
+  heldFocus() {
+    const focused = this.root.activeElement;
+    const from = this.panes.findIndex((pane) => focused && pane.root.contains(focused));
+    if (from < 0) return () => {};
+    const kind = focused.classList.contains("cell") ? "cell" : focused.className;
+    return () => {
+      const pane = this.panes[Math.min(from, this.panes.length - 1)];
+      const target = kind === "cell" ? pane.cellOf[Math.min(this.key ?? 0, pane.recorded.keys - 1)] : kind && pane.root.getElementsByClassName(kind)[0];
+      if (target) target.focus({ preventScroll: true });
+    };
   }
 
   async live(side, version) {
@@ -112,7 +127,12 @@ class ExplorerPage extends Page {
     const [lens, pattern] = this.control("extra").content.cloneNode(true).children;
     pane.root.querySelector(".two").before(lens);
     pane.root.querySelector(".two").after(pattern);
+    for (const name of ["strongest", "sinks"]) pane.root.querySelector(`table.${name}`).parentElement.classList.add("short");
     listenPattern(pane);
+    // What comes out belongs to the canvas.
+    const final = pane.root.querySelector("details.final");
+    pane.cells.closest("section").after(final);
+    final.open = true;
     const { cells } = pane;
     cells.setAttribute("role", "listbox");
     cells.setAttribute("aria-label", `Canvas of ${side === "run" ? "the run" : "the twin"}`);
@@ -276,8 +296,9 @@ class ExplorerPage extends Page {
     for (const id of ["undo", "clear"]) this.control(id).disabled = busy;
   }
 
-  paintWork() {
-    const { what, done, of } = this.model.get("_busy");
+  paintWork(slow = false) {
+    const { done, of, ...busy } = this.model.get("_busy");
+    const what = busy.what ?? (slow ? "waiting for the kernel: it runs something else, or has stopped" : "");
     this.control("working").hidden = !what;
     const bar = this.control("bar");
     if (of) Object.assign(bar, { max: of, value: done });

@@ -8,9 +8,12 @@ function joined(value, buffers) {
   return Object.fromEntries(Object.entries(value).map(([name, one]) => [name, joined(one, buffers)]));
 }
 
+const SLOW = 4000; // milliseconds without an answer, after which the page says that it waits
+
 class Kernel {
-  constructor(model) {
-    Object.assign(this, { model, count: 0, name: Math.random().toString(36).slice(2), waiting: new Map() });
+  // `slow` is called with true when an answer takes long, and with false when all have come.
+  constructor(model, slow) {
+    Object.assign(this, { model, slow, count: 0, name: Math.random().toString(36).slice(2), waiting: new Map() });
     this.hear = (message, buffers) => this.heard(message, buffers);
     model.on("msg:custom", this.hear);
   }
@@ -22,6 +25,7 @@ class Kernel {
     return new Promise((resolve, reject) => {
       this.waiting.set(id, { resolve, reject });
       this.model.send({ ...request, id });
+      setTimeout(() => this.waiting.has(id) && this.slow(true), SLOW);
     });
   }
 
@@ -29,6 +33,7 @@ class Kernel {
     const waiting = this.waiting.get(message?.id);
     if (!waiting) return;
     this.waiting.delete(message.id);
+    if (!this.waiting.size) this.slow(false);
     if (message.problem !== undefined) waiting.reject(new Error(message.problem));
     else waiting.resolve(message.stale ? null : joined(message, buffers));
   }

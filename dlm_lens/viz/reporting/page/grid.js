@@ -5,7 +5,7 @@ const GRID_TOP = 18;
 
 function gridShape(pane) {
   const { layers, heads } = pane.size;
-  const room = Math.max(120, pane.grid.parentElement.clientWidth - 2);
+  const room = Math.max(120, pane.rooms.grid - 2);
   const width = Math.max(6, Math.min(60, (room - GRID_LEFT) / heads));
   const height = Math.max(8, Math.min(32, 460 / layers));
   return { layers, heads, width, height };

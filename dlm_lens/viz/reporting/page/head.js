@@ -4,7 +4,7 @@ const PATH_LEFT = 46;
 const PATH_BOTTOM = 30;
 
 function pathShape(pane) {
-  const width = Math.max(200, pane.path.parentElement.clientWidth - 2);
+  const width = Math.max(200, pane.rooms.path - 2);
   const height = Math.min(460, Math.max(200, pane.recorded.keys * 6));
   const { steps, keys } = pane.recorded;
   return { width: width - PATH_LEFT - 6, height: height - PATH_BOTTOM - 6, steps, keys, full: [width, height] };

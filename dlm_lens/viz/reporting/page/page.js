@@ -45,11 +45,13 @@ class Page {
 
   paint() {
     const { state, panes } = this;
+    const steps = this.steps();
+    const ready = panes.map((pane, i) => pane.recorded.ready(state, steps[i], this)).every(Boolean);
+    if (ready) for (const pane of panes) pane.measure();
     this.control("step").value = state.step;
     this.control("step").setAttribute("aria-valuetext", this.whereText());
     this.control("where").textContent = this.whereText();
-    const steps = this.steps();
-    if (!panes.map((pane, i) => pane.recorded.ready(state, steps[i], this)).every(Boolean)) return;
+    if (!ready) return;
     panes.forEach((pane, i) => pane.take(state, steps[i]));
     panes.forEach((pane, i) => pane.paint(state, panes[1 - i]));
     this.control("limit").textContent = limitText(panes, state.rule, state.level);

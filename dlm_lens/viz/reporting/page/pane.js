@@ -65,6 +65,11 @@ class Pane {
     countSinks(this, state);
   }
 
+  // The widths that pictures may have; read before anything is written, so that a paint needs no second layout.
+  measure() {
+    this.rooms = { grid: this.grid.parentElement.clientWidth, path: this.path.parentElement.clientWidth };
+  }
+
   paint(state, other) {
     const { about } = this.recorded;
     const written = `${Math.round(100 * about.progress[this.step])}% decoded`;
