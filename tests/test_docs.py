@@ -68,7 +68,10 @@ def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(readme.splitlines()) < 150
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+TASKS = sorted((ROOT / "docs" / "tasks").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *TASKS], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

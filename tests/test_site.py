@@ -114,6 +114,7 @@ def test_every_page_is_in_one_section():
     listed = [page for pages in structure_of_site.sections().values() for page in pages]
     assert len(listed) == len(set(listed))
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    pages |= {f"tasks/{path.stem}" for path in (ROOT / "docs" / "tasks").glob("*.md")}
     assert pages | {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")} <= set(
         listed
     )

@@ -56,6 +56,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "diffusion_gemma",
         "toy",
     ),
+    "Questions to solve": ("tasks/index",),
     "Reference": ("_pages/api/index", "_pages/command-line", "gallery", "troubleshooting"),
     "Papers and results": ("papers", "results", "results_one_token", "results_axis", "_pages/benchmarks"),
     "Extending": ("add-a-hook", "add-a-detector", "add-a-reducer", "add-a-figure", "add-a-family"),
@@ -71,12 +72,20 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 
 def sections() -> dict[str, tuple[str, ...]]:
-    """`SECTIONS` with every page that exists: unlisted notebooks are tutorials, other unlisted pages explain."""
+    """`SECTIONS` with every page that exists: unlisted notebooks are tutorials, other unlisted pages explain.
+
+    Pages of `docs/tasks` are questions to solve, in the order of their numbers.
+    """
     listed = {page for pages in SECTIONS.values() for page in pages}
     notebooks = {f"notebooks/{path.stem}" for path in (DOCS / "notebooks").iterdir() if path.suffix in SOURCES}
     pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
-    more = {"Tutorials": sorted(notebooks - listed), "Explanation": sorted(pages - listed)}
-    exist = notebooks | pages
+    tasks = {f"tasks/{path.stem}" for path in (DOCS / "tasks").glob("*.md")}
+    more = {
+        "Tutorials": sorted(notebooks - listed),
+        "Explanation": sorted(pages - listed),
+        "Questions to solve": sorted(tasks - listed),
+    }
+    exist = notebooks | pages | tasks
     return {
         caption: tuple(page for page in (*names, *more.get(caption, ())) if page in exist or page.startswith("_"))
         for caption, names in SECTIONS.items()

@@ -1,0 +1,61 @@
+"""Shares of maps with a sink on two scales, and the files of the recordings."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.tasks.checks import comparing, loops
+
+LENGTH, BATCH = 12, 4
+
+
+@functools.cache
+def right() -> dict[str, dict[str, float]]:
+    found = {}
+    for name in ("toy", "toy-ar"):
+        model, causal = loops.loaded(name), name == "toy-ar"
+        maps: dict[str, list[bool]] = {"relative": [], "column_sums": []}
+        for text in loops.prompts():
+            steps = (
+                loops.greedy(model, text, LENGTH)
+                if causal
+                else loops.decode(model, text, LENGTH, LENGTH)[0][:LENGTH]
+            )
+            for canvas in steps:
+                one = loops.pass64(model, canvas, causal=causal)
+                for pattern in (pattern for layer in range(4) for pattern in loops.pattern_of(one, layer)):
+                    relative = loops.relative_scores(pattern, causal)
+                    sums = loops.column_sums(pattern) if causal else pattern.sum(0)
+                    maps["relative"].append(any(loops.above_mean(relative)))
+                    maps["column_sums"].append(any(loops.above_mean(sums)))
+        found[name] = {scale: float(np.mean(has)) for scale, has in maps.items()}
+    return found
+
+
+def check(answer: dict[str, Any]) -> list[str]:
+    wrong = comparing.differences(answer, right(), 0.002)
+    wrong += comparing.differences(answer, {"left": 16}, 0.0)
+    places = answer.get("directories")
+    if not isinstance(places, dict) or set(places) != {"toy", "toy-ar"}:
+        return [*wrong, "directories must name those of toy and of toy-ar"]
+    return wrong + [line for name, place in places.items() for line in recording(name, Path(str(place)))]
+
+
+def recording(name: str, place: Path) -> list[str]:
+    """What is wrong with the files of a recording."""
+    shards = sorted(path for path in place.rglob("*.safetensors") if re.search(r"step-\d+", path.name))
+    wanted = LENGTH * len(loops.prompts()) // BATCH
+    if len(shards) != wanted:
+        return [f"{place} holds {len(shards)} finished steps of batches of {BATCH}; {wanted} are needed"]
+    keys = max(size for shard in shards[:1] for array in load_file(shard).values() for size in array.shape)
+    for shard in shards:
+        for title, array in load_file(shard).items():
+            if sum(size >= min(keys, 24) for size in array.shape) > 1:
+                return [
+                    f"{shard} stores {title} of shape {list(array.shape)}, which has a number per query and key"
+                ]
+    return []
