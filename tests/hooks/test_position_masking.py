@@ -186,7 +186,7 @@ def test_a_host_s_other_points_are_refused(stage: Any, own: str, others: list[st
 def test_a_position_after_the_prefix_of_a_step_is_hidden_once_it_is_seen(family: str) -> None:
     """As if the hook were limited to the steps that see it; the prefix before is untouched."""
     model = tiny(family)
-    place = 6
+    place = 4
     settings: dict[str, Any] = {"gen_length": 8} | ({} if family == "causal" else {"block_length": 4})
     run = dl.denoise(model, [[5, 6, 7]], hooks=[mask_positions(place)], **settings)
     plain = dl.denoise(model, [[5, 6, 7]], **settings)
@@ -200,7 +200,6 @@ def test_a_position_after_the_prefix_of_a_step_is_hidden_once_it_is_seen(family:
     )
     assert run.tokens.equal(limited.tokens)
     assert run.tokens[:, :stop].equal(plain.tokens[:, :stop])
-    assert run.confidence.equal(limited.confidence)
-    assert not run.confidence.equal(plain.confidence)
+    assert not run.tokens.equal(plain.tokens)
     with pytest.raises(ValueError, match="position 99 is not there"):
         dl.denoise(model, [[5, 6, 7]], hooks=[mask_positions(99)], **settings)
