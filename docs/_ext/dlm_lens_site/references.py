@@ -16,6 +16,7 @@ _PIECE = re.compile(r"[\[\]'\"~ /]|^[A-Z]$|^\d")
 
 DEPENDENCIES = (
     "torch",
+    "anywidget",
     "numpy",
     "transformers",
     "transformer_lens",
@@ -36,6 +37,7 @@ SHORT = {
     "NoRunError": "ValueError",
     "Cache": "transformers.Cache",
     "pd.DataFrame": "pandas.DataFrame",
+    "t.Any": "typing.Any",
     "Path": "pathlib.Path",
     "torch.nn.modules.module.Module": "torch.nn.Module",
     "torch.utils.data.dataset.IterableDataset": "torch.utils.data.IterableDataset",
