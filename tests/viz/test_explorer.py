@@ -327,6 +327,21 @@ def test_the_steps_of_a_run_are_told():
     assert told[-1] == {}
 
 
+def test_going_back_runs_nothing(monkeypatch):
+    explorer = explorer_of("llada")
+    explorer.hide(1)
+    first = explorer.twin
+    explorer.hide_head(1, 2)
+    monkeypatch.setattr("dlm_lens.viz.exploring.sides.denoise", None)
+    explorer.undo()
+    assert explorer.twin is first
+    assert explorer.changes == (dl.viz.HiddenKey(1),)
+    explorer.undo()
+    assert explorer.twin is None
+    explorer.undo()  # nothing is left to go back to
+    assert explorer.changes == ()
+
+
 def test_bad_input_is_one_sentence_before_any_work(monkeypatch):
     model = tiny("llada")
     monkeypatch.setattr("dlm_lens.viz.exploring.sides.denoise", None)

@@ -100,6 +100,7 @@ class Side:
         values = self.received.values[:, 0].nan_to_num(nan=-1.0).amax((0, 3))
         return divmod(int(values.argmax()), values.shape[1])
 
+    @cached_property
     def content(self) -> dict[str, Any]:
         """Everything but the scores."""
         values = self.received.values

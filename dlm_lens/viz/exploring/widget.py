@@ -310,13 +310,8 @@ class Explorer(anywidget.AnyWidget):
 
     def _asked_run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         side = self._side(request)
-        layer, head = side.strongest
-        return {
-            "content": {
-                **side.content(), "first_step": side.at_step(0), "start": [layer, head],
-                "rule": rule_of(self._exploration.rule),
-            }
-        }  # fmt: skip
+        own = {"first_step": side.at_step(0), "rule": rule_of(self._exploration.rule)}
+        return {"content": {**side.content, **own}}
 
     def _asked_step(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return self._side(request).at_step(int(request["step"]))

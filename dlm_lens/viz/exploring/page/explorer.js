@@ -3,12 +3,17 @@
 const LATE = 250; // milliseconds after which a picture that waits for the kernel is dimmed
 const SETTLED = 200; // after which a changed selection is asked about
 
-// "dark" or "light", by the background on which the widget stands.
+// "dark" or "light": by the background on which the widget stands; where all is transparent, as VS Code, Colab and
+// marimo say it, or by what the reader prefers.
 function hostTheme(element) {
   for (let at = element; at; at = at.parentElement ?? at.getRootNode()?.host) {
     const parts = getComputedStyle(at).backgroundColor.match(/[\d.]+/g)?.map(Number) ?? [];
     if (parts.length >= 3 && (parts[3] ?? 1) > 0.5) return lightness(parts.slice(0, 3)) < 0.3 ? "dark" : "light";
   }
+  const [page, body] = [document.documentElement, document.body];
+  const said = (kind) => body.matches(`.vscode-${kind}, .${kind}`) || page.matches(`[theme="${kind}"], .${kind}`);
+  if (said("dark") || body.matches(".vscode-high-contrast:not(.vscode-high-contrast-light)")) return "dark";
+  if (said("light")) return "light";
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
 
