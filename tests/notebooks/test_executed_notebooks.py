@@ -223,8 +223,8 @@ def test_sink_token_training() -> None:
 def test_smollm2() -> None:
     lines = lines_of("smollm2.ipynb")
     assert any(line.endswith("The capital of France is Paris.") for line in lines)
-    null = [line for line in lines if line.startswith("uniform attention")]
-    assert [estimate_in(line, "has a sink")[0] for line in null] == [1, 0]
+    null = [lines[place + 1] for place, line in enumerate(lines) if line.startswith("uniform attention,")]
+    assert [estimate_in(line, "with a sink")[0] for line in null] == [1, 0]
     ratio = next([float(x) for x in line.split()[1:4]] for line in lines if line.startswith("ratio"))
     assert ratio[2] < 0.5  # short values
     shares = [
