@@ -30,7 +30,9 @@ def changed_by(choose: Any) -> tuple[list[int], float]:
         edits = {(layer, "scores"): hide for layer in range(4)}
 
         def network(canvas: torch.Tensor, step: int, edits: Any = edits) -> torch.Tensor:
-            return loops.pass64(model, canvas, edits=edits if step >= HALF else None)["logits"]
+            if step < HALF:
+                return model(input_ids=canvas).logits
+            return loops.pass64(model, canvas, edits=edits)["logits"]
 
         hidden = loops.decode(model, text, LENGTH, BLOCK, network)[0][-1]
         changed.append(int((plain != hidden).sum()))

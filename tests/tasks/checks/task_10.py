@@ -58,4 +58,21 @@ def recording(name: str, place: Path) -> list[str]:
                 return [
                     f"{shard} stores {title} of shape {list(array.shape)}, which has a number per query and key"
                 ]
+    return received(name, shards[:LENGTH])
+
+
+def received(name: str, shards: list[Path]) -> list[str]:
+    """Whether the received attention of prompt 0, which has no padding on its left, is right at every step."""
+    model, causal, text = loops.loaded(name), name == "toy-ar", loops.prompts()[0]
+    steps = loops.greedy(model, text, LENGTH) if causal else loops.decode(model, text, LENGTH, LENGTH)[0][:LENGTH]
+    for shard, canvas in zip(shards, steps, strict=True):
+        stored = load_file(shard).get("array.received")
+        if stored is None:
+            return [f"{shard} holds no received attention"]
+        one = loops.pass64(model, canvas, causal=causal)
+        for layer, head in np.ndindex(4, 4):
+            scores = loops.relative_scores(loops.pattern_of(one, layer)[head], causal)
+            known = stored[0, layer, head, : len(scores)]
+            if not np.allclose(known, scores, rtol=2e-3, atol=1e-3, equal_nan=True):
+                return [f"{shard} does not hold the received attention of prompt 0"]
     return []

@@ -1,6 +1,8 @@
 """Two recordings on the disk, one of them interrupted and continued."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"patterns": True},
     {"length": 8},
     {"again": True},
+    {"another": True},
 )
 
 
@@ -24,19 +27,23 @@ def solve(
     patterns: bool = False,
     length: int = 12,
     again: bool = False,
+    another: bool = False,
 ) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
-    answer: dict[str, Any] = {"directories": {}, "left": 36}
+    answer: dict[str, Any] = {"directories": {}, "left": -1}
     for name in ("toy", "toy-ar"):
         model, to = dl.load(name), folder / name
         settings: dict[str, Any] = {"gen_length": length, "seed": 0, "batch_size": 4}
         settings |= {"block_length": length} if name == "toy" else {"use_cache": False}
         reducers = [dl.ReceivedAttention(), *([dl.recording.AttentionPattern()] if patterns else [])]
         if name == "toy":
-            interrupted(model, reducers, to, settings)
-            before = len(list(to.rglob("step-*.safetensors")))
-            answer["left"] = 36 if again else 3 * length - before
-        rec = dl.record(model, PROMPTS, reducers, to=to, **settings)
+            with counted(model, stop_after=20), suppress(KeyboardInterrupt):
+                dl.record(model, PROMPTS, reducers, to=to, **settings)
+            to = folder / "afresh" if again else to
+        with counted(model) as passes:
+            rec = dl.record(model, PROMPTS, reducers, to=to, **settings)
+        if name == "toy":
+            answer["left"] = len(passes)
         shares = {}
         for scale in ("relative", "column_sums"):
             sinks = dl.find_sinks(dl.received_of(rec), detector, relative=scale == "relative")
@@ -44,24 +51,25 @@ def solve(
         if exchanged:
             shares = {"relative": shares["column_sums"], "column_sums": shares["relative"]}
         answer[name] = shares
+        if another:  # the directory of another recording: the prompts in another order
+            to = folder / f"{name}-reversed"
+            dl.record(model, PROMPTS[::-1], reducers, to=to, **settings)
         answer["directories"][name] = str(to)
     return answer
 
 
-def interrupted(model: Any, reducers: Any, to: Path, settings: dict[str, Any]) -> None:
-    """Record until 20 forward passes are finished."""
-    passes = 0
+@contextmanager
+def counted(model: Any, stop_after: int | None = None) -> Iterator[list[None]]:
+    """Counts forward passes; the one after `stop_after` of them is interrupted."""
+    passes: list[None] = []
 
-    def stop(module: torch.nn.Module, args: Any, output: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes > 20:
+    def count(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if len(passes) == stop_after:
             raise KeyboardInterrupt
+        passes.append(None)
 
-    handle = model.model.norm.register_forward_hook(stop)
+    handle = model.model.norm.register_forward_hook(count)
     try:
-        dl.record(model, PROMPTS, reducers, to=to, **settings)
-    except KeyboardInterrupt:
-        pass
+        yield passes
     finally:
         handle.remove()
