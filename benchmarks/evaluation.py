@@ -8,7 +8,7 @@ Stop sequences are words that the random model produces in the first half of a t
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -178,6 +178,9 @@ def main(
     length: int = 128,
     block: int = 32,
     threads: int = 1,
+    kinds: Annotated[str, typer.Option(help="Kinds of answers that are also measured alone.")] = ",".join(ANSWERS),
+    methods: Annotated[str, typer.Option(help="Methods of the mix.")] = "mc,chain_rule",
+    ends: Annotated[str, typer.Option(help="Whether texts end early: early, never.")] = "early,never",
 ) -> None:
     """Time likelihoods by both methods, and generation with and without stop sequences; 0 leaves a part out."""
     torch.set_num_threads(threads)
@@ -188,15 +191,14 @@ def main(
     )  # fmt: skip
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
-    if prompts:
-        compare_generation(model, prompts, length, block, True)
-        compare_generation(model, prompts, length, block, False)
+    for end in ends.split(",") if prompts else ():
+        compare_generation(model, prompts, length, block, end == "early")
     if not requests:
         return
     mixed, title = items_of(requests, ["letters", "words", "sentences"]), "a third letters, words, sentences"
-    compare_likelihood(title, model, mixed, "mc", samples)
-    compare_likelihood(title, model, mixed, "chain_rule", samples)
-    for kind in ANSWERS:
+    for method in methods.split(","):
+        compare_likelihood(title, model, mixed, method, samples)
+    for kind in kinds.split(",") if kinds else ():
         compare_likelihood(f"all {kind}", model, items_of(min(requests, 16), [kind]), "mc", samples)
 
 

@@ -193,6 +193,7 @@ def memory(
 ) -> None:
     """Print the difference of each row's peak to the plain run's, and draw it."""
     beyond: dict[str, list[float]] = {row: [] for row in rows}
+    times: list[str] = []
     print(f"\nMiB beyond plain denoising, {steps} steps (in brackets: the statistics returned); {machine()}\n")
     print("| positions | " + " | ".join(rows) + " |\n|---:|" + "---:|" * len(rows))
     for length in lengths:
@@ -212,6 +213,15 @@ def memory(
             beyond[row].append(found[row]["peak"] - found[PLAIN]["peak"])
         cells = [f"{found[r]['peak'] - found[PLAIN]['peak']:.1f} ({found[r]['statistics']:.1f})" for r in rows]
         print(f"| {length} | " + " | ".join(cells) + " |", flush=True)
+        sizes = [found[row]["statistics"] for row in rows]
+        cells = [f"{beyond[r][-1] / size:.2f}" if size else "-" for r, size in zip(rows, sizes, strict=True)]
+        times.append(f"| {length} | " + " | ".join(cells) + " |")
+    heads = "| positions | " + " | ".join(rows) + " |\n|---:|" + "---:|" * len(rows)
+    print("\nthe same over the size of the statistics returned\n", heads, *times, sep="\n")
+    print("\ngrowth of the same from one length to the next\n", heads, sep="\n")
+    for at, length in enumerate(lengths[1:], 1):
+        cells = [f"{beyond[row][at] / beyond[row][at - 1]:.2f}" for row in rows]
+        print(f"| {length} | " + " | ".join(cells) + " |")
     if plot is not None:
         draw(lengths, beyond, plot)
 

@@ -1,6 +1,6 @@
-"""Size, build time and load time of the largest report: 64 steps of 32 layers of 32 heads of 128 keys.
+"""Size, build time and load time of the largest reports: `--steps` steps of 32 layers of 32 heads of `--keys` keys.
 
-    python -m benchmarks.report [--out DIR]
+    python -m benchmarks.report [--steps 200 --keys 512] [--out DIR]
 
 Three kinds of scores: a recording of the embedded model as it is; made-up attention with sinks, in which a key's
 logit drifts from step to step; and independent noise, which cannot be compressed. Load time is from opening the
@@ -8,21 +8,22 @@ file in headless Chromium to the first painted step; step time is that of showin
 without Chromium.
 """
 
-import argparse
 import logging
 import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 import dlm_lens
+from benchmarks.timing import machine
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Received
 
-STEPS, LAYERS, HEADS, KEYS, PROMPT = 64, 32, 32, 128, 64
+LAYERS, HEADS = 32, 32
 
 
 def run_of(steps: int, keys: int, prompt: int) -> DenoisingRun:
@@ -95,37 +96,39 @@ def load_time(path: Path) -> tuple[float, float] | None:
     return seconds, step
 
 
-def measured(name: str, source: Any, path: Path) -> None:
+def measured(name: str, source: Any, folder: Path) -> None:
     """Write a report; print its size, its build time and its load time."""
-    start = time.perf_counter()
+    path, start = folder / f"{name}.html", time.perf_counter()
     dlm_lens.viz.report(source, path, title=name)
     built = time.perf_counter() - start
     loaded = load_time(path)
-    shown = "no Chromium" if loaded is None else f"loaded in {loaded[0]:.2f} s, a step in {1000 * loaded[1]:.0f} ms"
-    print(f"{name:28} {path.stat().st_size / 1e6:6.2f} MB   built in {built:6.2f} s   {shown}", flush=True)
+    shown = "no Chromium | no Chromium" if loaded is None else f"{loaded[0]:.2f} | {1000 * loaded[1]:.0f}"
+    print(f"| {name} | {path.stat().st_size / 1e6:.2f} | {built:.2f} | {shown} |", flush=True)
 
 
-def main() -> None:
+def recording() -> Any:
+    """A run of the embedded model."""
+    return dlm_lens.record(dlm_lens.load("toy"), "Tom has 5 apples and buys 3 more.", steps=32, gen_length=32)
+
+
+def main(
+    steps: int = 64,
+    keys: int = 128,
+    kinds: Annotated[str, typer.Option(help="Kinds of scores.")] = "toy,sinks,noise",
+    out: Annotated[Path | None, typer.Option(help="Folder for the reports; a temporary one by default.")] = None,
+) -> None:
     """Print a line per case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the reports; a temporary one by default")
-    out = parser.parse_args().out
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
+    print(f"\nreports of {steps} steps x {LAYERS} layers x {HEADS} heads x {keys} keys, and of toy; {machine()}\n")
+    print("| | MB | built, s | first paint, s | a step, ms |\n|---|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as temporary:
         folder = out or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        model = dlm_lens.load("toy")
-        recording = dlm_lens.record(model, "Tom has 5 apples and buys 3 more.", steps=32, gen_length=32)
-        measured("toy", recording, folder / "toy.html")
-        run = run_of(STEPS, KEYS, PROMPT)
-        for kind in ("sinks", "noise"):
-            measured(
-                f"{STEPS} x {LAYERS} x {HEADS} x {KEYS}, {kind}",
-                (received_of(run, kind, LAYERS, HEADS), run),
-                folder / f"{kind}.html",
-            )
+        run = run_of(steps, keys, keys // 2)
+        for kind in kinds.split(","):
+            measured(kind, recording() if kind == "toy" else (received_of(run, kind, LAYERS, HEADS), run), folder)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
