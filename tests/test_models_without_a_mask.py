@@ -176,6 +176,7 @@ FIGURES: dict[str, Callable[[Case], Any]] = {
     "viz.attention_pattern": lambda c: viz.attention_pattern(c.run, c.model, step=1, layer=1, head=0),
     "viz.emerging_lines": lambda c: viz.emerging_lines(c.run),
     "viz.emerging_text": lambda c: viz.emerging_text(c.run),
+    "viz.explore": lambda c: explored(c.model, c.run),
     "viz.incoming_attention": lambda c: viz.incoming_attention(c.received, layer=1, head=0),
     "viz.lens_table": lambda c: viz.lens_table(dl.logit_lens(c.model, c.run), step=1),
     "viz.received_tokens": lambda c: viz.received_tokens(c.received, layer=1, head=0),
@@ -193,6 +194,17 @@ FIGURES: dict[str, Callable[[Case], Any]] = {
     "viz.value_norm_scatter": lambda c: viz.value_norm_scatter(dl.value_norms(c.recording, c.sinks, samples=50)),
     "viz.value_weighted_pattern": lambda c: viz.value_weighted_pattern(c.run, c.model, step=1, layer=1, head=0),
 }
+
+
+def explored(model: Any, run: dl.DenoisingRun) -> Any:
+    """What a reader of a run does first: choose a position, look at it, hide it."""
+    explorer = viz.explore(model, run)
+    explorer.select(step=1, position=1)
+    explorer.lens()
+    explorer.hide(1)
+    assert explorer.twin is not None
+    return explorer.comparison
+
 
 CALLS: dict[str, Callable[[Case], Any]] = {
     **{

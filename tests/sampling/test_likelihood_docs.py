@@ -1,4 +1,4 @@
-"""The block of docs/likelihood.md runs on the embedded model and says what the page says."""
+"""The blocks of docs/likelihood.md run on the embedded model and say what the page says."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "likelihood.md"
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     space: dict = {}
-    exec(compile(block, str(PAGE), "exec"), space)  # noqa: S102
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), space)  # noqa: S102
     bound, chain, greedy = space["bound"], space["chain"], space["greedy"]
     for right, wrong in (bound.value.tolist(), chain.value.tolist()):
         assert right > -1
