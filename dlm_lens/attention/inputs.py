@@ -42,11 +42,14 @@ class AttentionInputs:
     window: int | None = None
 
     @property
+    def first(self) -> int:
+        """The first query's own position among the keys, without asking the device."""
+        return self.k.shape[2] - self.q.shape[2] if self.own_start is None else self.own_start
+
+    @property
     def own(self) -> Int[Tensor, "query"]:
         """Each query's own position among the keys; without `own_start` the queries are the last positions."""
-        queries, keys = self.q.shape[2], self.k.shape[2]
-        start = keys - queries if self.own_start is None else self.own_start
-        return torch.arange(start, start + queries, device=self.q.device)
+        return torch.arange(self.first, self.first + self.q.shape[2], device=self.q.device)
 
     def seen(self, rows: slice | Tensor = slice(None)) -> Bool[Tensor, "#batch #head query key"] | None:
         """Which keys the queries `rows` see, causality included; None where every query sees every key."""

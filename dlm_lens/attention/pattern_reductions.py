@@ -88,7 +88,7 @@ class TileStats:
         wanted: Collection[QueryStat] = (),
         canvas: int | None = None,
     ) -> None:
-        self.weights, self.start = weights, int(inputs.own[0]) if wanted else 0
+        self.weights, self.start = weights, inputs.first
         self.canvas = inputs.k.shape[2] if canvas is None else canvas
         self._sums: Tensor | None = None
         self._parts: dict[QueryStat, list[Tensor]] = {name: [] for name in wanted}

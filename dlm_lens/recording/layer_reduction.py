@@ -89,7 +89,7 @@ def _kept_on_canvas(
 
 def on_all_queries(inputs: AttentionInputs) -> AttentionInputs:
     """Inputs with queries at a span of the canvas alone, with 0 as the other queries, and NaN as their outputs."""
-    start, keys = int(inputs.own[0]), inputs.k.shape[2]
+    start, keys = inputs.first, inputs.k.shape[2]
     after = keys - start - inputs.q.shape[2]
 
     def widened(tensor: Tensor | None, axis: int, value: float) -> Any:
@@ -145,7 +145,7 @@ def _stats(
 ) -> PatternStats:
     """The column sums of every class and the statistics per query, of the queries in `inputs`; 0 for the others."""
     queries, count = layer.inputs.q.shape[2], inputs.q.shape[2]
-    start = 0 if count == queries else int(inputs.own[0])
+    start = 0 if count == queries else inputs.first
     part = slice(start, start + count)
     stats = pattern_stats(
         inputs,
