@@ -1,11 +1,12 @@
 """`checked_arguments`: check the arguments of a public function before it runs, and `chosen_indices`."""
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Never, ParamSpec, TypeVar
 
 from dlm_lens.printable import is_array, is_numpy_scalar, shown
 
@@ -197,7 +198,10 @@ def checked_arguments(
 
         @wraps(call)
         def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                _raise_misfit(call.__name__, signature, kwargs, error)
             for name, value in bound.arguments.items():
                 parameter = signature.parameters[name]
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -212,6 +216,34 @@ def checked_arguments(
         return checked
 
     return decorate
+
+
+ELSEWHERE = {
+    "device": "device_map",
+    "local_files_only": "HF_HUB_OFFLINE in the environment",
+    "torch_dtype": "dtype",
+    "trust_remote_code": "never given: the checkpoint's own Python is not executed",
+}
+"""Arguments of transformers that users give, and what they are here."""
+
+
+def _raise_misfit(function: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError) -> Never:
+    """Say which arguments do not fit a function; inspect's own sentence names neither it nor the others."""
+    names = list(signature.parameters)
+    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+    unknown = "" if open_ended else next((name for name in given if name not in names), "")
+    if unknown:
+        hint = near_name(unknown, names, ELSEWHERE)
+        raise TypeError(f"{function} has no argument {unknown!r}{hint}; it has {', '.join(names)}") from None
+    raise TypeError(f"{function}: {error}") from None
+
+
+def near_name(name: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+    """A hint in brackets, with a blank before it: what an unknown name is here, or the one that it is close to."""
+    if name in elsewhere:
+        return f" ({name} is {elsewhere[name]} here)"
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def plain_number(value: Any) -> Any:

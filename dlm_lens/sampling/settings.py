@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from dlm_lens.arguments import Rule, is_seed
+from dlm_lens.arguments import Rule, is_seed, near_name
 from dlm_lens.printable import shown
 
 ELSEWHERE = {
@@ -72,11 +72,12 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
     names = [field.name for field in fields(kind)]
     for name in values:
         if name not in names:
-            hint = f" ({name} is {ELSEWHERE[name]} here)" if ELSEWHERE.get(name) in names else ""
+            known = {old: new for old, new in ELSEWHERE.items() if new in names}
+            hint = near_name(name, names, known | {"sampler": "an argument of dlm_lens.load"})
             if name == "cache":
                 own = "; use_cache keeps finished blocks, which is exact" if "use_cache" in names else ""
                 hint = f" (approximate caches are for the samplers of LLaDA and Dream{own})"
-            raise ValueError(f"the {family} sampler has no setting {name!r}; it has {', '.join(names)}{hint}")
+            raise ValueError(f"the {family} sampler has no setting {name!r}{hint}; it has {', '.join(names)}")
     return kind(**values)
 
 

@@ -412,7 +412,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
         raise TypeError(f"{sinks.detector} has sinks with low scores; trajectories follow high ones")
     if detector is not None or level not in ("head", sinks.level):
         raise TypeError(
-            f"these Sinks were found by {sinks.detector} at level {sinks.level}, which stay as they are"
+            f"these Sinks were found by {sinks.detector} at level {sinks.level}; leave the detector and level= out"
         )
     context = {
         "tokens": with_all_axes(sinks.tokens, sinks.dims, ("step", "batch", "key")),

@@ -4,6 +4,7 @@ The steps, layers and heads of one prompt are not independent, so that whole pro
 Used for everything that the sinks and the probes report with an interval.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class Estimate:
     prompts: int
 
     def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.value:.4g} [no interval: {self.prompts} prompt{'' if self.prompts == 1 else 's'}]"
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
     def columns(self, name: str) -> dict[str, float]:
