@@ -49,7 +49,8 @@ class ValueNorms(ShowsItself):
             is masked if and only if the sink is.
         found: how many sinks there were to sample from.
         unmatched: how many sampled sinks had no token to be paired with; they are left out.
-        profile: one line per layer, over all sinks and all others: norms, and the share of attention.
+        profile: one line per layer, over all sinks and all others, without a sample: how many `sinks`, mean norms
+            (`norm_sink`, `norm_other`), and the `share` of attention that the sinks get; each with `_low`, `_high`.
         seed: of the sample and of the intervals.
 
     Raises:
@@ -322,7 +323,7 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
         usable = values.isfinite() & ~undefined[:, :, place]
         other = usable & ~here
         other[..., canvas:] = False
-        line: dict[str, float | int] = {"layer": layer}
+        line: dict[str, float | int] = {"layer": layer, "sinks": int((here & usable).sum())}
         for name, kept in (("sink", here & usable), ("other", other)):
             e = estimate(
                 torch.stack([_per_prompt(values.nan_to_num(), kept), _per_prompt(kept, kept)], -1),

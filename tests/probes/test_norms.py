@@ -83,6 +83,8 @@ def test_norms_ranks_and_profile_are_those_of_loops(name: str, level: Any) -> No
         assert profile.loc[layer, f"norm_{kind}"] == pytest.approx(
             np.mean(values) if values else np.nan, rel=1e-4, nan_ok=True
         )
+        if kind == "sink":
+            assert profile.loc[layer, "sinks"] == len(values)
 
 
 def test_every_other_token_is_of_the_same_pattern_and_no_sink() -> None:

@@ -183,11 +183,11 @@ def test_logits_of_a_step_are_nan_where_it_computes_none(model: Any) -> None:
         ("llada", {"factor": 1.0, "threshold": 0.5}, "give one of them"),
         ("llada", {"threshold": 0.5, "remasking": "random"}, "which remasking='random' does not have"),
         ("llada", {"cache": "dual", "steps": 3, "reference_quirks": True}, "one step per block"),
-        ("a2d_qwen3", {"cache": "dual"}, "no setting 'cache'; .*are for the samplers of LLaDA and Dream\\)"),
+        ("a2d_qwen3", {"cache": "dual"}, "no setting 'cache' .*are for the samplers of LLaDA and Dream\\)"),
         (
             "llada2",
             {"cache": "prefix"},
-            "no setting 'cache'; .*; use_cache keeps finished blocks, which is exact\\)",
+            "no setting 'cache' .*; use_cache keeps finished blocks, which is exact\\); it",
         ),
         ("sink_llama", {"cache": "dual"}, "learned sink tokens"),
     ],
