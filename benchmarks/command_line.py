@@ -1,7 +1,8 @@
 """Time of commands from start to exit, and of the import: `python -m benchmarks.command_line [--wheel]`.
 
 Every command runs in a fresh process; the median of five runs. The import's time is that of a process that imports
-the package and nothing else, minus that of a process that does nothing. `--wheel` also builds the wheel.
+the package and nothing else, minus that of a process that does nothing. No command that loads a model can be faster
+than the import of transformers' class, which is a line of its own. `--wheel` also builds the wheel.
 """
 
 import statistics
@@ -72,6 +73,8 @@ def main(
         nothing = seconds_of(["-c", "pass"], folder)
         imported = seconds_of(["-c", "import dlm_lens"], folder)
         print(f"| import dlm_lens, beyond Python itself | {imported - nothing:.3f} |")
+        needed = seconds_of(["-c", "from transformers import LlamaForCausalLM"], folder)
+        print(f"| import of torch and a model class of transformers, the least with a model | {needed:.2f} |")
         for command in commands or COMMANDS:
             seconds = seconds_of(["-m", "dlm_lens.cli", *command.split()], folder)
             print(f"| dlm-lens {command} | {seconds:.2f} |", flush=True)
