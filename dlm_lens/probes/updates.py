@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.probes.norms import TIE
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 from dlm_lens.sampling import DenoisingRun
@@ -156,13 +157,24 @@ def _sums(values: Tensor, kept: Bool[Tensor, "step batch *axes"]) -> tuple[Tenso
 def spearman(
     one: Float[Tensor, "*axes query"], two: Float[Tensor, "*axes query"], known: Bool[Tensor, "*axes query"]
 ) -> tuple[Float[Tensor, "*axes"], Bool[Tensor, "*axes"]]:
-    """Spearman's correlation along the known queries, and where it is defined (neither side is constant)."""
+    """Spearman's correlation along the known queries, and where it is defined.
+
+    It is not where one side is constant, up to rounding: a network that normalises its values has one bound of
+    Eq. 20 everywhere, and the order of its rounding errors says nothing.
+    """
     ranks = [_ranks(values, known) for values in (one, two)]
     count = known.sum(-1, keepdim=True).clamp(min=1)
     centred = [(r - (r * known).sum(-1, keepdim=True) / count) * known for r in ranks]
     norms = [r.square().sum(-1).sqrt() for r in centred]
     rho = (centred[0] * centred[1]).sum(-1) / (norms[0] * norms[1])
-    return rho, (norms[0] > 0) & (norms[1] > 0)
+    return rho, (norms[0] > 0) & (norms[1] > 0) & _varies(one, known) & _varies(two, known)
+
+
+def _varies(values: Tensor, known: Tensor) -> Bool[Tensor, "*axes"]:
+    """Whether the known values differ by more than `TIE`, relatively."""
+    largest = values.masked_fill(~known, -torch.inf).amax(-1)
+    smallest = values.masked_fill(~known, torch.inf).amin(-1)
+    return (largest - smallest) > TIE * torch.maximum(largest.abs(), smallest.abs())
 
 
 def _ranks(values: Tensor, known: Tensor) -> Float[Tensor, "*axes query"]:

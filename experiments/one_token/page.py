@@ -121,8 +121,9 @@ def rules() -> str:
         "or disagrees when its whole interval lies on one side of 0. Two networks are alike when the whole "
         f"interval lies within {tables.MARGIN} nats of 0, which is 1% of the perplexity of a masked token; "
         "conversions of 150 steps, known then, differed between seeds by 0.007 to 0.010 nats (standard deviation "
-        "of a paired difference), so that five seeds can resolve such a margin and hardly a smaller one. Of "
-        "the five planned seeds three were trained; none was left out for its result. Where the "
+        "of a paired difference), so that five seeds can resolve such a margin and hardly a smaller one. All "
+        "five planned seeds were trained, the last two on 23 November after the first three had been shown here, "
+        "under the same rules; none was left out for its result. Where the "
         "interval of the sink token's own gain holds 0, nothing can be said relative to it: undecided. In Figure 3 "
         f'"substantially smaller" is a ratio below {figure3.MUCH} (Figure 1 prints 0.31 and 0.40), "a large share" '
         "more than any other key gets. Verdicts are corrected for their number below."

@@ -11,8 +11,8 @@ import torch
 
 from dlm_lens.testing import tiny
 from dlm_lens.training import masked_loss
-from tests.pretend_gpu.comparison import FAMILIES, Refused, assert_same, model_of, on_the_cpu, outcome
-from tests.pretend_gpu.scenes import PROMPTS, forward, scenes_of
+from tests.pretend_gpu.comparison import FAMILIES, Refused, assert_same, model_of, on_the_cpu, outcome, scenes_of
+from tests.pretend_gpu.scenes import PROMPTS, forward
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if os.environ.get("DLM_LENS_TEST_DEVICE") == "cpu" else "cuda"

@@ -1,8 +1,9 @@
 """The CPU's result of every scene, and what a device must return to equal it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
-from tests.pretend_gpu.scenes import Scene, scenes_of
+from tests.pretend_gpu import probe_scenes
+from tests.pretend_gpu.probe_scenes import PROBES
+from tests.pretend_gpu.scenes import MASKED_ONLY, REDUCERS, SCENES, Scene, recorded
 
 FAMILIES = tuple(family.name for family in dl.families())
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
@@ -25,9 +28,11 @@ REFUSED_BY_SOME = (
     "likelihood",
     "greedy completion",
     "Monte Carlo likelihood",
+    *PROBES,
 )
 """Calls that some families refuse in a sentence, which is then the same everywhere: no layout of the bridge, a
-sampler without guidance, a canvas that grows, an original that takes one prompt, a model without a mask token."""
+sampler without guidance, a canvas that grows, an original that takes one prompt, a model without a mask token, a
+question that has no meaning for a family."""
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -46,6 +51,28 @@ def model_of(family: str) -> Any:
     # Grouped products of experts count in int32 on CUDA, for which the CPU behind the pretended GPU has no kernel.
     model.config._experts_implementation = "eager"
     return model
+
+
+OF_ONE_LENGTH = ("pattern similarity",)
+"""Reducers that compare a step with the one before, which an AR run's growing canvas does not let them."""
+
+
+def reducers_of(family: str) -> dict[str, Callable[[], Any]]:
+    return {name: make for name, make in REDUCERS.items() if family != "causal" or name not in OF_ONE_LENGTH}
+
+
+HOSTS = {"nnsight": "nnsight", "TransformerLens": "transformer_lens"}
+"""Scenes that need a package which may be missing where a GPU is."""
+
+
+def scenes_of(family: str) -> dict[str, Scene]:
+    records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
+    masked = {} if family == "causal" else dict(MASKED_ONLY)
+    if family in ("dream", "mdlm", "bd3lm"):
+        del masked["guidance"]  # their samplers have none
+    asked = PROBES if family in probe_scenes.FAMILIES else {}
+    found = {**SCENES, **records, **masked, **asked}
+    return {name: scene for name, scene in found.items() if name not in HOSTS or find_spec(HOSTS[name])}
 
 
 @dataclass(frozen=True)

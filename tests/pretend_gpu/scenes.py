@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -217,24 +216,3 @@ MASKED_ONLY: dict[str, Scene] = {
     "received from masks": lambda m, f: dl.received_over_steps(m, run(m, f), queries="masked").values,
     "sink mechanism": lambda m, f: probes.sink_mechanism(m, PROMPTS, dl.TopK(1), gen_length=4).dependence,
 }
-
-
-OF_ONE_LENGTH = ("pattern similarity",)
-"""Reducers that compare a step with the one before, which an AR run's growing canvas does not let them."""
-
-
-def reducers_of(family: str) -> dict[str, Callable[[], Any]]:
-    return {name: make for name, make in REDUCERS.items() if family != "causal" or name not in OF_ONE_LENGTH}
-
-
-HOSTS = {"nnsight": "nnsight", "TransformerLens": "transformer_lens"}
-"""Scenes that need a package which may be missing where a GPU is."""
-
-
-def scenes_of(family: str) -> dict[str, Scene]:
-    records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
-    masked = {} if family == "causal" else dict(MASKED_ONLY)
-    if family in ("dream", "mdlm", "bd3lm"):
-        del masked["guidance"]  # their samplers have none
-    found = {**SCENES, **records, **masked}
-    return {name: scene for name, scene in found.items() if name not in HOSTS or find_spec(HOSTS[name])}

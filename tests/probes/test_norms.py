@@ -10,6 +10,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.probes import sink_updates, value_norms
+from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import rerun
 from dlm_lens.sinks.statistics import difference_of, estimate, mean_of
 from dlm_lens.testing import tiny
@@ -237,3 +238,12 @@ def test_what_cannot_be_measured_is_refused() -> None:
         sink_updates(model, rec.run, sinks, attends=1)
     with pytest.raises(ValueError, match="the run"):
         sink_updates(model, rec.run, dl.find_sinks(rec.select(step=[0]), dl.TopK(2)))
+
+
+def test_the_order_of_rounding_errors_is_no_correlation() -> None:
+    steps = torch.arange(6.0)
+    known = torch.ones(3, 6, dtype=torch.bool)
+    other = torch.stack([1 + 1e-7 * steps, 1 + 1e-4 * steps, torch.ones(6)])
+    rho, defined = spearman(steps.expand(3, 6), other, known)
+    assert defined.tolist() == [False, True, False]
+    assert rho[1] == pytest.approx(1)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pretend_gpu.comparison import FAMILIES, assert_same, model_of, on_the_cpu, outcome
+from tests.pretend_gpu.comparison import FAMILIES, assert_same, model_of, on_the_cpu, outcome, scenes_of
 from tests.pretend_gpu.placing import PLACEMENTS, Placement, placed
-from tests.pretend_gpu.scenes import scenes_of
 
 EVERYWHERE = ("sink_llama", "causal", "llada2")
 """Families whose calls are all made in every placement; the others' on one device, and `denoise` in every one."""

@@ -8,8 +8,9 @@ import pytest
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
+from tests.pretend_gpu.comparison import reducers_of
 from tests.pretend_gpu.plugin import GPU
-from tests.pretend_gpu.scenes import ALONE, HOOKS, PROMPTS, reducers_of
+from tests.pretend_gpu.scenes import ALONE, HOOKS, PROMPTS
 
 ROOT = str(Path(__file__).parents[3]) + "/"
 STEPS = 4
