@@ -10,7 +10,9 @@ from dlm_lens.experiments.rendering import load_results
 from dlm_lens.experiments.results import Results, ResultsFile
 
 
-def merge_results(experiment: Experiment, directories: Sequence[str | Path], out: str | Path) -> Results:
+def merge_results(
+    experiment: Experiment, directories: Sequence[str | Path], out: str | Path, *, replace: bool = False
+) -> Results:
     """Write the results of several runs, each of other models, as if one run had computed them.
 
     An item's value depends on its model's settings and weights alone: the records are taken over as they are.
@@ -19,30 +21,35 @@ def merge_results(experiment: Experiment, directories: Sequence[str | Path], out
         experiment: of all runs.
         directories: of the runs; their models are listed in this order.
         out: a directory without results.
+        replace: take a model that is in several runs from the last of them, such as one that was run again with
+            other settings; its place is that in the first.
 
     Raises:
         FileNotFoundError: a directory holds no results.
         ValueError: a model is in two runs, settings differ that cannot be given by model, or `out` has results.
     """
     runs = [load_results(experiment, Path(directory)) for directory in directories]
-    config = _merged(experiment, runs)
+    config = _merged(experiment, runs, replace)
+    holder = {model: number for number, run in enumerate(runs) for model in run.settings["models"]}
     if list(Path(out).glob("*.jsonl")):
         raise ValueError(f"{out} holds results already; choose another directory")
-    for run in runs:
+    for number, run in enumerate(runs):
         with ResultsFile(Path(out), config, run.sessions[-1]) as file:
             for model, digest in run.weights.items():
                 file.note_weights(model, digest, run.is_causal(model))
             for record in run.records:
-                file.append(record)
+                if holder[record.item["model"]] == number:
+                    file.append(record)
     return load_results(experiment, Path(out))
 
 
-def _merged(experiment: Experiment, runs: Sequence[Results]) -> dict[str, Any]:
-    """The config whose items are those of all runs."""
+def _merged(experiment: Experiment, runs: Sequence[Results], replace: bool) -> dict[str, Any]:
+    """The config whose items are those of all runs; of a model in several runs, those of the last."""
     models = [model for run in runs for model in run.settings["models"]]
-    if len(set(models)) < len(models):
+    if len(set(models)) < len(models) and not replace:
         twice = next(model for model in models if models.count(model) > 1)
-        raise ValueError(f"{twice} is in more than one of the runs; leave one of them out")
+        raise ValueError(f"{twice} is in more than one of the runs; leave one of them out, or give replace=True")
+    models = list(dict.fromkeys(models))
     first = runs[0].config
     for name in ("small", "dtype"):
         if any(run.config.get(name) != first.get(name) for run in runs):

@@ -14,7 +14,7 @@ OTHERS = ""
 
 BY_MODEL = (
     "task", "chat", "sampler", "prompts", "batch", "calibration", "variants", "columns", "networks", "keep",
-    "steps", "text", "length", "rate", "warm_up", "batch_size", "micro_batch_size", "precision",
+    "twin_steps", "steps", "text", "length", "rate", "warm_up", "batch_size", "micro_batch_size", "precision",
     "prompt_length", "gen_length", "denoising_steps", "conversion_steps",
 )  # fmt: skip
 """The settings that may be such a mapping."""

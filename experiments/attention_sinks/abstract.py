@@ -13,6 +13,7 @@ from dlm_lens.experiments.attention_sinks import (
 )
 from dlm_lens.experiments.attention_sinks.masking_conditions import VARIANTS
 from dlm_lens.experiments.attention_sinks.recorded_runs import average
+from dlm_lens.experiments.attention_sinks.twin_networks import twin_steps
 from dlm_lens.experiments.attention_sinks.two_scales import orders_of
 from dlm_lens.experiments.experiment import find_experiment
 from dlm_lens.experiments.intervals import Interval
@@ -61,9 +62,10 @@ def _limits(held: Held) -> str:
     )
     if several:
         networks = " and ".join(f"{counts[model]} networks of {model}" for model in several)
+        steps = " or ".join(f"{n:,}" for n in sorted({twin_steps(moving.settings, model) for model in several}))
         trained = (
             f"The intervals are over prompts and over {networks} (the shipped one of 10,000 training steps, and "
-            f"twins of other seeds with {moving.settings['twin_steps']:,}); of every other kind there is one "
+            f"twins of other seeds with {steps}); of every other kind there is one "
             "network, and the intervals say nothing"
         )
     return (

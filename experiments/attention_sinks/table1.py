@@ -25,7 +25,7 @@ from dlm_lens.experiments.attention_sinks.masking_findings import (
 )
 from dlm_lens.experiments.attention_sinks.problems import SHIPPED, chat, is_right, problems, problems_of, starts
 from dlm_lens.experiments.attention_sinks.prompt_scores import answers, mean_change, mean_match
-from dlm_lens.experiments.attention_sinks.twin_networks import model_of, networks_of
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of, networks_of, twin_steps
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table, run_script
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
@@ -240,7 +240,7 @@ def _notes(results: Results) -> Iterator[str]:
         if told := unmasked(results, model):
             yield (
                 f"The networks of {model} answer {told} of the prompts with nothing hidden: the shipped one was "
-                f"trained for 10,000 steps, its twins for {results.settings['twin_steps']:,}. A network that "
+                f"trained for 10,000 steps, its twins for {twin_steps(results.settings, model):,}. A network that "
                 "answers less can lose less, which widens the intervals over networks."
             )
     if any(record.item.get("classes") for record in results.records):

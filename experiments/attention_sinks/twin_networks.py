@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Settings
 
 SETTINGS: dict[str, Any] = {"networks": 1, "twin_steps": 3000, "trained": "runs/twins"}
@@ -31,6 +32,12 @@ def networks_of(model: str, settings: Settings) -> range:
     if count < 1:
         raise ValueError(f"networks is {count}; it must be at least 1, the model itself")
     return range(count if model in embedded_models() else 1)
+
+
+def twin_steps(settings: Settings, model: str) -> int:
+    """The training steps of a model's twins."""
+    steps: int = settings_of(settings, model)["twin_steps"]
+    return steps
 
 
 def model_of(item: Item, settings: Settings, bench: Any) -> Any:

@@ -128,6 +128,17 @@ def test_merged_runs_are_one_run(tmp_path: Path) -> None:
         merge_results(experiment, [tmp_path / "ac", tmp_path / "other"], tmp_path / "no")
 
 
+def test_a_model_that_was_run_again_replaces_its_records(tmp_path: Path) -> None:
+    experiment = lengths()
+    run_experiment(experiment, tmp_path / "old", models=["a", "c"], settings={"prompts": 1})
+    new = run_experiment(experiment, tmp_path / "new", models=["a"], settings={"prompts": 2})
+    merged = merge_results(experiment, [tmp_path / "old", tmp_path / "new"], tmp_path / "out", replace=True)
+    assert merged.settings == {**new.settings, "models": ["a", "c"], "prompts": {"": 2, "c": 1}}
+    assert merged.missing == 0
+    assert [record.value for record in merged.where(model="a")] == [record.value for record in new.where(model="a")]
+    assert len(merged.where(model="a")) == 2 * len(merged.where(model="c")) > 0
+
+
 class TestEnglishData:
     def test_the_files_are_the_generator_s(self) -> None:
         for name, lines in (("arithmetic", make_english.problems()), ("prompts", make_english.prompts())):
