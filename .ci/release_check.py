@@ -1,8 +1,10 @@
 """Build wheel and sdist from what is committed and install them in clean environments: `make release-check`.
 
 For every Python of 3.11, 3.12 and 3.13 on this machine, with constraints.txt and without (then torch alone is
-pinned, whose newest release brings gigabytes of CUDA packages): `pip check`, a denoised prompt, a sink, both hosts.
-The last lines are a table. Arguments: `3.11 3.12` for these Pythons only, `pinned` or `newest` for one of the two.
+pinned, whose newest release brings gigabytes of CUDA packages): `pip check`, a denoised prompt, a sink, both hosts,
+and mypy on a user's script, whose mistake it must find (PEP 561). On the first Python also with every dependency at
+its lower bound. The last lines are a table. Arguments: `3.11 3.12` for these Pythons only, `pinned`, `newest` or
+`lowest` for these versions only.
 """
 
 import argparse
@@ -11,11 +13,15 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
+KINDS = ("pinned", "newest", "lowest")
 NEEDED = ("py.typed", "__init__.pyi", "hooks/__init__.py", "checkpoints/toy/config.json")
 USE = """
 import importlib.metadata, dlm_lens as dl
@@ -30,23 +36,44 @@ bridged = dl.bridge(model).denoise(prompt, gen_length=21, block_length=7, seed=0
 assert bridged.tokens.equal(run.tokens)
 print(dl.__version__)
 """
+TYPED = """
+import dlm_lens as dl
+from dlm_lens.hooks import at_layers, mask_sinks
+
+model = dl.load("toy")
+run = dl.denoise(model, "a prompt", gen_length=8)
+texts: list[str] = run.texts
+sinks = dl.find_sinks(dl.received_over_steps(model, run), dl.AboveMean(eps=3.0))
+pair = dl.compare(model, "a prompt", hooks=[at_layers(mask_sinks(dl.AboveMean(3.0)), [1])], gen_length=8)
+shares: list[float] = dl.logit_lens(model, run).table()["probability"].tolist()
+recording = dl.record(model, "a prompt", [dl.ReceivedAttention()])
+strongest: dl.Sinks = dl.find_sinks(recording, dl.TopK(2))
+dl.TopK("two")
+"""
+MISTAKE = 'error: Argument 1 to "TopK" has incompatible type "str"; expected "int"'
 
 
 def main() -> None:
     """Check what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", choices=[*PYTHONS, "pinned", "newest"], default=[])
+    parser.add_argument("only", nargs="*", choices=[*PYTHONS, *KINDS], default=[])
     only = set(parser.parse_args().only)
     pythons = {
         name: path for name in PYTHONS if (path := _found(name)) and (name in only or not only & set(PYTHONS))
     }
-    kinds = [kind for kind in ("pinned", "newest") if kind in only or not only & {"pinned", "newest"}]
+    kinds = [kind for kind in KINDS if kind in only or not only & set(KINDS)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel, sdist = built(folder)
         sizes = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MB" for path in (wheel, sdist)]
         print("\n".join(sizes), flush=True)
-        rows = [checked(folder, wheel, python, path, kind) for python, path in pythons.items() for kind in kinds]
+        first = next(iter(pythons), "")
+        rows = [
+            checked(folder, wheel, python, path, kind)
+            for python, path in pythons.items()
+            for kind in kinds
+            if kind != "lowest" or python == first
+        ]
     print("\n".join(["| Python | versions | dlm_lens | torch | transformers |", "|---|---|---|---|---|", *rows]))
     absent = [name for name in PYTHONS if _found(name) is None]
     print("not on this machine: Python " + ", ".join(absent) if absent else "all Pythons were here")
@@ -77,18 +104,51 @@ def checked(folder: Path, wheel: Path, python: str, path: str, kind: str) -> str
     _run(path, "-m", "venv", str(home))
     inside = str(home / "bin" / "python")
     pins = ROOT / "constraints.txt"
-    if kind == "newest":
-        pins = folder / "torch.txt"
-        lines = (ROOT / "constraints.txt").read_text().splitlines()
-        pins.write_text("".join(f"{line}\n" for line in lines if line.startswith("torch==")))
+    if kind != "pinned":
+        lines = [line for line in pins.read_text().splitlines() if line.startswith("torch==")]
+        pins = folder / f"{kind}.txt"
+        pins.write_text("\n".join(lines + (lowest(ROOT / "pyproject.toml") if kind == "lowest" else [])))
     _run(inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheel), "-c", str(pins))
     _run(inside, "-m", "pip", "check", "--disable-pip-version-check")
     version = _run(inside, "-c", USE, cwd=folder).strip().splitlines()[-1]
     _run(str(home / "bin" / "dlm-lens"), "families", cwd=folder)
+    if kind == "pinned":
+        _check_types(inside, folder)
     show = "from importlib.metadata import version as v; print(v('torch'), v('transformers'))"
     torch, transformers = _run(inside, "-c", show).split()
     shutil.rmtree(home)
     return f"| {python} | {kind} | {version} | {torch} | {transformers} |"
+
+
+def lowest(project: Path) -> list[str]:
+    """Every dependency of a pyproject.toml at its lower bound, as pins; without torch, which has its own."""
+    found = [Requirement(text) for text in tomllib.loads(project.read_text())["project"]["dependencies"]]
+    bounds = {one.name: [each.version for each in one.specifier if each.operator == ">="] for one in found}
+    unbounded = [name for name, versions in bounds.items() if len(versions) != 1]
+    assert not unbounded, f"no lower bound: {unbounded}"
+    return [f"{name}=={version}" for name, (version,) in bounds.items() if name != "torch"]
+
+
+def _check_types(python: str, folder: Path) -> None:
+    """The package's types reach a user's mypy: it finds the one mistake of `TYPED`, and no other."""
+    _run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "mypy",
+        "-c",
+        str(ROOT / "constraints.txt"),
+    )
+    script = folder / "typed.py"
+    script.write_text(TYPED)
+    done = subprocess.run(
+        [python, "-m", "mypy", "--strict", str(script)], capture_output=True, text=True, cwd=folder
+    )
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert [MISTAKE in line for line in errors] == [True], done.stdout + done.stderr
 
 
 def _found(name: str) -> str | None:

@@ -1,6 +1,7 @@
 """The package as a user installs and imports it."""
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -133,6 +134,20 @@ def test_every_dependency_has_a_bound_and_a_tested_version() -> None:
         assert tested[canonicalize_name(requirement.name)] in requirement.specifier, (
             f"{requirement} is not what is tested"
         )
+
+
+def test_the_lowest_versions_are_the_bounds_of_the_project(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("release_check", ROOT / ".ci" / "release_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    checks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checks)
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project]\ndependencies = ["torch>=2.9", "a_b>=1.2,<3", "c>=0.5.1"]\n')
+    assert checks.lowest(project) == ["a_b==1.2", "c==0.5.1"]
+    project.write_text('[project]\ndependencies = ["a<3"]\n')
+    with pytest.raises(AssertionError, match="no lower bound"):
+        checks.lowest(project)
 
 
 def test_the_citation_is_whole() -> None:

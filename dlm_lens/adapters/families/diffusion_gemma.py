@@ -145,7 +145,8 @@ class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        checkpointing = self.is_activation_checkpointing  # by a field of the config, which is read once
+        # By a field of the config, which is read once. transformers has a property of other names before 5.23.
+        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
         self.model = CanvasModel(config)
         if checkpointing:
             self.gradient_checkpointing_enable()
