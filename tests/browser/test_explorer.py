@@ -180,9 +180,13 @@ def test_it_is_narrow_and_follows_the_theme(model, notebook, scheme):
         .map((e) => e.outerHTML)"""
     )
     assert wide == []
-    other = {"light": "rgb(10, 10, 10)", "dark": "rgb(250, 250, 250)"}[scheme]
-    shown.page.evaluate("(colour) => { document.body.style.backgroundColor = colour; }", other)
-    shown.until(f"host.dataset.theme !== '{scheme}'")
+    colours = {"light": ("rgb(250, 250, 250)", "color(srgb 1 1 1)"), "dark": ("rgb(10, 10, 10)", "oklch(0.2 0 0)")}
+    other = {"light": "dark", "dark": "light"}[scheme]
+    for notation in (0, 1):  # marimo writes the second
+        for theme in (other, scheme):
+            colour = colours[theme][notation]
+            shown.page.evaluate("(colour) => { document.body.style.backgroundColor = colour; }", colour)
+            shown.until(f"host.dataset.theme === '{theme}'")
 
 
 def test_hostile_tokens_are_text(notebook):

@@ -3,12 +3,20 @@
 const LATE = 250; // milliseconds after which a picture that waits for the kernel is dimmed
 const SETTLED = 200; // after which a changed selection is asked about
 
+// Red, green, blue and opacity, 0 to 255, of a colour in any notation: "rgb(...)", "color(srgb 1 1 1)", "oklch(...)".
+function painted(colour) {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  pen.fillStyle = colour;
+  pen.fillRect(0, 0, 1, 1);
+  return [...pen.getImageData(0, 0, 1, 1).data];
+}
+
 // "dark" or "light": by the background on which the widget stands; where all is transparent, as VS Code, Colab and
 // marimo say it, or by what the reader prefers.
 function hostTheme(element) {
   for (let at = element; at; at = at.parentElement ?? at.getRootNode()?.host) {
-    const parts = getComputedStyle(at).backgroundColor.match(/[\d.]+/g)?.map(Number) ?? [];
-    if (parts.length >= 3 && (parts[3] ?? 1) > 0.5) return lightness(parts.slice(0, 3)) < 0.3 ? "dark" : "light";
+    const [red, green, blue, opacity] = painted(getComputedStyle(at).backgroundColor);
+    if (opacity > 127) return lightness([red, green, blue]) < 0.3 ? "dark" : "light";
   }
   const [page, body] = [document.documentElement, document.body];
   const said = (kind) => body.matches(`.vscode-${kind}, .${kind}`) || page.matches(`[theme="${kind}"], .${kind}`);
