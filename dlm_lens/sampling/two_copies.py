@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import DynamicCache
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import BlockLayout, padding_before, position_ids
+from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.network import CanvasLogits
 
@@ -149,8 +151,7 @@ class TwoCopyLogits(CanvasLogits):
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """One pass over both copies, for every half."""
-        halves = 2 if self.cfg_scale else 1
-        blocks, content = self.blocks.repeat(halves, 1), self.content.repeat(halves, 1)
+        blocks, content = self._repeated()
         inputs = two_copies(
             self._halves(canvas), self._halves(self.clean), blocks, position_ids(content),
             dtype=self.model.dtype, content=content,
@@ -160,9 +161,81 @@ class TwoCopyLogits(CanvasLogits):
     def states(
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "half needed d_model"]:
-        """The inputs of the head for the `needed` positions of x_t."""
-        states = self.forward(canvas).last_hidden_state.to(canvas.device)
+        """The inputs of the head for the `needed` positions of x_t.
+
+        Nothing of a clean copy depends on the noisy one, so that rows of equal texts (the masks of one item) share
+        theirs: it is computed once, and the noisy copies see its keys. Where hooks or readers are on the model it
+        is one pass over both copies, which is what they see.
+        """
+        clean, row = self._distinct_texts()
+        if len(clean) == len(row) or has_listeners(self.model):
+            states = self.forward(canvas).last_hidden_state.to(canvas.device)
+        else:
+            states = self._after_clean(canvas, clean, row)
         halves = states.reshape(-1, len(canvas), 2 * canvas.shape[1], states.shape[-1])
         rows = self._rows(canvas).expand_as(canvas)
         wanted: Tensor = halves[:, rows[needed], self.outputs[needed]]
         return wanted
+
+    def _repeated(self) -> tuple[Int[Tensor, "row position"], Bool[Tensor, "row position"]]:
+        """Blocks and content for every half."""
+        halves = 2 if self.cfg_scale else 1
+        return self.blocks.repeat(halves, 1), self.content.repeat(halves, 1)
+
+    def _distinct_texts(self) -> tuple[Int[Tensor, "text"], Int[Tensor, "row"]]:
+        """The first row of every clean text with its blocks, and which of them each row has."""
+        blocks, content = self._repeated()
+        lines = torch.stack([self._halves(self.clean), blocks, content.to(blocks.dtype)], 1).flatten(1)
+        texts, which = torch.unique(lines, dim=0, return_inverse=True)
+        first = torch.full((len(texts),), len(lines), device=which.device)
+        return first.scatter_reduce(0, which, torch.arange(len(lines), device=which.device), "amin"), which
+
+    def _after_clean(
+        self, canvas: Int[Tensor, "batch position"], texts: Int[Tensor, "text"], which: Int[Tensor, "row"]
+    ) -> Float[Tensor, "row copies d_model"]:
+        """The states of [x_t, x_0], each distinct x_0 computed once."""
+        blocks, content = self._repeated()
+        length, decoder = canvas.shape[1], self.model.get_decoder()
+        noisy, clean = self._halves(canvas), self._halves(self.clean)
+        positions = position_ids(content)
+        both = two_copies(noisy, clean, blocks, positions, dtype=self.model.dtype, content=content)[
+            "attention_mask"
+        ]
+        keys = CleanKeys()
+        first = decoder(
+            input_ids=clean[texts],
+            attention_mask=both[texts][..., length:, length:],
+            position_ids=positions[texts],
+            past_key_values=keys,
+            use_cache=True,
+        )
+        keys.row = which
+        second = decoder(
+            input_ids=noisy,
+            # The keys of x_0 come first here.
+            attention_mask=both[..., :length, :].roll(length, -1),
+            position_ids=positions,
+            past_key_values=keys,
+            use_cache=True,
+        )
+        seen, shared = (one.last_hidden_state.to(canvas.device) for one in (second, first))
+        return torch.cat([seen, shared[which]], 1)
+
+
+class CleanKeys(DynamicCache):
+    """Keys and values of clean texts: stored in the first pass, seen and not extended in later ones.
+
+    `row` says for every row of a later pass whose text it sees; None during the first pass.
+    """
+
+    row: Int[Tensor, "row"] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values that a layer's queries see."""
+        if self.row is None:
+            found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return found
+        layer, row = self.layers[layer_idx], self.row.to(key_states.device)
+        return torch.cat([layer.keys[row], key_states], -2), torch.cat([layer.values[row], value_states], -2)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.attention import BlockLayout
+from dlm_lens.attention.hook_points import listening
 from dlm_lens.sampling.two_copies import TwoCopyLogits
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -143,6 +144,38 @@ def test_guidance_hides_the_prompt_in_both_copies() -> None:
         c, u = (logits64(model, prompt + rest, BLOCK, 3)[3 + i] for prompt in (PROMPT, hidden))
         wanted = -float((u + 1.5 * (c - u)).log_softmax(-1)[ANSWER[i]])
         assert float(got.losses[0][i]) == pytest.approx(wanted, rel=2e-5)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("family", ["a2d_qwen3", "a2d_qwen3 shifted", "sdar", "bd3lm", "llada2"])
+def test_masks_of_one_text_share_its_clean_copy(family: str, guided: bool) -> None:
+    """In float64, against one pass over both copies of every row; the rows have two texts and padding."""
+    if family.startswith("a2d"):
+        model = block_model(logit_shift=family.endswith("shifted")).double()
+    else:
+        model = tiny(family).double()
+    made = torch.Generator().manual_seed(2)
+    text = torch.randint(3, 40, (2, 9), generator=made)
+    clean, content = text[[0, 1, 0, 0, 1]], torch.ones(5, 9, dtype=torch.bool)
+    content[[1, 4], :2] = False  # the second text is shorter
+    masked = (torch.rand(5, 9, generator=made) < 0.6) & content
+    masked[:, :4] = False
+    masked[:, 5] = True
+    canvas = clean.masked_fill(masked, model.config.mask_token_id)
+    prompt = content & (torch.arange(9) < 4)
+    guidance = {"cfg_scale": 0.7, "fixed": prompt | ~content, "mask_token_id": model.config.mask_token_id}
+    layout = BlockLayout(BLOCK, torch.tensor([3, 4, 3, 3, 4]))
+    network = TwoCopyLogits(model, content, clean=clean, layout=layout, **(guidance if guided else {}))
+    computed: list[int] = []
+    count = model.get_input_embeddings().register_forward_hook(lambda *call: computed.append(call[1][0].numel()))
+    with torch.no_grad():
+        shared = network.at(canvas, masked)
+        with listening(model):
+            whole = network.at(canvas, masked)
+    count.remove()
+    halves = 2 if guided else 1
+    assert computed == [halves * 2 * 9, halves * 5 * 9, halves * 2 * 5 * 9]
+    torch.testing.assert_close(shared, whole, rtol=1e-9, atol=1e-9)  # float64, sums in another order
 
 
 def test_greedy_completion_finishes_a_block_before_the_next() -> None:
