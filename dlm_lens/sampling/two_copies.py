@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import BlockLayout, padding_before, position_ids
-from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
 
 
@@ -164,11 +164,11 @@ class TwoCopyLogits(CanvasLogits):
         """The inputs of the head for the `needed` positions of x_t.
 
         Nothing of a clean copy depends on the noisy one, so that rows of equal texts (the masks of one item) share
-        theirs: it is computed once, and the noisy copies see its keys. Where hooks or readers are on the model it
-        is one pass over both copies, which is what they see.
+        theirs: it is computed once, and the noisy copies see its keys. Where `keeps_keys` is False, as while hooks
+        are on the model, it is one pass over both copies of every row, which is what hooks see.
         """
         clean, row = self._distinct_texts()
-        if len(clean) == len(row) or has_listeners(self.model):
+        if len(clean) == len(row) or not keeps_keys(self.model):
             states = self.forward(canvas).last_hidden_state.to(canvas.device)
         else:
             states = self._after_clean(canvas, clean, row)

@@ -11,8 +11,9 @@ from dlm_lens.evaluation.likelihood_requests import Item, Likelihoods
 from dlm_lens.evaluation.settings import LikelihoodSettings
 from dlm_lens.hooks import attach_hooks, mask_top_sinks
 from dlm_lens.sampling import NonFiniteLogitsError
+from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.causal_answers import keeps_prompts, score_answers
+from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.scoring import Scorer
 from dlm_lens.testing import tiny
 from tests.attention.test_hook_points import build
@@ -48,7 +49,7 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_score_answers_is_the_float64_sum(batch_size: int | None) -> None:
     model = tiny("causal")
-    assert keeps_prompts(model)
+    assert keeps_keys(model)
     found = {one.item: one for one in score_answers(Scorer(model, batch_size=batch_size, shift=True), pairs())}
     assert len(found) == 13
     for item, pair in pairs():
@@ -88,7 +89,7 @@ def test_every_kind_of_cache_gives_the_values_of_whole_texts(
     """Sliding windows are not kept, and all others give what transformers' own pass over the text gives."""
     model = build(kind)
     model.tokenizer = tiny("causal").tokenizer
-    assert keeps_prompts(model) is kept
+    assert keeps_keys(model) is kept
     for item, losses, _ in score_answers(Scorer(model, shift=True), pairs()):
         pair = dict(pairs())[item]
         with torch.no_grad():
@@ -100,13 +101,13 @@ def test_every_kind_of_cache_gives_the_values_of_whole_texts(
 def test_what_listens_sees_whole_texts() -> None:
     model = tiny("causal")
     with attach_hooks(model, mask_top_sinks(1)):
-        assert not keeps_prompts(model)
+        assert not keeps_keys(model)
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert not keeps_prompts(model)
+    assert not keeps_keys(model)
     handle.remove()
-    assert keeps_prompts(model)
+    assert keeps_keys(model)
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
-    assert not keeps_prompts(model)
+    assert not keeps_keys(model)
 
 
 def test_infinite_logits_name_item_and_position() -> None:

@@ -1,5 +1,6 @@
 """Likelihoods of block diffusion against float64 passes over the clean prefix and one noisy block, mask by mask."""
 
+from functools import wraps
 from itertools import product
 from math import comb
 from typing import Any
@@ -167,12 +168,18 @@ def test_masks_of_one_text_share_its_clean_copy(family: str, guided: bool) -> No
     layout = BlockLayout(BLOCK, torch.tensor([3, 4, 3, 3, 4]))
     network = TwoCopyLogits(model, content, clean=clean, layout=layout, **(guidance if guided else {}))
     computed: list[int] = []
-    count = model.get_input_embeddings().register_forward_hook(lambda *call: computed.append(call[1][0].numel()))
+    decoder, forward = model.get_decoder(), model.get_decoder().forward
+
+    @wraps(forward)
+    def counted(input_ids: Any, **inputs: Any) -> Any:
+        computed.append(input_ids.numel())
+        return forward(input_ids=input_ids, **inputs)
+
+    decoder.forward = counted
     with torch.no_grad():
         shared = network.at(canvas, masked)
         with listening(model):
             whole = network.at(canvas, masked)
-    count.remove()
     halves = 2 if guided else 1
     assert computed == [halves * 2 * 9, halves * 5 * 9, halves * 2 * 5 * 9]
     torch.testing.assert_close(shared, whole, rtol=1e-9, atol=1e-9)  # float64, sums in another order

@@ -4,19 +4,15 @@ Nothing after a prompt changes its keys and values, so that they serve every ans
 to a prompt of p need p + n (a - 1) positions instead of n (p + a). The values differ by rounding.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from dlm_lens.adapters.head import head_logits
-from dlm_lens.attention.model_access import has_listeners
-from dlm_lens.attention.sink_layout import SinkLayout
+from dlm_lens.sampling.kept_keys import empty_cache, keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
 from dlm_lens.sampling.network import NonFiniteLogitsError, network_inputs
@@ -48,7 +44,7 @@ def score_answers(scorer: Scorer, items: Iterable[tuple[int, Pair]]) -> Iterator
     groups: dict[bytes, list[tuple[int, Pair]]] = {}
     for item, pair in items:
         groups.setdefault(pair.prompt.numpy().tobytes(), []).append((item, pair))
-    several = [group for group in groups.values() if len(group) > 1] if keeps_prompts(scorer.model) else []
+    several = [group for group in groups.values() if len(group) > 1] if keeps_keys(scorer.model) else []
     single = groups.values() if not several else [group for group in groups.values() if len(group) == 1]
     texts = [_text(*one) for group in single for one in group]
     for batch in scorer.batches(sorted(texts, key=lambda query: -len(query.masked))):
@@ -57,31 +53,6 @@ def score_answers(scorer: Scorer, items: Iterable[tuple[int, Pair]]) -> Iterator
     for batch in scorer.batches(sorted(prompts, key=lambda query: -len(query.masked))):
         answers = [_Answer(*one, row) for row, query in enumerate(batch) for one in several[query.item]]
         yield from _after_prompts(scorer, batch, answers)
-
-
-def keeps_prompts(model: Any) -> bool:
-    """Whether the keys and values of a prompt may be computed apart from what follows it.
-
-    Not while something listens, which has to see whole texts; not with sink tokens, which the embedding puts before
-    every sequence; not where a cache keeps anything but all keys and values (sliding windows, recurrent states), or
-    where the rotation depends on the length of the text (dynamic NTK, LongRoPE).
-    """
-    decoder = model.get_decoder()
-    if has_listeners(model) or SinkLayout.of(model).count or getattr(model, "_is_stateful", False):
-        return False
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return False
-    rotation = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if {"dynamic", "longrope"}.intersection(map(str, rotation.values())):
-        return False
-    if "past_key_values" not in inspect.signature(decoder.forward).parameters:
-        return False
-    layers = _empty_cache(model).layers
-    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
-
-
-def _empty_cache(model: Any) -> Any:
-    return DynamicCache(config=model.config)
 
 
 def _text(item: int, pair: Pair) -> Query:
@@ -108,7 +79,7 @@ def _whole_texts(scorer: Scorer, queries: Sequence[Query]) -> Iterator[Scored]:
 def _after_prompts(scorer: Scorer, prompts: Sequence[Query], answers: Sequence[_Answer]) -> Iterator[Scored]:
     """All answers to a batch of prompts: their first tokens from the prompts' pass, the others from the cache."""
     model, batch = scorer.model, assemble(scorer.model, prompts)
-    cache = _empty_cache(model)
+    cache = empty_cache(model)
     longer = [answer for answer in answers if len(answer.pair.answer) > 1]
     kept = {"use_cache": True, "past_key_values": cache} if longer else {}
     states = model.get_decoder()(input_ids=batch.canvas, **network_inputs(batch.content) | kept).last_hidden_state
@@ -169,7 +140,7 @@ def _continued(
 
 def _rows_of(cache: Any, rows: Int[Tensor, "answer"], model: Any) -> Any:
     """A cache with some rows of another, which stays as it is."""
-    chosen = _empty_cache(model)
+    chosen = empty_cache(model)
     for number, layer in enumerate(cache.layers):
         on = rows.to(layer.keys.device)
         chosen.update(layer.keys[on], layer.values[on], number)
