@@ -198,7 +198,7 @@ def _scores(kept: Streams, value: Tensor, differences: Differences) -> Float[Ten
     found = torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True)
     grads = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
     rows = differences.embed.shape[0]
-    scores = value.new_zeros(rows, len(graph.sources), len(graph.destinations))
+    scores = differences.embed.new_zeros(rows, len(graph.sources), len(graph.destinations))
     for layer in layers:
         before = graph.heads_at(layer).start
         reads = _read_gradients(kept, layer, [grads[i * graph.layers + layer] for i in range(3)])

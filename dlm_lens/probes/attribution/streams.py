@@ -109,10 +109,13 @@ class Differences:
         self.graph = graph
         self.weights = [output_weight(attention_of(block)).detach() for block in attention_blocks(model)]
         self.embed = (two.first.given - one.first.given).detach()
-        self.heads = [(two.heads[i] - one.heads[i]).detach() for i in range(graph.layers)]
-        self.mlp = [(two.mlp.found[i] - one.mlp.found[i]).detach() for i in range(graph.layers)]
-        last = (two.last.found[graph.layers - 1] - one.last.found[graph.layers - 1]).detach()
-        total = self.embed + sum(self.mlp) + sum(h @ w for h, w in zip(self.heads, self.weights, strict=True))
+        # Layers may lie on several devices; what they add is summed on that of the embedding.
+        device = self.embed.device
+        self.heads = [(two.heads[i] - one.heads[i]).detach().to(device) for i in range(graph.layers)]
+        self.mlp = [(two.mlp.found[i] - one.mlp.found[i]).detach().to(device) for i in range(graph.layers)]
+        last = (two.last.found[graph.layers - 1] - one.last.found[graph.layers - 1]).detach().to(device)
+        outputs = (h @ w.to(device) for h, w in zip(self.heads, self.weights, strict=True))
+        total = self.embed + sum(self.mlp) + sum(outputs)
         scale = max(float(two.last.found[graph.layers - 1].abs().max()), 1e-6)
         allowed = TOLERANCE if last.dtype in (torch.float32, torch.float64) else 0.05
         if float((total - last).abs().max()) > allowed * scale:
@@ -125,6 +128,7 @@ class Differences:
         self, gradients: Float[Tensor, "destination row position d_model"], before: int
     ) -> Float[Tensor, "row source destination"]:
         """The products difference . gradient for the first `before` sources."""
+        gradients = gradients.to(self.embed.device)
         found = gradients.new_zeros(gradients.shape[1], len(self.graph.sources), len(gradients))
 
         def dotted(difference: Tensor) -> Tensor:
@@ -135,7 +139,7 @@ class Differences:
             heads = self.graph.heads_at(layer)
             if heads.start >= before:
                 break
-            reached = (gradients @ self.weights[layer].T).unflatten(-1, (self.graph.heads, -1))
+            reached = (gradients @ self.weights[layer].to(gradients.device).T).unflatten(-1, (self.graph.heads, -1))
             own = self.heads[layer].unflatten(-1, (self.graph.heads, -1))
             found[:, heads] = torch.einsum("nbphd,bphd->bhn", reached, own)
             if heads.stop < before:
