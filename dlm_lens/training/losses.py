@@ -18,6 +18,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.sampling.two_copies import two_copies
 from dlm_lens.training.objective import Objective, check_trained_whole
 from dlm_lens.training.sources import Example, Rows
+from dlm_lens.training.tied_gradient import TiedGradient, tied_gradient
 
 ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 """Logits in memory at once, per device type: 128 MiB and 1 GiB in float32."""
@@ -30,6 +31,7 @@ def weighted_cross_entropy(
     weights: Float[Tensor, "n"],
     elements: int | None = None,
     never: int | None = None,
+    shared: TiedGradient | None = None,
 ) -> Float[Tensor, ""]:
     """sum_n weights_n (logsumexp(W x_n) - (W x_n)[target_n]), in float32, a few rows of logits at a time.
 
@@ -43,6 +45,7 @@ def weighted_cross_entropy(
         weights: of each loss.
         elements: logits in memory at once; None for 2**25 on a CPU and 2**28 on a GPU.
         never: an id without probability, [MASK] in the SUBS parameterisation of MDLM.
+        shared: takes the gradient of a plain head whose weight the states were looked up in; from `tied_gradient`.
     """
     vocabulary = getattr(head, "out_features", None) or cast(Any, head).weight.shape[0]
     budget = elements or ELEMENTS.get(states.device.type, ELEMENTS["cuda"])
@@ -52,8 +55,11 @@ def weighted_cross_entropy(
         return states.sum() * 0.0 + sum(parameter.sum() * 0.0 for parameter in head.parameters())
     if _plain(head) and never is None:
         dtype = torch.get_autocast_dtype(states.device.type) if _autocast(states) else states.dtype
-        total: Tensor = _LinearLoss.apply(states, head.weight, targets, weights.float(), rows, dtype)
-        return total
+        shared = shared if shared is not None and shared.looked_up else None
+        weight = cast(Tensor, head.weight)
+        kernel = weight if shared is None else weight.detach()
+        loss: Tensor = _LinearLoss.apply(states, kernel, targets, weights.float(), rows, dtype, shared)
+        return loss
     total = states.new_zeros((), dtype=torch.float32)
     for part in range(0, len(states), rows):
         piece = slice(part, part + rows)
@@ -86,11 +92,18 @@ def _plain(head: nn.Module) -> bool:
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, kernel: Tensor, targets: Tensor, weights: Tensor, rows: int, dtype: torch.dtype
+        ctx: Any,
+        states: Tensor,
+        kernel: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        shared: TiedGradient | None,
     ) -> Tensor:
         """The loss, with the gradients of states and kernel kept for `backward`."""
         with torch.autocast(states.device.type, enabled=False):
-            wide_states, wide_kernel = ctx.needs_input_grad[:2]
+            wide_states, wide_kernel = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or shared is not None
             grad_states = torch.empty_like(states) if wide_states else None
             grad_kernel = torch.zeros_like(kernel, dtype=torch.float32) if wide_kernel else None
             total = torch.zeros((), device=states.device)
@@ -99,12 +112,15 @@ class _LinearLoss(torch.autograd.Function):
                 piece = slice(part, part + rows)
                 x, target, factor = states[piece].to(dtype), targets[piece, None], weights[piece, None]
                 logits = (x @ weight.T).float()
-                normaliser = logits.logsumexp(-1, keepdim=True)
-                total += (factor * (normaliser - logits.gather(-1, target))).sum()
+                largest = logits.amax(-1, keepdim=True)
+                chosen = logits.gather(-1, target) - largest
+                # In place: another tensor of this size would double the memory of the loss.
+                sums = logits.sub_(largest).exp_().sum(-1, keepdim=True)
+                total += (factor * (sums.log() - chosen)).sum()
                 if grad_states is None and grad_kernel is None:
                     continue
                 # d loss / d logits = weight (softmax - one-hot), in place of the logits.
-                logits.sub_(normaliser).exp_().mul_(factor).scatter_add_(-1, target, -factor)
+                logits.mul_(factor / sums).scatter_add_(-1, target, -factor)
                 slope = logits.to(dtype)
                 if grad_states is not None:
                     grad_states[piece] = (slope @ weight).to(states.dtype)
@@ -114,6 +130,7 @@ class _LinearLoss(torch.autograd.Function):
                     else:
                         grad_kernel += (slope.T @ x).float()
         ctx.gradients = grad_states, None if grad_kernel is None else grad_kernel.to(kernel.dtype)
+        ctx.shared = shared
         return total
 
     @staticmethod
@@ -121,8 +138,13 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         states, kernel = ctx.gradients
         ctx.gradients = None, None
-        scaled = (None if value is None else value.mul_(slope.to(value.dtype)) for value in (states, kernel))
-        return (*scaled, None, None, None, None)
+        states, kernel = (
+            None if value is None else value.mul_(slope.to(value.dtype)) for value in (states, kernel)
+        )
+        if ctx.shared is not None:
+            ctx.shared.put(kernel)
+            kernel = None
+        return states, kernel, None, None, None, None, None
 
 
 def masked_loss(
@@ -157,11 +179,13 @@ def masked_loss(
         clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
         inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **inputs)
         input_ids = inputs.pop("input_ids")
-    states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+    with tied_gradient(model) as shared:
+        states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
     requested = head_states(model, states.flatten(0, 1)[outputs])
     never = model.config.mask_token_id if getattr(model.config, "subs", False) else None
-    return weighted_cross_entropy(requested, model.get_output_embeddings(), targets, weights, elements, never)
+    head = model.get_output_embeddings()
+    return weighted_cross_entropy(requested, head, targets, weights, elements, never, shared)
 
 
 @contextmanager

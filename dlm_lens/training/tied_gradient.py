@@ -1,0 +1,108 @@
+"""The gradient of a weight that is both embedding and head, in one buffer instead of two.
+
+Autograd adds the gradients of the two uses when it has both: two tensors of the largest weight's size,
+[d_vocab, d_model]. Here the head's gradient is handed to the embedding's backward pass, which runs later, adds
+its few rows and returns the sum. The numbers are the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+
+
+class TiedGradient:
+    """Takes the head's gradient from the loss's backward pass and gives it to the embedding's.
+
+    `looked_up` says whether a lookup waits for it; without one the head's gradient must go its usual way.
+    """
+
+    def __init__(self) -> None:
+        self.looked_up = False
+        self._held: Tensor | None = None
+
+    def put(self, gradient: Float[Tensor, "d_vocab d_model"]) -> None:
+        """Hold the head's gradient; the embedding's backward pass adds its rows to it in place."""
+        self._held = gradient
+
+    def take(self, weight: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "d_vocab d_model"]:
+        """The gradient that is held, which is forgotten here; zeros where there is none."""
+        held, self._held = self._held, None
+        return torch.zeros_like(weight) if held is None else held
+
+
+@contextmanager
+def tied_gradient(model: Any) -> Iterator[TiedGradient | None]:
+    """While the decoder runs in this context, its lookups in a tied embedding share the head's gradient buffer.
+
+    None, and nothing changes, where the two weights differ, need no gradient, or are handled by another library:
+    compiled decoders, FSDP, DeepSpeed.
+    """
+    weight = model.get_input_embeddings().weight
+    compiled = getattr(model.get_decoder(), "_compiled_call_impl", None) is not None
+    tied = getattr(model.get_output_embeddings(), "weight", None) is weight and isinstance(weight, nn.Parameter)
+    foreign = compiled or isinstance(model, FSDPModule) or hasattr(weight, "ds_id")
+    if foreign or not (tied and weight.requires_grad and torch.is_grad_enabled()):
+        yield None
+        return
+    shared = TiedGradient()
+    with _Lookups(weight, shared):
+        yield shared
+
+
+class _Lookups(TorchFunctionMode):
+    """Replaces `torch.nn.functional.embedding` for one weight."""
+
+    def __init__(self, weight: nn.Parameter, shared: TiedGradient) -> None:
+        super().__init__()
+        self.weight, self.shared = weight, shared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The lookup with its own backward pass, and every other function as it is."""
+        if func is nn.functional.embedding and len(args) >= 2 and args[1] is self.weight:
+            ids, padding, plain = _lookup_arguments(*args, **(kwargs or {}))
+            if plain:
+                self.shared.looked_up = True
+                return _Lookup.apply(self.weight, ids, padding, self.shared)
+        return func(*args, **(kwargs or {}))
+
+
+def _lookup_arguments(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> tuple[Tensor, int, bool]:
+    """Of those of `torch.nn.functional.embedding`: ids, padding (-1: none), and whether no other option is set."""
+    plain = max_norm is None and not scale_grad_by_freq and not sparse
+    return input, -1 if padding_idx is None else padding_idx, plain
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Int[Tensor, "..."], padding: int, shared: TiedGradient) -> Tensor:
+        """The rows of the ids."""
+        ctx.save_for_backward(weight, ids)
+        ctx.padding, ctx.shared = padding, shared
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        """The head's gradient plus the rows' own, summed per id as torch sums them."""
+        weight, ids = ctx.saved_tensors
+        whole = ctx.shared.take(weight)
+        found, place = ids.unique(return_inverse=True)
+        # Each id once: adding rows at equal indices has no fixed order on a GPU.
+        rows = torch.ops.aten.embedding_dense_backward(slope, place, len(found), -1, False)
+        whole.index_add_(0, found, rows.masked_fill_((found == ctx.padding)[:, None], 0.0).to(whole.dtype))
+        return whole, None, None, None
