@@ -1,7 +1,8 @@
 """Cost of a trace: `denoise` with all logits against the same run under nnsight.
 
-`python -m benchmarks.tracing` prints milliseconds per step. `--memory` measures instead the peak memory (max RSS)
-of runs that save one layer's reduced statistic at every step, each in a process of its own.
+`python -m benchmarks.tracing` prints milliseconds per step; "untraced" is `lm.generate` without a `with`.
+`--memory` measures instead the peak memory (max RSS) of runs that save one layer's reduced statistic at every step,
+each in a process of its own.
 """
 
 import os
@@ -91,10 +92,10 @@ def times(length: int, steps: int, rounds: int) -> None:
     seconds = side_by_side(candidates, rounds)
     per_step = {name: value * 1e3 / steps for name, value in seconds.items()}
     print(f"\n{LAYERS} layers, {length} positions, {steps} steps ({machine()})\n")
-    print("| | ms per step | over denoise, ms | ratio |\n|---|---:|---:|---:|")
+    print("| | ms per step | over denoise, ms | over untraced, ms | ratio to denoise |\n|---|---:|---:|---:|---:|")
     for name, value in per_step.items():
-        base = per_step["denoise"]
-        print(f"| {name} | {value:.2f} | {value - base:+.2f} | {value / base:.3f} |")
+        base, untraced = per_step["denoise"], per_step["wrapped, untraced"]
+        print(f"| {name} | {value:.2f} | {value - base:+.2f} | {value - untraced:+.2f} | {value / base:.3f} |")
 
 
 def peaks(steps: int) -> None:

@@ -312,8 +312,7 @@ class _Call:
         # Compiled code runs only while nothing listens to the model (`listening`).
         if not torch.compiler.is_compiling():
             for point in (self.module.hook_scores, self.module.hook_pattern):
-                for reader in point.trace_readers:
-                    reader.skipped()
+                point.skip()
 
     def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
         visible = mask
@@ -356,7 +355,7 @@ def listened_to(point: nn.Module) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return any(reads() for reads in cast(HookPoint, point).trace_readers)
+    return cast(HookPoint, point).traced()
 
 
 def _through(point: Any, heads: Float[Tensor, "batch head position d_head"]) -> Tensor:

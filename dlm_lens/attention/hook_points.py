@@ -75,6 +75,15 @@ class HookPoint(nn.Module):
         """Return `value` itself."""
         return value
 
+    def traced(self) -> bool:
+        """Whether a trace reads the point in the present forward pass."""
+        return any(reads() for reads in self.trace_readers)
+
+    def skip(self) -> None:
+        """Tell the traces that can read the point that this pass does not compute its value."""
+        for reader in self.trace_readers:
+            reader.skipped()
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not part of a recording or a trace of the original.
         own = ("trace_readers", "readers")
@@ -347,7 +356,10 @@ class ProjectionPoint(HookPoint):
             )
 
     def pass_through(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        """The edited output of the projection; None where nothing was edited."""
+        """The edited output of the projection; None where nothing was edited, or nothing sees the point."""
+        if not (self._forward_hooks or self._forward_pre_hooks or self.traced()):
+            self.skip()
+            return None
         if self.start is not None:
             part = slice(self.start, self.start + self.heads * self.width)
             heads = output[..., part].unflatten(-1, (self.heads, self.width))

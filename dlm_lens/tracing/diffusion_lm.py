@@ -250,12 +250,13 @@ def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
 
 
 def _add_trace_readers(lm: DiffusionLM) -> None:
-    """Let attention compute scores and patterns in the passes in which a trace reads them, and in no other."""
+    """Let attention form scores, patterns, and heads of q and k, in the passes in which a trace reads them alone."""
     interleaver = weakref.ref(lm.interleaver)
     for envoy in lm.modules():
         if isinstance(envoy, AttentionEnvoy):
-            for name in ("hook_scores", "hook_pattern"):
-                point: Any = envoy._module.get_submodule(name)
+            points = envoy._module._modules
+            for name in {"hook_q", "hook_k", "hook_scores", "hook_pattern"} & set(points):
+                point: Any = points[name]
                 live = tuple(each for each in point.trace_readers if each.interleaver() is not None)
                 point.trace_readers = (*live, _TraceReader(interleaver, f"{envoy.path}.{name}"))
 

@@ -49,23 +49,6 @@ class RunInterleaver(Interleaver):
         self.thread = threading.get_ident()
         return super().__enter__()
 
-    def passes(self, locations: tuple[str, str, str]) -> bool:
-        """Count a module's call if no worker waits for its input, skip or output and no cache keeps them.
-
-        For a module without children: no worker can come to wait for its output while it runs. The counts are
-        those of `handle`, which is then called three times less.
-        """
-        entered, skip, left = locations
-        parked, observers, counts = self.parked, self.observers, self.counts
-        if entered in parked or skip in parked or left in parked:
-            return False
-        if observers and (entered in observers or skip in observers or left in observers):
-            return False
-        counts[entered] = counts.get(entered, 0) + 1
-        counts[skip] = counts.get(skip, 0) + 1
-        counts[left] = counts.get(left, 0) + 1
-        return True
-
     def check_free(self) -> None:
         """Refuse a run that begins during a trace of the same model.
 
@@ -98,24 +81,50 @@ class RunInterleaver(Interleaver):
         super().check_dangling_mediators()
 
 
-class LeafController(Controller):
-    """nnsight's forward of a module, for one without children: quick where no worker waits for its values."""
+class RunController(Controller):
+    """nnsight's forward of a module, with the same counts and values, quick where no worker waits for them.
+
+    A model has more modules than a worker reads in a pass: what is not waited for is counted here, without three
+    calls of `Interleaver.handle`.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, through nnsight only if its input, skip or output is wanted."""
+        """Run the module, through nnsight only if its input or skip is waited for."""
         state: Any = self.state
-        interleaver, _, locations = state.active()
-        if not isinstance(interleaver, RunInterleaver) or state.sourced or not interleaver.passes(locations):
+        for route in state.routes:  # as state.active(), without the call
+            interleaver = route[0]()
+            if interleaver is not None and interleaver.interleaving and interleaver.busy:
+                break
+        else:
+            return self._body(args, kwargs)
+        entered, skip, left = route[2]
+        parked, observers, counts = interleaver.parked, interleaver.observers, interleaver.counts
+        if not isinstance(interleaver, RunInterleaver) or entered in parked or skip in parked:
             return super().__call__(*args, **kwargs)
-        return run_body(state, self.module_ref(), args, kwargs)
+        if observers and (entered in observers or skip in observers):
+            return super().__call__(*args, **kwargs)
+        counts[entered] = counts.get(entered, 0) + 1
+        counts[skip] = counts.get(skip, 0) + 1
+        output = self._body(args, kwargs)
+        # Looked up again: a worker may have come to wait for the output while the module ran.
+        if left in interleaver.parked or left in interleaver.observers:
+            return interleaver.handle(left, output)
+        counts[left] = counts.get(left, 0) + 1
+        return output
+
+    def _body(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.module_ref()
+        if "_hf_hook" in module.__dict__:
+            return run_body(self.state, module, args, kwargs)
+        return self.state.body(module, *args, **kwargs)
 
 
 def quicken(root: nn.Module) -> None:
-    """Replace nnsight's controllers of the modules without children by `LeafController`s."""
+    """Replace nnsight's controllers of the modules by `RunController`s."""
     for module in root.modules():
         controller: Any = module.__dict__.get("forward")
-        if type(controller) is Controller and not module._modules:
-            module.__dict__["forward"] = LeafController(module, controller.state)
+        if type(controller) is Controller:
+            module.__dict__["forward"] = RunController(module, controller.state)
 
 
 def _explanation(mediator: Mediator) -> str | None:
