@@ -250,7 +250,7 @@ def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
 
 
 def _add_trace_readers(lm: DiffusionLM) -> None:
-    """Let attention form scores, patterns, and heads of q and k, in the passes in which a trace reads them alone."""
+    """Let attention form scores, patterns, and heads of q and k, only in passes in which a trace reads them."""
     interleaver = weakref.ref(lm.interleaver)
     for envoy in lm.modules():
         if isinstance(envoy, AttentionEnvoy):
