@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dlm_lens as dl
 from experiments.toy.claims import below
+from experiments.toy.hidden_sink import measure
 from experiments.toy.knockout import hide_column
 from experiments.toy.phenomena import CLASSES, Maps, differs, learned_sink, summarise, token_classes
 from experiments.toy.statistics import clustered_ratio, wilson
@@ -142,3 +144,12 @@ def test_hiding_a_random_column_hides_one_visible_column_per_head() -> None:
 def test_intervals_decide() -> None:
     low, high, wide = ({"low": a, "high": b} for a, b in ((0.1, 0.2), (0.3, 0.4), (0.15, 0.35)))
     assert (below(low, high), below(high, low), below(low, wide)) == (True, False, None)
+
+
+def test_a_model_with_its_learned_sink_hidden_answers_worse_than_with_the_controls() -> None:
+    lines = {line[0]: line[2:] for line in measure(dl.load("toy-sink"), 32)}
+    assert list(lines) == ["A", "L", "F"]
+    for task in ("A", "L"):
+        nothing, hidden, columns, mass = (float(cell.split()[0]) for cell in lines[task])
+        assert nothing > 0.95
+        assert hidden < 0.5 < min(columns, mass)
