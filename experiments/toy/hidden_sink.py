@@ -1,8 +1,8 @@
 """What a model's learned sink token is worth: answers with it hidden, against controls.
 
-`python -m experiments.toy.hidden_sink [--count 256]` prints the table of `docs/toy.md`: exact match on held-out prompts
-of each task with nothing hidden, with the learned sink hidden from every query, and with random columns of the canvas
-hidden in its place: as many, and as many as receive the same attention.
+`python -m experiments.toy.hidden_sink [--count 256]` prints the table of `docs/toy.md`: exact match on held-out
+prompts of each task with nothing hidden, with the learned sink hidden from every query, and with random columns of
+the canvas hidden in its place: as many, and as many as receive the same attention.
 """
 
 from typing import Annotated, Any
@@ -17,9 +17,6 @@ from experiments.toy.evaluate import answers
 from experiments.toy.language import is_correct
 from experiments.toy.statistics import markdown_table, wilson
 
-ROWS = TRAINING_SEQUENCES
-"""Sequences of the shipped models' training text, whose prompts are left out of the tests."""
-
 
 def conditions() -> dict[str, list[Any]]:
     """The hooks of every column of the table."""
@@ -32,11 +29,17 @@ def conditions() -> dict[str, list[Any]]:
     }
 
 
-def measure(model: Any, count: int) -> list[list[str]]:
-    """A line for each task: exact match with its 95% interval (Wilson) under every condition."""
+def measure(model: Any, count: int, rows: int = TRAINING_SEQUENCES) -> list[list[str]]:
+    """A line for each task: exact match with its 95% interval (Wilson) under every condition.
+
+    Args:
+        model: with one learned sink token.
+        count: prompts of each task.
+        rows: sequences of the training text, whose prompts are left out of the tests.
+    """
     lines = []
     for task in TASKS:
-        examples = tests(task, count, ROWS)
+        examples = tests(task, count, rows)
         cells = []
         for hooks in conditions().values():
             given = answers(model, examples, hooks=hooks)
@@ -53,7 +56,7 @@ def main(
     count: Annotated[int, typer.Option(help="prompts of each task")] = 256,
 ) -> None:
     """Print the table."""
-    print(markdown_table(["task", "prompts", *conditions()], measure(dl.load(model), count)))
+    typer.echo(markdown_table(["task", "prompts", *conditions()], measure(dl.load(model), count)))
 
 
 if __name__ == "__main__":
