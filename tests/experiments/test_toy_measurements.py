@@ -147,7 +147,7 @@ def test_intervals_decide() -> None:
 
 
 def test_a_model_with_its_learned_sink_hidden_answers_worse_than_with_the_controls() -> None:
-    lines = {line[0]: line[2:] for line in measure(dl.load("toy-sink"), 32, rows=1000)}
+    lines = {line[0]: line[2:] for line in measure(dl.load("toy-sink"), 12, rows=1000)}
     assert list(lines) == ["A", "L", "F"]
     for task in ("A", "L"):
         nothing, hidden, columns, mass = (float(cell.split()[0]) for cell in lines[task])
