@@ -11,6 +11,7 @@ from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 from torch import nn
 
 from dlm_lens.attention import listening
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.tracing.steps import STEP, Steps, loop_state
 
 
@@ -30,6 +31,20 @@ class WithSteps:
 
 class RunTracer(WithSteps, InterleavingTracer):
     """The tracer of `lm.generate` and `lm.trace`."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain where the result of a run is; a tracer has none of its attributes.
+
+        Raises:
+            AttributeError: always.
+        """
+        if hasattr(DenoisingRun, name) or name in DenoisingRun.__dataclass_fields__:
+            raise AttributeError(
+                f"a tracer has no {name!r}: read tracer.result.{name} in the block of `with lm.generate(...) as "
+                "tracer:`. Without a trace, call lm.generate(...) on a line of its own: beside another `with` on "
+                "the same line nnsight takes that one for the trace's, and runs nothing"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class RunScanningTracer(WithSteps, ScanningTracer):

@@ -80,3 +80,12 @@ def test_queries_are_cut_into_heads_only_where_they_are_read():
             projected.append(lm.layers[1].attn.q_proj.output.clone())
     for head, flat in zip(heads, projected, strict=True):
         assert torch.equal(head.flatten(-2), flat)
+
+
+def test_a_call_beside_another_with_is_explained():
+    lm = dl.DiffusionLM(tiny("llada", num_hidden_layers=2))
+    with torch.no_grad(): run = lm.generate([1, 2, 3], **RUN)  # fmt: skip  # noqa: E701
+    with pytest.raises(AttributeError, match=r"call lm\.generate\(\.\.\.\) on a line of its own"):
+        _ = run.canvases
+    with pytest.raises(AttributeError, match="'RunTracer' object has no attribute 'nothing'"):
+        _ = run.nothing
