@@ -3,11 +3,14 @@
 `python -m benchmarks.training [--layers 2 --length 512 --batch 4]`: Qwen2.5-0.5B's shape (width 896, vocabulary of
 151,936, tied head) with few layers on a CPU; on a GPU, where there is one, `--layers 24 --length 2048 --batch 8` is
 the whole model, in bfloat16. Both sides get the same canvases and compute forward, backward, clipping and an AdamW
-step (ours with the trainer's optimiser); each runs in a process of its own, so that the peak of its memory is its
-own. The third is ours with `checkpointing: true`. The losses must agree.
+step (ours with the trainer's optimiser). The third is ours with `checkpointing: true`. The losses must agree.
+
+Each side runs in processes of its own: rounds for the time, and one more for the peak of its memory, in which glibc
+returns every freed block of a MiB at once. Otherwise its heap hides how much is in use.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -97,6 +100,13 @@ def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict
     return {"seconds": sum(seconds) / max(1, len(seconds)), "peak": peak(device), "losses": losses}
 
 
+def _run(side: str, options: list[str], **env: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.training", *options, f"--side={side}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **env})
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main(
     layers: int = 2,
     length: int = 512,
@@ -111,13 +121,14 @@ def main(
         return
     torch.set_num_threads(1)  # as the sides do
     results: dict[str, Any] = {}
+    shape = [f"--layers={layers}", f"--length={length}", f"--batch={batch}"]
     for _ in range(rounds):
         for name in SIDES:
-            given = [f"--layers={layers}", f"--length={length}", f"--batch={batch}", f"--steps={steps}"]
-            command = [sys.executable, "-m", "benchmarks.training", *given, f"--side={name}"]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
+            found = _run(name, [*shape, f"--steps={steps}"])
             results[name] = min(results.get(name, found), found, key=lambda result: result["seconds"])
+    if not torch.cuda.is_available():
+        for name in SIDES:
+            results[name]["peak"] = _run(name, [*shape, "--steps=1"], MALLOC_MMAP_THRESHOLD_=str(2**20))["peak"]
     theirs, *mine = (results[name] for name in SIDES)
     clock = "seconds" if torch.cuda.is_available() else "CPU seconds"
     print(f"\ntraining step, {layers} layers of width 896, {batch} x {length} positions; {machine()}\n")
