@@ -238,10 +238,15 @@ def _notes(results: Results) -> Iterator[str]:
     )
     for model in results.models:
         if told := unmasked(results, model):
+            steps = twin_steps(results.settings, model)
+            trained = (
+                "the shipped one and its twins were trained for 10,000 steps"
+                if steps == 10_000
+                else f"the shipped one was trained for 10,000 steps, its twins for {steps:,}"
+            )
             yield (
-                f"The networks of {model} answer {told} of the prompts with nothing hidden: the shipped one was "
-                f"trained for 10,000 steps, its twins for {twin_steps(results.settings, model):,}. A network that "
-                "answers less can lose less, which widens the intervals over networks."
+                f"The networks of {model} answer {told} of the prompts with nothing hidden: {trained}. A network "
+                "that answers less can lose less, which widens the intervals over networks."
             )
     if any(record.item.get("classes") for record in results.records):
         told = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in CLASSES.items())
