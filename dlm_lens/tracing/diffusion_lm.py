@@ -271,8 +271,11 @@ class _TraceReader:
         interleaver = self.interleaver()
         if interleaver is None or not interleaver.interleaving:
             return False
+        parked, observers = interleaver.parked, interleaver.observers
+        if not observers and parked.isdisjoint(self.locations):  # several times in every layer of every pass
+            return False
         return any(
-            location in interleaver.observers or (location in interleaver.parked and interleaver._ready(location))
+            location in observers or (location in parked and interleaver._ready(location))
             for location in self.locations
         )
 
@@ -280,5 +283,6 @@ class _TraceReader:
         """Count a pass without values, so that nnsight's occurrence n of a pattern is that of forward n."""
         interleaver = self.interleaver()
         if interleaver is not None and interleaver.interleaving:
+            counts = interleaver.counts
             for location in self.locations:
-                interleaver.counts[location] = interleaver.counts.get(location, 0) + 1
+                counts[location] = counts.get(location, 0) + 1
