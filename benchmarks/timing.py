@@ -28,6 +28,10 @@ class Timings(dict[str, float]):
         """The median of a candidate over the median of the baseline."""
         return self[name] / self[baseline]
 
+    def difference(self, name: str, baseline: str) -> float:
+        """The median of the seconds that a candidate takes longer than the baseline in the same round."""
+        return statistics.median(a - b for a, b in zip(self.turns[name], self.turns[baseline], strict=True))
+
     def spread(self, name: str, baseline: str) -> tuple[float, float]:
         """The least and the greatest ratio of two turns that ran one after the other."""
         ratios = [a / b for a, b in zip(self.turns[name], self.turns[baseline], strict=True)]

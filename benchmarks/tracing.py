@@ -1,6 +1,7 @@
 """Cost of a trace: `denoise` with all logits against the same run under nnsight.
 
-`python -m benchmarks.tracing` prints milliseconds per step; "untraced" is `lm.generate` without a `with`.
+`python -m benchmarks.tracing` prints milliseconds per step (CPU time; medians of the differences within a round of
+turns); "untraced" is `lm.generate` without a `with`.
 `--memory` measures instead the peak memory (max RSS) of runs that save one layer's reduced statistic at every step,
 each in a process of its own.
 """
@@ -89,13 +90,13 @@ def times(length: int, steps: int, rounds: int) -> None:
     candidates: dict[str, Any] = {"denoise": lambda: dlm_lens.denoise(raw, ids, logits="all", **run)}
     for name, trace in TRACES.items():
         candidates[name] = lambda trace=trace: trace(lm, ids, run)
-    seconds = side_by_side(candidates, rounds)
-    per_step = {name: value * 1e3 / steps for name, value in seconds.items()}
+    seconds = side_by_side(candidates, rounds, clock="cpu")
     print(f"\n{LAYERS} layers, {length} positions, {steps} steps ({machine()})\n")
     print("| | ms per step | over denoise, ms | over untraced, ms | ratio to denoise |\n|---|---:|---:|---:|---:|")
-    for name, value in per_step.items():
-        base, untraced = per_step["denoise"], per_step["wrapped, untraced"]
-        print(f"| {name} | {value:.2f} | {value - base:+.2f} | {value - untraced:+.2f} | {value / base:.3f} |")
+    for name, value in seconds.items():
+        over = (seconds.difference(name, base) * 1e3 / steps for base in ("denoise", "wrapped, untraced"))
+        cells = " | ".join(f"{each:+.2f}" for each in over)
+        print(f"| {name} | {value * 1e3 / steps:.2f} | {cells} | {seconds.ratio(name, 'denoise'):.3f} |")
 
 
 def peaks(steps: int) -> None:
@@ -129,7 +130,7 @@ def _peak(length: int, steps: int) -> float:
 def main(
     length: Annotated[int, typer.Option(help="positions of the canvas")] = 96,
     steps: Annotated[int, typer.Option(help="denoising steps, and tokens of the answer")] = 32,
-    rounds: Annotated[int, typer.Option(help="turns of each candidate")] = 7,
+    rounds: Annotated[int, typer.Option(help="turns of each candidate")] = 25,
     memory: Annotated[bool, typer.Option(help="measure peak memory instead of time")] = False,
     child: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
