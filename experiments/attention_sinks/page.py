@@ -135,14 +135,17 @@ def _masked(found: Results) -> str:
     decided = is_below(more, 0.0).verdict == "agrees"
     learned = table1.mean(found, "learned", "toy-sink", {"columns": 1, **BASE})
     function, content = (change(found, "toy", 1, classes=name) for name in ("function", "content"))
+    more_content = change(found, "toy", 1, classes="content", against={"columns": 1, "classes": "function"})
+    by_content = is_below(more_content, 0.0).verdict == "agrees"
     theirs_function = change(found, "toy-sink", 1, classes="function")
     return (
         f"- **The cost of one sink depends on its definition.** Hidden per head, toy loses {-one.value:.2f} of "
         f"its exact match and toy-ar {-theirs.value:.2f}; one per layer {-layer.value:.2f} and "
         f"{-theirs_layer.value:.2f}. The paper does not say which it uses.\n"
-        "- **In toy the cost is that of content.** Its strongest columns are often the digits and words that the "
-        f"problem needs: hidden only where they are punctuation, special or mask tokens they cost {function}, only "
-        f"where they are digits or words {content}. In toy-sink function tokens cost {theirs_function}.\n"
+        f"- **In toy the cost is that of content{'' if by_content else ': undecided over its networks'}.** Its "
+        "strongest columns are often the digits and words that the problem needs: hidden only where they are "
+        f"punctuation, special or mask tokens they cost {function}, only where they are digits or words {content} "
+        f"(difference {more_content}). In toy-sink function tokens cost {theirs_function}.\n"
         f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere"
         f"{'' if decided else ': undecided over its networks'}.** Five sinks per head change toy by {sinks}, five "
         f"random columns by {counted}, and random columns that receive as much as five sinks by {weighed} "

@@ -59,23 +59,33 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     held = {name: load_results(find_experiment(name), page.RESULTS / name) for name in page.SUMMARISED}
     masking, change = held["table1-masking"], masking_findings.change
     per_head, per_layer = READINGS[:2]
-    assert masking_findings.change_beside(masking, "toy", "toy-ar", **per_layer).low > 0
-    beside = masking_findings.change_beside(masking, "toy", "toy-ar", **per_head)
-    assert beside.low < 0 < beside.high
+    for reading in (per_head, per_layer):
+        beside = masking_findings.change_beside(masking, "toy", "toy-ar", **reading)
+        assert beside.low < 0 < beside.high
     sinks, counted, weighed = (change(masking, "toy", 5, choose=name) for name in ("top", "random", "mass"))
-    # In every network more than random columns, but the twins answer too little to decide it over networks.
+    # In every network, and over networks, more than columns that receive as much.
     for network in range(3):
         right = {
             choose: sum(masked("toy", 5, choose=choose, network=network)["right"]) / 96
             for choose in ("top", "mass")
         }
         assert right["top"] < 0.05 < 0.25 < right["mass"]
-    assert sinks.low < sinks.value < -0.5 < 0 < sinks.high
-    assert max(counted.high, weighed.high) < 0.15
+        of_class = {
+            name: sum(masked("toy", 1, network=network, classes=name)["right"]) / 96
+            for name in ("function", "content")
+        }
+        assert of_class["content"] < of_class["function"] - 0.1
+    assert sinks.high < -0.8
+    assert change(masking, "toy", 5, against={"columns": 5, "choose": "mass"}).high < 0
+    assert sinks.high < min(counted.low, weighed.low)
+    # The networks differ too much to decide this one.
+    content = change(masking, "toy", 1, classes="content", against={"columns": 1, "classes": "function"})
+    assert content.low < content.value < -0.3 < 0 < content.high
+    assert "that of content: undecided over its networks" in page.PAGE.read_text()
     theirs, theirs_weighed = (change(masking, "toy-ar", 5, choose=name) for name in ("top", "mass"))
     assert theirs_weighed.high < -0.8
     assert theirs.low < -0.9
-    assert change(masking, "toy-sink", 1).high < change(masking, "toy", 1).low
+    assert change(masking, "toy-sink", 1).high < -0.5
     counts = [one for line in lines("beyond-confidence") for one in line["value"]["flips"]
               if line["item"]["model"] == "toy" and line["item"]["hidden"] == "sinks"]  # fmt: skip
     flipped = sum(one["flipped"] for one in counts) / sum(one["open"] for one in counts)
