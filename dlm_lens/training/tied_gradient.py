@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 
@@ -47,7 +46,8 @@ def tied_gradient(model: Any) -> Iterator[TiedGradient | None]:
     weight = model.get_input_embeddings().weight
     compiled = getattr(model.get_decoder(), "_compiled_call_impl", None) is not None
     tied = getattr(model.get_output_embeddings(), "weight", None) is weight and isinstance(weight, nn.Parameter)
-    foreign = compiled or isinstance(model, FSDPModule) or hasattr(weight, "ds_id")
+    # `fully_shard` gives a module the method `unshard`, DeepSpeed a weight the attribute `ds_id`.
+    foreign = compiled or hasattr(model, "unshard") or hasattr(weight, "ds_id")
     if foreign or not (tied and weight.requires_grad and torch.is_grad_enabled()):
         yield None
         return

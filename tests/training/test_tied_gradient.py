@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_lens.testing import tiny
@@ -142,14 +144,19 @@ def test_the_backward_pass_needs_no_second_tensor_of_the_weights_size(monkeypatc
     assert allocated() >= 1  # the embedding's own gradient
 
 
-@pytest.mark.parametrize("case", ["untied", "frozen", "no gradients", "compiled", "deepspeed"])
-def test_other_weights_are_left_to_autograd(case: str) -> None:
+@pytest.mark.parametrize("case", ["untied", "frozen", "no gradients", "compiled", "sharded", "deepspeed"])
+def test_other_weights_are_left_to_autograd(case: str, request: pytest.FixtureRequest) -> None:
     model = tied("sink_qwen") if case != "untied" else tiny("sink_qwen", tie_word_embeddings=False)
     weight = model.get_input_embeddings().weight
     if case == "frozen":
         weight.requires_grad_(False)
     if case == "compiled":
         model.get_decoder().compile(backend="eager")
+    if case == "sharded":
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            request.addfinalizer(torch.distributed.destroy_process_group)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     if case == "deepspeed":
         weight.ds_id = 0
     with torch.no_grad() if case == "no gradients" else nullcontext(), tied_gradient(model) as shared:
