@@ -1,6 +1,7 @@
 """`merge_results`: the results of one experiment for further models, in one directory with those that are there."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ def merge_results(
     holder = {model: number for number, run in enumerate(runs) for model in run.settings["models"]}
     if list(Path(out).glob("*.jsonl")):
         raise ValueError(f"{out} holds results already; choose another directory")
-    for number, run in enumerate(runs):
+    # Model by model, in the order in which a run computes them; a session is noted before what it computed.
+    for number, models in groupby(config["settings"]["models"], holder.__getitem__):
+        run = runs[number]
         with ResultsFile(Path(out), config, run.sessions[-1]) as file:
             for model, digest in run.weights.items():
                 file.note_weights(model, digest, run.is_causal(model))
-            for record in run.records:
-                if holder[record.item["model"]] == number:
-                    file.append(record)
+            for name in models:
+                for record in run.records:
+                    if record.item["model"] == name:
+                        file.append(record)
     return load_results(experiment, Path(out))
 
 

@@ -137,6 +137,8 @@ def test_a_model_that_was_run_again_replaces_its_records(tmp_path: Path) -> None
     assert merged.missing == 0
     assert [record.value for record in merged.where(model="a")] == [record.value for record in new.where(model="a")]
     assert len(merged.where(model="a")) == 2 * len(merged.where(model="c")) > 0
+    order = [record.item["model"] for record in merged.records]
+    assert order == sorted(order)  # that of the settings
 
 
 class TestEnglishData:
