@@ -55,10 +55,10 @@ def weighted_cross_entropy(
         return states.sum() * 0.0 + sum(parameter.sum() * 0.0 for parameter in head.parameters())
     if _plain(head) and never is None:
         dtype = torch.get_autocast_dtype(states.device.type) if _autocast(states) else states.dtype
-        shared = shared if shared is not None and shared.looked_up else None
+        anchor = None if shared is None else shared.anchor
         weight = cast(Tensor, head.weight)
-        kernel = weight if shared is None else weight.detach()
-        loss: Tensor = _LinearLoss.apply(states, kernel, targets, weights.float(), rows, dtype, shared)
+        kernel = weight if anchor is None else weight.detach()
+        loss: Tensor = _LinearLoss.apply(states, kernel, anchor, targets, weights.float(), rows, dtype, shared)
         return loss
     total = states.new_zeros((), dtype=torch.float32)
     for part in range(0, len(states), rows):
@@ -95,6 +95,7 @@ class _LinearLoss(torch.autograd.Function):
         ctx: Any,
         states: Tensor,
         kernel: Tensor,
+        anchor: Tensor | None,
         targets: Tensor,
         weights: Tensor,
         rows: int,
@@ -103,7 +104,7 @@ class _LinearLoss(torch.autograd.Function):
     ) -> Tensor:
         """The loss, with the gradients of states and kernel kept for `backward`."""
         with torch.autocast(states.device.type, enabled=False):
-            wide_states, wide_kernel = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or shared is not None
+            wide_states, wide_kernel = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
             grad_states = torch.empty_like(states) if wide_states else None
             grad_kernel = torch.zeros_like(kernel, dtype=torch.float32) if wide_kernel else None
             total = torch.zeros((), device=states.device)
@@ -130,21 +131,24 @@ class _LinearLoss(torch.autograd.Function):
                     else:
                         grad_kernel += (slope.T @ x).float()
         ctx.gradients = grad_states, None if grad_kernel is None else grad_kernel.to(kernel.dtype)
-        ctx.shared = shared
+        ctx.shared = shared if ctx.needs_input_grad[2] else None
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        states, kernel = ctx.gradients
-        ctx.gradients = None, None
-        states, kernel = (
-            None if value is None else value.mul_(slope.to(value.dtype)) for value in (states, kernel)
-        )
+        """The gradients of `forward` times the slope; with an anchor that of the kernel goes to its lookup."""
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "This loss was differentiated before, and its gradients were freed; compute masked_loss again."
+            )
+        states, kernel = (None if value is None else value.mul_(slope.to(value.dtype)) for value in ctx.gradients)
+        ctx.gradients = None
+        anchor = None
         if ctx.shared is not None:
             ctx.shared.put(kernel)
-            kernel = None
-        return states, kernel, None, None, None, None, None
+            kernel, anchor = None, slope.new_zeros((), dtype=ctx.shared.anchor.dtype)
+        return states, kernel, anchor, None, None, None, None, None, None
 
 
 def masked_loss(

@@ -3,6 +3,9 @@
 Autograd adds the gradients of the two uses when it has both: two tensors of the largest weight's size,
 [d_vocab, d_model]. Here the head's gradient is handed to the embedding's backward pass, which runs later, adds
 its few rows and returns the sum. The numbers are the same.
+
+Beside its rows the lookup returns a zero, the anchor, which the loss takes as an input: so autograd runs the
+lookup's backward pass after the loss's, even where the rows themselves have no path to the loss.
 """
 
 from collections.abc import Iterator
@@ -19,26 +22,27 @@ from torch.overrides import TorchFunctionMode
 class TiedGradient:
     """Takes the head's gradient from the loss's backward pass and gives it to the embedding's.
 
-    `looked_up` says whether a lookup waits for it; without one the head's gradient must go its usual way.
+    `anchor` is the output of the lookup that waits for it, an input of the loss; None without such a lookup: the
+    head's gradient must then go its usual way.
     """
 
     def __init__(self) -> None:
-        self.looked_up = False
+        self.anchor: Float[Tensor, ""] | None = None
         self._held: Tensor | None = None
 
     def put(self, gradient: Float[Tensor, "d_vocab d_model"]) -> None:
         """Hold the head's gradient; the embedding's backward pass adds its rows to it in place."""
         self._held = gradient
 
-    def take(self, weight: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "d_vocab d_model"]:
-        """The gradient that is held, which is forgotten here; zeros where there is none."""
+    def take(self) -> Float[Tensor, "d_vocab d_model"] | None:
+        """The gradient that is held, which is forgotten here; None where only another loss was differentiated."""
         held, self._held = self._held, None
-        return torch.zeros_like(weight) if held is None else held
+        return held
 
 
 @contextmanager
 def tied_gradient(model: Any) -> Iterator[TiedGradient | None]:
-    """While the decoder runs in this context, its lookups in a tied embedding share the head's gradient buffer.
+    """In this context the decoder's first lookup in a tied embedding shares the head's gradient buffer.
 
     None, and nothing changes, where the two weights differ, need no gradient, or are handled by another library:
     compiled decoders, FSDP, DeepSpeed.
@@ -64,12 +68,12 @@ class _Lookups(TorchFunctionMode):
         self.weight, self.shared = weight, shared
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The lookup with its own backward pass, and every other function as it is."""
+        """The first lookup with its own backward pass, and every other function as it is."""
         if func is nn.functional.embedding and len(args) >= 2 and args[1] is self.weight:
             ids, padding, plain = _lookup_arguments(*args, **(kwargs or {}))
-            if plain:
-                self.shared.looked_up = True
-                return _Lookup.apply(self.weight, ids, padding, self.shared)
+            if plain and self.shared.anchor is None and torch.is_grad_enabled():
+                rows, self.shared.anchor = _Lookup.apply(self.weight, ids, padding, self.shared)
+                return rows
         return func(*args, **(kwargs or {}))
 
 
@@ -89,18 +93,22 @@ def _lookup_arguments(
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Int[Tensor, "..."], padding: int, shared: TiedGradient) -> Tensor:
-        """The rows of the ids."""
-        ctx.save_for_backward(weight, ids)
-        ctx.padding, ctx.shared = padding, shared
-        return nn.functional.embedding(ids, weight)
+    def forward(
+        ctx: Any, weight: Tensor, ids: Int[Tensor, "..."], padding: int, shared: TiedGradient
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of the ids, and the anchor."""
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.shared, ctx.shape = padding, shared, weight.shape
+        return nn.functional.embedding(ids, weight), weight.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, slope: Tensor, anchor: Tensor) -> tuple[Tensor | None, ...]:
         """The head's gradient plus the rows' own, summed per id as torch sums them."""
-        weight, ids = ctx.saved_tensors
-        whole = ctx.shared.take(weight)
+        (ids,) = ctx.saved_tensors
+        whole = ctx.shared.take()
+        if whole is None:
+            whole = slope.new_zeros(ctx.shape)
         found, place = ids.unique(return_inverse=True)
         # Each id once: adding rows at equal indices has no fixed order on a GPU.
         rows = torch.ops.aten.embedding_dense_backward(slope, place, len(found), -1, False)

@@ -100,6 +100,47 @@ def test_a_decoder_with_another_kind_of_lookup_loses_nothing(monkeypatch: pytest
         torch.testing.assert_close(value, usual[name], rtol=1e-5, atol=1e-7)  # rows are summed in another order
 
 
+@pytest.mark.parametrize("edit", [lambda rows: rows.detach().requires_grad_(), lambda rows: rows * 0.5])
+def test_an_edited_embedding_loses_nothing(edit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tied("sink_qwen")
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: edit(output))
+    asked = inputs(model)
+    assert_same(gradients(model, asked), separately(model, asked, monkeypatch=monkeypatch))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_second_lookup_and_a_loss_of_its_own_lose_nothing(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tied("sink_qwen")
+    asked = inputs(model)
+    rows: list[Tensor] = []
+
+    def keep(module: Any, args: Any, output: Tensor) -> Tensor:
+        rows.append(output)
+        return output + torch.nn.functional.embedding(args[0], module.weight) if again else output
+
+    model.get_input_embeddings().register_forward_hook(keep)
+
+    def both() -> dict[str, Tensor]:
+        rows.clear()
+        model.zero_grad()
+        loss = masked_loss(model, **asked)
+        rows[0].square().mean().backward(retain_graph=True)  # before the loss: nothing waits for the lookup
+        loss.backward()
+        return {name: value.grad.clone() for name, value in model.named_parameters()}
+
+    found = both()
+    monkeypatch.setattr("dlm_lens.training.losses.tied_gradient", lambda model: nullcontext())
+    for name, value in both().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)  # the rows are summed in another order
+
+
+def test_a_loss_is_differentiated_once() -> None:
+    loss = masked_loss(tied("sink_qwen"), **inputs(tied("sink_qwen")))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated before"):
+        loss.backward()
+
+
 def test_activation_checkpointing_and_loss_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tied("sink_qwen", num_sinks=1)
     asked = inputs(model)
