@@ -2,6 +2,7 @@
 
 `python -m benchmarks.tracing` prints milliseconds per step (CPU time; medians of the differences within a round of
 turns); "untraced" is `lm.generate` without a `with`.
+`--calls` prints microseconds of one call of a module, a hook point, instead.
 `--memory` measures instead the peak memory (max RSS) of runs that save one layer's reduced statistic at every step,
 each in a process of its own.
 """
@@ -10,6 +11,7 @@ import os
 import resource
 import subprocess
 import sys
+import timeit
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +19,7 @@ import typer
 
 import dlm_lens
 from benchmarks.timing import machine, on_device, side_by_side
+from dlm_lens.attention import hooked_attentions
 from dlm_lens.testing import tiny
 
 LAYERS = 8
@@ -99,6 +102,40 @@ def times(length: int, steps: int, rounds: int) -> None:
         print(f"| {name} | {value * 1e3 / steps:.2f} | {cells} | {seconds.ratio(name, 'denoise'):.3f} |")
 
 
+class _Clock:
+    """A hook that measures calls of another module of the model while the run goes on."""
+
+    site, layers = "resid", (LAYERS - 1,)
+
+    def __init__(self, measure: Any) -> None:
+        self.measure, self.seconds = measure, 0.0
+
+    def __call__(self, value: torch.Tensor, hook: Any) -> torch.Tensor:
+        """Measure once, and change nothing."""
+        self.seconds = self.seconds or self.measure()
+        return value
+
+
+def calls(length: int, number: int = 10_000, turns: int = 15) -> None:
+    """Print the table of microseconds per call of one module without work of its own."""
+    plain, lm = build(length), dlm_lens.DiffusionLM(build(length))
+    value = torch.zeros(1, length, 8, 16)
+
+    def least(model: Any) -> float:
+        point = hooked_attentions(model)[0].hook_v
+        return min(timeit.repeat(lambda: point(value), number=number, repeat=turns)) / number
+
+    clock = _Clock(lambda: least(lm._module))
+    with lm.generate([1] * (length - 1), steps=1, gen_length=1, block_length=1, hooks=[clock]) as tracer:
+        for _step in tracer.steps:
+            pass
+    rows = {"a module of the plain model": least(plain), "wrapped, no trace": least(lm._module)}
+    rows["wrapped, in a trace that reads nothing"] = clock.seconds
+    print(f"\n({machine()})\n\n| | us per call |\n|---|---:|")
+    for name, seconds in rows.items():
+        print(f"| {name} | {seconds * 1e6:.2f} |")
+
+
 def peaks(steps: int) -> None:
     """Print the table of peak memory; memory that grows with the number of steps is kept, not freed."""
     print(
@@ -131,6 +168,7 @@ def main(
     length: Annotated[int, typer.Option(help="positions of the canvas")] = 96,
     steps: Annotated[int, typer.Option(help="denoising steps, and tokens of the answer")] = 32,
     rounds: Annotated[int, typer.Option(help="turns of each candidate")] = 25,
+    one_call: Annotated[bool, typer.Option("--calls", help="measure one call of a module instead")] = False,
     memory: Annotated[bool, typer.Option(help="measure peak memory instead of time")] = False,
     child: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -143,6 +181,8 @@ def main(
             dict.fromkeys(("steps", "gen_length"), steps),
         )
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    elif one_call:
+        calls(length)
     elif memory:
         peaks(min(steps, 8))
     else:

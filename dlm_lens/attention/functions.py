@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from dlm_lens.attention.hook_attachment import column_calls, needs_value
-from dlm_lens.attention.hook_points import DISPATCH, HookPoint, is_hooked_attention
+from dlm_lens.attention.hook_attachment import column_calls
+from dlm_lens.attention.hook_points import DISPATCH, is_hooked_attention
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.sliding_windows import smallest_window
@@ -253,7 +253,8 @@ class _Call:
 
     def _mix(self, q: Tensor, mask: Any, own_start: int | None = None) -> _Mixed:
         """Mix without a pattern: by the config's attention function, or by the fused kernel with columns hidden."""
-        self._skip_trace_readers()
+        for point in (self.module.hook_scores, self.module.hook_pattern):
+            point.skip()
         calls = column_calls(self.module.hook_scores, self.module.hook_pattern)
         inputs = None
         if calls:
@@ -293,7 +294,7 @@ class _Call:
         """Whether scores and pattern have to be formed."""
         scores, pattern = self.module.hook_scores, self.module.hook_pattern
         name = self.module.config.wrapped._attn_implementation
-        if name in (HOOKED, "eager") or listened_to(scores) or listened_to(pattern):
+        if name in (HOOKED, "eager") or scores.listened_to() or pattern.listened_to():
             return True
         # Hooks after the softmax run in stream one at a time.
         if len(column_calls(pattern)) > 1:
@@ -307,12 +308,6 @@ class _Call:
         # The fused kernel has no soft cap, and its causal flag would hide the spare key.
         bare = self.mask is None and causal_without_mask(self.module, self.options.get("is_causal"))
         return name == "sdpa" and (self.options.get("softcap") is not None or (self.spare is not None and bare))
-
-    def _skip_trace_readers(self) -> None:
-        # Compiled code runs only while nothing listens to the model (`listening`).
-        if not torch.compiler.is_compiling():
-            for point in (self.module.hook_scores, self.module.hook_pattern):
-                point.skip()
 
     def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
         visible = mask
@@ -344,18 +339,6 @@ def _read(module: Any, inputs: AttentionInputs, z: Float[Tensor, "batch position
     queries = z if z.shape[1] == inputs.q.shape[2] else z[:, inputs.own]
     for reader in module.hook_z.readers:
         reader(replace(inputs, z=queries))
-
-
-def listened_to(point: nn.Module) -> bool:
-    """Whether a hook that needs the value is registered on `point`, or a trace is about to read it.
-
-    A `ColumnCall` does not need it: attention runs it in stream.
-    """
-    if any(map(needs_value, point._forward_hooks.values())) or point._forward_pre_hooks:
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return cast(HookPoint, point).traced()
 
 
 def _through(point: Any, heads: Float[Tensor, "batch head position d_head"]) -> Tensor:

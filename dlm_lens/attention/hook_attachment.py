@@ -36,6 +36,11 @@ class HookCall:
     context: Callable[[], PointContext]
     off: Callable[[], bool] = _never
 
+    @property
+    def needs_value(self) -> bool:
+        """Whether the hook must be given the value itself: not if it is off."""
+        return not self.off()
+
     def __call__(self, module: nn.Module, inputs: Any, value: Any) -> Any:
         """The edited activation, of a module with several outputs the first."""
         if self.off():
@@ -51,16 +56,16 @@ class ColumnCall(HookCall):
 
     hook: ColumnHook
 
+    @property
+    def needs_value(self) -> bool:
+        """False: attention runs the hook in stream."""
+        return False
+
 
 def column_calls(*points: nn.Module) -> list[ColumnCall]:
     """The column hooks that act at these points, in order."""
     calls = [call for point in points for call in point._forward_hooks.values()]
     return [call for call in calls if isinstance(call, ColumnCall) and not call.off()]
-
-
-def needs_value(call: Any) -> bool:
-    """Whether a forward hook must be given the value itself: not if it is off, or can run in stream."""
-    return not isinstance(call, HookCall) or not (call.off() or isinstance(call, ColumnCall))
 
 
 NAMES = {

@@ -75,14 +75,22 @@ class HookPoint(nn.Module):
         """Return `value` itself."""
         return value
 
-    def traced(self) -> bool:
-        """Whether a trace reads the point in the present forward pass."""
-        return any(reads() for reads in self.trace_readers)
+    def listened_to(self) -> bool:
+        """Whether a hook that needs the value is on the point, or a trace reads it in the present forward pass.
+
+        A hook whose `needs_value` is false does without: it is off, or attention runs it in stream.
+        """
+        needed = any(getattr(hook, "needs_value", True) for hook in self._forward_hooks.values())
+        return needed or bool(self._forward_pre_hooks) or any(reads() for reads in self._waiting())
 
     def skip(self) -> None:
         """Tell the traces that can read the point that this pass does not compute its value."""
-        for reader in self.trace_readers:
+        for reader in self._waiting():
             reader.skipped()
+
+    def _waiting(self) -> tuple[TraceReader, ...]:
+        # Compiled code runs only while nothing listens to the model (`listening`).
+        return () if torch.compiler.is_compiling() else self.trace_readers
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not part of a recording or a trace of the original.
@@ -357,7 +365,7 @@ class ProjectionPoint(HookPoint):
 
     def pass_through(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         """The edited output of the projection; None where nothing was edited, or nothing sees the point."""
-        if not (self._forward_hooks or self._forward_pre_hooks or self.traced()):
+        if not self.listened_to():
             self.skip()
             return None
         if self.start is not None:

@@ -28,7 +28,7 @@ from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
 from dlm_lens.tracing.traced_run import RowBatcher, Run, TracedRun, run_or_scan
-from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer, quicken
+from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
 
 _PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
 
@@ -89,7 +89,6 @@ class DiffusionLM(HuggingFaceModel):
         )
         self._children.append(self.sampler)
         _add_trace_readers(self)
-        quicken(model)
         if check:
             check_model(self)
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from nnsight.intervention.editing import EditingTracer
 from nnsight.intervention.interleaver import GreenletExit, Interleaver, Mediator, OutOfOrderError, getcurrent
-from nnsight.intervention.source import Controller, run_body
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
-from torch import nn
 
 from dlm_lens.attention import listening
 from dlm_lens.sampling import DenoisingRun
@@ -94,52 +92,6 @@ class RunInterleaver(Interleaver):
             elif mediator.alive and (message := _explanation(mediator)):
                 mediator.worker.throw(OutOfOrderError(message))
         super().check_dangling_mediators()
-
-
-class RunController(Controller):
-    """nnsight's forward of a module, with the same counts and values, quick where no worker waits for them.
-
-    A model has more modules than a worker reads in a pass: what is not waited for is counted here, without three
-    calls of `Interleaver.handle`.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, through nnsight only if its input or skip is waited for."""
-        state: Any = self.state
-        for route in state.routes:  # as state.active(), without the call
-            interleaver = route[0]()
-            if interleaver is not None and interleaver.interleaving and interleaver.busy:
-                break
-        else:
-            return self._body(args, kwargs)
-        entered, skip, left = route[2]
-        parked, observers, counts = interleaver.parked, interleaver.observers, interleaver.counts
-        if not isinstance(interleaver, RunInterleaver) or entered in parked or skip in parked:
-            return super().__call__(*args, **kwargs)
-        if observers and (entered in observers or skip in observers):
-            return super().__call__(*args, **kwargs)
-        counts[entered] = counts.get(entered, 0) + 1
-        counts[skip] = counts.get(skip, 0) + 1
-        output = self._body(args, kwargs)
-        # Looked up again: a worker may have come to wait for the output while the module ran.
-        if left in interleaver.parked or left in interleaver.observers:
-            return interleaver.handle(left, output)
-        counts[left] = counts.get(left, 0) + 1
-        return output
-
-    def _body(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.module_ref()
-        if "_hf_hook" in module.__dict__:
-            return run_body(self.state, module, args, kwargs)
-        return self.state.body(module, *args, **kwargs)
-
-
-def quicken(root: nn.Module) -> None:
-    """Replace nnsight's controllers of the modules by `RunController`s."""
-    for module in root.modules():
-        controller: Any = module.__dict__.get("forward")
-        if type(controller) is Controller:
-            module.__dict__["forward"] = RunController(module, controller.state)
 
 
 def _explanation(mediator: Mediator) -> str | None:
