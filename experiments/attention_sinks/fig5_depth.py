@@ -91,8 +91,9 @@ def of_layers(value: Any) -> Any:
 
 
 def at_layer(results: Results, model: str, scale: str, quantity: str, layer: int) -> Interval:
-    """The mean of a quantity at a layer."""
-    return per_prompt(results, model, [f"{scale} {quantity}"], lambda value: (of_layers(value)[layer], 1.0))
+    """The mean of a quantity at a layer; a count or a score is not negative."""
+    name = f"{scale} {quantity}"
+    return per_prompt(results, model, [name], lambda value: (of_layers(value)[layer], 1.0), bounds=(0, math.inf))
 
 
 def standard_ranks(values: Sequence[float]) -> Any:

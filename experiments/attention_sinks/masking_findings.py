@@ -154,7 +154,7 @@ def _beside(
         ours, theirs = (mean_change(*side) for side in sides)
         return unpaired_difference(ours, theirs)
     ours_by_prompt, theirs_by_prompt = (changes(*side) for side in sides)
-    return mean_change(ours_by_prompt, theirs_by_prompt)
+    return mean_change(ours_by_prompt, theirs_by_prompt, bounds=(-2.0, 2.0))
 
 
 def part_kept(results: Results, model: str, columns: int, **changed: Any) -> Interval:

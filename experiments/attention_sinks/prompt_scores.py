@@ -1,5 +1,6 @@
 """Exact match per prompt, and differences between conditions paired by network and prompt."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,11 +75,16 @@ def changes(one: Answers, other: Answers) -> dict[int, dict[Prompt, float]]:
     return {number: change_by_prompt(one[number], other[number]) for number in one if number in other}
 
 
-def mean_change(one: Answers, other: Answers) -> Interval:
+def mean_change(one: Answers, other: Answers, bounds: tuple[float, float] = (-1.0, 1.0)) -> Interval:
     """Mean of one - other, paired by network and prompt, with an interval over networks and prompts.
 
     With one network it is `difference`. So it is of the first network where no difference between any two prompts
     or networks was seen, which would leave an interval of no width.
+
+    Args:
+        one: exact match, or its changes.
+        other: what is subtracted.
+        bounds: the least and the greatest possible mean; -2 and 2 for changes.
     """
     one, other = _as_many(one, other)
     numbers = [number for number in one if number in other]
@@ -89,7 +95,7 @@ def mean_change(one: Answers, other: Answers) -> Interval:
     per_network = [[found[number][prompt] for prompt in prompts] for number in numbers]
     if len({value for values in per_network for value in values}) < 2:
         return difference(one[numbers[0]], other[numbers[0]])
-    return over_networks([(values, [1.0] * len(prompts)) for values in per_network])
+    return over_networks([(values, [1.0] * len(prompts)) for values in per_network], bounds=bounds)
 
 
 def mean_ratio(one: Answers, other: Answers) -> Interval:
@@ -100,7 +106,8 @@ def mean_ratio(one: Answers, other: Answers) -> Interval:
         both = [prompt for prompt in top if prompt in bottom]
         return ratio_over_prompts([top[prompt] for prompt in both], [bottom[prompt] for prompt in both])
     prompts = _shared({**one, **{-1 - number: values for number, values in other.items()}})
-    return over_networks([([one[n][p] for p in prompts], [other[n][p] for p in prompts]) for n in numbers])
+    terms = [([one[n][p] for p in prompts], [other[n][p] for p in prompts]) for n in numbers]
+    return over_networks(terms, bounds=(0.0, math.inf))
 
 
 def _as_many(one: Answers, other: Answers) -> tuple[Answers, Answers]:
