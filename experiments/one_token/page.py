@@ -44,7 +44,7 @@ PAIRS = """**Pairs.** Runs with one seed begin with the same weights, as far as 
 batches and masks. Intervals of differences are over seeds and held-out sequences together (over seeds alone in
 results that hold no losses of groups of sequences); those of exact match are over prompts, which are the same for
 every seed's network. All seeds of a conversion begin with the one AR model. A, L and F are the synthetic language's
-arithmetic, list and look-up problems ([toy.md](toy.md)).
+arithmetic, list and look-up problems ([toy](toy.md)).
 """
 
 TEXT = """## The English text
@@ -95,9 +95,9 @@ dlm-lens experiment one-token-table2 --small --set text=books/ --set steps=500
 
 TAIL = """## The paper's settings
 
-Without `--small` a table trains the shipped configs of [training.md](training.md#the-papers-settings) and, for
+Without `--small` a table trains the shipped configs of [training: the papers' settings](training.md#the-papers-settings) and, for
 Tables 3 to 5, those in `experiments/one_token/configs`, and then evaluates every cell as
-[evaluation.md](evaluation.md) says. GSM8K is evaluated after the fine-tuning, where `--set sft=FILE` names its
+[evaluation](evaluation.md) says. GSM8K is evaluated after the fine-tuning, where `--set sft=FILE` names its
 data.
 
 ```

@@ -126,7 +126,7 @@ def on_scale(results: Results) -> list[str]:
     return [
         f"{', '.join(names)}: an AR model. Its sinks are found on the scale relative to uniform, as those of the "
         "others, unless column sums are named; on column sums an AR model has other sinks "
-        "([results.md](results.md) has both scales), so that nothing here compares AR with diffusion models."
+        "([results](results.md) has both scales), so that nothing here compares AR with diffusion models."
     ]
 
 
