@@ -61,7 +61,8 @@ def _limits(held: Held) -> str:
         "One network of each kind was trained here: the intervals on this page are over prompts and say nothing"
     )
     if several:
-        networks = " and ".join(f"{counts[model]} networks of {model}" for model in several)
+        *others, last = (f"{counts[model]} networks of {model}" for model in several)
+        networks = f"{', '.join(others)} and {last}" if others else last
         steps = " or ".join(f"{n:,}" for n in sorted({twin_steps(moving.settings, model) for model in several}))
         trained = (
             f"The intervals are over prompts and over {networks} (the shipped one of 10,000 training steps, and "

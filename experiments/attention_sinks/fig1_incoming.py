@@ -116,9 +116,10 @@ def render(results: Results) -> Rendering:
 
 def _row(results: Results, model: str, scale: str) -> list[str]:
     compared = results.listed(f"{scale} compared", model=model)
+    places = average(results, model, f"{scale} distinct", bounds=(1, np.inf))
+    score = average(results, model, f"{scale} strongest", bounds=(0, np.inf))
     return [
-        model, NAMED[scale], str(average(results, model, f"{scale} distinct")),
-        str(average(results, model, f"{scale} strongest")), f"{moved(results, model, scale)} of {sum(compared)}",
+        model, NAMED[scale], str(places), str(score), f"{moved(results, model, scale)} of {sum(compared)}",
         str(chance(results, model, scale)), _uniform(results, model, scale), str(len(compared)),
     ]  # fmt: skip
 

@@ -27,6 +27,9 @@ from dlm_lens.experiments.verdicts import is_above, is_below
 NO_DIRECTION = 0.5
 """Bound of "the sink shifts right" and "from right to left": by chance half of the drifting patterns go right."""
 
+CHANCE = {"right": (0.0, 1.0), "drift": None}
+"""What a sink at a random written position would show, and its bounds: share of runs to the right, slope."""
+
 MOSTLY = 0.5
 """Bound of "mostly static": more than half of the patterns with a sink."""
 
@@ -166,8 +169,8 @@ def _row(results: Results, model: str, order: str, scale: str) -> list[str]:
 def _order_rows(results: Results) -> Iterator[list[str]]:
     for model in results.models:
         for order in orders_of(results, model):
-            yield [model, order, *(str(average(results, model, f"{order}: {kind} {measure}"))
-                                   for kind in ("block", "any") for measure in ("right", "drift"))]  # fmt: skip
+            yield [model, order, *(str(average(results, model, f"{order}: {kind} {measure}", bounds=bounds))
+                                   for kind in ("block", "any") for measure, bounds in CHANCE.items())]  # fmt: skip
 
 
 def drift(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
@@ -200,8 +203,8 @@ def _findings(results: Results) -> Iterator[Finding]:
             right, static = to_the_right(results, model, order), static_share(results, model, order)
             null = (
                 f"half; a random written position of the {'block' if order == 'blocks' else 'answer'}: "
-                f"{average(results, model, f'{order}: block right')}; of the prompt and the answer: "
-                f"{average(results, model, f'{order}: any right')}"
+                f"{average(results, model, f'{order}: block right', bounds=CHANCE['right'])}; of the prompt and the answer: "
+                f"{average(results, model, f'{order}: any right', bounds=CHANCE['right'])}"
             )
             here = f"{model}, {order}: {right} of the drifting patterns go right"
             if order == "blocks":

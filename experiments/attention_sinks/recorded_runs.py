@@ -173,14 +173,16 @@ def ratio(
     return over_networks(list(zip(tops, bottoms, strict=True)) or [([], [])], bounds=bounds)
 
 
-def average(results: Results, model: str, name: str, **wanted: Any) -> Interval:
+def average(
+    results: Results, model: str, name: str, bounds: tuple[float, float] | None = None, **wanted: Any
+) -> Interval:
     """Mean of one value per prompt over prompts and networks; None and NaN are left out."""
     found = []
     for values in per_network(results, name, model=model, **wanted):
         known = [value is not None and value == value for value in values]
         tops = [float(value) if there else 0.0 for value, there in zip(values, known, strict=True)]
         found.append((tops, [float(there) for there in known]))
-    return over_networks(found or [([], [])])
+    return over_networks(found or [([], [])], bounds=bounds)
 
 
 def per_prompt(
