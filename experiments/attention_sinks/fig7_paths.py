@@ -201,10 +201,13 @@ def _findings(results: Results) -> Iterator[Finding]:
     for model in results.diffusion_models:
         for order in orders_of(results, model):
             right, static = to_the_right(results, model, order), static_share(results, model, order)
+            near, anywhere = (
+                average(results, model, f"{order}: {kind} right", bounds=CHANCE["right"])
+                for kind in ("block", "any")
+            )
             null = (
-                f"half; a random written position of the {'block' if order == 'blocks' else 'answer'}: "
-                f"{average(results, model, f'{order}: block right', bounds=CHANCE['right'])}; of the prompt and the answer: "
-                f"{average(results, model, f'{order}: any right', bounds=CHANCE['right'])}"
+                f"half; a random written position of the {'block' if order == 'blocks' else 'answer'}: {near}; "
+                f"of the prompt and the answer: {anywhere}"
             )
             here = f"{model}, {order}: {right} of the drifting patterns go right"
             if order == "blocks":
