@@ -183,10 +183,13 @@ def _moving(found: Results) -> str:
     }
     apart = {scale: fig4_moving.apart(found, "toy", "toy-ar", scale) for scale in scales}
     headlines = {
-        0: "That moving sinks distinguish diffusion from AR models is not shown here.",
-        1: "Moving sinks distinguish the diffusion model from the AR model on one of the two scales.",
-        2: "Moving sinks distinguish the diffusion model from the AR model, on both scales.",
+        0: "That moving sinks distinguish toy from the AR model is not shown here.",
+        1: "Moving sinks distinguish toy from the AR model on one of the two scales.",
+        2: "Moving sinks distinguish toy from the AR model, on both scales.",
     }
+    other = {scale: fig4_moving.apart(found, "toy-sink", "toy-ar", scale) for scale in scales}
+    names = {"sums": "column sums", "relative": "the relative scale"}
+    undecided = " and on ".join(names[scale] for scale, each in other.items() if each.low <= 0 <= each.high)
     return (
         f"- **{headlines[sum(difference.low > 0 for difference in apart.values())]}** On column sums, which the "
         f"paper plots, {shares['sums'][0]} of toy's patterns move and {shares['sums'][1]} of toy-ar's, a "
@@ -194,7 +197,8 @@ def _moving(found: Results) -> str:
         "patterns are static; the causal mask alone gives that (uniform attention: "
         f"{fig4_moving.uniform(found, 'toy-ar', 'sums')}). Relative to uniform attention "
         f"{shares['relative'][0]} of toy's patterns move and {shares['relative'][1]} of toy-ar's, a difference of "
-        f"{apart['relative']}."
+        f"{apart['relative']}. Of toy-sink, a DLM with a learned sink token, the differences are "
+        f"{other['sums']} and {other['relative']}{undecided and f', undecided on {undecided}'}."
     )
 
 

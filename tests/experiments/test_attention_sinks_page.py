@@ -101,7 +101,11 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     # On the paper's scale alone: the page's headline says so.
     assert fig4_moving.apart(moves, "toy", "toy-ar", "sums").low > 0
     assert fig4_moving.apart(moves, "toy", "toy-ar", "relative").high < 0
-    assert "distinguish the diffusion model from the AR model on one of the two scales" in page.PAGE.read_text()
+    assert "distinguish toy from the AR model on one of the two scales" in page.PAGE.read_text()
+    for scale in ("sums", "relative"):
+        beside = fig4_moving.apart(moves, "toy-sink", "toy-ar", scale)
+        assert beside.low < 0 < beside.high
+    assert "undecided on column sums and on the relative scale." in page.PAGE.read_text()
     assert fig4_moving.share(moves, "toy-ar", "static", "sums").low > 0.75
 
 
