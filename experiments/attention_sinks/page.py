@@ -101,6 +101,7 @@ def _order(experiment: Experiment) -> tuple[int, int]:
 
 
 BLOCKS = "beyond-blocks"
+UNDECIDED = ": undecided over its networks"
 
 SUMMARISED = {
     "table1-masking",
@@ -137,22 +138,25 @@ def _masked(found: Results) -> str:
     function, content = (change(found, "toy", 1, classes=name) for name in ("function", "content"))
     more_content = change(found, "toy", 1, classes="content", against={"columns": 1, "classes": "function"})
     by_content = is_below(more_content, 0.0).verdict == "agrees"
-    theirs_function = change(found, "toy-sink", 1, classes="function")
+    theirs_function, robust = change(found, "toy-sink", 1, classes="function"), change(found, "toy-sink", 1)
+    each = ", ".join(f"{lost:.2f}" for lost in masking_findings.change_by_network(found, "toy-sink", 1))
     return (
         f"- **The cost of one sink depends on its definition.** Hidden per head, toy loses {-one.value:.2f} of "
         f"its exact match and toy-ar {-theirs.value:.2f}; one per layer {-layer.value:.2f} and "
         f"{-theirs_layer.value:.2f}. The paper does not say which it uses.\n"
-        f"- **In toy the cost is that of content{'' if by_content else ': undecided over its networks'}.** Its "
+        f"- **In toy the cost is that of content{'' if by_content else UNDECIDED}.** Its "
         "strongest columns are often the digits and words that the problem needs: hidden only where they are "
         f"punctuation, special or mask tokens they cost {function}, only where they are digits or words {content} "
         f"(difference {more_content}). In toy-sink function tokens cost {theirs_function}.\n"
         f"- **In the DLM hiding sinks costs more than hiding as much attention elsewhere"
-        f"{'' if decided else ': undecided over its networks'}.** Five sinks per head change toy by {sinks}, five "
+        f"{'' if decided else UNDECIDED}.** Five sinks per head change toy by {sinks}, five "
         f"random columns by {counted}, and random columns that receive as much as five sinks by {weighed} "
         f"(difference {more}). In toy-ar: {baseline} for five sinks, {baseline_weighed} for random columns that "
         "receive as much.\n"
-        f"- **A learned sink token does not make the DLM robust here.** One sink per head changes toy-sink by "
-        f"{change(found, 'toy-sink', 1)}; the learned one, which can be hidden like any other, is that sink in "
+        "- **A learned sink token does not make the DLM robust here"
+        f"{'' if is_below(robust, masking_findings.LOSS).verdict == 'agrees' else UNDECIDED}.** One sink per head "
+        f"changes toy-sink by {robust} ({each} in its networks, which answer all with nothing hidden); the "
+        "learned one, which can be hidden like any other, is that sink in "
         f"{learned:.2f} of the maps."
     )
 
