@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention.hook import ColumnHook, Hook, HookLike, as_hook, is_hook
-from dlm_lens.attention.hook_context import HookKey, PointContext, RunStep
+from dlm_lens.attention.hook_context import PointContext, RunStep
 from dlm_lens.attention.hook_points import HOOK_POINTS, attention_stack, hook_point, listening
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
 from dlm_lens.attention.masking_stats import hook_keys
@@ -111,28 +112,12 @@ def attach_hooks(
         for hook, place in zip(values, hook_keys(values), strict=True):
             stack = stacks[hook.stack]
             for layer in sorted(chosen[hook.stack] & _layers(hook.layers, len(stack.blocks))):
-                name, module = (
-                    f"{stack.prefix}blocks.{layer}.{NAMES[hook.site]}",
-                    _module(hook, stack.blocks[layer]),
-                )
-
-                def context(
-                    name: str = name,
-                    layer: int = layer,
-                    module: nn.Module = module,
-                    place: HookKey = place,
-                    stack: _Stack = stack,
-                ) -> PointContext:
-                    known, now = getattr(module, "attention_pass", None), stack.step(run())
-                    return PointContext(
-                        name, layer, sinks, stack.causal, now, len(stack.blocks), known, place=place
-                    )
-
-                if isinstance(hook, ColumnHook):
-                    call: HookCall = ColumnCall(hook, context, off)
-                else:
-                    call = HookCall(hook, context, off)
-                handles.callback(module.register_forward_hook(call).remove)
+                module = _module(hook, stack.blocks[layer])
+                name = f"{stack.prefix}blocks.{layer}.{NAMES[hook.site]}"
+                known = PointContext(name, layer, sinks, stack.causal, depth=len(stack.blocks), place=place)
+                context = partial(_present, known, module, stack, run)
+                kind: type[HookCall] = ColumnCall if isinstance(hook, ColumnHook) else HookCall
+                handles.callback(module.register_forward_hook(kind(hook, context, off)).remove)
         yield
 
 
@@ -158,6 +143,14 @@ class _Stack:
     def step(self, run: RunStep | None) -> RunStep | None:
         """The run's step as the stack sees it: an encoder computes a span of decided positions."""
         return step_in_stack(self.module, run) if self.name else run
+
+
+def _present(
+    known: PointContext, module: nn.Module, stack: _Stack, run: Callable[[], RunStep | None]
+) -> PointContext:
+    """What is known of a hook point, with the run's step and the attention of the present forward pass."""
+    now = getattr(module, "attention_pass", None)
+    return replace(known, run=stack.step(run()), attention_pass=now)
 
 
 def step_in_stack(stack: Any, run: RunStep | None) -> RunStep | None:

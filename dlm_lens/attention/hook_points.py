@@ -81,14 +81,14 @@ class HookPoint(nn.Module):
         A hook whose `needs_value` is false does without: it is off, or attention runs it in stream.
         """
         needed = any(getattr(hook, "needs_value", True) for hook in self._forward_hooks.values())
-        return needed or bool(self._forward_pre_hooks) or any(reads() for reads in self._waiting())
+        return needed or bool(self._forward_pre_hooks) or any(reads() for reads in self._active_readers())
 
     def skip(self) -> None:
         """Tell the traces that can read the point that this pass does not compute its value."""
-        for reader in self._waiting():
+        for reader in self._active_readers():
             reader.skipped()
 
-    def _waiting(self) -> tuple[TraceReader, ...]:
+    def _active_readers(self) -> tuple[TraceReader, ...]:
         # Compiled code runs only while nothing listens to the model (`listening`).
         return () if torch.compiler.is_compiling() else self.trace_readers
 
