@@ -17,6 +17,13 @@ def input_device(model: Any) -> torch.device:
     return execution_device(model.get_input_embeddings())
 
 
+def emulates_bfloat16() -> bool:
+    """Whether this x86 CPU has no bfloat16 instructions: its products then take longer than those of float32."""
+    # torch before 2.12 does not say.
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return known.get("architecture") == "x86_64" and not (known["avx512_bf16"] or known["amx_bf16"])
+
+
 def execution_device(module: nn.Module) -> torch.device:
     """The device on which a module computes; the weights of an offloaded module are elsewhere.
 

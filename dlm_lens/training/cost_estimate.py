@@ -205,14 +205,14 @@ def _activations(config: Any, settings: TrainingSettings) -> int:
     """Bytes that a fused attention kernel and bfloat16 matrix products keep for the backward pass.
 
     Per layer and token: the residual stream and the norms' inputs in float32, everything that a matrix product or
-    the gate of the MLP reads in bfloat16 (or float32, where that is the precision). Of block diffusion also the
-    additive mask, in float32 as the weights are and in the precision of the matrix products.
+    the gate of the MLP (`SwiGLU`) reads in bfloat16 (or float32, where that is the precision). Of block diffusion
+    also the additive mask, in float32 as the weights are and in the precision of the matrix products.
     """
     width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     heads = _width(config)
     pairs = heads // config.num_attention_heads * config.num_key_value_heads
     size = 2 if settings.precision == "bf16" else 4
-    per_layer = 4 * 4 * width + size * (2 * width + 3 * heads + 4 * pairs + 4 * inner)
+    per_layer = 4 * 4 * width + size * (2 * width + 3 * heads + 4 * pairs + 3 * inner)
     copies = _copies(config, settings)
     tokens = settings.micro_batch_size * settings.data.length * copies
     kept = tokens * (4 * width * layers + per_layer if settings.checkpointing else per_layer * layers)

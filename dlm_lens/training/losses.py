@@ -18,7 +18,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.sampling.two_copies import two_copies
 from dlm_lens.training.objective import Objective, check_trained_whole
 from dlm_lens.training.sources import Example, Rows
-from dlm_lens.training.tied_gradient import TiedGradient, tied_gradient
+from dlm_lens.training.tied_gradient import HeadGradient, TiedLookup, tied_gradient
 
 ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 """Logits in memory at once, per device type: 128 MiB and 1 GiB in float32."""
@@ -31,7 +31,7 @@ def weighted_cross_entropy(
     weights: Float[Tensor, "n"],
     elements: int | None = None,
     never: int | None = None,
-    shared: TiedGradient | None = None,
+    tied: TiedLookup | None = None,
 ) -> Float[Tensor, ""]:
     """sum_n weights_n (logsumexp(W x_n) - (W x_n)[target_n]), in float32, a few rows of logits at a time.
 
@@ -45,7 +45,7 @@ def weighted_cross_entropy(
         weights: of each loss.
         elements: logits in memory at once; None for 2**25 on a CPU and 2**28 on a GPU.
         never: an id without probability, [MASK] in the SUBS parameterisation of MDLM.
-        shared: takes the gradient of a plain head whose weight the states were looked up in; from `tied_gradient`.
+        tied: the states' lookup in the weight of a plain head, which takes its gradient; from `tied_gradient`.
     """
     vocabulary = getattr(head, "out_features", None) or cast(Any, head).weight.shape[0]
     budget = elements or ELEMENTS.get(states.device.type, ELEMENTS["cuda"])
@@ -55,10 +55,10 @@ def weighted_cross_entropy(
         return states.sum() * 0.0 + sum(parameter.sum() * 0.0 for parameter in head.parameters())
     if _plain(head) and never is None:
         dtype = torch.get_autocast_dtype(states.device.type) if _autocast(states) else states.dtype
-        anchor = None if shared is None else shared.anchor
+        anchor, gradient = (None, None) if tied is None else (tied.anchor, tied.gradient)
         weight = cast(Tensor, head.weight)
         kernel = weight if anchor is None else weight.detach()
-        loss: Tensor = _LinearLoss.apply(states, kernel, anchor, targets, weights.float(), rows, dtype, shared)
+        loss: Tensor = _LinearLoss.apply(states, kernel, anchor, targets, weights.float(), rows, dtype, gradient)
         return loss
     total = states.new_zeros((), dtype=torch.float32)
     for part in range(0, len(states), rows):
@@ -100,7 +100,7 @@ class _LinearLoss(torch.autograd.Function):
         weights: Tensor,
         rows: int,
         dtype: torch.dtype,
-        shared: TiedGradient | None,
+        gradient: HeadGradient | None,
     ) -> Tensor:
         """The loss, with the gradients of states and kernel kept for `backward`."""
         with torch.autocast(states.device.type, enabled=False):
@@ -131,7 +131,7 @@ class _LinearLoss(torch.autograd.Function):
                     else:
                         grad_kernel += (slope.T @ x).float()
         ctx.gradients = grad_states, None if grad_kernel is None else grad_kernel.to(kernel.dtype)
-        ctx.shared = shared if ctx.needs_input_grad[2] else None
+        ctx.head_gradient = gradient if ctx.needs_input_grad[2] else None
         return total
 
     @staticmethod
@@ -145,9 +145,10 @@ class _LinearLoss(torch.autograd.Function):
         states, kernel = (None if value is None else value.mul_(slope.to(value.dtype)) for value in ctx.gradients)
         ctx.gradients = None
         anchor = None
-        if ctx.shared is not None:
-            ctx.shared.put(kernel)
-            kernel, anchor = None, slope.new_zeros((), dtype=ctx.shared.anchor.dtype)
+        if ctx.head_gradient is not None and kernel is not None:
+            ctx.head_gradient.put(kernel)
+            anchor = kernel.new_zeros(())
+            kernel = None
         return states, kernel, anchor, None, None, None, None, None, None
 
 
@@ -183,13 +184,13 @@ def masked_loss(
         clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
         inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **inputs)
         input_ids = inputs.pop("input_ids")
-    with tied_gradient(model) as shared:
+    with tied_gradient(model) as tied:
         states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
     requested = head_states(model, states.flatten(0, 1)[outputs])
     never = model.config.mask_token_id if getattr(model.config, "subs", False) else None
     head = model.get_output_embeddings()
-    return weighted_cross_entropy(requested, head, targets, weights, elements, never, shared)
+    return weighted_cross_entropy(requested, head, targets, weights, elements, never, tied)
 
 
 @contextmanager

@@ -19,15 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 
-class TiedGradient:
-    """Takes the head's gradient from the loss's backward pass and gives it to the embedding's.
-
-    `anchor` is the output of the lookup that waits for it, an input of the loss; None without such a lookup: the
-    head's gradient must then go its usual way.
-    """
+class HeadGradient:
+    """Takes the head's gradient from the loss's backward pass and gives it to the embedding's."""
 
     def __init__(self) -> None:
-        self.anchor: Float[Tensor, ""] | None = None
         self._held: Tensor | None = None
 
     def put(self, gradient: Float[Tensor, "d_vocab d_model"]) -> None:
@@ -40,8 +35,37 @@ class TiedGradient:
         return held
 
 
+class TiedLookup(TorchFunctionMode):
+    """Gives the first lookup in one weight a backward pass that adds its rows to the head's gradient.
+
+    The graph holds `gradient` and not this object, whose `anchor` holds the graph: so both are freed with the loss.
+
+    Args:
+        weight: of embedding and head.
+
+    Attributes:
+        gradient: from the loss's backward pass to the lookup's.
+        anchor: the output of the lookup that waits for it, an input of the loss; None without such a lookup: the
+            head's gradient must then go its usual way.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.gradient = weight, HeadGradient()
+        self.anchor: Float[Tensor, ""] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The first lookup with its own backward pass, and every other function as it is."""
+        if func is nn.functional.embedding and len(args) >= 2 and args[1] is self.weight:
+            ids, padding, plain = _lookup_arguments(*args, **(kwargs or {}))
+            if plain and self.anchor is None and torch.is_grad_enabled():
+                rows, self.anchor = _Lookup.apply(self.weight, ids, padding, self.gradient)
+                return rows
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def tied_gradient(model: Any) -> Iterator[TiedGradient | None]:
+def tied_gradient(model: Any) -> Iterator[TiedLookup | None]:
     """In this context the decoder's first lookup in a tied embedding shares the head's gradient buffer.
 
     None, and nothing changes, where the two weights differ, need no gradient, or are handled by another library:
@@ -55,26 +79,8 @@ def tied_gradient(model: Any) -> Iterator[TiedGradient | None]:
     if foreign or not (tied and weight.requires_grad and torch.is_grad_enabled()):
         yield None
         return
-    shared = TiedGradient()
-    with _Lookups(weight, shared):
-        yield shared
-
-
-class _Lookups(TorchFunctionMode):
-    """Replaces `torch.nn.functional.embedding` for one weight."""
-
-    def __init__(self, weight: nn.Parameter, shared: TiedGradient) -> None:
-        super().__init__()
-        self.weight, self.shared = weight, shared
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The first lookup with its own backward pass, and every other function as it is."""
-        if func is nn.functional.embedding and len(args) >= 2 and args[1] is self.weight:
-            ids, padding, plain = _lookup_arguments(*args, **(kwargs or {}))
-            if plain and self.shared.anchor is None and torch.is_grad_enabled():
-                rows, self.shared.anchor = _Lookup.apply(self.weight, ids, padding, self.shared)
-                return rows
-        return func(*args, **(kwargs or {}))
+    with TiedLookup(weight) as lookup:
+        yield lookup
 
 
 def _lookup_arguments(
@@ -94,11 +100,11 @@ def _lookup_arguments(
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Int[Tensor, "..."], padding: int, shared: TiedGradient
+        ctx: Any, weight: Tensor, ids: Int[Tensor, "..."], padding: int, gradient: HeadGradient
     ) -> tuple[Tensor, Tensor]:
         """The rows of the ids, and the anchor."""
         ctx.save_for_backward(ids)
-        ctx.padding, ctx.shared, ctx.shape = padding, shared, weight.shape
+        ctx.padding, ctx.gradient, ctx.shape = padding, gradient, weight.shape
         return nn.functional.embedding(ids, weight), weight.new_zeros(())
 
     @staticmethod
@@ -106,7 +112,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor, anchor: Tensor) -> tuple[Tensor | None, ...]:
         """The head's gradient plus the rows' own, summed per id as torch sums them."""
         (ids,) = ctx.saved_tensors
-        whole = ctx.shared.take()
+        whole = ctx.gradient.take()
         if whole is None:
             whole = slope.new_zeros(ctx.shape)
         found, place = ids.unique(return_inverse=True)

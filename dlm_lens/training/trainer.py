@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.attention import in_use
 from dlm_lens.files.locks import held
+from dlm_lens.placement import emulates_bfloat16
 from dlm_lens.training.callbacks import (
     Evaluation,
     Interruption,
@@ -42,6 +43,7 @@ from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Source, take
+from dlm_lens.training.swiglu import SwiGLU
 from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer, json_values
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)
         steps = settings.total_steps(_size(self.source))
         arguments = training_arguments(settings, steps)
+        if arguments.use_cpu and arguments.bf16 and emulates_bfloat16():
+            logger.warning("this CPU has no bfloat16 instructions; a step is faster with precision='fp32'")
         self.batching = Batching(
             settings.batch_size, settings.micro_batch_size, arguments.world_size, arguments.process_index
         )
@@ -168,10 +172,16 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if getattr(self.model.config, "attention_dropout", 0.0):
             # So that dropout is a function of the step.
             torch.manual_seed(hash((self.settings.seed, self.state.global_step, self.batching.rank)) % 2**63)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        with SwiGLU() if self._keeps_activations() else nullcontext():
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if not bool(loss.isfinite()):
             raise NonFiniteLossError(self._stop_message(f"the loss is {loss.item()}"))
         return loss
+
+    def _keeps_activations(self) -> bool:
+        # Recomputed layers have their own context (`_enable_checkpointing`); a compiler chooses what it keeps.
+        recomputed = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        return not (recomputed or self.settings.compile or self._sharded)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
@@ -240,6 +250,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             logger.warning("%s is already the last step of this run", found)
             self.state.global_step = step_of(found)
             return TrainOutput(self.state.global_step, math.nan, {})
+        if self.settings.checkpointing:
+            _enable_checkpointing(self.model, None if self.settings.compile else {"context_fn": SwiGLU.recomputed})
         if self.settings.compile:
             self.model.get_decoder().compile()
         with in_use(self.model), loss_forward(self.model), self.interruption.caught():
@@ -340,7 +352,6 @@ def training_arguments(settings: TrainingSettings, steps: int) -> TrainingArgume
         ddp_find_unused_parameters=False,
         seed=settings.seed,
         disable_tqdm=True,
-        **({_checkpointing_name(): True} if settings.checkpointing else {}),
     )
     if arguments.n_gpu > 1:
         # Without a launcher, transformers would copy the model to every GPU in one process.
@@ -349,9 +360,11 @@ def training_arguments(settings: TrainingSettings, steps: int) -> TrainingArgume
     return arguments
 
 
-def _checkpointing_name() -> str:
-    names = {field.name for field in fields(TrainingArguments)}
-    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+def _enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None:
+    """Recompute the layers' activations in the backward pass; `options` of `torch.utils.checkpoint`."""
+    # transformers renamed it in 5.18.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(None if options is None else {"use_reentrant": False, **options})
 
 
 def run_training(settings: TrainingSettings) -> Path | None:

@@ -31,6 +31,7 @@ from dlm_lens.training.checkpoints import checkpoints
 from dlm_lens.training.cost_estimate import _activations
 from dlm_lens.training.losses import ELEMENTS
 from dlm_lens.training.objective import Noised
+from dlm_lens.training.swiglu import SwiGLU
 from tests.reference import forward64
 from tests.training.job import STEPS, job, losses
 
@@ -330,7 +331,7 @@ def test_planned_activations_of_both_copies(tmp_path: Path) -> None:
         held.append(value)
         return value
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+    with SwiGLU(), torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         masked_loss(model, **arguments)
     expected = _activations(model.config, settings) - 8 * ELEMENTS["cuda"]
     assert 0.7 < sum(sizes.values()) / expected < 1.4

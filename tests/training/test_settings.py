@@ -21,6 +21,7 @@ from dlm_lens.training import (
 )
 from dlm_lens.training.config_files import CONFIGS
 from dlm_lens.training.cost_estimate import planned_config
+from dlm_lens.training.swiglu import SwiGLU
 
 
 def written(path: Path, **values: object) -> str:
@@ -155,7 +156,7 @@ def test_planned_activations_are_close_to_what_autograd_keeps() -> None:
             sizes[storage.data_ptr()] = storage.nbytes()
         return value
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+    with SwiGLU(), torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         states = model.model(input_ids=torch.zeros(4, 128, dtype=torch.long)).last_hidden_state
     expected = _activations(model.config, settings) - 8 * ELEMENTS["cuda"]
     assert states.requires_grad

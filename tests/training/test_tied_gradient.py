@@ -1,5 +1,7 @@
 """The gradient of a weight that is both embedding and head."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_lens.testing import tiny
 from dlm_lens.training import masked_loss
 from dlm_lens.training.losses import loss_forward
-from dlm_lens.training.tied_gradient import tied_gradient
+from dlm_lens.training.tied_gradient import HeadGradient, tied_gradient
 
 FAMILIES = ["sink_qwen", "sink_llama", "llada", "dream", "smdm", "mdlm", "modernbert"]
 
@@ -141,6 +143,39 @@ def test_a_loss_is_differentiated_once() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("use", ["backward", "no backward", "gradient of another weight"])
+def test_nothing_of_a_loss_is_kept_until_the_garbage_collector_runs(
+    use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made = tied("sink_qwen"), []
+
+    class Watched(HeadGradient):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(weakref.ref(self))
+
+        def put(self, gradient: Tensor) -> None:
+            """Watch the gradient too."""
+            made.append(weakref.ref(gradient))
+            super().put(gradient)
+
+    monkeypatch.setattr("dlm_lens.training.tied_gradient.HeadGradient", Watched)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = masked_loss(model, **inputs(model))
+        if use == "backward":
+            loss.backward()
+            model.zero_grad()
+        elif use == "gradient of another weight":
+            torch.autograd.grad(loss, model.get_decoder().layers[0].mlp.up_proj.weight)
+        del loss
+        assert len(made) == (1 if use == "no backward" else 2)
+        assert [one() for one in made] == [None] * len(made)
+    finally:
+        gc.enable()
+
+
 def test_activation_checkpointing_and_loss_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tied("sink_qwen", num_sinks=1)
     asked = inputs(model)
@@ -200,5 +235,5 @@ def test_other_weights_are_left_to_autograd(case: str, request: pytest.FixtureRe
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     if case == "deepspeed":
         weight.ds_id = 0
-    with torch.no_grad() if case == "no gradients" else nullcontext(), tied_gradient(model) as shared:
-        assert shared is None
+    with torch.no_grad() if case == "no gradients" else nullcontext(), tied_gradient(model) as lookup:
+        assert lookup is None

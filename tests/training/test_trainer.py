@@ -332,6 +332,29 @@ def test_budgets() -> None:
         TrainingSettings(epochs=1).total_steps()
 
 
+@pytest.mark.parametrize(
+    ("cpu", "precision", "said"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, "bf16", True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, "fp32", False),
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, "bf16", False),
+        ({"architecture": "aarch64"}, "bf16", False),
+        ({}, "bf16", False),
+    ],
+)
+def test_a_slow_precision_is_said_before_training(
+    cpu: dict[str, Any],
+    precision: str,
+    said: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu, raising=False)
+    job(tmp_path, precision=precision)
+    assert ("no bfloat16 instructions" in caplog.text) == said
+
+
 def test_the_learning_rate_warms_up_and_falls_to_its_least() -> None:
     settings = Optimisation(rate=1e-4, min_rate=1e-5, warm_up=0.01)
     rates = [learning_rate(step, 1000, settings) for step in range(1001)]
