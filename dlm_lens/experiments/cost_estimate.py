@@ -72,12 +72,12 @@ class Shape:
     def memory(self, cost: Cost) -> float:
         """Bytes: weights, 12 copies of the residual stream, and the logits and one layer's attention in float32.
 
-        With backward: 16 per weight (weights, gradients and two moments in float32), 56 per position, layer and
+        With backward: 16 per weight (weights, gradients and two moments in float32), 50 per position, layer and
         unit of the width (what bfloat16 layers keep for the backward pass), and 2 GiB of logits.
         """
         tokens = cost.rows * cost.positions
         if cost.backward:
-            return 16 * self.parameters + 56 * tokens * self.layers * self.width + 2**31
+            return 16 * self.parameters + 50 * tokens * self.layers * self.width + 2**31
         attention = 4 * cost.rows * self.heads * cost.positions**2
         return (
             self.parameters * self.itemsize

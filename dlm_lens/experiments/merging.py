@@ -1,5 +1,6 @@
 """`merge_results`: the results of one experiment for further models, in one directory with those that are there."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -35,16 +36,22 @@ def merge_results(
     if list(Path(out).glob("*.jsonl")):
         raise ValueError(f"{out} holds results already; choose another directory")
     # Model by model, in the order in which a run computes them; a session is noted before what it computed.
-    for number, models in groupby(config["settings"]["models"], holder.__getitem__):
-        run = runs[number]
+    for number, group in groupby(config["settings"]["models"], holder.__getitem__):
+        run, models = runs[number], list(group)
         with ResultsFile(Path(out), config, run.sessions[-1]) as file:
-            for model, digest in run.weights.items():
-                file.note_weights(model, digest, run.is_causal(model))
-            for name in models:
-                for record in run.records:
-                    if record.item["model"] == name:
-                        file.append(record)
+            for name, digest in run.weights.items():
+                if _model_of(name, run.settings["models"]) in (None, *models):
+                    file.note_weights(name, digest, run.is_causal(name))
+            for model in models:
+                for record in run.where(model=model):
+                    file.append(record)
     return load_results(experiment, Path(out))
+
+
+def _model_of(weights: str, models: Sequence[str]) -> str | None:
+    """The model of a run to which weights belong: itself, or trained from it (`runs/twins/MODEL-30steps-seed1`)."""
+    owners = [model for model in models if re.search(rf"(^|/){re.escape(model)}([-+]|$)", weights)]
+    return max(owners, key=len, default=None)
 
 
 def _merged(experiment: Experiment, runs: Sequence[Results], replace: bool) -> dict[str, Any]:

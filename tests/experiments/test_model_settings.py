@@ -141,6 +141,25 @@ def test_a_model_that_was_run_again_replaces_its_records(tmp_path: Path) -> None
     assert order == sorted(order)  # that of the settings
 
 
+def test_weights_of_a_replaced_model_are_not_noted(tmp_path: Path) -> None:
+    def loading(digest: str, steps: int) -> Experiment:
+        def run(item: Any, settings: Any, bench: Any) -> dict[str, Any]:
+            for name in (item["model"], f"runs/twins/{item['model']}-{steps}steps-seed1", f"other/{digest}"):
+                bench.loaded(name, digest, False)
+            return {"saw": [digest, 0]}
+
+        return replace(lengths(), run=run)
+
+    run_experiment(loading("old", 30), tmp_path / "old", models=["a", "a-b", "c"])
+    run_experiment(loading("new", 90), tmp_path / "new", models=["a"])
+    merged = merge_results(lengths(), [tmp_path / "old", tmp_path / "new"], tmp_path / "out", replace=True)
+    assert merged.weights == {
+        "a": "new", "runs/twins/a-90steps-seed1": "new", "other/new": "new",
+        "a-b": "old", "runs/twins/a-b-30steps-seed1": "old", "other/old": "old",
+        "c": "old", "runs/twins/c-30steps-seed1": "old",
+    }  # fmt: skip
+
+
 class TestEnglishData:
     def test_the_files_are_the_generator_s(self) -> None:
         for name, lines in (("arithmetic", make_english.problems()), ("prompts", make_english.prompts())):
