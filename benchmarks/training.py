@@ -3,7 +3,8 @@
 `python -m benchmarks.training [--layers 2 --length 512 --batch 4]`: Qwen2.5-0.5B's shape (width 896, vocabulary of
 151,936, tied head) with few layers on a CPU; on a GPU, where there is one, `--layers 24 --length 2048 --batch 8` is
 the whole model, in bfloat16. Both sides get the same canvases and compute forward, backward, clipping and an AdamW
-step (ours with the trainer's optimiser). The third is ours with `checkpointing: true`. The losses must agree.
+step (ours as the trainer does, with its optimiser and `SwiGLU`). The third is ours with `checkpointing: true`. The
+losses must agree.
 
 Each side runs in processes of its own: rounds for the time, and one more for the peak of its memory, in which glibc
 returns every freed block of a MiB at once. Otherwise its heap hides how much is in use.
@@ -27,6 +28,7 @@ from dlm_lens.testing import tiny
 from dlm_lens.training import Example, MaskedDiffusionLoss, Rows, masked_loss
 from dlm_lens.training.optimizers import build_optimizer
 from dlm_lens.training.settings import Optimisation
+from dlm_lens.training.swiglu import SwiGLU
 
 VOCABULARY = 151_936
 SIDES = ("all logits", "ours", "ours, activation checkpointing")
@@ -74,7 +76,7 @@ def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict
     if ours:
         optimizer = build_optimizer(model, Optimisation(rate=1e-4, betas=(0.9, 0.999), weight_decay=0.01))
     if side == SIDES[2]:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": SwiGLU.recomputed})
     objective = MaskedDiffusionLoss(low_discrepancy=True).for_model(model, batch)
     loss_of = masked_loss if ours else lambda model, **inputs: all_logits(model, inputs)
     generator = torch.Generator().manual_seed(0)
@@ -86,9 +88,10 @@ def measure(side: str, layers: int, length: int, batch: int, steps: int) -> dict
         count = float(inputs.pop("count"))
         inputs = {name: value.to(device) for name, value in inputs.items()}
         started = time.perf_counter() if device == "cuda" else time.process_time()
-        with torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext():
-            loss = loss_of(model, **inputs) / count
-        loss.backward()
+        with SwiGLU() if side == SIDES[1] else nullcontext():
+            with torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext():
+                loss = loss_of(model, **inputs) / count
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
