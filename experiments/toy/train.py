@@ -26,7 +26,7 @@ from dlm_lens.training import (
     UniformDiffusionLoss,
 )
 from dlm_lens.training.checkpoints import last_checkpoint, read_run
-from dlm_lens.training.settings import OptimizerName
+from dlm_lens.training.settings import OptimizerName, Precision
 from experiments.toy.checkpoint import export
 from experiments.toy.corpus import TRAINING_SEQUENCES, Corpus, build_corpus
 from experiments.toy.model import VARIANTS, build_model
@@ -67,6 +67,7 @@ class Settings:
     batch_size: int = 64
     corpus_size: int = TRAINING_SEQUENCES
     compiled: bool = True
+    precision: Precision = "bf16"
 
     def full(self, directory: Path) -> TrainingSettings:
         """The trainer's settings."""
@@ -80,7 +81,7 @@ class Settings:
             micro_batch_size=self.batch_size,
             steps=self.steps,
             seed=self.seed,
-            precision="bf16",
+            precision=self.precision,
             compile=compiled,
             save_steps=SAVE_EVERY,
             keep=1,
@@ -143,14 +144,17 @@ def main(
     corpus_size: Annotated[int, typer.Option(help="Training sequences to generate.")] = TRAINING_SEQUENCES,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
     compiled: Annotated[bool, typer.Option(help="Use torch.compile where a C++ compiler exists.")] = True,
+    precision: Annotated[str, typer.Option(help="bf16, or fp32: faster without bfloat16 instructions.")] = "bf16",
 ) -> None:
     """Train one embedded checkpoint, or continue an interrupted run."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if model not in VARIANTS or optimizer not in ("muon", "adamw"):
         raise typer.BadParameter(f"{model} with {optimizer}; choose from {', '.join(VARIANTS)} and muon, adamw")
+    if precision not in ("bf16", "fp32"):
+        raise typer.BadParameter(f"precision is {precision}; choose bf16 or fp32")
     torch.set_num_threads(threads)
-    name = cast(OptimizerName, optimizer)
-    train(Settings(model, name, seed, steps, batch_size, corpus_size, compiled), out)
+    method, products = cast(OptimizerName, optimizer), cast(Precision, precision)
+    train(Settings(model, method, seed, steps, batch_size, corpus_size, compiled, products), out)
 
 
 if __name__ == "__main__":
