@@ -52,22 +52,26 @@ def abstract(held: Held) -> Iterator[str]:
 
 
 def _limits(held: Held) -> str:
-    moving = held["fig4-moving"]
-    counts = {
-        model: len({one.item.get("network", 0) for one in moving.where(model=model)}) for model in moving.models
-    }
+    counts: dict[str, int] = {}
+    lengths: set[int] = set()
+    for results in (held[name] for name in held if name != NORMS):
+        for model in results.models:
+            networks = len({record.item.get("network", 0) for record in results.where(model=model)})
+            counts[model] = max(networks, counts.get(model, 0))
+            if networks > 1:
+                lengths.add(twin_steps(results.settings, model))
     several = [model for model, count in counts.items() if count > 1]
     trained = (
         "One network of each kind was trained here: the intervals on this page are over prompts and say nothing"
     )
     if several:
         *others, last = (f"{counts[model]} networks of {model}" for model in several)
-        networks = f"{', '.join(others)} and {last}" if others else last
-        steps = " or ".join(f"{n:,}" for n in sorted({twin_steps(moving.settings, model) for model in several}))
+        listed = f"{', '.join(others)} and {last}" if others else last
+        steps = " or ".join(f"{n:,}" for n in sorted(lengths))
         trained = (
-            f"The intervals are over prompts and over {networks} (the shipped one of 10,000 training steps, and "
-            f"twins of other seeds with {steps}); of every other kind there is one "
-            "network, and the intervals say nothing"
+            f"The intervals are over prompts and, where a section's scale says so, over {listed} (the shipped one "
+            f"of 10,000 training steps, and twins of other seeds with {steps}); elsewhere, and of every other "
+            "kind, there is one network, and the intervals say nothing"
         )
     return (
         "- **What cannot be said without checkpoints of 8B:** whether the papers' numbers hold for LLaDA, Dream "
