@@ -4,13 +4,12 @@
 or a pattern, it calls the function that the model's config names (sdpa, which forms no pattern).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -58,36 +57,43 @@ def hooked_attention(
     """
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Query head j reads key/value head j // groups; a broadcast axis avoids copying keys and values.
-    grouped = rearrange(query, "b (g n) q d -> b g n q d", n=groups)
-    scores = rearrange(grouped @ key.unsqueeze(2).mT, "b g n q k -> b (g n) q k") * scale
+    scores = _grouped_product(query, key.mT, groups) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if position_bias is not None:
         scores = scores + position_bias
     scores, visible = _masked(scores, attention_mask, causal=causal_without_mask(module, is_causal))
     current = AttentionPass(visible, spare_logits, query_start)
-    with _pass_at(module, current):
-        scores = current.scores = module.get_submodule("hook_scores")(scores)
-        pattern = module.get_submodule("hook_pattern")(current.softmax(scores).to(query.dtype))
-    mixed = nn.functional.dropout(pattern, p=dropout, training=module.training)
-    z = rearrange(mixed, "b (g n) q k -> b g n q k", n=groups) @ value.unsqueeze(2)
-    return rearrange(z, "b g n q d -> b q (g n) d"), pattern
+    points = module._modules
+    with _pass_at(points, current):
+        scores = current.scores = points["hook_scores"](scores)
+        pattern = points["hook_pattern"](current.softmax(scores).to(query.dtype))
+    mixed = nn.functional.dropout(pattern, p=dropout, training=module.training) if dropout else pattern
+    return _grouped_product(mixed, value, groups).transpose(1, 2), pattern
+
+
+def _grouped_product(
+    left: Float[Tensor, "batch head query inner"], right: Float[Tensor, "batch kv_head inner column"], groups: int
+) -> Float[Tensor, "batch head query column"]:
+    """The matrix product of every query head j with key/value head j // groups."""
+    if groups == 1:
+        return left @ right
+    # A broadcast axis avoids copying keys and values.
+    return (left.unflatten(1, (-1, groups)) @ right.unsqueeze(2)).flatten(1, 2)
 
 
 @contextmanager
-def _pass_at(module: nn.Module, current: AttentionPass) -> Iterator[None]:
+def _pass_at(points: Mapping[str, Any], current: AttentionPass) -> Iterator[None]:
     """Set `attention_pass` of the points of scores and pattern while they run, for hooks that read it."""
-    points: list[Any] = [module.get_submodule(f"hook_{name}") for name in ("scores", "pattern")]
+    # Not by nn.Module's __setattr__, which looks for parameters, modules and buffers first.
+    scores, pattern = vars(points["hook_scores"]), vars(points["hook_pattern"])
     # A hook may run another pass through the same module (`source="clean"` in a trace).
-    outer = [getattr(point, "attention_pass", None) for point in points]
-    for point in points:
-        point.attention_pass = current
+    outer = scores.get("attention_pass"), pattern.get("attention_pass")
+    scores["attention_pass"] = pattern["attention_pass"] = current
     try:
         yield
     finally:
-        for point, before in zip(points, outer, strict=True):
-            point.attention_pass = before
+        scores["attention_pass"], pattern["attention_pass"] = outer
 
 
 def _masked(

@@ -5,8 +5,8 @@ gives every such module a `DispatchedConfig`, which names the function of `dlm_l
 identity modules as children, through which that function passes each quantity. No forward is replaced.
 
 The attention function receives queries and keys after rotation only. Before it, they are the output of the last of
-`q_proj` and `q_norm` (`k_proj`, `k_norm`). While anything listens to the model (`listening`), or a hook is on
-`hook_q` (`hook_k`), a forward hook on that module passes its output through the hook point.
+`q_proj` and `q_norm` (`k_proj`, `k_norm`). While a hook is on `hook_q` (`hook_k`), a forward hook on that module
+passes its output through the hook point; in an nnsight trace the module's controller does (`tracing.projections`).
 """
 
 import inspect
@@ -80,8 +80,14 @@ class HookPoint(nn.Module):
 
         A hook whose `needs_value` is false does without: it is off, or attention runs it in stream.
         """
-        needed = any(getattr(hook, "needs_value", True) for hook in self._forward_hooks.values())
-        return needed or bool(self._forward_pre_hooks) or any(reads() for reads in self._active_readers())
+        # Loops, not generators: this is asked several times in every layer of every pass.
+        for hook in self._forward_hooks.values():
+            if getattr(hook, "needs_value", True):
+                return True
+        for reads in self._active_readers():  # noqa: SIM110
+            if reads():
+                return True
+        return bool(self._forward_pre_hooks)
 
     def skip(self) -> None:
         """Tell the traces that can read the point that this pass does not compute its value."""
@@ -90,7 +96,7 @@ class HookPoint(nn.Module):
 
     def _active_readers(self) -> tuple[TraceReader, ...]:
         # Compiled code runs only while nothing listens to the model (`listening`).
-        return () if torch.compiler.is_compiling() else self.trace_readers
+        return () if not self.trace_readers or torch.compiler.is_compiling() else self.trace_readers
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not part of a recording or a trace of the original.
@@ -228,14 +234,13 @@ def hook_point(attention: Any, name: str) -> HookPoint:
 def listening(model: Any) -> Iterator[None]:
     """A block in which hooks, readers or a trace are on `model`.
 
-    Other threads wait for the model (`in_use`), no compiled code runs, and the projections' outputs pass through
-    `hook_q` and `hook_k`.
+    Other threads wait for the model (`in_use`), and no compiled code runs.
 
     Raises:
         RuntimeError: as `ModelLock.acquire`, or inside code that torch.compile runs.
     """
     lock = lock_of(model)
-    with in_use(model), eagerly(), _connected(model):
+    with in_use(model), eagerly():
         if lock is not None:
             lock.listeners += 1
         try:
@@ -310,7 +315,7 @@ class ProjectionPoint(HookPoint):
     """`hook_q` or `hook_k`: receives queries or keys from a hook on the module that computes them.
 
     That hook exists only while the point is connected: between `connect` and `disconnect`, and while a hook is on
-    the point itself. At other times the projection runs as if there were no hook point.
+    the point itself. At other times the projection runs as if there were no hook point, except under a trace.
 
     Args:
         name: "q" or "k".
@@ -338,7 +343,7 @@ class ProjectionPoint(HookPoint):
         """Pass the projection's output through this point until `disconnect` was called as often as `connect`."""
         self.connections += 1
         if not self.source:
-            self.source.append(_source(self.attention[0], self.name))
+            self.source.append(self.find_source())
             self.source[0].register_forward_hook(self.pass_through)
 
     def disconnect(self) -> None:
@@ -350,13 +355,24 @@ class ProjectionPoint(HookPoint):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
 
+    def find_source(self) -> Any:
+        """The module whose output is, or holds, the queries (keys) before rotation."""
+        attention = self.attention[0]
+        fused = getattr(attention, "fused_projections", None)
+        if fused is not None:
+            return attention.get_submodule(fused[self.name][0])
+        for norm in _NORMS[self.name]:
+            if isinstance(attention._modules.get(norm), nn.Module):
+                return attention._modules[norm]
+        return attention._modules[f"{self.name}_proj"]
+
     def check_source(self) -> None:
         """Raise if the module that computes queries (keys) was replaced since this point was connected to it.
 
         Raises:
             ValueError: it was, as LoRA and quantisation do.
         """
-        if self.source and self.source[0] is not _source(self.attention[0], self.name):
+        if self.source and self.source[0] is not self.find_source():
             raise ValueError(
                 f"the {self.name}_proj of {type(self.attention[0]).__name__} was replaced after a hook was put on "
                 f"hook_{self.name}, which therefore missed what the new module computes: remove the hook and put "
@@ -434,31 +450,6 @@ def _add_projection_points(attention: Any) -> None:
         point = ProjectionPoint(name, size // width, width, None if fused is None else fused[name][1])
         point.attention.append(attention)
         attention.add_module(f"hook_{name}", point)
-
-
-@contextmanager
-def _connected(model: Any) -> Iterator[None]:
-    """Connect every `hook_q` and `hook_k` of the model inside the block."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    points = [module for module in modules if isinstance(module, ProjectionPoint)]
-    for point in points:
-        point.connect()
-    try:
-        yield
-    finally:
-        for point in points:
-            point.disconnect()
-
-
-def _source(attention: Any, name: str) -> Any:
-    """The module whose output is, or holds, the query (key) before rotation."""
-    fused = getattr(attention, "fused_projections", None)
-    if fused is not None:
-        return attention.get_submodule(fused[name][0])
-    for norm in _NORMS[name]:
-        if isinstance(attention._modules.get(norm), nn.Module):
-            return attention._modules[norm]
-    return attention._modules[f"{name}_proj"]
 
 
 def _out_features(module: Any) -> int:

@@ -136,11 +136,8 @@ class _PatternPoints:
     """The attention bridge's scores and pattern points under the names that `hooked_attention` reads."""
 
     def __init__(self, scores: HookPoint, pattern: HookPoint, *, causal: bool, training: bool) -> None:
-        self.submodules = {"hook_scores": scores, "hook_pattern": pattern}
+        self._modules = {"hook_scores": scores, "hook_pattern": pattern}  # as a module has its children
         self.is_causal, self.training = causal, training
-
-    def get_submodule(self, name: str) -> HookPoint:
-        return self.submodules[name]
 
 
 class LazyNorm(RMSNormalizationBridge):

@@ -19,11 +19,13 @@ from transformers.utils import TransformersKwargs
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.attention import ColumnStats, RunStep, attention_stacks, hooked_attentions
+from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
 from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.prompts import Prompts, read_prompts
+from dlm_lens.tracing.controllers import add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
@@ -258,23 +260,23 @@ def _add_trace_readers(lm: DiffusionLM) -> None:
                 point: Any = points[name]
                 live = tuple(each for each in point.trace_readers if each.interleaver() is not None)
                 point.trace_readers = (*live, _TraceReader(interleaver, f"{envoy.path}.{name}"))
+                if isinstance(point, ProjectionPoint):
+                    add_projection_point(point, lm.interleaver, f"{envoy.path}.{name}")
 
 
 class _TraceReader:
     """A callable that is true while a trace waits for the values of one hook point."""
 
     def __init__(self, interleaver: "weakref.ref[Any]", path: str) -> None:
-        self.interleaver, self.locations = interleaver, (f"{path}.output", f"{path}.input", f"{path}.skip")
+        self.interleaver, self.path = interleaver, path
+        self.locations = (f"{path}.output", f"{path}.input", f"{path}.skip")
 
     def __call__(self) -> bool:
         interleaver = self.interleaver()
-        if interleaver is None or not interleaver.interleaving:
-            return False
-        parked, observers = interleaver.parked, interleaver.observers
-        if not observers and parked.isdisjoint(self.locations):  # several times in every layer of every pass
+        if interleaver is None or not interleaver.interleaving or self.path not in interleaver.awaited:
             return False
         return any(
-            location in observers or (location in parked and interleaver._ready(location))
+            location in interleaver.observers or (location in interleaver.parked and interleaver._ready(location))
             for location in self.locations
         )
 
@@ -282,6 +284,6 @@ class _TraceReader:
         """Count a pass without values, so that nnsight's occurrence n of a pattern is that of forward n."""
         interleaver = self.interleaver()
         if interleaver is not None and interleaver.interleaving:
-            counts = interleaver.counts
-            for location in self.locations:
-                counts[location] = counts.get(location, 0) + 1
+            visits = interleaver.counts.of_module(self.path)
+            for index in range(len(visits)):
+                visits[index] += 1

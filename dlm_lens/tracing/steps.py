@@ -35,7 +35,6 @@ class Step(int):
         masked: which of its positions are open (masked, or holding a random token), `[batch, position]`.
         open: the same.
         valid: which of its positions are content rather than padding, `[batch, position]`.
-        progress: share of the masks at the start of the run that are decided, `[batch]`.
         run: the same as a `RunStep`, the type that hooks receive.
     """
 
@@ -45,7 +44,6 @@ class Step(int):
     tokens: Int[Tensor, "batch position"]
     masked: Bool[Tensor, "batch position"]
     valid: Bool[Tensor, "batch position"]
-    progress: Float[Tensor, "batch"]
     run: RunStep
 
     def __new__(cls, plan: StepPlan, state: dict[str, Tensor], memory: dict[Any, Any] | None = None) -> "Step":
@@ -53,7 +51,6 @@ class Step(int):
         self = int.__new__(cls, plan.index)
         self.total, self.block, self.span = plan.total, plan.block, slice(*plan.span)
         self.tokens, self.masked, self.valid = state["tokens"], state["masked"], state["valid"]
-        self.progress = 1 - self.masked.sum(-1) / state["answer"].sum(-1).clamp(min=1)
         self.run = RunStep(
             plan.index,
             plan.total,
@@ -72,6 +69,11 @@ class Step(int):
     def open(self) -> Bool[Tensor, "batch position"]:
         """`masked`, by the word that fits models without a mask token too."""
         return self.masked
+
+    @property
+    def progress(self) -> Float[Tensor, "batch"]:
+        """Share of the positions that were open at the start of the run that are decided."""
+        return self.run.progress
 
     @property
     def index(self) -> int:

@@ -9,7 +9,9 @@ from nnsight.intervention.interleaver import GreenletExit, Interleaver, Mediator
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 
 from dlm_lens.attention import listening
+from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.tracing.controllers import ModuleController, VisitCounts, connected_projections, module_of
 from dlm_lens.tracing.steps import STEP, Steps, loop_state
 
 
@@ -23,7 +25,8 @@ class WithSteps:
 
     def execute(self, code: CodeType) -> None:
         """Run the block; other threads wait for the model, and compiled code is not used."""
-        with listening(self.envoy.root._module):  # type: ignore[attr-defined]
+        root = self.envoy.root  # type: ignore[attr-defined]
+        with listening(root._module), connected_projections(root.interleaver):
             super().execute(code)  # type: ignore[misc]
 
 
@@ -54,12 +57,39 @@ class RunEditingTracer(WithSteps, EditingTracer):
 
 
 class RunInterleaver(Interleaver):
-    """nnsight's interleaver, with an error instead of a warning for a value that a step never computed."""
+    """nnsight's interleaver, with an error instead of a warning for a value that a step never computed.
+
+    Attributes:
+        awaited: paths of the modules one of whose values a worker waits for, or a cache keeps.
+        projection_points: every `hook_q` and `hook_k` of the model.
+    """
 
     thread: int | None = None
+    awaited: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Any = VisitCounts()
+        self.projection_points: list[ProjectionPoint] = []
+
+    def instrument(self, envoy: Any) -> None:
+        """Give an envoy's module a `ModuleController`."""
+        super().instrument(envoy)
+        ModuleController.install(envoy._module, self, envoy.path)
+
+    def reindex(self) -> None:
+        """As nnsight's, and what is awaited of the caches."""
+        super().reindex()
+        self._reindex_parked()  # nnsight's comes before the caches'
+
+    def _reindex_parked(self) -> None:
+        super()._reindex_parked()
+        self.awaited = frozenset(map(module_of, (*self.parked, *self.observers)))
 
     def __enter__(self) -> Any:
         self.thread = threading.get_ident()
+        if all(mediator.worker is None for mediator in self.mediators):
+            self.counts.clear()  # every worker copies the counts when it starts
         return super().__enter__()
 
     def check_free(self) -> None:

@@ -1,0 +1,172 @@
+"""Controllers of a traced model's modules: one question where nothing waits, and `hook_q` and `hook_k` while they are read.
+
+nnsight's controller of a module hands three locations (input, skip, output) to the interleaver in every call, which
+counts each. A step of a small model has some 150 calls. `ModuleController` counts by itself and hands over only
+what a worker waits for or a cache keeps (`benchmarks/tracing.py --calls`).
+
+Outside traces a PyTorch hook on the projection passes queries and keys to `hook_q` and `hook_k`
+(`attention.hook_points.ProjectionPoint`); in a trace the controller of the projection does, without PyTorch's slower
+call of modules that have hooks.
+"""
+
+import weakref
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from nnsight.intervention.source import STATE, Controller, run_body
+from torch import nn
+
+from dlm_lens.attention.hook_points import ProjectionPoint
+
+Visits = list[int]
+"""How often a module's input, skip and output were passed."""
+
+
+class VisitCounts(MutableMapping[str, int]):
+    """nnsight's number of visits of every location; those of a module are counters that its controller increments."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, Visits] = {}
+        self._locations: dict[str, tuple[Visits, int]] = {}
+        self._others: dict[str, int] = {}
+
+    def of_module(self, path: str) -> Visits:
+        """The counters of a module, made on first use."""
+        if path not in self._modules:
+            visits = self._modules[path] = [0, 0, 0]
+            for index, name in enumerate(("input", "skip", "output")):
+                self._locations[f"{path}.{name}"] = visits, index
+        return self._modules[path]
+
+    def get(self, location: str, default: Any = None) -> Any:
+        """The number of visits; `default` where there was none."""
+        found = self._locations.get(location)
+        return self._others.get(location, default) if found is None else found[0][found[1]] or default
+
+    def __getitem__(self, location: str) -> int:
+        count = self.get(location)
+        if count is None:
+            raise KeyError(location)
+        return int(count)
+
+    def __setitem__(self, location: str, count: int) -> None:
+        found = self._locations.get(location)
+        if found is None:
+            self._others[location] = count
+        else:
+            found[0][found[1]] = count
+
+    def clear(self) -> None:
+        """Count from 0 again."""
+        for visits in self._modules.values():
+            visits[:] = 0, 0, 0
+        self._others.clear()
+
+    def __delitem__(self, location: str) -> None:
+        self[location] = 0
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (location for location, (visits, index) in self._locations.items() if visits[index])
+        yield from self._others
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class ModuleController(Controller):
+    """nnsight's controller of a module, which hands nothing over while nobody waits for the module.
+
+    Attributes:
+        runs: the interleavers that trace the module, each with the module's path, its counters there, and the
+            `hook_q` and `hook_k` that its output belongs to with their paths and counters.
+    """
+
+    def __init__(self, module: Any, state: Any) -> None:
+        super().__init__(module, state)
+        self.runs: list[tuple[weakref.ref[Any], str, Visits, list[tuple[ProjectionPoint, str, Visits]]]] = []
+
+    @classmethod
+    def install(cls, module: nn.Module, interleaver: Any, path: str) -> None:
+        """Take the place of the controller that nnsight gave the module for this interleaver."""
+        own = vars(module)
+        if type(own.get("forward")) is Controller:
+            own["forward"] = cls(module, own[STATE])
+        controller = own.get("forward")
+        if isinstance(controller, cls):
+            kept = [run for run in controller.runs if run[0]() not in (None, interleaver)]
+            controller.runs = [*kept, (weakref.ref(interleaver), path, interleaver.counts.of_module(path), [])]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as nnsight's controller returns it."""
+        for reference, path, visits, points in self.runs:
+            interleaver = reference()
+            if interleaver is not None and interleaver.interleaving and interleaver.busy:
+                break
+        else:
+            if len(self.state.routes) > len(self.runs):  # another wrapper's trace, maybe
+                return super().__call__(*args, **kwargs)
+            return run_body(self.state, self.module_ref(), args, kwargs)
+        if path in interleaver.awaited:
+            output = super().__call__(*args, **kwargs)
+        else:
+            visits[0] += 1
+            visits[1] += 1
+            output = run_body(self.state, self.module_ref(), args, kwargs)
+            if path in interleaver.awaited:  # a worker that was served inside the module's call waits for its output
+                output = interleaver.handle(f"{path}.output", output)
+            else:
+                visits[2] += 1
+        for point, where, passed in points:
+            if point.connections:
+                continue  # a PyTorch hook passes the output on
+            if where in interleaver.awaited:
+                edited = point.pass_through(self.module_ref(), args, output)
+                output = output if edited is None else edited
+            else:
+                passed[:] = passed[0] + 1, passed[1] + 1, passed[2] + 1
+        return output
+
+
+def module_of(location: str) -> str:
+    """The path of the module that an nnsight location belongs to."""
+    return location.rpartition(".")[0]
+
+
+def add_projection_point(point: ProjectionPoint, interleaver: Any, path: str) -> None:
+    """Let the controller of a projection pass its output to `hook_q` or `hook_k` in traces of `interleaver`."""
+    controller = vars(point.find_source()).get("forward")
+    if isinstance(controller, ModuleController):
+        for reference, *_, points in controller.runs:
+            if reference() is interleaver:
+                points.append((point, path, interleaver.counts.of_module(path)))
+    interleaver.projection_points.append(point)
+
+
+@contextmanager
+def connected_projections(interleaver: Any) -> Iterator[None]:
+    """A block in which every `hook_q` and `hook_k` of a model that `interleaver` traces receives its values.
+
+    A projection that was replaced since the model was wrapped (LoRA), or that has PyTorch hooks of the user, whose
+    edits belong to the value, is connected by a PyTorch hook.
+    """
+    by_hook = [point for point in interleaver.projection_points if not _served(point, interleaver)]
+    for point in by_hook:
+        point.connect()
+    try:
+        yield
+    finally:
+        for point in by_hook:
+            point.disconnect()
+
+
+def _served(point: ProjectionPoint, interleaver: Any) -> bool:
+    """Whether the controller of the point's projection passes its output on in a trace of `interleaver`."""
+    module = point.find_source()
+    controller = vars(module).get("forward")
+    if module._forward_hooks or not isinstance(controller, ModuleController):
+        return False
+    return any(
+        reference() is interleaver and any(each is point for each, *_ in points)
+        for reference, _, _, points in controller.runs
+    )
