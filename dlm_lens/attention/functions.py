@@ -57,7 +57,7 @@ def hooked_attention(
     """
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = _grouped_product(query, key.mT, groups) * scale
+    scores = _grouped_product(query, key.mT, groups).mul_(scale)  # in place: a pattern less to allocate
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if position_bias is not None:

@@ -99,20 +99,22 @@ class ModuleController(Controller):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as nnsight's controller returns it."""
+        state, module = self.state, self.module_ref()
+        alone = "_hf_hook" not in module.__dict__  # without accelerate's hook, one call of Python less
         for reference, path, visits, points in self.runs:
             interleaver = reference()
             if interleaver is not None and interleaver.interleaving and interleaver.busy:
                 break
         else:
-            if len(self.state.routes) > len(self.runs):  # another wrapper's trace, maybe
+            if len(state.routes) > len(self.runs):  # another wrapper's trace, maybe
                 return super().__call__(*args, **kwargs)
-            return run_body(self.state, self.module_ref(), args, kwargs)
+            return state.body(module, *args, **kwargs) if alone else run_body(state, module, args, kwargs)
         if path in interleaver.awaited:
             output = super().__call__(*args, **kwargs)
         else:
             visits[0] += 1
             visits[1] += 1
-            output = run_body(self.state, self.module_ref(), args, kwargs)
+            output = state.body(module, *args, **kwargs) if alone else run_body(state, module, args, kwargs)
             if path in interleaver.awaited:  # a worker that was served inside the module's call waits for its output
                 output = interleaver.handle(f"{path}.output", output)
             else:
@@ -121,7 +123,7 @@ class ModuleController(Controller):
             if point.connections:
                 continue  # a PyTorch hook passes the output on
             if where in interleaver.awaited:
-                edited = point.pass_through(self.module_ref(), args, output)
+                edited = point.pass_through(module, args, output)
                 output = output if edited is None else edited
             else:
                 passed[:] = passed[0] + 1, passed[1] + 1, passed[2] + 1
