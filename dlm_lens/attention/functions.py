@@ -64,7 +64,7 @@ def hooked_attention(
         scores = scores + position_bias
     scores, visible = _masked(scores, attention_mask, causal=causal_without_mask(module, is_causal))
     current = AttentionPass(visible, spare_logits, query_start)
-    points = module._modules
+    points: Mapping[str, Any] = module._modules
     with _pass_at(points, current):
         scores = current.scores = points["hook_scores"](scores)
         pattern = points["hook_pattern"](current.softmax(scores).to(query.dtype))

@@ -84,7 +84,7 @@ class HookPoint(nn.Module):
         for hook in self._forward_hooks.values():
             if getattr(hook, "needs_value", True):
                 return True
-        for reads in self._active_readers():  # noqa: SIM110
+        for reads in self._active_readers():
             if reads():
                 return True
         return bool(self._forward_pre_hooks)

@@ -19,9 +19,9 @@ from dlm_lens.attention.tiled import (
     HIDDEN,
     LOG2E,
     Selection,
+    head_groups,
     needs_grad,
     pattern_tiles,
-    selected_heads,
 )
 
 QueryStat = Literal["entropy", "self", "past", "future"]
@@ -120,36 +120,35 @@ def _in_cache(
     counted: Bool[Tensor, "batch query"] | None,
     canvas: int | None,
 ) -> PatternStats:
-    """Head by head in tiles that stay in a CPU's cache."""
+    """In tiles that stay in a CPU's cache."""
     q, k = inputs.q, inputs.k
-    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    batch, _, queries, keys = *q.shape[:3], k.shape[2]
     visible, causal = visibility_of(inputs)
     shares = q.new_zeros(1, 0, queries, dtype=torch.float32) if weights is None else weights.float()
     shares = shares.expand(batch, -1, -1)
     every = torch.ones(batch, queries, dtype=torch.bool) if counted is None else counted.expand(batch, -1)
     count = every | shares.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in count]
-    sums = q.new_zeros(batch, shares.shape[1], heads, keys, dtype=torch.float32)
-    found = {name: q.new_zeros(batch, heads, queries, dtype=torch.float32) for name in wanted}
+    sums = q.new_zeros(batch, shares.shape[1], q.shape[1], keys, dtype=torch.float32)
+    found = {name: q.new_zeros(q.shape[:3], dtype=torch.float32) for name in wanted}
     tiles = _Tiles(wanted)
     last: Selection | None = None
-    for row, head, selection, source in selected_heads(q, k, inputs.scale, visible, rows, causal):
+    for row, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal):
         if selection is not last:  # the same for all heads, unless the mask differs between them
             where = _Places.of(selection, inputs.own, keys, keys if canvas is None else canvas)
             last = selection
         share = shares[row] if selection.rows is None else shares[row][:, selection.rows]
-        own = sums[row, :, head] if selection.keys is None else sums.new_zeros(len(share), len(source.k))
-        each = {name: values.new_zeros(len(source.q)) for name, values in found.items()}
+        own = sums.new_zeros(len(source.q), len(share), source.k.shape[1])
+        each = {name: values.new_zeros(source.q.shape[:2]) for name, values in found.items()}
         for tile, columns, scores in source.tiles():
             total, exponentials, numbers = tiles.reduce(scores, where.of_rows(tile))
             if len(share):
-                own[:, columns].addmm_(share[:, tile] / total, exponentials)
+                own[..., columns] += (share[:, tile] / total[:, None]) @ exponentials
             for name, values in numbers.items():
-                each[name][tile] = values
-        if selection.keys is not None:
-            sums[row, :, head, selection.keys] = own
+                each[name][:, tile] = values
+        sums[row, :, heads][..., slice(None) if selection.keys is None else selection.keys] = own.transpose(0, 1)
         for name, values in each.items():
-            found[name][row, head, slice(None) if selection.rows is None else selection.rows] = values
+            found[name][row, heads][:, slice(None) if selection.rows is None else selection.rows] = values
     return PatternStats(None if weights is None else sums, found)
 
 
@@ -182,22 +181,28 @@ class _Places:
 
 
 class _Tiles:
-    """The numbers per query of one tile of base-2 scores after the other, in a buffer that they share."""
+    """The numbers per query of one tile of base-2 scores after the other, in buffers that they share."""
 
     def __init__(self, wanted: Collection[QueryStat]) -> None:
         self.wanted = wanted
-        self._buffer = torch.empty(0)
+        self._exponentials, self._earlier = torch.empty(0), torch.empty(0)
 
     def reduce(
-        self, scores: Float[Tensor, "tile column"], places: _Places
-    ) -> tuple[Float[Tensor, "tile"], Float[Tensor, "tile column"], dict[QueryStat, Float[Tensor, "tile"]]]:
+        self, scores: Float[Tensor, "head tile column"], places: _Places
+    ) -> tuple[
+        Float[Tensor, "head tile"],
+        Float[Tensor, "head tile column"],
+        dict[QueryStat, Float[Tensor, "head tile"]],
+    ]:
         """Row sums of 2^(score - maximum), these exponentials, and what is wanted; `scores` are overwritten.
 
         The sum of a row that is hidden entirely is +inf, so that whatever is divided by it vanishes.
         """
         top = scores.amax(-1, keepdim=True)
-        exponentials = torch.exp2(scores.sub_(top), out=self._room(scores))
-        empty = top[:, 0] < -HIDDEN / 2
+        self._exponentials = _at_least(scores.numel(), self._exponentials)
+        exponentials = self._exponentials[: scores.numel()].view(scores.shape)
+        torch.exp2(scores.sub_(top), out=exponentials)
+        empty = top[..., 0] < -HIDDEN / 2
         whole = exponentials.sum(-1)
         total = whole.masked_fill(empty, torch.inf)
         found: dict[QueryStat, Tensor] = {}
@@ -210,24 +215,25 @@ class _Tiles:
             found |= {name: sums / total for name, sums in regions.items() if name in self.wanted}
         return total, exponentials, found
 
-    def _room(self, scores: Float[Tensor, "tile column"]) -> Float[Tensor, "tile column"]:
-        """The buffer in the shape of the scores."""
-        if self._buffer.numel() < scores.numel():
-            self._buffer = torch.empty(scores.numel())
-        return self._buffer[: scores.numel()].view(scores.shape)
-
-    @staticmethod
     def _regions(
-        exponentials: Float[Tensor, "tile column"],
-        whole: Float[Tensor, "tile"],
+        self,
+        exponentials: Float[Tensor, "head tile column"],
+        whole: Float[Tensor, "head tile"],
         places: _Places,
-        room: Float[Tensor, "tile column"],
-    ) -> dict[QueryStat, Float[Tensor, "tile"]]:
+        room: Float[Tensor, "head tile column"],
+    ) -> dict[QueryStat, Float[Tensor, "head tile"]]:
         """Sums of exponentials at, before and after every query's own position; `room` is overwritten."""
-        columns = exponentials.shape[1]
+        columns = exponentials.shape[-1]
         # 1 where a key is before the query, in float32 (exact up to 16 million): integers take six times as long.
-        earlier = torch.gt(places.before[:, None].float(), torch.arange(columns, dtype=torch.float32), out=room)
-        past = earlier.mul_(exponentials).sum(-1)
-        itself = exponentials.gather(1, places.before[:, None].clamp(max=columns - 1))[:, 0] * places.itself
-        sinks = exponentials[:, places.canvas :].sum(-1)
+        self._earlier = _at_least(room[0].numel(), self._earlier)
+        earlier = self._earlier[: room[0].numel()].view(room.shape[1:])
+        torch.gt(places.before[:, None].float(), torch.arange(columns, dtype=torch.float32), out=earlier)
+        past = torch.mul(exponentials, earlier, out=room).sum(-1)
+        own = places.before.clamp(max=columns - 1)[:, None].expand(*exponentials.shape[:-1], 1)
+        itself = exponentials.gather(-1, own).squeeze(-1) * places.itself
+        sinks = exponentials[..., places.canvas :].sum(-1)
         return {"self": itself, "past": past, "future": whole - sinks - past - itself}
+
+
+def _at_least(size: int, buffer: Tensor) -> Tensor:
+    return buffer if buffer.numel() >= size else torch.empty(size)

@@ -1,14 +1,15 @@
 """The pattern and its statistics in tiles of torch, without a tensor of [head, query, key].
 
-On a CPU the loop goes head by head with tiles that stay in the cache. Three choices make it a third of the cost of
-the fused attention of the same layer (`benchmarks/received.py`): powers of 2 (torch's exp2 is vectorised by
-itself, its exp goes through MKL at a quarter of the speed on the AMD machine measured), oneDNN's matrix product
-(there twice as fast as MKL's), and normalisation, query classes and the sum over queries in one small product.
+On a CPU the loop goes over tiles that stay in the cache: some rows of one head, or several heads of a short canvas.
+Three choices make it a third of the cost of the fused attention of the same layer (`benchmarks/received.py`):
+powers of 2 (torch's exp2 is vectorised by itself, its exp goes through MKL at a quarter of the speed on the AMD
+machine measured), oneDNN's matrix product (there twice as fast as MKL's), and normalisation, query classes and the
+sum over queries in one small product.
 """
 
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +23,8 @@ from dlm_lens.attention.inputs import AttentionInputs
 
 TILE_ELEMENTS = 1 << 19
 """Elements of a CPU tile, 2 MiB of float32: larger ones gain nothing, smaller ones starve the matrix product."""
+SHORT_HEAD = 1 << 16
+"""Most entries of a head that shares a tile with others: below, torch's calls cost more than the numbers."""
 CAUSAL_ROWS = 256
 """Most rows of a causal tile on a CPU: what lies above the diagonal is computed and discarded."""
 BATCHED_ELEMENTS = 1 << 24
@@ -51,18 +54,18 @@ def score_tile(q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"]) 
 
 
 def exponentials_(
-    scores: Float[Tensor, "tile key"],
-) -> tuple[Float[Tensor, "tile 1"], Float[Tensor, "tile"]]:
+    scores: Float[Tensor, "*head tile key"],
+) -> tuple[Float[Tensor, "*head tile 1"], Float[Tensor, "*head tile"]]:
     """Replace base-2 `scores` by 2^(score - row maximum), in place; return the maxima and the row sums.
 
     The sum of a row that is hidden entirely is +inf, so that whatever is divided by it vanishes.
     """
     top = scores.amax(-1, keepdim=True)
     total = scores.sub_(top).exp2_().sum(-1)
-    return top, total.masked_fill_(top[:, 0] < -HIDDEN / 2, torch.inf)
+    return top, total.masked_fill_(top[..., 0] < -HIDDEN / 2, torch.inf)
 
 
-def hide_(scores: Float[Tensor, "tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
+def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
     """Push the hidden (1) entries of `scores` so low that their exponential is 0, in place.
 
     An addition, because `masked_fill_` with an irregular mask takes as long as everything else together.
@@ -71,51 +74,66 @@ def hide_(scores: Float[Tensor, "tile key"], hidden: UInt8[Tensor, "tile key"]) 
 
 
 @dataclass(frozen=True)
-class _Head:
-    """One query head, reduced to the queries that count and the keys that one of them sees.
+class HeadGroup:
+    """Query heads of one row of the batch, with the queries that count and the keys that one of them sees alone.
 
-    `rows` and `keys` are their positions, None where all are left. `hidden` are the entries still hidden among
-    them, `last` the last position that each query sees (causal); None where nothing is.
+    Args:
+        q: queries in base-2 units of the scores.
+        k: keys of the key heads that these query heads read.
+        key_heads: of every query head, which of the heads in `k` it reads.
+        keys: positions of the columns; None where all are left.
+        hidden: the entries that are still hidden among them; None where none is.
+        last: the last position that each query sees (causal); None where nothing is hidden so.
     """
 
-    q: Float[Tensor, "row d_head"]
-    k: Float[Tensor, "column d_head"]
+    q: Float[Tensor, "head row d_head"]
+    k: Float[Tensor, "kv_head column d_head"]
+    key_heads: Sequence[int]
     keys: Int[Tensor, "column"] | None
     hidden: UInt8[Tensor, "row column"] | None
     last: Int[Tensor, "row"] | None
 
-    def tiles(self) -> Iterator[tuple[slice, slice, Float[Tensor, "tile column"]]]:
+    def tiles(self) -> Iterator[tuple[slice, slice, Float[Tensor, "head tile column"]]]:
         """Base-2 scores tile by tile, hidden ones near -HIDDEN: which rows, which columns, the scores."""
-        count, columns = len(self.q), len(self.k)
+        heads, count, columns = *self.q.shape[:2], self.k.shape[1]
         if not count or not columns:
             return
-        size = max(1, TILE_ELEMENTS // columns)
+        size = max(1, TILE_ELEMENTS // (heads * columns))
         size = min(size if self.last is None else min(size, CAUSAL_ROWS), count)
         for start in range(0, count, size):
             rows = slice(start, min(start + size, count))
             seen = columns if self.last is None else self._columns_until(int(self.last[rows.stop - 1]))
             if not seen:
                 continue
-            scores = score_tile(self.q[rows], self.k[:seen])
+            scores = self._scores(rows, seen)
             if self.hidden is not None:
                 hide_(scores, self.hidden[rows, :seen])
             if self.last is not None:
                 self._hide_later_(scores, self.last[rows])
             yield rows, slice(0, seen), scores
 
+    def _scores(self, rows: slice, seen: int) -> Float[Tensor, "head tile column"]:
+        """The product of some rows with the first `seen` columns."""
+        if len(self.q) == 1:
+            return score_tile(self.q[0, rows], self.k[0, :seen])[None]
+        scores = self.q.new_empty(len(self.q), rows.stop - rows.start, seen)
+        for head, key_head in enumerate(self.key_heads):
+            scores[head] = score_tile(self.q[head, rows], self.k[key_head, :seen])
+        return scores
+
     def _columns_until(self, position: int) -> int:
         """How many columns are at `position` or before."""
         if self.keys is None:
-            return max(0, min(position + 1, len(self.k)))
+            return max(0, min(position + 1, self.k.shape[1]))
         return int(torch.searchsorted(self.keys, position, right=True))
 
-    def _hide_later_(self, scores: Float[Tensor, "tile column"], last: Int[Tensor, "tile"]) -> None:
+    def _hide_later_(self, scores: Float[Tensor, "head tile column"], last: Int[Tensor, "tile"]) -> None:
         # Every row of the tile sees the columns up to the first row's last one; only the others need a mask.
-        free, seen = self._columns_until(int(last[0])), scores.shape[1]
+        free, seen = self._columns_until(int(last[0])), scores.shape[-1]
         where = torch.arange(free, seen) if self.keys is None else self.keys[free:seen]
         # Compared as float32 (exact up to 16 million positions): integers would take six times as long.
         later = torch.gt(where.float(), last[:, None].float(), out=scores.new_empty(len(last), seen - free))
-        scores[:, free:].sub_(later, alpha=HIDDEN)
+        scores[..., free:].sub_(later, alpha=HIDDEN)
 
 
 @dataclass(frozen=True)
@@ -125,6 +143,11 @@ class Selection:
     rows: Int[Tensor, "row"] | None
     keys: Int[Tensor, "column"] | None
     hidden: UInt8[Tensor, "row column"] | None
+
+    def entries(self, queries: int, keys: int) -> int:
+        """How many entries of the pattern are left."""
+        rows = queries if self.rows is None else len(self.rows)
+        return rows * (keys if self.keys is None else len(self.keys))
 
     @classmethod
     def of(cls, visible: Bool[Tensor, "#query #key"] | None, rows: Tensor | None, keys: int) -> "Selection":
@@ -142,32 +165,46 @@ class Selection:
         hidden = ~(visible if columns is None else visible[:, columns])
         return cls(rows, columns, hidden.view(torch.uint8))
 
-    def head(self, q: Tensor, k: Tensor, factor: float, causal: bool) -> _Head:
-        """The selected queries, times `factor`, and keys of one head."""
+    def heads(self, q: Tensor, k: Tensor, chosen: range, factor: float, causal: bool) -> HeadGroup:
+        """The selected queries, times `factor`, and keys of some query heads of a row [head, position, d_head]."""
         last = None
         if causal:
-            last = torch.arange(q.shape[0]) if self.rows is None else self.rows
-            last = last + (k.shape[0] - q.shape[0])
-        q, k = _take(q, self.rows).float() * factor, _take(k, self.keys).float()
-        return _Head(q.contiguous(), k.contiguous(), self.keys, self.hidden, last)
+            last = torch.arange(q.shape[1]) if self.rows is None else self.rows
+            last = last + (k.shape[1] - q.shape[1])
+        groups = q.shape[0] // k.shape[0]
+        first, end = chosen.start // groups, (chosen.stop - 1) // groups + 1
+        q = _take(q[chosen.start : chosen.stop], self.rows).float() * factor
+        k = _take(k[first:end], self.keys).float()
+        key_heads = [head // groups - first for head in chosen]
+        return HeadGroup(q.contiguous(), k.contiguous(), key_heads, self.keys, self.hidden, last)
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:
-    return x if index is None else x[index]
+    return x if index is None else x[:, index]
 
 
-def selected_heads(
+def head_groups(
     q: Tensor, k: Tensor, scale: float, visible: Tensor | None, rows: list[Tensor | None], causal: bool
-) -> Iterator[tuple[int, int, Selection, _Head]]:
-    """Every query head of every row of the batch: its indices, its selection and its tiles' source."""
-    groups = q.shape[1] // k.shape[1]
+) -> Iterator[tuple[int, slice, Selection, HeadGroup]]:
+    """The query heads of every row of the batch, as many at a time as fit a tile: row, heads, selection, group.
+
+    A group is of one row and one mask, so that a row's statistics do not depend on its batch.
+    """
+    heads = q.shape[1]
     for row in range(q.shape[0]):
         masks = None if visible is None else visible[row % visible.shape[0]]
-        selection = Selection.of(None if masks is None else masks[0], rows[row], k.shape[2])
-        for head in range(q.shape[1]):
-            if masks is not None and head and masks.shape[0] > 1:
-                selection = Selection.of(masks[head], rows[row], k.shape[2])
-            yield row, head, selection, selection.head(q[row, head], k[row, head // groups], scale * LOG2E, causal)
+        alike = masks is None or masks.shape[0] == 1
+        start = 0
+        while start < heads:
+            if start == 0 or not alike:
+                mask = None if masks is None else masks[0 if alike else start]
+                selection = Selection.of(mask, rows[row], k.shape[2])
+            entries = selection.entries(q.shape[2], k.shape[2])
+            size = max(1, TILE_ELEMENTS // max(1, entries)) if alike and entries <= SHORT_HEAD else 1
+            chosen = range(start, min(start + size, heads))
+            source = selection.heads(q[row], k[row], chosen, scale * LOG2E, causal)
+            yield row, slice(chosen.start, chosen.stop), selection, source
+            start = chosen.stop
 
 
 def tiled_received_sums(
@@ -186,22 +223,19 @@ def tiled_received_sums(
     weights = weights.expand(q.shape[0], -1, -1)
     counted = weights.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
-    for row, head, selection, source in selected_heads(q, k, scale, visible, rows, causal):
-        own = (
-            received[row, :, head]
-            if selection.keys is None
-            else received.new_zeros(weights.shape[1], len(source.k))
-        )
+    for row, heads, selection, source in head_groups(q, k, scale, visible, rows, causal):
+        own = received.new_zeros(len(source.q), weights.shape[1], source.k.shape[1])
         share = weights[row] if selection.rows is None else weights[row][:, selection.rows]
-        row_lse = None if lse is None else _take(lse[row, head], selection.rows).float() * LOG2E
+        row_lse = None if lse is None else _take(lse[row, heads], selection.rows).float() * LOG2E
         for tile, columns, scores in source.tiles():
             if row_lse is None:
-                own[:, columns].addmm_(share[:, tile] / exponentials_(scores)[1], scores)
+                own[..., columns] += (share[:, tile] / exponentials_(scores)[1][:, None]) @ scores
             else:  # 2^(-inf - inf) = 0: a query that sees nothing
-                shift = row_lse[tile, None].nan_to_num(neginf=torch.inf)
-                own[:, columns].addmm_(share[:, tile], scores.sub_(shift).exp2_())
-        if selection.keys is not None:
-            received[row, :, head, selection.keys] = own
+                shift = row_lse[:, tile, None].nan_to_num(neginf=torch.inf)
+                own[..., columns] += share[:, tile] @ scores.sub_(shift).exp2_()
+        received[row, :, heads][..., slice(None) if selection.keys is None else selection.keys] = own.transpose(
+            0, 1
+        )
     return received
 
 
@@ -217,11 +251,11 @@ def tiled_lse(
         tiles = _batched_scores(q, k, scale, visible, causal)
         return torch.cat([scores.logsumexp(-1) for _, scores in tiles], -1)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    for row, head, _, source in selected_heads(q, k, scale, visible, [None] * q.shape[0], causal):
+    for row, heads, _, source in head_groups(q, k, scale, visible, [None] * q.shape[0], causal):
         for tile, _, scores in source.tiles():
             top, total = exponentials_(scores)
-            value = (top[:, 0] + total.log2()) / LOG2E
-            lse[row, head, tile] = value.masked_fill_(value == torch.inf, -torch.inf)
+            value = (top[..., 0] + total.log2()) / LOG2E
+            lse[row, heads, tile] = value.masked_fill_(value == torch.inf, -torch.inf)
     return lse
 
 

@@ -1,18 +1,18 @@
-"""Controllers of a traced model's modules: one question where nothing waits, and `hook_q` and `hook_k` while they are read.
+"""Controllers of a traced model's modules: one question where nothing waits, and values for `hook_q` and `hook_k`.
 
 nnsight's controller of a module hands three locations (input, skip, output) to the interleaver in every call, which
 counts each. A step of a small model has some 150 calls. `ModuleController` counts by itself and hands over only
 what a worker waits for or a cache keeps (`benchmarks/tracing.py --calls`).
 
 Outside traces a PyTorch hook on the projection passes queries and keys to `hook_q` and `hook_k`
-(`attention.hook_points.ProjectionPoint`); in a trace the controller of the projection does, without PyTorch's slower
-call of modules that have hooks.
+(`attention.hook_points.ProjectionPoint`). In a trace the controller of the projection does, where they are read,
+without PyTorch's slower call of modules that have hooks.
 """
 
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from nnsight.intervention.source import STATE, Controller, run_body
 from torch import nn
@@ -24,7 +24,7 @@ Visits = list[int]
 
 
 class VisitCounts(MutableMapping[str, int]):
-    """nnsight's number of visits of every location; those of a module are counters that its controller increments."""
+    """nnsight's number of visits of every location; a module's controller increments those of the module."""
 
     def __init__(self) -> None:
         self._modules: dict[str, Visits] = {}
@@ -74,17 +74,32 @@ class VisitCounts(MutableMapping[str, int]):
         return sum(1 for _ in self)
 
 
+class TracedAs(NamedTuple):
+    """A module as one interleaver traces it.
+
+    Attributes:
+        interleaver: a weak reference to a `RunInterleaver`.
+        path: of the module.
+        visits: of the module.
+        points: the `hook_q` and `hook_k` that its output belongs to, with their paths and visits.
+    """
+
+    interleaver: Callable[[], Any]
+    path: str
+    visits: Visits
+    points: list[tuple[ProjectionPoint, str, Visits]]
+
+
 class ModuleController(Controller):
     """nnsight's controller of a module, which hands nothing over while nobody waits for the module.
 
     Attributes:
-        runs: the interleavers that trace the module, each with the module's path, its counters there, and the
-            `hook_q` and `hook_k` that its output belongs to with their paths and counters.
+        runs: the interleavers that trace the module.
     """
 
     def __init__(self, module: Any, state: Any) -> None:
         super().__init__(module, state)
-        self.runs: list[tuple[weakref.ref[Any], str, Visits, list[tuple[ProjectionPoint, str, Visits]]]] = []
+        self.runs: list[TracedAs] = []
 
     @classmethod
     def install(cls, module: nn.Module, interleaver: Any, path: str) -> None:
@@ -94,28 +109,30 @@ class ModuleController(Controller):
             own["forward"] = cls(module, own[STATE])
         controller = own.get("forward")
         if isinstance(controller, cls):
-            kept = [run for run in controller.runs if run[0]() not in (None, interleaver)]
-            controller.runs = [*kept, (weakref.ref(interleaver), path, interleaver.counts.of_module(path), [])]
+            kept = [run for run in controller.runs if run.interleaver() not in (None, interleaver)]
+            own_run = TracedAs(weakref.ref(interleaver), path, interleaver.counts.of_module(path), [])
+            controller.runs = [*kept, own_run]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as nnsight's controller returns it."""
         state, module = self.state, self.module_ref()
         alone = "_hf_hook" not in module.__dict__  # without accelerate's hook, one call of Python less
-        for reference, path, visits, points in self.runs:
-            interleaver = reference()
+        for run in self.runs:
+            interleaver = run.interleaver()
             if interleaver is not None and interleaver.interleaving and interleaver.busy:
                 break
         else:
             if len(state.routes) > len(self.runs):  # another wrapper's trace, maybe
                 return super().__call__(*args, **kwargs)
             return state.body(module, *args, **kwargs) if alone else run_body(state, module, args, kwargs)
+        _, path, visits, points = run
         if path in interleaver.awaited:
             output = super().__call__(*args, **kwargs)
         else:
             visits[0] += 1
             visits[1] += 1
             output = state.body(module, *args, **kwargs) if alone else run_body(state, module, args, kwargs)
-            if path in interleaver.awaited:  # a worker that was served inside the module's call waits for its output
+            if path in interleaver.awaited:  # by a worker that was served inside the module's call
                 output = interleaver.handle(f"{path}.output", output)
             else:
                 visits[2] += 1
@@ -139,9 +156,9 @@ def add_projection_point(point: ProjectionPoint, interleaver: Any, path: str) ->
     """Let the controller of a projection pass its output to `hook_q` or `hook_k` in traces of `interleaver`."""
     controller = vars(point.find_source()).get("forward")
     if isinstance(controller, ModuleController):
-        for reference, *_, points in controller.runs:
-            if reference() is interleaver:
-                points.append((point, path, interleaver.counts.of_module(path)))
+        for run in controller.runs:
+            if run.interleaver() is interleaver:
+                run.points.append((point, path, interleaver.counts.of_module(path)))
     interleaver.projection_points.append(point)
 
 
@@ -168,7 +185,5 @@ def _served(point: ProjectionPoint, interleaver: Any) -> bool:
     controller = vars(module).get("forward")
     if module._forward_hooks or not isinstance(controller, ModuleController):
         return False
-    return any(
-        reference() is interleaver and any(each is point for each, *_ in points)
-        for reference, _, _, points in controller.runs
-    )
+    here = [run for run in controller.runs if run.interleaver() is interleaver]
+    return any(each is point for run in here for each, *_ in run.points)
