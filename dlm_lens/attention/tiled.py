@@ -9,7 +9,7 @@ sum over queries in one small product.
 
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -79,16 +79,14 @@ class HeadGroup:
 
     Args:
         q: queries in base-2 units of the scores.
-        k: keys of the key heads that these query heads read.
-        key_heads: of every query head, which of the heads in `k` it reads.
+        k: the keys that each of them reads.
         keys: positions of the columns; None where all are left.
         hidden: the entries that are still hidden among them; None where none is.
         last: the last position that each query sees (causal); None where nothing is hidden so.
     """
 
     q: Float[Tensor, "head row d_head"]
-    k: Float[Tensor, "kv_head column d_head"]
-    key_heads: Sequence[int]
+    k: Float[Tensor, "head column d_head"]
     keys: Int[Tensor, "column"] | None
     hidden: UInt8[Tensor, "row column"] | None
     last: Int[Tensor, "row"] | None
@@ -116,10 +114,7 @@ class HeadGroup:
         """The product of some rows with the first `seen` columns."""
         if len(self.q) == 1:
             return score_tile(self.q[0, rows], self.k[0, :seen])[None]
-        scores = self.q.new_empty(len(self.q), rows.stop - rows.start, seen)
-        for head, key_head in enumerate(self.key_heads):
-            scores[head] = score_tile(self.q[head, rows], self.k[key_head, :seen])
-        return scores
+        return torch.bmm(self.q[:, rows], self.k[:, :seen].mT)
 
     def _columns_until(self, position: int) -> int:
         """How many columns are at `position` or before."""
@@ -175,8 +170,9 @@ class Selection:
         first, end = chosen.start // groups, (chosen.stop - 1) // groups + 1
         q = _take(q[chosen.start : chosen.stop], self.rows).float() * factor
         k = _take(k[first:end], self.keys).float()
-        key_heads = [head // groups - first for head in chosen]
-        return HeadGroup(q.contiguous(), k.contiguous(), key_heads, self.keys, self.hidden, last)
+        if groups > 1 and len(chosen) > 1:
+            k = k[[head // groups - first for head in chosen]]
+        return HeadGroup(q.contiguous(), k.contiguous(), self.keys, self.hidden, last)
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:
