@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.sampling import build
 from benchmarks.timing import machine, print_table, side_by_side
-from dlm_lens.attention import AttentionInputs, pattern_tiles
+from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats, pattern_tiles
 from dlm_lens.attention.received import received_sums
 
-LENGTHS = (256, 512, 1024)
+LENGTHS = (64, 256, 512, 1024)
 NEEDED = 32
 """Rows of logits in a denoising step: one block."""
 
@@ -62,6 +62,7 @@ def per_layer(length: int, heads: int, kv: int, width: int) -> None:
     scale, split = width**-0.5, classes(length, q.device)
     padding = torch.ones(1, 1, 1, length, dtype=torch.bool, device=q.device)
     padding[..., : length // 8] = False
+    inputs = AttentionInputs(0, q, k, v, scale)
     seconds = side_by_side(
         {
             "sdpa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=kv != heads),
@@ -69,6 +70,7 @@ def per_layer(length: int, heads: int, kv: int, width: int) -> None:
             "received_sums, 4 classes": lambda: received_sums(q, k, scale=scale, queries=split),
             "received_sums, padding": lambda: received_sums(q, k, scale=scale, visible=padding),
             "received_sums, causal": lambda: received_sums(q, k, scale=scale, causal=True),
+            "pattern_stats, 4 classes": lambda: pattern_stats(inputs, split, QUERY_STATS),
             "pattern_tiles, summed": lambda: summed_tiles(q, k, v, scale),
             "materialised softmax, summed": lambda: materialised(q, k, scale),
         }

@@ -300,7 +300,8 @@ def pattern_tiles(
     """
     batch, heads, queries, _ = inputs.q.shape
     tile = tile or max(1, min(queries, TILE_ENTRIES // (batch * heads * inputs.k.shape[2])))
-    by_head = inputs.q.device.type == "cpu" and not needs_grad(inputs.q, inputs.k)
+    short = queries * inputs.k.shape[2] <= SHORT_HEAD
+    by_head = inputs.q.device.type == "cpu" and not needs_grad(inputs.q, inputs.k) and not short
     keys = inputs.k.float().contiguous()
     for start in range(0, queries, tile):
         rows = slice(start, min(start + tile, queries))
@@ -323,7 +324,7 @@ def pattern_rows(inputs: AttentionInputs, rows: slice | Int[Tensor, "row"]) -> F
 def _tile_at_once(
     inputs: AttentionInputs, keys: Tensor, rows: slice | Tensor
 ) -> Float[Tensor, "batch head tile key"]:
-    """One batched product: for GPUs, and differentiable."""
+    """One batched product: for GPUs and short heads, and differentiable."""
     q = rearrange(inputs.q[:, :, rows].float() * inputs.scale, "b (g n) q d -> b g n q d", g=keys.shape[1])
     scores = rearrange(q @ keys.unsqueeze(2).mT, "b g n q k -> b (g n) q k")
     visible = inputs.seen(rows)
