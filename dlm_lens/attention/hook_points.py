@@ -6,7 +6,7 @@ identity modules as children, through which that function passes each quantity. 
 
 The attention function receives queries and keys after rotation only. Before it, they are the output of the last of
 `q_proj` and `q_norm` (`k_proj`, `k_norm`). While a hook is on `hook_q` (`hook_k`), a forward hook on that module
-passes its output through the hook point; in an nnsight trace the module's controller does (`tracing.projections`).
+passes its output through the hook point; in an nnsight trace the module's controller does (`tracing.controllers`).
 """
 
 import inspect

@@ -19,6 +19,7 @@ from dlm_lens.attention.tiled import (
     HIDDEN,
     LOG2E,
     Selection,
+    add_sums_,
     head_groups,
     needs_grad,
     pattern_tiles,
@@ -138,17 +139,19 @@ def _in_cache(
             where = _Places.of(selection, inputs.own, keys, keys if canvas is None else canvas)
             last = selection
         share = shares[row] if selection.rows is None else shares[row][:, selection.rows]
-        own = sums.new_zeros(len(source.q), len(share), source.k.shape[1])
+        own = sums.new_zeros(len(share), len(source.q), source.k.shape[1])
         each = {name: values.new_zeros(source.q.shape[:2]) for name, values in found.items()}
         for tile, columns, scores in source.tiles():
             total, exponentials, numbers = tiles.reduce(scores, where.of_rows(tile))
             if len(share):
-                own[..., columns] += (share[:, tile] / total[:, None]) @ exponentials
+                add_sums_(own[..., columns], share[:, tile], exponentials, total)
             for name, values in numbers.items():
                 each[name][:, tile] = values
-        sums[row, :, heads][..., slice(None) if selection.keys is None else selection.keys] = own.transpose(0, 1)
+        seen = slice(None) if selection.keys is None else selection.keys
+        sums[row, :, heads][..., seen] = own
+        queries_of = slice(None) if selection.rows is None else selection.rows
         for name, values in each.items():
-            found[name][row, heads][:, slice(None) if selection.rows is None else selection.rows] = values
+            found[name][row, heads][:, queries_of] = values
     return PatternStats(None if weights is None else sums, found)
 
 

@@ -65,6 +65,21 @@ def exponentials_(
     return top, total.masked_fill_(top[..., 0] < -HIDDEN / 2, torch.inf)
 
 
+def add_sums_(
+    sums: Float[Tensor, "klass head key"],
+    weights: Float[Tensor, "klass tile"],
+    tile: Float[Tensor, "head tile key"],
+    total: Float[Tensor, "head tile"],
+) -> None:
+    """Add the sums of a tile over its queries, sum_i w_ci / total_i tile_ij, in place.
+
+    Head by head, with new weights each: the last bits of a product depend on where its operands lie in memory, and
+    that must not depend on how many classes there are.
+    """
+    for head, pattern in enumerate(tile):
+        sums[:, head].addmm_(weights / total[head], pattern)
+
+
 def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
     """Push the hidden (1) entries of `scores` so low that their exponential is 0, in place.
 
@@ -220,18 +235,18 @@ def tiled_received_sums(
     counted = weights.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
     for row, heads, selection, source in head_groups(q, k, scale, visible, rows, causal):
-        own = received.new_zeros(len(source.q), weights.shape[1], source.k.shape[1])
+        own = received.new_zeros(weights.shape[1], len(source.q), source.k.shape[1])
         share = weights[row] if selection.rows is None else weights[row][:, selection.rows]
         row_lse = None if lse is None else _take(lse[row, heads], selection.rows).float() * LOG2E
         for tile, columns, scores in source.tiles():
             if row_lse is None:
-                own[..., columns] += (share[:, tile] / exponentials_(scores)[1][:, None]) @ scores
+                total = exponentials_(scores)[1]
             else:  # 2^(-inf - inf) = 0: a query that sees nothing
-                shift = row_lse[:, tile, None].nan_to_num(neginf=torch.inf)
-                own[..., columns] += share[:, tile] @ scores.sub_(shift).exp2_()
-        received[row, :, heads][..., slice(None) if selection.keys is None else selection.keys] = own.transpose(
-            0, 1
-        )
+                scores.sub_(row_lse[:, tile, None].nan_to_num(neginf=torch.inf)).exp2_()
+                total = torch.ones_like(scores[..., 0])
+            add_sums_(own[..., columns], share[:, tile], scores, total)
+        seen = slice(None) if selection.keys is None else selection.keys
+        received[row, :, heads][..., seen] = own
     return received
 
 
