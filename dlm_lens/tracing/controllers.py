@@ -45,10 +45,7 @@ class VisitCounts(MutableMapping[str, int]):
         return self._others.get(location, default) if found is None else found[0][found[1]] or default
 
     def __getitem__(self, location: str) -> int:
-        count = self.get(location)
-        if count is None:
-            raise KeyError(location)
-        return int(count)
+        return int(self.get(location) or self._others[location])
 
     def __setitem__(self, location: str, count: int) -> None:
         found = self._locations.get(location)
