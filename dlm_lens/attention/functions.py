@@ -57,7 +57,9 @@ def hooked_attention(
     """
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = _grouped_product(query, key.mT, groups).mul_(scale)  # in place: a pattern less to allocate
+    if groups > 1:  # query head j reads key/value head j // groups; copies, as in transformers' eager function
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.mT).mul_(scale)  # in place: a pattern less to allocate
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if position_bias is not None:
@@ -69,17 +71,7 @@ def hooked_attention(
         scores = current.scores = points["hook_scores"](scores)
         pattern = points["hook_pattern"](current.softmax(scores).to(query.dtype))
     mixed = nn.functional.dropout(pattern, p=dropout, training=module.training) if dropout else pattern
-    return _grouped_product(mixed, value, groups).transpose(1, 2), pattern
-
-
-def _grouped_product(
-    left: Float[Tensor, "batch head query inner"], right: Float[Tensor, "batch kv_head inner column"], groups: int
-) -> Float[Tensor, "batch head query column"]:
-    """The matrix product of every query head j with key/value head j // groups."""
-    if groups == 1:
-        return left @ right
-    # A broadcast axis avoids copying keys and values.
-    return (left.unflatten(1, (-1, groups)) @ right.unsqueeze(2)).flatten(1, 2)
+    return (mixed @ value).transpose(1, 2), pattern
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class HookPoint(nn.Module):
 
         A hook whose `needs_value` is false does without: it is off, or attention runs it in stream.
         """
-        # Loops, not generators: this is asked several times in every layer of every pass.
+        # Loops, not generators: attention calls this several times in every layer of every pass.
         for hook in self._forward_hooks.values():
             if getattr(hook, "needs_value", True):
                 return True

@@ -166,8 +166,8 @@ def test_hook_points_come_after_lora_too() -> None:
     wrapped = with_lora(build("qwen3"), "q_proj", "k_proj")
     plain = logits(wrapped)
     dl.add_hook_points(wrapped)
-    # Eager against eager: the same sums; a BLAS may choose another kernel where keys are broadcast, not repeated.
-    torch.testing.assert_close(logits(wrapped), plain, atol=2e-6, rtol=0)
+    # Eager against eager: the same function runs.
+    assert torch.equal(logits(wrapped), plain)
     check_hook_points(wrapped)
     assert all(hasattr(attention, "hook_q") for attention in hooked_attentions(wrapped))
 
