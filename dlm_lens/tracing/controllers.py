@@ -1,4 +1,4 @@
-"""Controllers of a traced model's modules: one question where nothing waits, and values for `hook_q` and `hook_k`.
+"""Controllers of a traced model's modules: little work where no worker waits, and values for `hook_q` and `hook_k`.
 
 nnsight's controller of a module hands three locations (input, skip, output) to the interleaver in every call, which
 counts each. A step of a small model has some 150 calls. `ModuleController` counts by itself and hands over only
@@ -9,8 +9,7 @@ Outside traces a PyTorch hook on the projection passes queries and keys to `hook
 without PyTorch's slower call of modules that have hooks.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -71,32 +70,20 @@ class VisitCounts(MutableMapping[str, int]):
         return sum(1 for _ in self)
 
 
-class TracedAs(NamedTuple):
-    """A module as one interleaver traces it.
+class TracedModule(NamedTuple):
+    """What an interleaver knows of a module.
 
     Attributes:
-        interleaver: a weak reference to a `RunInterleaver`.
-        path: of the module.
         visits: of the module.
         points: the `hook_q` and `hook_k` that its output belongs to, with their paths and visits.
     """
 
-    interleaver: Callable[[], Any]
-    path: str
     visits: Visits
     points: list[tuple[ProjectionPoint, str, Visits]]
 
 
 class ModuleController(Controller):
-    """nnsight's controller of a module, which hands nothing over while nobody waits for the module.
-
-    Attributes:
-        runs: the interleavers that trace the module.
-    """
-
-    def __init__(self, module: Any, state: Any) -> None:
-        super().__init__(module, state)
-        self.runs: list[TracedAs] = []
+    """nnsight's controller of a module, which hands nothing over while no worker waits for the module."""
 
     @classmethod
     def install(cls, module: nn.Module, interleaver: Any, path: str) -> None:
@@ -104,36 +91,29 @@ class ModuleController(Controller):
         own = vars(module)
         if type(own.get("forward")) is Controller:
             own["forward"] = cls(module, own[STATE])
-        controller = own.get("forward")
-        if isinstance(controller, cls):
-            kept = [run for run in controller.runs if run.interleaver() not in (None, interleaver)]
-            own_run = TracedAs(weakref.ref(interleaver), path, interleaver.counts.of_module(path), [])
-            controller.runs = [*kept, own_run]
+        interleaver.modules[path] = TracedModule(interleaver.counts.of_module(path), [])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as nnsight's controller returns it."""
         state, module = self.state, self.module_ref()
-        alone = "_hf_hook" not in module.__dict__  # without accelerate's hook, one call of Python less
-        for run in self.runs:
-            interleaver = run.interleaver()
-            if interleaver is not None and interleaver.interleaving and interleaver.busy:
-                break
-        else:
-            if len(state.routes) > len(self.runs):  # another wrapper's trace, maybe
-                return super().__call__(*args, **kwargs)
-            return state.body(module, *args, **kwargs) if alone else run_body(state, module, args, kwargs)
-        _, path, visits, points = run
+        interleaver, path, locations = state.active()
+        if interleaver is None:
+            return run_body(state, module, args, kwargs)
+        traced = getattr(interleaver, "modules", {}).get(path)
+        if traced is None:  # a trace of another wrapper of nnsight
+            return super().__call__(*args, **kwargs)
         if path in interleaver.awaited:
             output = super().__call__(*args, **kwargs)
         else:
+            visits = traced.visits
             visits[0] += 1
             visits[1] += 1
-            output = state.body(module, *args, **kwargs) if alone else run_body(state, module, args, kwargs)
+            output = run_body(state, module, args, kwargs)
             if path in interleaver.awaited:  # by a worker that was served inside the module's call
-                output = interleaver.handle(f"{path}.output", output)
+                output = interleaver.handle(locations[2], output)
             else:
                 visits[2] += 1
-        for point, where, passed in points:
+        for point, where, passed in traced.points:
             if point.connections:
                 continue  # a PyTorch hook passes the output on
             if where in interleaver.awaited:
@@ -151,11 +131,9 @@ def module_of(location: str) -> str:
 
 def add_projection_point(point: ProjectionPoint, interleaver: Any, path: str) -> None:
     """Let the controller of a projection pass its output to `hook_q` or `hook_k` in traces of `interleaver`."""
-    controller = vars(point.find_source()).get("forward")
-    if isinstance(controller, ModuleController):
-        for run in controller.runs:
-            if run.interleaver() is interleaver:
-                run.points.append((point, path, interleaver.counts.of_module(path)))
+    traced = _traced(point.find_source(), interleaver)
+    if traced is not None:
+        traced.points.append((point, path, interleaver.counts.of_module(path)))
     interleaver.projection_points.append(point)
 
 
@@ -179,8 +157,14 @@ def connected_projections(interleaver: Any) -> Iterator[None]:
 def _served(point: ProjectionPoint, interleaver: Any) -> bool:
     """Whether the controller of the point's projection passes its output on in a trace of `interleaver`."""
     module = point.find_source()
+    traced = _traced(module, interleaver)
+    return traced is not None and not module._forward_hooks and any(each is point for each, *_ in traced.points)
+
+
+def _traced(module: nn.Module, interleaver: Any) -> TracedModule | None:
+    """What the interleaver knows of a module; None if it has no controller."""
     controller = vars(module).get("forward")
-    if module._forward_hooks or not isinstance(controller, ModuleController):
-        return False
-    here = [run for run in controller.runs if run.interleaver() is interleaver]
-    return any(each is point for run in here for each, *_ in run.points)
+    if not isinstance(controller, ModuleController):
+        return None
+    paths = [path for reference, path, _ in controller.state.routes if reference() is interleaver]
+    return interleaver.modules.get(paths[0]) if paths else None

@@ -11,7 +11,13 @@ from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 from dlm_lens.attention import listening
 from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.tracing.controllers import ModuleController, VisitCounts, connected_projections, module_of
+from dlm_lens.tracing.controllers import (
+    ModuleController,
+    TracedModule,
+    VisitCounts,
+    connected_projections,
+    module_of,
+)
 from dlm_lens.tracing.steps import STEP, Steps, loop_state
 
 
@@ -61,6 +67,7 @@ class RunInterleaver(Interleaver):
 
     Attributes:
         awaited: paths of the modules one of whose values a worker waits for, or a cache keeps.
+        modules: what is counted of every module, by its path.
         projection_points: every `hook_q` and `hook_k` of the model.
     """
 
@@ -70,6 +77,7 @@ class RunInterleaver(Interleaver):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Any = VisitCounts()
+        self.modules: dict[str, TracedModule] = {}
         self.projection_points: list[ProjectionPoint] = []
 
     def instrument(self, envoy: Any) -> None:

@@ -1,11 +1,13 @@
 """What modules hand over in a trace: counts as nnsight's own, and queries and keys from where they are computed."""
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from nnsight import NNsight
 from nnsight.intervention.source import Controller
 from torch import nn
 
@@ -187,3 +189,16 @@ def test_a_copy_of_a_wrapped_model_is_wrapped_anew() -> None:
         with each.trace([1, 2, 3]):
             found.append(each.layers[1].attn.q.clone().save())
     torch.testing.assert_close(found[1], 2 * found[0])
+
+
+def test_another_wrapper_traces_a_model_whose_own_is_gone() -> None:
+    model = tiny("llada", num_hidden_layers=2)
+    lm = dl.DiffusionLM(model)
+    with lm.trace([1, 2, 3]):
+        expected = lm.layers[1].mlp.output.clone().save()
+    del lm
+    gc.collect()
+    other = NNsight(model)
+    with other.trace(input_ids=torch.tensor([[1, 2, 3]])):
+        found = other.model.layers[1].mlp.output.clone().save()
+    assert torch.equal(found, expected)
