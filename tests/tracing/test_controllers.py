@@ -85,6 +85,7 @@ def test_queries_follow_any_value_before_them(lm: Any, before: str) -> None:
                 owner = attention.q_proj if before.startswith("q_proj") else attention
                 getattr(owner, before.rpartition(".")[2])
             heads.append(attention.q.clone())
+            assert not attention.q_proj._module._forward_hooks
     for step, found in zip((1, 3), heads, strict=True):
         assert torch.equal(found.flatten(-2), expected[step])
 
