@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dlm_lens.training.muon import build_muon
 from dlm_lens.training.settings import Optimisation
 
 
@@ -26,8 +27,7 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
     AdamW runs as one fused kernel, as in transformers' Trainer: the other implementations hold one or two temporary
     tensors of the largest weight's size.
 
-    Muon as in "Muon is scalable" (2502.16982): momentum 0.95, the update scaled to AdamW's RMS, so that both
-    share one learning rate.
+    Muon's update is scaled to AdamW's RMS, so that both share one learning rate.
     """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -43,13 +43,7 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
             {"params": others, "weight_decay": decay},
         ]
         return torch.optim.AdamW([group for group in groups if group["params"]], **adamw)
-    muon = torch.optim.Muon(
-        matrices,
-        lr=settings.rate,
-        momentum=0.95,
-        weight_decay=settings.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    muon = build_muon(matrices, rate=settings.rate, weight_decay=settings.weight_decay)
     return Optimizers([muon, torch.optim.AdamW(others, weight_decay=decay, **adamw)])
 
 
