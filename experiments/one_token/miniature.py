@@ -88,9 +88,11 @@ class Miniature:
         corpus: sequences of the synthetic training text.
         optimizer: "muon" or "adamw".
         text: real English in place of the synthetic language, as `read_text` takes it.
+        precision: "bf16" (autocast, weights stay in float32) or "fp32", which is faster on a CPU without bfloat16
+            instructions.
 
     Raises:
-        ValueError: an unknown variant, or a count below 1.
+        ValueError: an unknown variant or precision, or a count below 1.
     """
 
     variant: str
@@ -101,10 +103,13 @@ class Miniature:
     corpus: int = 20_000
     optimizer: str = "muon"
     text: str = ""
+    precision: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS and not (self.causal and self.text):
             raise ValueError(f"{self.variant!r} is no variant; choose from {', '.join(VARIANTS)}")
+        if self.precision not in ("bf16", "fp32"):
+            raise ValueError(f"precision is {self.precision!r}; choose bf16 or fp32")
         for name in ("steps", "batch_size", "corpus"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -117,7 +122,9 @@ class Miniature:
         shared = {name: settings[name] for name in names}
         if text and shared["start"] != SCRATCH:
             shared["start"] = AR
-        return cls(item["variant"], item["seed"], **shared, text=text)
+        # Results stored before there was a choice have no `precision`.
+        precision = settings.get("precision", "bf16")
+        return cls(item["variant"], item["seed"], **shared, text=text, precision=precision)
 
     @property
     def causal(self) -> bool:
@@ -145,6 +152,9 @@ class Miniature:
         """Name of the directory, with a digest of the settings."""
         values = asdict(self)
         text = values.pop("text")
+        if self.precision == "bf16":
+            # Directories of networks that were trained before there was a choice keep their names.
+            del values["precision"]
         if text:
             values["text"] = self.text_digest
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
@@ -169,6 +179,7 @@ class Miniature:
             whole,
             model=ModelSettings(**model),
             objective=replace(whole.objective, logit_shift=self.converted),
+            precision=self.precision,
             save_steps=100,
             save_minutes=1.0,
         )

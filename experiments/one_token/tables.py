@@ -25,7 +25,7 @@ TEXT_SHAPE = "one-token-text"
 SMALL: dict[str, Any] = {
     "configs": [], "tasks": [], "overrides": [], "sft": "", "limit": None, "variants": ["plain", "sink", "gated"],
     "start": SCRATCH, "seeds": 2, "steps": 150, "batch_size": 16, "corpus": 20_000, "optimizer": "muon",
-    "prompts": 8, "watched": 4, "validation": 64, "trained": "runs/one-token", "text": "",
+    "precision": "bf16", "prompts": 8, "watched": 4, "validation": 64, "trained": "runs/one-token", "text": "",
 }  # fmt: skip
 """Settings of a few minutes. Without `configs`: networks of 0.8 million parameters on the synthetic language, or of
 2.2 million on the text that `text` names (`read_text`). `trained` is the directory of the networks; tables that

@@ -72,6 +72,7 @@ def text_settings(run: Any, output: Path, model: Mapping[str, Any]) -> Any:
         micro_batch_size=run.batch_size,
         steps=run.steps,
         seed=run.seed,
+        precision=run.precision,
         save_steps=100,
         save_minutes=1.0,
         keep=1,

@@ -19,6 +19,7 @@ from dlm_lens.experiments.one_token.miniature import VARIANTS, Miniature, networ
 from dlm_lens.experiments.one_token.sink_statistics import moved
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.files.locks import alone
+from tests.experiments.one_token_stories import write_story
 
 TINY = {"steps": 2, "batch_size": 4, "corpus": 200, "prompts": 2, "watched": 1, "validation": 4, "seeds": 1}
 
@@ -177,12 +178,26 @@ def test_a_conversion_is_shifted_and_has_the_variants_options() -> None:
 
 def test_other_settings_have_another_directory() -> None:
     runs = [Miniature("sink", 0), Miniature("sink", 1), Miniature("end", 0), Miniature("sink", 0, steps=301),
-            Miniature("sink", 0, optimizer="adamw"), Miniature("sink", 0, start="toy-ar")]  # fmt: skip
+            Miniature("sink", 0, optimizer="adamw"), Miniature("sink", 0, start="toy-ar"),
+            Miniature("sink", 0, precision="fp32")]  # fmt: skip
     assert len({run.name for run in runs}) == len(runs)
     with pytest.raises(ValueError, match="'sunk' is no variant"):
         Miniature("sunk", 0)
     with pytest.raises(ValueError, match="steps is 0"):
         Miniature("sink", 0, steps=0)
+    with pytest.raises(ValueError, match=r"precision is 'fp16'; choose bf16 or fp32"):
+        Miniature("sink", 0, precision="fp16")
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_networks_are_trained_in_the_precision_of_the_settings(text: bool, tmp_path: Path) -> None:
+    shared = {**tables.SMALL, "text": str(write_story(tmp_path / "story.txt")) if text else ""}
+    item = {"variant": "plain", "seed": 0}
+    runs = {name: Miniature.of(item, {**shared, "precision": name}) for name in ("bf16", "fp32")}
+    assert all(run.settings(tmp_path).precision == name for name, run in runs.items())
+    # Stored results from before there was a choice name none; their networks were trained with bfloat16 products.
+    before = {name: value for name, value in shared.items() if name != "precision"}
+    assert Miniature.of(item, before) == runs["bf16"]
 
 
 # Data
