@@ -99,13 +99,13 @@ class ModuleController(Controller):
         interleaver, path, locations = state.active()
         if interleaver is None:
             return run_body(state, module, args, kwargs)
-        traced = getattr(interleaver, "modules", {}).get(path)
-        if traced is None:  # a trace of another wrapper of nnsight
+        try:
+            visits, points = interleaver.modules[path]
+        except AttributeError:  # a trace of another wrapper of nnsight
             return super().__call__(*args, **kwargs)
         if path in interleaver.awaited:
             output = super().__call__(*args, **kwargs)
         else:
-            visits = traced.visits
             visits[0] += 1
             visits[1] += 1
             output = run_body(state, module, args, kwargs)
@@ -113,7 +113,7 @@ class ModuleController(Controller):
                 output = interleaver.handle(locations[2], output)
             else:
                 visits[2] += 1
-        for point, where, passed in traced.points:
+        for point, where, passed in points:
             if point.connections:
                 continue  # a PyTorch hook passes the output on
             if where in interleaver.awaited:

@@ -193,15 +193,24 @@ class DiffusionLM(HuggingFaceModel):
             self.interleaver.batcher.guided = bool(sampler.cfg_scale)
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
-        given = _prompt(inputs, kwargs)
-        return 0 if given is None else len(self._read(given, kwargs).ids)
+        # A tracer asks whether it was given a prompt at all; `RowBatcher.add` reads it.
+        return int(_prompt(inputs, kwargs) is not None)
 
-    def _batch(self, invokes: list[tuple[Any, Any]], fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The invokes' prompts as one left-padded batch, and their settings."""
+    def read_invoke(self, *inputs: Any, **kwargs: Any) -> Prompts | None:
+        """The prompts of an invoke; None if it has none."""
+        given = _prompt(inputs, kwargs)
+        if given is None:
+            return None
+        # Under lm.scan the forward runs on fake tensors; the prompt's ids are real.
+        with unset_fake_temporarily():
+            return read_prompts(self._module, given, kwargs.get("attention_mask"))
+
+    def _batch(self, invokes: list[tuple[Prompts, Any]], fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The invokes' prompts, as `RowBatcher` keeps them, as one left-padded batch, and their settings."""
         settings: dict[str, Any] = {}
         found = []
-        for inputs, kwargs in invokes:
-            found.append(self._read(_prompt(inputs, kwargs), kwargs))
+        for prompts, kwargs in invokes:
+            found.append(prompts)
             settings |= {name: value for name, value in kwargs.items() if name not in _PROMPT_NAMES}
         if not found:
             return (), settings
@@ -232,11 +241,6 @@ class DiffusionLM(HuggingFaceModel):
             pairs = [pair for part in found for pair in zip(part.ids, part.attention_mask, strict=True)]
             rows = [ids[content].tolist() for ids, content in pairs]
             return read_prompts(self._module, rows)
-
-    def _read(self, prompt: Any, kwargs: dict[str, Any]) -> Prompts:
-        # Under lm.scan the forward runs on fake tensors; the prompt's ids are real.
-        with unset_fake_temporarily():
-            return read_prompts(self._module, prompt, kwargs.get("attention_mask"))
 
 
 def _prompt(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.sampling.prompts import read_prompts
 from dlm_lens.testing import tiny
+from dlm_lens.tracing import diffusion_lm
 from tests.reference import forward64
 
 A, B = [5, 9, 14, 3, 8], [7, 2, 33]
@@ -17,6 +19,30 @@ RUN = {"steps": 4, "gen_length": 8, "block_length": 4}
 @pytest.fixture(scope="module")
 def lm() -> dl.DiffusionLM:
     return dl.DiffusionLM(tiny("llada"))
+
+
+def test_the_prompt_of_an_invoke_is_read_once_and_as_it_was_then(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = dl.denoise(lm._module, [A, B], **RUN)
+    read, given = [], list(A)
+    monkeypatch.setattr(
+        diffusion_lm,
+        "read_prompts",
+        lambda model, prompt, *rest: read.append(prompt) or read_prompts(model, prompt, *rest),
+    )
+    with lm.generate(given, **RUN) as tracer:
+        one = tracer.result.save()
+    assert read == [A]
+    read.clear()
+    with lm.generate(**RUN) as tracer:
+        with tracer.invoke(given):
+            first = tracer.result.save()
+        given[:] = B
+        with tracer.invoke(given):
+            second = tracer.result.save()
+    assert len(read) == 3, "each invoke once, and the rows of both as one batch"
+    assert first.canvases.equal(plain.canvases[:, :1])
+    assert second.canvases.equal(plain.canvases[:, 1:])
+    assert one.tokens.equal(first.tokens)
 
 
 @pytest.mark.parametrize("cfg_scale", [0.0, 1.5])
