@@ -8,7 +8,9 @@ from statistics import mean
 from typing import Any
 
 from dlm_lens.experiments.appendix import Entry, corrected, entries, entry, glance, on_correction, section
+from dlm_lens.experiments.attention_sinks.twin_networks import networks_of
 from dlm_lens.experiments.experiment import Experiment, list_experiments
+from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.one_token import figure3, recorded_runs, tables
 from dlm_lens.experiments.one_token.abstract import abstract
 from dlm_lens.experiments.one_token.miniature import SCRATCH
@@ -142,7 +144,23 @@ def settings_line(found: Sequence[Entry]) -> str:
     lines = "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
     real = sorted({model for one in found for model in one.results.models if model in recorded_runs.OWN})
     named = f" {', '.join(real)} is a real AR model, on English prompts." if real else ""
-    return f"**Networks.** {lines}. The figures and the no-op bound name their networks.{named}"
+    return f"**Networks.** {lines}. The figures and the no-op bound name their networks.{twins_line(found)}{named}"
+
+
+def twins_line(found: Sequence[Entry]) -> str:
+    """How many networks of each embedded model there are, where there are several, and their training steps."""
+    groups: dict[tuple[int, int], set[str]] = {}
+    for one in found:
+        for model in one.results.models if "twin_steps" in one.results.settings else ():
+            given = settings_of(one.results.settings, model)
+            count = 0 if model.startswith(recorded_runs.CONVERTED) else len(networks_of(model, given))
+            if count > 1:
+                groups.setdefault((count, given["twin_steps"]), set()).add(model)
+    return "".join(
+        f" Of {', '.join(sorted(models))} there are {count}: the shipped one of 10,000 steps, and twins of other "
+        f"seeds with {steps:,} steps, trained in float32."
+        for (count, steps), models in sorted(groups.items())
+    )
 
 
 def page() -> str:

@@ -12,6 +12,7 @@ from dlm_lens.experiments.attention_sinks.charts import forest_plot, scatter_plo
 from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import figure1, figure3, noop_bound
+from dlm_lens.experiments.one_token.page import twins_line
 from dlm_lens.experiments.one_token.recorded_runs import conversion
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
@@ -249,3 +250,20 @@ def test_figures_ask_every_prompt_once(figure: str) -> None:
     assert {(one.passes, one.positions) for one in costs} == {(32, 64)}
     with pytest.raises(ValueError, match="prompts is 0"):
         list(experiment.items({**given, "prompts": 0}))
+
+
+def test_the_page_names_the_networks_and_steps_of_the_twins() -> None:
+    def entry(models: list[str], **given: object) -> SimpleNamespace:
+        settings = {"models": models, "trained": "runs/twins", **given}
+        return SimpleNamespace(results=SimpleNamespace(models=models, settings=settings))
+
+    of = " there are 3: the shipped one of 10,000 steps, and twins of other seeds with "
+    several = {"networks": {"": 3, "toy-gated": 1}, "twin_steps": {"": 3000, "toy-sink": 10_000}}
+    figures = [
+        entry(["toy", "toy-sink", "toy-gated", "converted-plain", "smollm2"], **several),
+        entry(["toy", "converted-sink"], networks=3, twin_steps=3000),
+        entry(["toy"], seeds=5),
+    ]
+    said = f" Of toy{of}3,000 steps, trained in float32. Of toy-sink{of}10,000 steps, trained in float32."
+    assert twins_line(figures) == said
+    assert twins_line([entry(["toy"], networks=1, twin_steps=3000)]) == ""
