@@ -29,7 +29,7 @@ from dlm_lens.tracing.controllers import add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
-from dlm_lens.tracing.traced_run import RowBatcher, Run, TracedRun, run_or_scan
+from dlm_lens.tracing.traced_run import PromptBatcher, Run, TracedRun, run_or_scan
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
 
 _PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
@@ -63,7 +63,7 @@ class DiffusionLM(HuggingFaceModel):
         SelfCheckError: the check failed.
     """
 
-    _batcher_class = RowBatcher
+    _batcher_class = PromptBatcher
 
     def __init__(self, model: Any, *, check: bool = True, **options: Any) -> None:
         if isinstance(model, str | Path):
@@ -193,7 +193,7 @@ class DiffusionLM(HuggingFaceModel):
             self.interleaver.batcher.guided = bool(sampler.cfg_scale)
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
-        # A tracer asks whether it was given a prompt at all; `RowBatcher.add` reads it.
+        # A tracer asks whether it was given a prompt at all; `PromptBatcher.add` reads it.
         return int(_prompt(inputs, kwargs) is not None)
 
     def read_invoke(self, *inputs: Any, **kwargs: Any) -> Prompts | None:
@@ -206,7 +206,7 @@ class DiffusionLM(HuggingFaceModel):
             return read_prompts(self._module, given, kwargs.get("attention_mask"))
 
     def _batch(self, invokes: list[tuple[Prompts, Any]], fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The invokes' prompts, as `RowBatcher` keeps them, as one left-padded batch, and their settings."""
+        """The invokes' prompts, as `PromptBatcher` keeps them, as one left-padded batch, and their settings."""
         settings: dict[str, Any] = {}
         found = []
         for prompts, kwargs in invokes:

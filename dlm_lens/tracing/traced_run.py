@@ -23,17 +23,6 @@ class RowBatcher(Batcher):
 
     guided = False
 
-    def add(self, *inputs: Any, **kwargs: Any) -> list[int] | None:
-        """As nnsight's, with the prompts read once; `invokes` keeps them in place of the inputs."""
-        prompts = self.envoy.read_invoke(*inputs, **kwargs)
-        if prompts is None:
-            self.extra_kwargs.update(kwargs)
-            return None
-        group = [self.total, len(prompts.ids)]
-        self.total += group[1]
-        self.invokes.append((prompts, kwargs))
-        return group
-
     def narrow(self, value: Any, group: Any) -> Any:
         """The rows of a value that belong to an invoke."""
         if isinstance(value, DenoisingRun) and self.batching and group is not None:
@@ -55,6 +44,21 @@ class RowBatcher(Batcher):
 
     def _doubled(self, tensor: Tensor) -> bool:
         return self.guided and tensor.ndim > 0 and tensor.shape[0] == 2 * self.total
+
+
+class PromptBatcher(RowBatcher):
+    """`RowBatcher` of a `DiffusionLM`, which reads the prompts of every invoke once."""
+
+    def add(self, *inputs: Any, **kwargs: Any) -> list[int] | None:
+        """As nnsight's, with the prompts read once; `invokes` keeps them in place of the inputs."""
+        prompts = self.envoy.read_invoke(*inputs, **kwargs)
+        if prompts is None:
+            self.extra_kwargs.update(kwargs)
+            return None
+        group = [self.total, len(prompts.ids)]
+        self.total += group[1]
+        self.invokes.append((prompts, kwargs))
+        return group
 
 
 def rows_of(run: DenoisingRun, rows: slice) -> DenoisingRun:
