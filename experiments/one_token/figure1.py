@@ -164,10 +164,12 @@ def render(results: Results) -> Rendering:
             "ratio, others in the same state", "ratio, sinks on column sums",
             "main sink moved, of maps with one first and last"]  # fmt: skip
     rule = f"sinks by Eq. 3 of 2510.15731, eps = {results.settings['eps']}, per head, relative to uniform"
+    # A colour per model, a line style per kind: ten curves are more than there are colours.
+    styles = {name: (number // len(KINDS), number % len(KINDS)) for number, name in enumerate(curves)}
     figures = {
         "maps": heat_maps(panels, x="key", y="query", bar="attention"),
         "scatter": scatter_plots(clouds, x="sampled token", y="L2 norm of its value"),
-        "norms": line_chart(curves, x="value norm (bins of 0.5)", y="share"),
+        "norms": line_chart(curves, x="value norm (bins of 0.5)", y="share", styles=styles),
     }
     captions = {
         "maps": "As the paper's attention maps: one head at two steps of one prompt. A bright column is a sink; "

@@ -12,8 +12,9 @@ from dlm_lens.experiments.attention_sinks.charts import forest_plot, scatter_plo
 from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import figure1, figure3, noop_bound
-from dlm_lens.experiments.one_token.page import twins_line
+from dlm_lens.experiments.one_token.page import RESULTS, twins_line
 from dlm_lens.experiments.one_token.recorded_runs import conversion
+from dlm_lens.experiments.rendering import load_results
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 
@@ -267,3 +268,13 @@ def test_the_page_names_the_networks_and_steps_of_the_twins() -> None:
     said = f" Of toy{of}3,000 steps, trained in float32. Of toy-sink{of}10,000 steps, trained in float32."
     assert twins_line(figures) == said
     assert twins_line([entry(["toy"], networks=1, twin_steps=3000)]) == ""
+
+
+def test_no_two_curves_of_figure_1_look_alike() -> None:
+    results = RESULTS / "one-token-figure1"
+    rendering = figure1.render(load_results(figure1.EXPERIMENT, results))
+    (axes,) = rendering.figures["norms"].axes
+    styles = {line.get_label(): (line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines}
+    assert len(styles) == 10
+    assert len(set(styles.values())) == 10
+    assert styles["toy, sinks"][:2] == styles["toy, others"][:2]
