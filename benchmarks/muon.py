@@ -1,6 +1,7 @@
 """Muon's Newton-Schulz iteration in bfloat16 (torch) and in float32 (`Float32Muon`), on one thread of this CPU.
 
-`python -m benchmarks.muon` (a few seconds): a step on the seven matrices of a layer, by width.
+`python -m benchmarks.muon` (two to three minutes on a CPU without bfloat16 instructions): a step on the seven
+matrices of a layer, by width.
 """
 
 from collections.abc import Callable

@@ -46,7 +46,7 @@ def test_a_gradient_of_zeros_stays_zero() -> None:
 def run(
     kind: Callable[..., torch.optim.Optimizer], steps: range, state: dict | None = None
 ) -> tuple[list[Tensor], dict]:
-    """Weights after some steps with the gradients of those numbers; the second weight never has one."""
+    """Weights after some steps with the gradients of those numbers; the last weight never has one."""
     weights = [nn.Parameter(gradient(shape, 100 + place).float()) for place, shape in enumerate([*SHAPES, (4, 4)])]
     made = kind(weights, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     if state is not None:
@@ -116,3 +116,8 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
 
     assert Float32Muon([weight], adjust_lr_fn="match_rms_adamw").step(closure) == 3
     assert made.param_groups[0]["params"] == [weight]
+
+
+def test_another_scale_of_the_updates_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"adjust_lr_fn is 'original'; Float32Muon takes 'match_rms_adamw' alone"):
+        Float32Muon([nn.Parameter(torch.eye(3))], adjust_lr_fn="original")
