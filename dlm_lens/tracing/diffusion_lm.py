@@ -25,7 +25,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
 from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.prompts import Prompts, read_prompts
-from dlm_lens.tracing.controllers import add_projection_point
+from dlm_lens.tracing.controllers import TracedModule, add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
@@ -263,21 +263,24 @@ def _add_trace_readers(lm: DiffusionLM) -> None:
             for name in {"hook_q", "hook_k", "hook_scores", "hook_pattern"} & set(points):
                 point: Any = points[name]
                 live = tuple(each for each in point.trace_readers if each.interleaver() is not None)
-                point.trace_readers = (*live, _TraceReader(interleaver, f"{envoy.path}.{name}"))
+                traced = lm.interleaver.counts.of_module(f"{envoy.path}.{name}")
+                point.trace_readers = (*live, _TraceReader(interleaver, traced))
                 if isinstance(point, ProjectionPoint):
-                    add_projection_point(point, lm.interleaver, f"{envoy.path}.{name}")
+                    add_projection_point(point, lm.interleaver, traced.path)
 
 
 class _TraceReader:
     """A callable that is true while a trace waits for the values of one hook point."""
 
-    def __init__(self, interleaver: "weakref.ref[Any]", path: str) -> None:
-        self.interleaver, self.path = interleaver, path
-        self.locations = (f"{path}.output", f"{path}.input", f"{path}.skip")
+    def __init__(self, interleaver: "weakref.ref[Any]", traced: TracedModule) -> None:
+        self.interleaver, self.traced = interleaver, traced
+        self.locations = tuple(f"{traced.path}.{name}" for name in ("output", "input", "skip"))
 
     def __call__(self) -> bool:
+        if not self.traced.awaited:
+            return False
         interleaver = self.interleaver()
-        if interleaver is None or not interleaver.interleaving or self.path not in interleaver.awaited:
+        if interleaver is None or not interleaver.interleaving:
             return False
         return any(
             location in interleaver.observers or (location in interleaver.parked and interleaver._ready(location))
@@ -288,6 +291,4 @@ class _TraceReader:
         """Count a pass without values, so that nnsight's occurrence n of a pattern is that of forward n."""
         interleaver = self.interleaver()
         if interleaver is not None and interleaver.interleaving:
-            visits = interleaver.counts.of_module(self.path)
-            for index in range(len(visits)):
-                visits[index] += 1
+            self.traced.pass_by()

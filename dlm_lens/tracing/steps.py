@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import index
 from typing import Any, NoReturn, cast
 
@@ -35,7 +36,6 @@ class Step(int):
         masked: which of its positions are open (masked, or holding a random token), `[batch, position]`.
         open: the same.
         valid: which of its positions are content rather than padding, `[batch, position]`.
-        run: the same as a `RunStep`, the type that hooks receive.
     """
 
     total: int
@@ -44,26 +44,32 @@ class Step(int):
     tokens: Int[Tensor, "batch position"]
     masked: Bool[Tensor, "batch position"]
     valid: Bool[Tensor, "batch position"]
-    run: RunStep
+    _given: tuple[StepPlan, Bool[Tensor, "batch position"], dict[Any, Any]]
 
     def __new__(cls, plan: StepPlan, state: dict[str, Tensor], memory: dict[Any, Any] | None = None) -> "Step":
         """Build the step of a plan; an int is made in `__new__`."""
         self = int.__new__(cls, plan.index)
         self.total, self.block, self.span = plan.total, plan.block, slice(*plan.span)
         self.tokens, self.masked, self.valid = state["tokens"], state["masked"], state["valid"]
-        self.run = RunStep(
+        self._given = plan, state["answer"], {} if memory is None else memory
+        return self
+
+    @cached_property
+    def run(self) -> RunStep:
+        """The same as the type that hooks receive."""
+        plan, answer, memory = self._given
+        return RunStep(
             plan.index,
             plan.total,
             plan.block,
             plan.span,
-            state["tokens"],
-            state["masked"],
-            state["valid"],
-            state["answer"],
+            self.tokens,
+            self.masked,
+            self.valid,
+            answer,
             queries=plan.computed,
-            memory={} if memory is None else memory,
+            memory=memory,
         )
-        return self
 
     @property
     def open(self) -> Bool[Tensor, "batch position"]:
@@ -175,14 +181,15 @@ class Steps:
         mediator = Mediator.current("tracer.steps")
         mediator.wanted = _wanted
         loop, previous, first, total = loop_state(mediator.worker), mediator.iteration, True, 0
+        wanted: Sequence[int] | None = ()
         try:
             while True:
                 step = self._next(mediator, loop)
                 if step is None:
                     self._check_end(loop.at + 1, total)
                     return
-                total = step.total
-                wanted = self._indices(total)
+                if step.total != total:
+                    total, wanted = step.total, self._indices(step.total)
                 if first and wanted:
                     self._check_ahead(min(wanted), step)
                 first = False

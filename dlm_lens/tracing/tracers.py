@@ -16,7 +16,6 @@ from dlm_lens.tracing.controllers import (
     TracedModule,
     VisitCounts,
     connected_projections,
-    module_of,
 )
 from dlm_lens.tracing.steps import STEP, Steps, loop_state
 
@@ -66,19 +65,24 @@ class RunInterleaver(Interleaver):
     """nnsight's interleaver, with an error instead of a warning for a value that a step never computed.
 
     Attributes:
-        awaited: paths of the modules one of whose values a worker waits for, or a cache keeps.
-        modules: what is counted of every module, by its path.
+        awaited: the modules one of whose values a worker waits for, or a cache keeps.
+        controllers: of every module that is traced, by its path.
         projection_points: every `hook_q` and `hook_k` of the model.
     """
 
     thread: int | None = None
-    awaited: frozenset[str] = frozenset()
+    awaited: tuple[TracedModule, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Any = VisitCounts()
-        self.modules: dict[str, TracedModule] = {}
+        self.controllers: dict[str, tuple[ModuleController, TracedModule]] = {}
         self.projection_points: list[ProjectionPoint] = []
+
+    @property
+    def tracing(self) -> bool:
+        """Whether a trace runs, which has workers."""
+        return self.interleaving and self.busy
 
     def instrument(self, envoy: Any) -> None:
         """Give an envoy's module a `ModuleController`."""
@@ -86,19 +90,36 @@ class RunInterleaver(Interleaver):
         ModuleController.install(envoy._module, self, envoy.path)
 
     def reindex(self) -> None:
-        """As nnsight's, and what is awaited of the caches."""
+        """As nnsight's, with what is awaited of the caches, and told to every module's controller."""
         super().reindex()
         self._reindex_parked()  # nnsight's comes before the caches'
+        if self.tracing:
+            for controller, traced in self.controllers.values():
+                controller.interleaver, controller.traced = self, traced
 
     def _reindex_parked(self) -> None:
         super()._reindex_parked()
-        self.awaited = frozenset(map(module_of, (*self.parked, *self.observers)))
+        self._await((*self.parked, *self.observers))
+
+    def _await(self, locations: tuple[str, ...]) -> None:
+        """Tell the modules whether one of their locations is awaited."""
+        for traced in self.awaited:
+            traced.awaited = False
+        self.awaited = self.counts.modules_of(locations)
+        for traced in self.awaited:
+            traced.awaited = True
 
     def __enter__(self) -> Any:
         self.thread = threading.get_ident()
         if all(mediator.worker is None for mediator in self.mediators):
             self.counts.clear()  # every worker copies the counts when it starts
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> bool:
+        for controller, _ in self.controllers.values():
+            controller.interleaver = controller.traced = None
+        self._await(())
+        return super().__exit__(*error)
 
     def check_free(self) -> None:
         """Refuse a run that begins during a trace of the same model.

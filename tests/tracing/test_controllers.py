@@ -58,20 +58,48 @@ def test_visits_are_counted_as_nnsight_counts_them(lm: Any, monkeypatch: pytest.
     assert len(points) == 2 * 2 * 3
 
 
+def test_a_module_that_the_block_calls_itself_is_not_counted(lm: Any) -> None:
+    expected = counts(lm)
+    with lm.generate([1, 2, 3], **RUN) as tracer:
+        for _step in tracer.steps[::2]:
+            lm.layers[0].attn.v.clone()
+            value = lm.layers[0].output.clone()
+            lm.layers[1].mlp(lm.layers[0].mlp(value))
+            lm.layers[1].mlp.output.clone()
+    assert dict(lm.interleaver.counts) == expected
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_no_controller_knows_a_trace_that_is_over(lm: Any, failing: bool) -> None:
+    expected = lm.generate([1, 2, 3], **RUN).canvases
+    try:
+        with lm.generate([1, 2, 3], **RUN) as tracer:
+            for _step in tracer.steps:
+                value = lm.layers[1].mlp.output
+                assert not failing, value.shape
+    except AssertionError:
+        assert failing
+    found = [each for each in lm._module.modules() if isinstance(vars(each).get("forward"), ModuleController)]
+    assert len(found) > 20
+    assert all(vars(each)["forward"].traced is None for each in found)
+    assert not any(traced.awaited for traced in lm.interleaver.counts.modules.values())
+    assert torch.equal(lm.generate([1, 2, 3], **RUN).canvases, expected)
+
+
 def test_counts_are_a_mapping() -> None:
     found = VisitCounts()
-    visits = found.of_module("model.a")
-    assert found.of_module("model.a") is visits
-    visits[2] += 3
+    traced = found.of_module("model.a")
+    assert found.of_module("model.a") is traced
+    traced.outputs += 3
     found["step"] = 1
     found["model.a.input"] = 5
     assert dict(found) == {"model.a.input": 5, "model.a.output": 3, "step": 1}
-    assert (found.get("model.a.skip", 0), found.get("other"), visits) == (0, None, [5, 0, 3])
+    assert (found.get("model.a.skip", 0), found.get("other"), traced.inputs, traced.outputs) == (0, None, 5, 3)
     with pytest.raises(KeyError):
         found["model.a.skip"]
     found.clear()
     assert dict(found) == {}
-    assert visits == [0, 0, 0]
+    assert (traced.inputs, traced.skips, traced.outputs) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("before", ["q_proj.input", "q_proj.output", "input", "nothing"])
