@@ -182,6 +182,7 @@ class Steps:
         mediator.wanted = _wanted
         loop, previous, first, total = loop_state(mediator.worker), mediator.iteration, True, 0
         wanted: Sequence[int] | None = ()
+        last = -1
         try:
             while True:
                 step = self._next(mediator, loop)
@@ -190,6 +191,7 @@ class Steps:
                     return
                 if step.total != total:
                     total, wanted = step.total, self._indices(step.total)
+                    last = max(wanted or (-1,))
                 if first and wanted:
                     self._check_ahead(min(wanted), step)
                 first = False
@@ -197,7 +199,7 @@ class Steps:
                     loop.inside = True
                     yield step
                     self._check_body(mediator, loop, step)
-                if wanted is not None and (not wanted or step >= max(wanted)):
+                if wanted is not None and step >= last:
                     return
         finally:
             loop.inside, mediator.iteration = False, previous

@@ -155,7 +155,8 @@ class TracedRun(RunObserver):
         self._handle(STEP, (plan, state))
         if self.editable:
             edited: Any = self._handle(self.location, canvas)
-            canvas = torch.as_tensor(edited, device=canvas.device)
+            if edited is not canvas:
+                canvas = torch.as_tensor(edited, device=canvas.device)
         given = (canvas, masked, self.state["valid"], self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed)
         self.now = now if plan.seen is None else now.until(plan.seen, self.layout)

@@ -105,7 +105,7 @@ class RunInterleaver(Interleaver):
         """Tell the modules whether one of their locations is awaited."""
         for traced in self.awaited:
             traced.awaited = False
-        self.awaited = self.counts.modules_of(locations)
+        self.awaited = self.counts.modules_of(locations) if locations else ()
         for traced in self.awaited:
             traced.awaited = True
 
