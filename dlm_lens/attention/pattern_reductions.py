@@ -6,8 +6,8 @@ the same exponentials. `pattern_stats` computes all that is wanted at once, on a
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +18,7 @@ from dlm_lens.attention.streaming import received_by_class, visibility_of
 from dlm_lens.attention.tiled import (
     HIDDEN,
     LOG2E,
+    Room,
     Selection,
     add_sums_,
     head_groups,
@@ -131,7 +132,7 @@ def _in_cache(
     count = every | shares.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in count]
     sums = q.new_zeros(batch, shares.shape[1], q.shape[1], keys, dtype=torch.float32)
-    found = {name: q.new_zeros(q.shape[:3], dtype=torch.float32) for name in wanted}
+    found = _RowSums.of_nothing(*q.shape[:3])
     tiles = _Tiles(wanted)
     last: Selection | None = None
     for row, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal):
@@ -140,19 +141,18 @@ def _in_cache(
             last = selection
         share = shares[row] if selection.rows is None else shares[row][:, selection.rows]
         own = sums.new_zeros(len(share), len(source.q), source.k.shape[1])
-        each = {name: values.new_zeros(source.q.shape[:2]) for name, values in found.items()}
+        here = found[:, row, heads]
+        each = here if selection.rows is None else _RowSums.of_nothing(*source.q.shape[:2])
         for tile, columns, scores in source.tiles():
-            total, exponentials, numbers = tiles.reduce(scores, where.of_rows(tile))
+            part = _RowSums(*each[:, :, tile].unbind())
+            exponentials = tiles.reduce(scores, where.of_rows(tile), part)
             if len(share):
-                add_sums_(own[..., columns], share[:, tile], exponentials, total)
-            for name, values in numbers.items():
-                each[name][:, tile] = values
+                add_sums_(own[..., columns], share[:, tile], exponentials, part.total)
         seen = slice(None) if selection.keys is None else selection.keys
         sums[row, :, heads][..., seen] = own
-        queries_of = slice(None) if selection.rows is None else selection.rows
-        for name, values in each.items():
-            found[name][row, heads][:, queries_of] = values
-    return PatternStats(None if weights is None else sums, found)
+        if selection.rows is not None:
+            here[:, :, selection.rows] = each
+    return PatternStats(None if weights is None else sums, _RowSums(*found.unbind()).statistics(wanted))
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class _Places:
     """Where counted queries lie among the seen keys.
 
     Args:
-        before: the number of seen keys before each query's own position.
+        before: the number of seen keys before each query's own position, which never falls from row to row.
         itself: 1 where the query's own key is seen, else 0.
         canvas: the number of seen keys that are canvas positions.
     """
@@ -168,6 +168,7 @@ class _Places:
     before: Int[Tensor, "row"]
     itself: Float[Tensor, "row"]
     canvas: int
+    _tiles: dict[tuple[int, int], "_TilePlaces"] = field(default_factory=dict)
 
     @classmethod
     def of(cls, selection: Selection, own: Int[Tensor, "query"], keys: int, canvas: int) -> "_Places":
@@ -178,65 +179,117 @@ class _Places:
         itself = torch.cat([seen, seen.new_full((1,), -1)])[before] == own
         return cls(before, itself.float(), int((seen < canvas).sum()))
 
-    def of_rows(self, rows: slice) -> "_Places":
-        """The places of some of the queries."""
-        return _Places(self.before[rows], self.itself[rows], self.canvas)
+    def of_rows(self, rows: slice) -> "_TilePlaces":
+        """The places of a tile's queries, computed once for all heads."""
+        key = rows.start, rows.stop
+        if key not in self._tiles:
+            self._tiles[key] = _TilePlaces.of(self.before[rows], self.itself[rows], self.canvas)
+        return self._tiles[key]
+
+
+@dataclass(frozen=True)
+class _TilePlaces:
+    """Where a tile's queries lie among the seen keys.
+
+    Args:
+        shared: the number of columns before the own position of every row.
+        earlier: 1 where one of the columns from `shared` on is before the query, in float32: an integer takes six
+            times as long. Up to the last column that is before a query.
+        own: the column of each query itself; any column where it is not seen, one too many at the end.
+        itself: 1 where it is seen, else 0.
+        canvas: the number of columns that are canvas positions.
+    """
+
+    shared: int
+    earlier: Float[Tensor, "tile column"]
+    own: Int[Tensor, "tile 1"]
+    itself: Float[Tensor, "tile"]
+    canvas: int
+
+    @classmethod
+    def of(cls, before: Int[Tensor, "tile"], itself: Float[Tensor, "tile"], canvas: int) -> "_TilePlaces":
+        """The places of some rows of `_Places`."""
+        shared, most = int(before[0]), int(before[-1])
+        earlier = (before[:, None] > torch.arange(shared, most)).float()
+        return cls(shared, earlier, before[:, None], itself, canvas)
+
+
+class _RowSums(NamedTuple):
+    """Sums over the keys of 2^s of every query, s a base-2 score minus the row's greatest.
+
+    Attributes:
+        total: sum_j 2^s_j; +inf where a query sees no key, so that whatever is divided by it vanishes.
+        product: sum_j 2^s_j s_j.
+        past: of 2^s over the canvas keys before the query.
+        itself: 2^s of the query's own key.
+        sinks: of 2^s over learned sink tokens.
+    """
+
+    total: Float[Tensor, "*head query"]
+    product: Float[Tensor, "*head query"]
+    past: Float[Tensor, "*head query"]
+    itself: Float[Tensor, "*head query"]
+    sinks: Float[Tensor, "*head query"]
+
+    @classmethod
+    def of_nothing(cls, *shape: int) -> Float[Tensor, "sum *head query"]:
+        """The sums of queries that see no key."""
+        sums = torch.zeros(len(cls._fields), *shape, dtype=torch.float32)
+        sums[0] = torch.inf
+        return sums
+
+    def statistics(self, wanted: Collection[QueryStat]) -> dict[QueryStat, Tensor]:
+        """The wanted statistics."""
+        empty = self.total.isinf()
+        found: dict[QueryStat, Tensor] = {}
+        if "entropy" in wanted:
+            # log sum_j 2^s_j - sum_j A_ij s_j of the scores s_j, which are at most 0: both terms are positive.
+            mean = self.product / self.total
+            found["entropy"] = (self.total.log2() - mean).masked_fill_(empty, 0.0) / LOG2E
+        if len(set(wanted) - {"entropy"}):
+            future = (self.total - self.sinks - self.past - self.itself).masked_fill_(empty, 0.0)
+            regions: dict[QueryStat, Tensor] = {"self": self.itself, "past": self.past, "future": future}
+            found |= {name: sums / self.total for name, sums in regions.items() if name in wanted}
+        return found
 
 
 class _Tiles:
-    """The numbers per query of one tile of base-2 scores after the other, in buffers that they share."""
+    """The sums of one tile of base-2 scores after the other, in memory that they share."""
 
     def __init__(self, wanted: Collection[QueryStat]) -> None:
-        self.wanted = wanted
-        self._exponentials, self._earlier = torch.empty(0), torch.empty(0)
+        self.entropy, self.regions = "entropy" in wanted, len(set(wanted) - {"entropy"}) > 0
+        self._room = Room()
 
     def reduce(
-        self, scores: Float[Tensor, "head tile column"], places: _Places
-    ) -> tuple[
-        Float[Tensor, "head tile"],
-        Float[Tensor, "head tile column"],
-        dict[QueryStat, Float[Tensor, "head tile"]],
-    ]:
-        """Row sums of 2^(score - maximum), these exponentials, and what is wanted; `scores` are overwritten.
-
-        The sum of a row that is hidden entirely is +inf, so that whatever is divided by it vanishes.
-        """
+        self, scores: Float[Tensor, "head tile column"], places: _TilePlaces, sums: _RowSums
+    ) -> Float[Tensor, "head tile column"]:
+        """Write the sums of every row, and return 2^(score - maximum); `scores` are overwritten."""
         top = scores.amax(-1, keepdim=True)
-        self._exponentials = _at_least(scores.numel(), self._exponentials)
-        exponentials = self._exponentials[: scores.numel()].view(scores.shape)
-        torch.exp2(scores.sub_(top), out=exponentials)
-        empty = top[..., 0] < -HIDDEN / 2
-        whole = exponentials.sum(-1)
-        total = whole.masked_fill(empty, torch.inf)
-        found: dict[QueryStat, Tensor] = {}
-        if "entropy" in self.wanted:
-            # log sum_j 2^s_j - sum_j A_ij s_j of the scores s_j, which are at most 0: both terms are positive.
-            mean = scores.mul_(exponentials).sum(-1) / total
-            found["entropy"] = (total.log2() - mean).masked_fill_(empty, 0.0) / LOG2E
-        if len(set(self.wanted) - {"entropy"}):
-            regions = self._regions(exponentials, whole, places, room=scores)
-            found |= {name: sums / total for name, sums in regions.items() if name in self.wanted}
-        return total, exponentials, found
+        exponentials = torch.exp2(scores.sub_(top), out=self._room.of(*scores.shape))
+        torch.sum(exponentials, -1, out=sums.total)
+        sums.total.masked_fill_(top[..., 0] < -HIDDEN / 2, torch.inf)
+        if self.entropy:
+            torch.sum(scores.mul_(exponentials), -1, out=sums.product)
+        if self.regions:
+            self._add_regions(exponentials, places, sums, scores)
+        return exponentials
 
-    def _regions(
+    def _add_regions(
         self,
         exponentials: Float[Tensor, "head tile column"],
-        whole: Float[Tensor, "head tile"],
-        places: _Places,
+        places: _TilePlaces,
+        sums: _RowSums,
         room: Float[Tensor, "head tile column"],
-    ) -> dict[QueryStat, Float[Tensor, "head tile"]]:
-        """Sums of exponentials at, before and after every query's own position; `room` is overwritten."""
+    ) -> None:
+        """Sums of exponentials at and before every query's own position, and of sinks; `room` is overwritten."""
         columns = exponentials.shape[-1]
-        # 1 where a key is before the query, in float32 (exact up to 16 million): integers take six times as long.
-        self._earlier = _at_least(room[0].numel(), self._earlier)
-        earlier = self._earlier[: room[0].numel()].view(room.shape[1:])
-        torch.gt(places.before[:, None].float(), torch.arange(columns, dtype=torch.float32), out=earlier)
-        past = torch.mul(exponentials, earlier, out=room).sum(-1)
-        own = places.before.clamp(max=columns - 1)[:, None].expand(*exponentials.shape[:-1], 1)
-        itself = exponentials.gather(-1, own).squeeze(-1) * places.itself
-        sinks = exponentials[..., places.canvas :].sum(-1)
-        return {"self": itself, "past": past, "future": whole - sinks - past - itself}
-
-
-def _at_least(size: int, buffer: Tensor) -> Tensor:
-    return buffer if buffer.numel() >= size else torch.empty(size)
+        # Every row's past has the shared columns; a causal tile may end before them.
+        torch.sum(exponentials[..., : places.shared], -1, out=sums.past)
+        differing = slice(places.shared, min(places.shared + places.earlier.shape[-1], columns))
+        if differing.stop > differing.start:
+            earlier = places.earlier[:, : differing.stop - differing.start]
+            sums.past.add_(torch.mul(exponentials[..., differing], earlier, out=room[..., differing]).sum(-1))
+        own = places.own.clamp(max=columns - 1).expand(*exponentials.shape[:-1], 1)
+        torch.mul(exponentials.gather(-1, own)[..., 0], places.itself, out=sums.itself)
+        if places.canvas < columns:
+            torch.sum(exponentials[..., places.canvas :], -1, out=sums.sinks)

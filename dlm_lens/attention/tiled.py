@@ -8,7 +8,6 @@ goes through MKL at a quarter of the speed on an AMD machine with AVX-512), oneD
 """
 
 import math
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +21,9 @@ from torch import Tensor
 from dlm_lens.attention.inputs import AttentionInputs
 
 TILE_ELEMENTS = 1 << 19
-"""Elements of a CPU tile, 2 MiB of float32: larger ones gain nothing, smaller ones starve the matrix product."""
+"""Elements of a CPU tile of one head, 2 MiB of float32: smaller ones starve the matrix product."""
+SHARED_TILE_ELEMENTS = 1 << 18
+"""Elements of a CPU tile of several heads, whose products are small anyway: more leave the cache."""
 SHORT_HEAD = 1 << 16
 """Most entries of a head that shares a tile with others: below, torch's calls cost more than the numbers."""
 CAUSAL_ROWS = 256
@@ -41,16 +42,37 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 @cache
 def _onednn_linear() -> Any:
-    """OneDNN's product x w^T of dense float32 matrices, or None: inductor calls the same operator."""
-    supported = platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
+    """OneDNN's product x w^T of dense float32 matrices, or None: inductor calls the same operator.
+
+    With AVX2 alone MKL's is as fast, and takes the memory of its result from the caller.
+    """
+    supported = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if supported else None
 
 
-def score_tile(q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"]) -> Float[Tensor, "tile key"]:
-    """The product q k^T of contiguous float32 matrices on a CPU, without a gradient."""
+def score_tile(
+    q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"], out: Float[Tensor, "tile key"]
+) -> Float[Tensor, "tile key"]:
+    """The product q k^T of contiguous float32 matrices on a CPU, without a gradient; in `out` or in new memory."""
     linear = _onednn_linear()
-    scores: Tensor = q @ k.mT if linear is None else linear(q, k, None, "none", [], "")
+    scores: Tensor = torch.mm(q, k.mT, out=out) if linear is None else linear(q, k, None, "none", [], "")
     return scores
+
+
+class Room:
+    """Memory that tiles use one after the other; the first use of new memory costs time, page by page."""
+
+    def __init__(self) -> None:
+        self._memory = self._last = torch.empty(0, dtype=torch.float32)
+
+    def of(self, *shape: int) -> Tensor:
+        """A tensor of this shape in the memory, whose values are those of its last use."""
+        if self._last.shape != shape:
+            size = math.prod(shape)
+            if self._memory.numel() < size:
+                self._memory = self._memory.new_empty(size)
+            self._last = self._memory[:size].view(shape)
+        return self._last
 
 
 def exponentials_(
@@ -76,8 +98,8 @@ def add_sums_(
     Head by head, with new weights each: the last bits of a product depend on where its operands lie in memory, and
     that must not depend on how many classes there are.
     """
-    for head, pattern in enumerate(tile):
-        sums[:, head].addmm_(weights / total[head], pattern)
+    for own, row_sums, pattern in zip(sums.unbind(1), total.unbind(), tile.unbind(), strict=True):
+        own.addmm_(weights / row_sums, pattern)
 
 
 def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
@@ -98,6 +120,7 @@ class HeadGroup:
         keys: positions of the columns; None where all are left.
         hidden: the entries that are still hidden among them; None where none is.
         last: the last position that each query sees (causal); None where nothing is hidden so.
+        room: for the scores of a tile.
     """
 
     q: Float[Tensor, "head row d_head"]
@@ -105,9 +128,13 @@ class HeadGroup:
     keys: Int[Tensor, "column"] | None
     hidden: UInt8[Tensor, "row column"] | None
     last: Int[Tensor, "row"] | None
+    room: Room
 
     def tiles(self) -> Iterator[tuple[slice, slice, Float[Tensor, "head tile column"]]]:
-        """Base-2 scores tile by tile, hidden ones near -HIDDEN: which rows, which columns, the scores."""
+        """Base-2 scores tile by tile, hidden ones near -HIDDEN: which rows, which columns, the scores.
+
+        The next tile overwrites the scores.
+        """
         heads, count, columns = *self.q.shape[:2], self.k.shape[1]
         if not count or not columns:
             return
@@ -127,9 +154,10 @@ class HeadGroup:
 
     def _scores(self, rows: slice, seen: int) -> Float[Tensor, "head tile column"]:
         """The product of some rows with the first `seen` columns."""
+        out = self.room.of(len(self.q), rows.stop - rows.start, seen)
         if len(self.q) == 1:
-            return score_tile(self.q[0, rows], self.k[0, :seen])[None]
-        return torch.bmm(self.q[:, rows], self.k[:, :seen].mT)
+            return score_tile(self.q[0, rows], self.k[0, :seen], out[0])[None]
+        return torch.bmm(self.q[:, rows], self.k[:, :seen].mT, out=out)
 
     def _columns_until(self, position: int) -> int:
         """How many columns are at `position` or before."""
@@ -175,7 +203,7 @@ class Selection:
         hidden = ~(visible if columns is None else visible[:, columns])
         return cls(rows, columns, hidden.view(torch.uint8))
 
-    def heads(self, q: Tensor, k: Tensor, chosen: range, factor: float, causal: bool) -> HeadGroup:
+    def heads(self, q: Tensor, k: Tensor, chosen: range, factor: float, causal: bool, room: Room) -> HeadGroup:
         """The selected queries, times `factor`, and keys of some query heads of a row [head, position, d_head]."""
         last = None
         if causal:
@@ -187,7 +215,7 @@ class Selection:
         k = _take(k[first:end], self.keys).float()
         if groups > 1 and len(chosen) > 1:
             k = k[[head // groups - first for head in chosen]]
-        return HeadGroup(q.contiguous(), k.contiguous(), self.keys, self.hidden, last)
+        return HeadGroup(q.contiguous(), k.contiguous(), self.keys, self.hidden, last, room)
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:
@@ -201,7 +229,7 @@ def head_groups(
 
     A group is of one row and one mask, so that a row's statistics do not depend on its batch.
     """
-    heads = q.shape[1]
+    heads, room = q.shape[1], Room()
     for row in range(q.shape[0]):
         masks = None if visible is None else visible[row % visible.shape[0]]
         alike = masks is None or masks.shape[0] == 1
@@ -211,9 +239,10 @@ def head_groups(
                 mask = None if masks is None else masks[0 if alike else start]
                 selection = Selection.of(mask, rows[row], k.shape[2])
             entries = selection.entries(q.shape[2], k.shape[2])
-            size = max(1, TILE_ELEMENTS // max(1, entries)) if alike and entries <= SHORT_HEAD else 1
+            shared = alike and entries <= SHORT_HEAD
+            size = max(1, min(TILE_ELEMENTS, SHARED_TILE_ELEMENTS) // max(1, entries)) if shared else 1
             chosen = range(start, min(start + size, heads))
-            source = selection.heads(q[row], k[row], chosen, scale * LOG2E, causal)
+            source = selection.heads(q[row], k[row], chosen, scale * LOG2E, causal, room)
             yield row, slice(chosen.start, chosen.stop), selection, source
             start = chosen.stop
 
@@ -357,7 +386,7 @@ def _tile_by_head(inputs: AttentionInputs, keys: Tensor, rows: slice) -> Float[T
     groups = q.shape[1] // keys.shape[1]
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
-            scores = score_tile(q[row, head], keys[row, head // groups])
+            scores = score_tile(q[row, head], keys[row, head // groups], pattern[row, head])
             if hidden is not None:
                 hide_(scores, hidden[row % len(hidden), head % hidden.shape[1]].expand_as(scores))
             _, total = exponentials_(scores)

@@ -101,6 +101,20 @@ def test_the_entropy_of_one_key_and_of_equal_keys_is_exact() -> None:
     assert (one == 0).all()
 
 
+def test_the_default_dtype_does_not_matter() -> None:
+    q, k = random()
+    inputs = AttentionInputs(0, q, k, k, SCALE, masks()["padding"])
+    weights = torch.ones(2, 1, 37)
+    expected = pattern_stats(inputs, weights, QUERY_STATS)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = pattern_stats(inputs, weights, QUERY_STATS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got.sums, expected.sums)
+    assert all(torch.equal(got.per_query[name], expected.per_query[name]) for name in QUERY_STATS)
+
+
 def test_memory_is_two_tiles_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_ELEMENTS", 8000)
     q, k = random(1, 4, 2, queries=200, width=8)

@@ -203,13 +203,20 @@ def test_gradients_flow_where_they_are_wanted(tile: int, mask: str) -> None:
     torch.testing.assert_close(k.grad.double(), k64.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_without_onednn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = random(queries=70, width=64)
-    if platform.machine() == "x86_64":  # the reason for the speed there; a torch without the operator is slower
-        assert tiled._onednn_linear() is not None
-    expected = received_sums(q, k, scale=SCALE)
-    monkeypatch.setattr(tiled, "_onednn_linear", lambda: None)
-    torch.testing.assert_close(received_sums(q, k, scale=SCALE), expected, **CLOSE)
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_with_and_without_onednn_the_same(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    linear = tiled._onednn_linear.__wrapped__()
+    if (
+        platform.machine() == "x86_64"
+    ):  # a torch without the operator is slower there
+        assert (linear is not None) == (capability == "AVX512")
+    monkeypatch.setattr(tiled, "_onednn_linear", lambda: linear)
+    q, k = random(queries=300, width=64)
+    expected = split(pattern64(q, k, SCALE), None)
+    torch.testing.assert_close(received_sums(q, k, scale=SCALE).double(), expected, **CLOSE)
+    tiles = torch.cat([pattern for _, pattern in pattern_tiles(AttentionInputs(0, q, k, k, SCALE))], -2)
+    torch.testing.assert_close(tiles.double(), pattern64(q, k, SCALE), **CLOSE)
 
 
 def test_pattern_tiles_are_the_same_patterns() -> None:
