@@ -2,9 +2,10 @@
 
 On a CPU the loop goes over tiles that stay in the cache: some rows of one head, or several heads of a short canvas.
 From 256 positions on that costs 0.35 to 1.1 times the fused attention of the same layer, by processor and length
-(`benchmarks/received.py`). Three choices keep it low: powers of 2 (torch's exp2 is vectorised by itself, its exp
-goes through MKL at a quarter of the speed on an AMD machine with AVX-512), oneDNN's matrix product for long heads
-(there twice as fast as MKL's), and normalisation, query classes and the sum over queries in one small product.
+(`benchmarks/received.py`). Four choices keep it low: powers of 2 (torch's exp2 is vectorised by itself, its exp
+goes through MKL at a quarter of the speed on an AMD machine with AVX-512), with AVX-512 oneDNN's matrix product for
+long heads (there twice as fast as MKL's) and else one memory for all tiles, and normalisation, query classes and
+the sum over queries in one small product.
 """
 
 import math

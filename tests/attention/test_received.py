@@ -207,9 +207,7 @@ def test_gradients_flow_where_they_are_wanted(tile: int, mask: str) -> None:
 def test_with_and_without_onednn_the_same(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     linear = tiled._onednn_linear.__wrapped__()
-    if (
-        platform.machine() == "x86_64"
-    ):  # a torch without the operator is slower there
+    if platform.machine() == "x86_64":  # a torch without the operator is slower there
         assert (linear is not None) == (capability == "AVX512")
     monkeypatch.setattr(tiled, "_onednn_linear", lambda: linear)
     q, k = random(queries=300, width=64)
