@@ -16,11 +16,11 @@ from torch import Tensor
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.streaming import received_by_class, visibility_of
 from dlm_lens.attention.tiled import (
-    HIDDEN,
     LOG2E,
     Room,
     Selection,
     add_sums_,
+    exponentials_,
     head_groups,
     needs_grad,
     pattern_tiles,
@@ -264,10 +264,8 @@ class _Tiles:
         self, scores: Float[Tensor, "head tile column"], places: _TilePlaces, sums: _RowSums
     ) -> Float[Tensor, "head tile column"]:
         """Write the sums of every row, and return 2^(score - maximum); `scores` are overwritten."""
-        top = scores.amax(-1, keepdim=True)
-        exponentials = torch.exp2(scores.sub_(top), out=self._room.of(*scores.shape))
-        torch.sum(exponentials, -1, out=sums.total)
-        sums.total.masked_fill_(top[..., 0] < -HIDDEN / 2, torch.inf)
+        exponentials = self._room.of(*scores.shape)
+        sums.total.copy_(exponentials_(scores, exponentials)[1])
         if self.entropy:
             torch.sum(scores.mul_(exponentials), -1, out=sums.product)
         if self.regions:

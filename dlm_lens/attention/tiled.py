@@ -77,14 +77,15 @@ class Room:
 
 
 def exponentials_(
-    scores: Float[Tensor, "*head tile key"],
+    scores: Float[Tensor, "*head tile key"], out: Float[Tensor, "*head tile key"] | None = None
 ) -> tuple[Float[Tensor, "*head tile 1"], Float[Tensor, "*head tile"]]:
     """Replace base-2 `scores` by 2^(score - row maximum), in place; return the maxima and the row sums.
 
-    The sum of a row that is hidden entirely is +inf, so that whatever is divided by it vanishes.
+    With `out` the exponentials are written there, and `scores` become score - row maximum. The sum of a row that is
+    hidden entirely is +inf, so that whatever is divided by it vanishes.
     """
     top = scores.amax(-1, keepdim=True)
-    total = scores.sub_(top).exp2_().sum(-1)
+    total = torch.exp2(scores.sub_(top), out=scores if out is None else out).sum(-1)
     return top, total.masked_fill_(top[..., 0] < -HIDDEN / 2, torch.inf)
 
 

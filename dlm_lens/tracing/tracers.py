@@ -66,7 +66,7 @@ class RunInterleaver(Interleaver):
 
     Attributes:
         awaited: the modules one of whose values a worker waits for, or a cache keeps.
-        controllers: of every module that is traced, by its path.
+        controllers: of every module that is traced, by its path, with what is counted of the module.
         projection_points: every `hook_q` and `hook_k` of the model.
     """
 
@@ -105,7 +105,7 @@ class RunInterleaver(Interleaver):
         """Tell the modules whether one of their locations is awaited."""
         for traced in self.awaited:
             traced.awaited = False
-        self.awaited = self.counts.modules_of(locations) if locations else ()
+        self.awaited = self.counts.modules_of(locations)
         for traced in self.awaited:
             traced.awaited = True
 
