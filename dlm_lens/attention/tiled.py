@@ -1,7 +1,7 @@
 """The pattern and its statistics in tiles of torch, without a tensor of [head, query, key].
 
 On a CPU the loop goes over tiles that stay in the cache: some rows of one head, or several heads of a short canvas.
-From 256 positions on that costs 0.35 to 1.1 times the fused attention of the same layer, by processor and length
+From 256 positions on that costs 0.35 to 1.2 times the fused attention of the same layer, by processor and length
 (`benchmarks/received.py`). Four choices keep it low: powers of 2 (torch's exp2 is vectorised by itself, its exp
 goes through MKL at a quarter of the speed on an AMD machine with AVX-512), with AVX-512 oneDNN's matrix product for
 long heads (there twice as fast as MKL's) and else one memory for all tiles, and normalisation, query classes and
@@ -24,7 +24,7 @@ from dlm_lens.attention.inputs import AttentionInputs
 TILE_ELEMENTS = 1 << 19
 """Elements of a CPU tile of one head, 2 MiB of float32: smaller ones starve the matrix product."""
 SHARED_TILE_ELEMENTS = 1 << 18
-"""Elements of a CPU tile of several heads, whose products are small anyway: more leave the cache."""
+"""Elements of a CPU tile of several heads, 1 MiB of float32."""
 SHORT_HEAD = 1 << 16
 """Most entries of a head that shares a tile with others: below, torch's calls cost more than the numbers."""
 CAUSAL_ROWS = 256
