@@ -1,5 +1,6 @@
 """`dlm-lens demo`: denoise a prompt, find its attention sinks, draw them."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ def demo_command(
     ] = None,
 ) -> None:
     """Denoise a prompt, find its attention sinks at every step, and draw them."""
+    started = time.perf_counter()  # before the imports of torch and transformers
     from dlm_lens.adapters.model_names import check_model_name, embedded_models
 
     check_model_name(model)
@@ -34,4 +36,4 @@ def demo_command(
 
     if model in embedded_models():
         quiet_transformers()
-    run_demo(prompt, model, out, steps=steps, gen_length=gen_length)
+    run_demo(prompt, model, out, steps=steps, gen_length=gen_length, started=started)

@@ -1,18 +1,23 @@
 """The command line as a whole: the demo, errors, help, what is imported when."""
 
+import io
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import dlm_lens
 from dlm_lens.cli import app as cli
 from dlm_lens.cli import errors
 from dlm_lens.cli import installation as doctor
+from dlm_lens.cli.demo_run import run_demo
 from dlm_lens.testing import tiny
 from dlm_lens.viz import emerging_lines
 
@@ -25,6 +30,15 @@ def checkpoint(tmp_path: Path) -> Path:
     model.save_pretrained(path)
     model.tokenizer.save_pretrained(path)
     return path
+
+
+def test_the_demo_counts_its_seconds_from_the_start_of_the_command(checkpoint: Path, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    run_demo("w1 w2", str(checkpoint), tmp_path / "out", console=console, started=time.perf_counter() - 1000)
+    seconds = re.findall(r"loaded in ([\d.]+) s|Done in ([\d.]+) s", console.file.getvalue())
+    (loaded, _), (_, done) = seconds
+    assert float(loaded) < 500
+    assert 1000 <= float(done) < 1500
 
 
 @pytest.mark.long
