@@ -9,6 +9,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.sampling import build
 from benchmarks.timing import machine, print_table, side_by_side
-from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats, pattern_tiles
+from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats, pattern_tiles, received_by_class
+from dlm_lens.attention.fused_lse import fused_lse
 from dlm_lens.attention.received import received_sums
 
 LENGTHS = (64, 256, 512, 1024)
@@ -48,6 +50,13 @@ def summed_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return sums
 
 
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """The fused attention of a layer and the log-sum-exp that its kernel returns, on a CPU."""
+    with fused_lse(q, k, None) as found:
+        scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
+    return found.value
+
+
 def classes(length: int, device: torch.device) -> Tensor:
     """Four classes of queries: all, first half, second half, last block."""
     weights = torch.zeros(1, 4, length, device=device)
@@ -63,14 +72,18 @@ def per_layer(length: int, heads: int, kv: int, width: int) -> None:
     padding = torch.ones(1, 1, 1, length, dtype=torch.bool, device=q.device)
     padding[..., : length // 8] = False
     inputs = AttentionInputs(0, q, k, v, scale)
+    known = replace(inputs, lse=attention_with_lse(q, k, v))
     seconds = side_by_side(
         {
             "sdpa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=kv != heads),
+            "sdpa, its lse taken": lambda: attention_with_lse(q, k, v),
             "received_sums": lambda: received_sums(q, k, scale=scale),
             "received_sums, 4 classes": lambda: received_sums(q, k, scale=scale, queries=split),
+            "received_sums, 4 classes, lse known": lambda: received_by_class(known, split),
             "received_sums, padding": lambda: received_sums(q, k, scale=scale, visible=padding),
             "received_sums, causal": lambda: received_sums(q, k, scale=scale, causal=True),
             "pattern_stats, 4 classes": lambda: pattern_stats(inputs, split, QUERY_STATS),
+            "pattern_stats, 4 classes, lse known": lambda: pattern_stats(known, split, QUERY_STATS),
             "pattern_tiles, summed": lambda: summed_tiles(q, k, v, scale),
             "materialised softmax, summed": lambda: materialised(q, k, scale),
         }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from dlm_lens.attention.fused_lse import fused_lse
 from dlm_lens.attention.hook_attachment import column_calls
 from dlm_lens.attention.hook_points import DISPATCH, is_hooked_attention
 from dlm_lens.attention.inputs import AttentionInputs
@@ -259,10 +260,12 @@ class _Call:
             given = self._inputs(q, mask, own_start)
             inputs = stream_hidden(given, calls)
             inputs = None if inputs is given else inputs
-        z = self._plain(q, mask) if inputs is None else stream_mix(inputs)
         if not self.module.hook_z.readers:
-            return _Mixed(z)
-        return _Mixed(z, inputs=inputs or self._inputs(q, mask, own_start))
+            return _Mixed(self._plain(q, mask) if inputs is None else stream_mix(inputs))
+        with fused_lse(q, self.k, mask) as lse:
+            z = self._plain(q, mask) if inputs is None else stream_mix(inputs)
+        inputs = inputs or self._inputs(q, mask, own_start)
+        return _Mixed(z, inputs=replace(inputs, lse=lse.value))
 
     def _inputs_with(
         self, pattern: Tensor, q: Tensor, mask: Any, own_start: int | None = None

@@ -25,6 +25,8 @@ class AttentionInputs:
         own_start: position of the first query among the keys; None if the queries are the last positions.
         pattern: the pattern that mixed the values, edits included, where it was materialised.
         z: the output of attention before its projection, with the edits of hooks at `hook_z`, where it is known.
+        lse: log-sum-exp of every query's visible scores, where the fused kernel returned it; 0 for a query that
+            sees no key.
         window: the smallest sliding window that the layer may have, which `visible` includes; None if it has none.
     """
 
@@ -39,6 +41,7 @@ class AttentionInputs:
     dropped: ColumnMask | None = None
     pattern: Float[Tensor, "batch head query key"] | None = None
     z: Float[Tensor, "batch query head d_head"] | None = None
+    lse: Float[Tensor, "batch head query"] | None = None
     window: int | None = None
 
     @property

@@ -135,9 +135,9 @@ def _in_cache(
     found = _RowSums.of_nothing(*q.shape[:3])
     tiles = _Tiles(wanted)
     last: Selection | None = None
-    for row, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal):
+    for row, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal, inputs.lse):
         if selection is not last:  # the same for all heads, unless the mask differs between them
-            where = _Places.of(selection, inputs.own, keys, keys if canvas is None else canvas)
+            where = _Places.of_selection(selection, inputs.own, keys, keys if canvas is None else canvas)
             last = selection
         share = shares[row] if selection.rows is None else shares[row][:, selection.rows]
         own = sums.new_zeros(len(share), len(source.q), source.k.shape[1])
@@ -145,9 +145,9 @@ def _in_cache(
         each = here if selection.rows is None else _RowSums.of_nothing(*source.q.shape[:2])
         for tile, columns, scores in source.tiles():
             part = _RowSums(*each[:, :, tile].unbind())
-            exponentials = tiles.reduce(scores, where.of_rows(tile), part)
+            exponentials, total = tiles.reduce(scores, source.offset is not None, where.of(tile, columns), part)
             if len(share):
-                add_sums_(own[..., columns], share[:, tile], exponentials, part.total)
+                add_sums_(own[..., columns], share[:, tile], exponentials, total)
         seen = slice(None) if selection.keys is None else selection.keys
         sums[row, :, heads][..., seen] = own
         if selection.rows is not None:
@@ -168,10 +168,10 @@ class _Places:
     before: Int[Tensor, "row"]
     itself: Float[Tensor, "row"]
     canvas: int
-    _tiles: dict[tuple[int, int], "_TilePlaces"] = field(default_factory=dict)
+    _tiles: dict[tuple[int, ...], "_TilePlaces"] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, selection: Selection, own: Int[Tensor, "query"], keys: int, canvas: int) -> "_Places":
+    def of_selection(cls, selection: Selection, own: Int[Tensor, "query"], keys: int, canvas: int) -> "_Places":
         """The places of a selection's queries, which are at the positions `own`."""
         own = own if selection.rows is None else own[selection.rows]
         seen = torch.arange(keys) if selection.keys is None else selection.keys
@@ -179,24 +179,26 @@ class _Places:
         itself = torch.cat([seen, seen.new_full((1,), -1)])[before] == own
         return cls(before, itself.float(), int((seen < canvas).sum()))
 
-    def of_rows(self, rows: slice) -> "_TilePlaces":
-        """The places of a tile's queries, computed once for all heads."""
-        key = rows.start, rows.stop
+    def of(self, rows: slice, columns: slice) -> "_TilePlaces":
+        """The places of a tile's queries among its columns, computed once for all heads."""
+        key = rows.start, rows.stop, columns.start, columns.stop
         if key not in self._tiles:
-            self._tiles[key] = _TilePlaces.of(self.before[rows], self.itself[rows], self.canvas)
+            before, own = self.before[rows] - columns.start, self.itself[rows]
+            canvas = self.canvas - columns.start
+            self._tiles[key] = _TilePlaces.of(before, own, canvas, columns.stop - columns.start)
         return self._tiles[key]
 
 
 @dataclass(frozen=True)
 class _TilePlaces:
-    """Where a tile's queries lie among the seen keys.
+    """Where a tile's queries lie among its columns.
 
     Args:
         shared: the number of columns before the own position of every row.
         earlier: 1 where one of the columns from `shared` on is before the query, in float32: an integer takes six
             times as long. Up to the last column that is before a query.
-        own: the column of each query itself; any column where it is not seen, one too many at the end.
-        itself: 1 where it is seen, else 0.
+        own: the column of each query itself; any column where it is not among them.
+        itself: 1 where it is a seen one of them, else 0.
         canvas: the number of columns that are canvas positions.
     """
 
@@ -207,18 +209,21 @@ class _TilePlaces:
     canvas: int
 
     @classmethod
-    def of(cls, before: Int[Tensor, "tile"], itself: Float[Tensor, "tile"], canvas: int) -> "_TilePlaces":
-        """The places of some rows of `_Places`."""
-        shared, most = int(before[0]), int(before[-1])
+    def of(
+        cls, before: Int[Tensor, "tile"], itself: Float[Tensor, "tile"], canvas: int, columns: int
+    ) -> "_TilePlaces":
+        """The places of some rows of `_Places`, where columns before the tile's count as negative."""
+        shared, most = (min(max(int(end), 0), columns) for end in (before[0], before[-1]))
         earlier = (before[:, None] > torch.arange(shared, most)).float()
-        return cls(shared, earlier, before[:, None], itself, canvas)
+        own = before.clamp(0, columns - 1)
+        return cls(shared, earlier, own[:, None], itself * (own == before), max(canvas, 0))
 
 
 class _RowSums(NamedTuple):
-    """Sums over the keys of 2^s of every query, s a base-2 score minus the row's greatest.
+    """Sums over the keys of 2^s of every query, s a base-2 score minus the row's greatest or its log-sum-exp.
 
     Attributes:
-        total: sum_j 2^s_j; +inf where a query sees no key, so that whatever is divided by it vanishes.
+        total: sum_j 2^s_j; +inf or 0 where a query sees no key.
         product: sum_j 2^s_j s_j.
         past: of 2^s over the canvas keys before the query.
         itself: 2^s of the query's own key.
@@ -234,22 +239,22 @@ class _RowSums(NamedTuple):
     @classmethod
     def of_nothing(cls, *shape: int) -> Float[Tensor, "sum *head query"]:
         """The sums of queries that see no key."""
-        sums = torch.zeros(len(cls._fields), *shape, dtype=torch.float32)
-        sums[0] = torch.inf
-        return sums
+        return torch.zeros(len(cls._fields), *shape, dtype=torch.float32)
 
     def statistics(self, wanted: Collection[QueryStat]) -> dict[QueryStat, Tensor]:
         """The wanted statistics."""
-        empty = self.total.isinf()
+        empty = self.total.isinf() | (self.total == 0)
+        total = self.total.masked_fill(empty, torch.inf)  # whatever is divided by it vanishes
         found: dict[QueryStat, Tensor] = {}
         if "entropy" in wanted:
             # log sum_j 2^s_j - sum_j A_ij s_j of the scores s_j, which are at most 0: both terms are positive.
-            mean = self.product / self.total
-            found["entropy"] = (self.total.log2() - mean).masked_fill_(empty, 0.0) / LOG2E
+            mean = self.product / total
+            # Rounding of a log-sum-exp may leave less than 0.
+            found["entropy"] = (total.log2() - mean).masked_fill_(empty, 0.0).clamp_(min=0.0) / LOG2E
         if len(set(wanted) - {"entropy"}):
-            future = (self.total - self.sinks - self.past - self.itself).masked_fill_(empty, 0.0)
+            future = (total - self.sinks - self.past - self.itself).masked_fill_(empty, 0.0)
             regions: dict[QueryStat, Tensor] = {"self": self.itself, "past": self.past, "future": future}
-            found |= {name: sums / self.total for name, sums in regions.items() if name in wanted}
+            found |= {name: sums / total for name, sums in regions.items() if name in wanted}
         return found
 
 
@@ -261,33 +266,45 @@ class _Tiles:
         self._room = Room()
 
     def reduce(
-        self, scores: Float[Tensor, "head tile column"], places: _TilePlaces, sums: _RowSums
-    ) -> Float[Tensor, "head tile column"]:
-        """Write the sums of every row, and return 2^(score - maximum); `scores` are overwritten."""
+        self, scores: Float[Tensor, "head tile column"], normalised: bool, places: _TilePlaces, sums: _RowSums
+    ) -> tuple[Float[Tensor, "head tile column"], Float[Tensor, "head tile"] | None]:
+        """Add to the sums of every row; return 2^s and what it is to be divided by, None where `normalised`.
+
+        `scores` are overwritten.
+        """
         exponentials = self._room.of(*scores.shape)
-        sums.total.copy_(exponentials_(scores, exponentials)[1])
+        if normalised:
+            total = torch.exp2(scores, out=exponentials).sum(-1)
+        else:
+            total = exponentials_(scores, exponentials)[1]
+        sums.total.add_(total)
         if self.entropy:
-            torch.sum(scores.mul_(exponentials), -1, out=sums.product)
+            sums.product.add_(scores.mul_(exponentials).sum(-1))
         if self.regions:
-            self._add_regions(exponentials, places, sums, scores)
-        return exponentials
+            self._add_regions(exponentials, total if normalised else None, places, sums, scores)
+        return exponentials, None if normalised else total
 
     def _add_regions(
         self,
         exponentials: Float[Tensor, "head tile column"],
+        total: Float[Tensor, "head tile"] | None,
         places: _TilePlaces,
         sums: _RowSums,
         room: Float[Tensor, "head tile column"],
     ) -> None:
-        """Sums of exponentials at and before every query's own position, and of sinks; `room` is overwritten."""
-        columns = exponentials.shape[-1]
-        # Every row's past has the shared columns; a causal tile may end before them.
-        torch.sum(exponentials[..., : places.shared], -1, out=sums.past)
-        differing = slice(places.shared, min(places.shared + places.earlier.shape[-1], columns))
+        """Sums of exponentials at and before every query's own position, and of sinks; `room` is overwritten.
+
+        `total` are those of all columns, where they are known and finite.
+        """
+        if total is not None and places.shared == exponentials.shape[-1]:
+            sums.past.add_(total)
+        elif places.shared:
+            sums.past.add_(exponentials[..., : places.shared].sum(-1))
+        differing = slice(places.shared, min(places.shared + places.earlier.shape[-1], exponentials.shape[-1]))
         if differing.stop > differing.start:
             earlier = places.earlier[:, : differing.stop - differing.start]
             sums.past.add_(torch.mul(exponentials[..., differing], earlier, out=room[..., differing]).sum(-1))
-        own = places.own.clamp(max=columns - 1).expand(*exponentials.shape[:-1], 1)
-        torch.mul(exponentials.gather(-1, own)[..., 0], places.itself, out=sums.itself)
-        if places.canvas < columns:
-            torch.sum(exponentials[..., places.canvas :], -1, out=sums.sinks)
+        own = places.own.expand(*exponentials.shape[:-1], 1)
+        sums.itself.addcmul_(exponentials.gather(-1, own)[..., 0], places.itself)
+        if places.canvas < exponentials.shape[-1]:
+            sums.sinks.add_(exponentials[..., places.canvas :].sum(-1))

@@ -108,7 +108,13 @@ def received_by_class(
     if inputs.pattern is None and inputs.dropped is None:
         visible, causal = visibility_of(inputs)
         return received_sums(
-            inputs.q, inputs.k, scale=inputs.scale, visible=visible, queries=weights, causal=causal
+            inputs.q,
+            inputs.k,
+            scale=inputs.scale,
+            visible=visible,
+            queries=weights,
+            causal=causal,
+            lse=inputs.lse,
         )
     sums = torch.zeros(*inputs.q.shape[:2], weights.shape[1], inputs.k.shape[2], device=inputs.q.device)
     for rows, pattern in pattern_tiles(inputs):

@@ -2,10 +2,11 @@
 
 On a CPU the loop goes over tiles that stay in the cache: some rows of one head, or several heads of a short canvas.
 From 256 positions on that costs 0.35 to 1.2 times the fused attention of the same layer, by processor and length
-(`benchmarks/received.py`). Four choices keep it low: powers of 2 (torch's exp2 is vectorised by itself, its exp
+(`benchmarks/received.py`). Five choices keep it low: powers of 2 (torch's exp2 is vectorised by itself, its exp
 goes through MKL at a quarter of the speed on an AMD machine with AVX-512), with AVX-512 oneDNN's matrix product for
-long heads (there twice as fast as MKL's) and else one memory for all tiles, and normalisation, query classes and
-the sum over queries in one small product.
+long heads (there twice as fast as MKL's) and else one memory for all tiles, normalisation, query classes and the
+sum over queries in one small product, and the log-sum-exp of the fused kernel where it is known: with it no row's
+maximum is looked for, and a tile need not hold whole rows.
 """
 
 import math
@@ -27,6 +28,8 @@ SHARED_TILE_ELEMENTS = 1 << 18
 """Elements of a CPU tile of several heads, 1 MiB of float32."""
 SHORT_HEAD = 1 << 16
 """Most entries of a head that shares a tile with others: below, torch's calls cost more than the numbers."""
+TILE_COLUMNS = 512
+"""Most keys of a CPU tile of one head where the log-sum-exp of its queries is known."""
 CAUSAL_ROWS = 256
 """Most rows of a causal tile on a CPU: what lies above the diagonal is computed and discarded."""
 BATCHED_ELEMENTS = 1 << 24
@@ -52,12 +55,20 @@ def _onednn_linear() -> Any:
 
 
 def score_tile(
-    q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"], out: Float[Tensor, "tile key"]
+    q: Float[Tensor, "tile d_head"],
+    k: Float[Tensor, "key d_head"],
+    out: Float[Tensor, "tile key"],
+    offset: Float[Tensor, "tile 1"] | None = None,
 ) -> Float[Tensor, "tile key"]:
-    """The product q k^T of contiguous float32 matrices on a CPU, without a gradient; in `out` or in new memory."""
+    """The product q k^T + offset of contiguous float32 matrices on a CPU, without a gradient.
+
+    In `out` or in new memory.
+    """
     linear = _onednn_linear()
-    scores: Tensor = torch.mm(q, k.mT, out=out) if linear is None else linear(q, k, None, "none", [], "")
-    return scores
+    if linear is not None:
+        scores: Tensor = linear(q, k, None, "none", [], "")
+        return scores if offset is None else scores.add_(offset)
+    return torch.mm(q, k.mT, out=out) if offset is None else torch.addmm(offset, q, k.mT, out=out)
 
 
 class Room:
@@ -93,15 +104,15 @@ def add_sums_(
     sums: Float[Tensor, "klass head key"],
     weights: Float[Tensor, "klass tile"],
     tile: Float[Tensor, "head tile key"],
-    total: Float[Tensor, "head tile"],
+    total: Float[Tensor, "head tile"] | None,
 ) -> None:
-    """Add the sums of a tile over its queries, sum_i w_ci / total_i tile_ij, in place.
+    """Add the sums of a tile over its queries, sum_i w_ci / total_i tile_ij, in place; without `total` it is 1.
 
     Head by head, with new weights each: the last bits of a product depend on where its operands lie in memory, and
     that must not depend on how many classes there are.
     """
-    for own, row_sums, pattern in zip(sums.unbind(1), total.unbind(), tile.unbind(), strict=True):
-        own.addmm_(weights / row_sums, pattern)
+    for head, (own, pattern) in enumerate(zip(sums.unbind(1), tile.unbind(), strict=True)):
+        own.addmm_(weights if total is None else weights / total[head], pattern)
 
 
 def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
@@ -122,6 +133,7 @@ class HeadGroup:
         keys: positions of the columns; None where all are left.
         hidden: the entries that are still hidden among them; None where none is.
         last: the last position that each query sees (causal); None where nothing is hidden so.
+        offset: minus the base-2 log-sum-exp of each query's scores; None where it is not known.
         room: for the scores of a tile.
     """
 
@@ -130,36 +142,47 @@ class HeadGroup:
     keys: Int[Tensor, "column"] | None
     hidden: UInt8[Tensor, "row column"] | None
     last: Int[Tensor, "row"] | None
+    offset: Float[Tensor, "head row 1"] | None
     room: Room
 
     def tiles(self) -> Iterator[tuple[slice, slice, Float[Tensor, "head tile column"]]]:
         """Base-2 scores tile by tile, hidden ones near -HIDDEN: which rows, which columns, the scores.
 
-        The next tile overwrites the scores.
+        With `offset` they are base-2 logarithms of the pattern, and a tile has some of the columns; without, all of
+        those that one of its rows sees. The next tile overwrites them.
         """
         heads, count, columns = *self.q.shape[:2], self.k.shape[1]
         if not count or not columns:
             return
-        size = max(1, TILE_ELEMENTS // (heads * columns))
+        width, elements = columns, TILE_ELEMENTS
+        if self.offset is not None:
+            width = math.ceil(columns / math.ceil(columns / TILE_COLUMNS))
+            elements = min(elements, SHARED_TILE_ELEMENTS)
+        size = max(1, elements // (heads * width))
         size = min(size if self.last is None else min(size, CAUSAL_ROWS), count)
         for start in range(0, count, size):
             rows = slice(start, min(start + size, count))
             seen = columns if self.last is None else self._columns_until(int(self.last[rows.stop - 1]))
-            if not seen:
-                continue
-            scores = self._scores(rows, seen)
-            if self.hidden is not None:
-                hide_(scores, self.hidden[rows, :seen])
-            if self.last is not None:
-                self._hide_later_(scores, self.last[rows])
-            yield rows, slice(0, seen), scores
+            for first in range(0, seen, width):
+                part = slice(first, min(first + width, seen))
+                yield rows, part, self._scores(rows, part)
 
-    def _scores(self, rows: slice, seen: int) -> Float[Tensor, "head tile column"]:
-        """The product of some rows with the first `seen` columns."""
-        out = self.room.of(len(self.q), rows.stop - rows.start, seen)
+    def _scores(self, rows: slice, columns: slice) -> Float[Tensor, "head tile column"]:
+        """The scores of some rows and columns."""
+        out = self.room.of(len(self.q), rows.stop - rows.start, columns.stop - columns.start)
+        q, k = self.q[:, rows], self.k[:, columns]
+        offset = None if self.offset is None else self.offset[:, rows]
         if len(self.q) == 1:
-            return score_tile(self.q[0, rows], self.k[0, :seen], out[0])[None]
-        return torch.bmm(self.q[:, rows], self.k[:, :seen].mT, out=out)
+            scores = score_tile(q[0], k[0], out[0], None if offset is None else offset[0])[None]
+        elif offset is None:
+            scores = torch.bmm(q, k.mT, out=out)
+        else:
+            scores = torch.baddbmm(offset, q, k.mT, out=out)
+        if self.hidden is not None:
+            hide_(scores, self.hidden[rows, columns])
+        if self.last is not None:
+            self._hide_later_(scores, self.last[rows], columns)
+        return scores
 
     def _columns_until(self, position: int) -> int:
         """How many columns are at `position` or before."""
@@ -167,13 +190,17 @@ class HeadGroup:
             return max(0, min(position + 1, self.k.shape[1]))
         return int(torch.searchsorted(self.keys, position, right=True))
 
-    def _hide_later_(self, scores: Float[Tensor, "head tile column"], last: Int[Tensor, "tile"]) -> None:
+    def _hide_later_(
+        self, scores: Float[Tensor, "head tile column"], last: Int[Tensor, "tile"], columns: slice
+    ) -> None:
         # Every row of the tile sees the columns up to the first row's last one; only the others need a mask.
-        free, seen = self._columns_until(int(last[0])), scores.shape[-1]
-        where = torch.arange(free, seen) if self.keys is None else self.keys[free:seen]
+        free = max(self._columns_until(int(last[0])), columns.start)
+        if free >= columns.stop:
+            return
+        where = torch.arange(free, columns.stop) if self.keys is None else self.keys[free : columns.stop]
         # Compared as float32 (exact up to 16 million positions): integers would take six times as long.
-        later = torch.gt(where.float(), last[:, None].float(), out=scores.new_empty(len(last), seen - free))
-        scores[..., free:].sub_(later, alpha=HIDDEN)
+        later = torch.gt(where.float(), last[:, None].float(), out=scores.new_empty(len(last), len(where)))
+        scores[..., free - columns.start :].sub_(later, alpha=HIDDEN)
 
 
 @dataclass(frozen=True)
@@ -205,19 +232,25 @@ class Selection:
         hidden = ~(visible if columns is None else visible[:, columns])
         return cls(rows, columns, hidden.view(torch.uint8))
 
-    def heads(self, q: Tensor, k: Tensor, chosen: range, factor: float, causal: bool, room: Room) -> HeadGroup:
-        """The selected queries, times `factor`, and keys of some query heads of a row [head, position, d_head]."""
+    def heads(
+        self, q: Tensor, k: Tensor, lse: Tensor | None, chosen: range, scale: float, causal: bool, room: Room
+    ) -> HeadGroup:
+        """The selected queries and keys of some query heads of a row [head, position, d_head]."""
         last = None
         if causal:
             last = torch.arange(q.shape[1]) if self.rows is None else self.rows
             last = last + (k.shape[1] - q.shape[1])
         groups = q.shape[0] // k.shape[0]
         first, end = chosen.start // groups, (chosen.stop - 1) // groups + 1
-        q = _take(q[chosen.start : chosen.stop], self.rows).float() * factor
+        q = _take(q[chosen.start : chosen.stop], self.rows).float() * (scale * LOG2E)
         k = _take(k[first:end], self.keys).float()
         if groups > 1 and len(chosen) > 1:
             k = k[[head // groups - first for head in chosen]]
-        return HeadGroup(q.contiguous(), k.contiguous(), self.keys, self.hidden, last, room)
+        offset = None
+        if lse is not None:  # finite, since 0 * inf is not a number: a query without a key may have -inf
+            known = _take(lse[chosen.start : chosen.stop], self.rows).float()
+            offset = (known * -LOG2E).nan_to_num_(posinf=-HIDDEN).unsqueeze(-1)
+        return HeadGroup(q.contiguous(), k.contiguous(), self.keys, self.hidden, last, offset, room)
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:
@@ -225,7 +258,13 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def head_groups(
-    q: Tensor, k: Tensor, scale: float, visible: Tensor | None, rows: list[Tensor | None], causal: bool
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    visible: Tensor | None,
+    rows: list[Tensor | None],
+    causal: bool,
+    lse: Tensor | None = None,
 ) -> Iterator[tuple[int, slice, Selection, HeadGroup]]:
     """The query heads of every row of the batch, as many at a time as fit a tile: row, heads, selection, group.
 
@@ -244,7 +283,8 @@ def head_groups(
             shared = alike and entries <= SHORT_HEAD
             size = max(1, min(TILE_ELEMENTS, SHARED_TILE_ELEMENTS) // max(1, entries)) if shared else 1
             chosen = range(start, min(start + size, heads))
-            source = selection.heads(q[row], k[row], chosen, scale * LOG2E, causal, room)
+            known = None if lse is None else lse[row]
+            source = selection.heads(q[row], k[row], known, chosen, scale, causal, room)
             yield row, slice(chosen.start, chosen.stop), selection, source
             start = chosen.stop
 
@@ -265,16 +305,13 @@ def tiled_received_sums(
     weights = weights.expand(q.shape[0], -1, -1)
     counted = weights.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
-    for row, heads, selection, source in head_groups(q, k, scale, visible, rows, causal):
+    for row, heads, selection, source in head_groups(q, k, scale, visible, rows, causal, lse):
         own = received.new_zeros(weights.shape[1], len(source.q), source.k.shape[1])
         share = weights[row] if selection.rows is None else weights[row][:, selection.rows]
-        row_lse = None if lse is None else _take(lse[row, heads], selection.rows).float() * LOG2E
         for tile, columns, scores in source.tiles():
-            if row_lse is None:
-                total = exponentials_(scores)[1]
-            else:  # 2^(-inf - inf) = 0: a query that sees nothing
-                scores.sub_(row_lse[:, tile, None].nan_to_num(neginf=torch.inf)).exp2_()
-                total = torch.ones_like(scores[..., 0])
+            total = exponentials_(scores)[1] if source.offset is None else None
+            if total is None:
+                scores.exp2_()
             add_sums_(own[..., columns], share[:, tile], scores, total)
         seen = slice(None) if selection.keys is None else selection.keys
         received[row, :, heads][..., seen] = own

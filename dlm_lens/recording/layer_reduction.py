@@ -68,6 +68,7 @@ def on_canvas(inputs: AttentionInputs, rows: int, layout: SinkLayout) -> Attenti
         visible=ordered(inputs.visible, -1),
         pattern=ordered(inputs.pattern, -1),
         z=part(inputs.z),
+        lse=part(inputs.lse),
         dropped=dropped,
         own_start=0 if layout.count else inputs.own_start,
     )
@@ -105,6 +106,7 @@ def on_all_queries(inputs: AttentionInputs) -> AttentionInputs:
         z=widened(inputs.z, 1, torch.nan),
         pattern=widened(inputs.pattern, 2, 0.0),
         visible=widened(inputs.visible, 2, True),
+        lse=None,
         own_start=0,
     )
 

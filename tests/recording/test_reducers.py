@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from dlm_lens.attention import fused_lse, tiled
 from dlm_lens.recording import (
     KEY_REGIONS,
     AttentionEntropy,
@@ -28,11 +29,15 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 NORMS = (ValueNorm("both"), KeyNorm("both"), ResidualNorm(), MassiveActivations(), UpdateNorm())
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+WITH_LSE = [f"{family}, lse of the fused kernel" for family in ("llada", "sink front", "sink end", "llama")]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *WITH_LSE])
 def recorded(request):
-    model = build(tiny, request.param)
+    family, _, lse = request.param.partition(", ")
+    model = build(tiny, family)
     names = ["all", "unmasked", "prompt", "block"]
-    names += [] if request.param in ("llama", "qwen2") else ["masked"]
+    names += [] if family in ("llama", "qwen2") else ["masked"]
     reducers = [
         ReceivedAttention(names),
         WeightedValue(),
@@ -41,7 +46,11 @@ def recorded(request):
         RegionMass(AboveMean(1.0)),
         *NORMS,
     ]
-    return model, record(model, PROMPTS, reducers, **settings(request.param)), names
+    with pytest.MonkeyPatch.context() as patch:
+        if lse:  # taken from 128 positions on; in tiles of a few of the columns
+            patch.setattr(fused_lse, "LEAST_ENTRIES", 0)
+            patch.setattr(tiled, "TILE_COLUMNS", 8)
+        return model, record(model, PROMPTS, reducers, **settings(family)), names
 
 
 def cases(rec):
