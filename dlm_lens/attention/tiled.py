@@ -154,11 +154,10 @@ class HeadGroup:
         heads, count, columns = *self.q.shape[:2], self.k.shape[1]
         if not count or not columns:
             return
-        width, elements = columns, TILE_ELEMENTS
+        width = columns
         if self.offset is not None:
             width = math.ceil(columns / math.ceil(columns / TILE_COLUMNS))
-            elements = min(elements, SHARED_TILE_ELEMENTS)
-        size = max(1, elements // (heads * width))
+        size = max(1, TILE_ELEMENTS // (heads * width))
         size = min(size if self.last is None else min(size, CAUSAL_ROWS), count)
         for start in range(0, count, size):
             rows = slice(start, min(start + size, count))
