@@ -135,23 +135,24 @@ def _in_cache(
     found = _RowSums.of_nothing(*q.shape[:3])
     tiles = _Tiles(wanted)
     last: Selection | None = None
-    for row, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal, inputs.lse):
+    for alike, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal, inputs.lse):
         if selection is not last:  # the same for all heads, unless the mask differs between them
             where = _Places.of_selection(selection, inputs.own, keys, keys if canvas is None else canvas)
             last = selection
-        share = shares[row] if selection.rows is None else shares[row][:, selection.rows]
-        own = sums.new_zeros(len(share), len(source.q), source.k.shape[1])
-        here = found[:, row, heads]
-        each = here if selection.rows is None else _RowSums.of_nothing(*source.q.shape[:2])
+        own_shares = selection.shares(shares, alike)
+        own = sums.new_zeros(shares.shape[1], len(source.q), source.k.shape[1])
+        each = _RowSums.of_nothing(*source.q.shape[:2])
         for tile, columns, scores in source.tiles():
             part = _RowSums(*each[:, :, tile].unbind())
             exponentials, total = tiles.reduce(scores, source.offset is not None, where.of(tile, columns), part)
-            if len(share):
-                add_sums_(own[..., columns], share[:, tile], exponentials, total)
-        seen = slice(None) if selection.keys is None else selection.keys
-        sums[row, :, heads][..., seen] = own
-        if selection.rows is not None:
-            here[:, :, selection.rows] = each
+            if len(own):
+                add_sums_(own[..., columns], [share[:, tile] for share in own_shares], exponentials, total)
+        selection.store(own, sums, alike, heads)
+        for row, values in zip(alike, each.chunk(len(alike), 1), strict=True):
+            if selection.rows is None:
+                found[:, row, heads] = values
+            else:
+                found[:, row, heads][..., selection.rows] = values
     return PatternStats(None if weights is None else sums, _RowSums(*found.unbind()).statistics(wanted))
 
 

@@ -10,7 +10,7 @@ maximum is looked for, and a tile need not hold whole rows.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -102,17 +102,21 @@ def exponentials_(
 
 def add_sums_(
     sums: Float[Tensor, "klass head key"],
-    weights: Float[Tensor, "klass tile"],
+    weights: Sequence[Float[Tensor, "klass tile"]],
     tile: Float[Tensor, "head tile key"],
     total: Float[Tensor, "head tile"] | None,
 ) -> None:
     """Add the sums of a tile over its queries, sum_i w_ci / total_i tile_ij, in place; without `total` it is 1.
 
-    Head by head, with new weights each: the last bits of a product depend on where its operands lie in memory, and
-    that must not depend on how many classes there are.
+    The weights are those of equally many heads each, row by row of the batch. Head by head, with new weights each:
+    the last bits of a product depend on where its operands lie in memory, and that must not depend on how many
+    classes there are.
     """
-    for head, (own, pattern) in enumerate(zip(sums.unbind(1), tile.unbind(), strict=True)):
-        own.addmm_(weights if total is None else weights / total[head], pattern)
+    each = len(tile) // len(weights)
+    divisors = [None] * len(tile) if total is None else total.unbind()
+    for head, (own, pattern, divisor) in enumerate(zip(sums.unbind(1), tile.unbind(), divisors, strict=True)):
+        share = weights[head // each]
+        own.addmm_(share if divisor is None else share / divisor, pattern)
 
 
 def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
@@ -125,7 +129,7 @@ def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile k
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads of one row of the batch, with the queries that count and the keys that one of them sees alone.
+    """Query heads of rows of the batch with one mask, their counted queries and the keys that one of them sees.
 
     Args:
         q: queries in base-2 units of the scores.
@@ -204,7 +208,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Selection:
-    """The counted queries and the seen keys of one row of the batch, under one head of the mask."""
+    """The counted queries and the seen keys of rows of the batch that are alike, under one head of the mask."""
 
     rows: Int[Tensor, "row"] | None
     keys: Int[Tensor, "column"] | None
@@ -231,29 +235,50 @@ class Selection:
         hidden = ~(visible if columns is None else visible[:, columns])
         return cls(rows, columns, hidden.view(torch.uint8))
 
+    def shares(
+        self, weights: Float[Tensor, "batch klass query"], rows: list[int]
+    ) -> list[Float[Tensor, "klass row"]]:
+        """The weights of the selected queries of each of the rows."""
+        return [weights[row] if self.rows is None else weights[row][:, self.rows] for row in rows]
+
+    def store(
+        self,
+        sums: Float[Tensor, "klass head column"],
+        received: Float[Tensor, "batch klass head key"],
+        rows: list[int],
+        heads: slice,
+    ) -> None:
+        """Write the sums of the seen keys, of some heads of each of the rows."""
+        for row, own in zip(rows, sums.chunk(len(rows), 1), strict=True):
+            if self.keys is None:
+                received[row, :, heads] = own
+            else:
+                received[row, :, heads][..., self.keys] = own
+
     def heads(
         self, q: Tensor, k: Tensor, lse: Tensor | None, chosen: range, scale: float, causal: bool, room: Room
     ) -> HeadGroup:
-        """The selected queries and keys of some query heads of a row [head, position, d_head]."""
+        """The selected queries and keys of some query heads of rows [row, head, position, d_head]."""
         last = None
         if causal:
-            last = torch.arange(q.shape[1]) if self.rows is None else self.rows
-            last = last + (k.shape[1] - q.shape[1])
-        groups = q.shape[0] // k.shape[0]
+            last = torch.arange(q.shape[2]) if self.rows is None else self.rows
+            last = last + (k.shape[2] - q.shape[2])
+        groups = q.shape[1] // k.shape[1]
         first, end = chosen.start // groups, (chosen.stop - 1) // groups + 1
-        q = _take(q[chosen.start : chosen.stop], self.rows).float() * (scale * LOG2E)
-        k = _take(k[first:end], self.keys).float()
+        q = _take(q[:, chosen.start : chosen.stop], self.rows).float() * (scale * LOG2E)
+        k = _take(k[:, first:end], self.keys).float()
         if groups > 1 and len(chosen) > 1:
-            k = k[[head // groups - first for head in chosen]]
+            k = k[:, [head // groups - first for head in chosen]]
         offset = None
         if lse is not None:  # finite, since 0 * inf is not a number: a query without a key may have -inf
-            known = _take(lse[chosen.start : chosen.stop], self.rows).float()
-            offset = (known * -LOG2E).nan_to_num_(posinf=-HIDDEN).unsqueeze(-1)
-        return HeadGroup(q.contiguous(), k.contiguous(), self.keys, self.hidden, last, offset, room)
+            known = _take(lse[:, chosen.start : chosen.stop], self.rows).float()
+            offset = (known * -LOG2E).nan_to_num_(posinf=-HIDDEN).flatten(0, 1).unsqueeze(-1)
+        q, k = (x.contiguous().flatten(0, 1) for x in (q, k))
+        return HeadGroup(q, k, self.keys, self.hidden, last, offset, room)
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:
-    return x if index is None else x[:, index]
+    return x if index is None else x[:, :, index]
 
 
 def head_groups(
@@ -264,28 +289,54 @@ def head_groups(
     rows: list[Tensor | None],
     causal: bool,
     lse: Tensor | None = None,
-) -> Iterator[tuple[int, slice, Selection, HeadGroup]]:
-    """The query heads of every row of the batch, as many at a time as fit a tile: row, heads, selection, group.
+) -> Iterator[tuple[list[int], slice, Selection, HeadGroup]]:
+    """The query heads of the batch, as many at a time as fit a tile: rows, heads of each, selection, group.
 
-    A group is of one row and one mask, so that a row's statistics do not depend on its batch.
+    The heads of a group, row by row, have one mask and the same counted queries, so that a row's statistics do not
+    depend on its batch, but for the last bits (where its operands lie in memory).
     """
     heads, room = q.shape[1], Room()
-    for row in range(q.shape[0]):
-        masks = None if visible is None else visible[row % visible.shape[0]]
-        alike = masks is None or masks.shape[0] == 1
+    for alike, masks in _rows_alike(visible, rows, q.shape[2] * k.shape[2]):
+        by_head = masks is not None and masks.shape[0] > 1
         start = 0
-        while start < heads:
-            if start == 0 or not alike:
-                mask = None if masks is None else masks[0 if alike else start]
-                selection = Selection.of(mask, rows[row], k.shape[2])
+        while start < heads * len(alike):
+            if start == 0 or by_head:
+                mask = None if masks is None else masks[start if by_head else 0]
+                selection = Selection.of(mask, rows[alike[0]], k.shape[2])
             entries = selection.entries(q.shape[2], k.shape[2])
-            shared = alike and entries <= SHORT_HEAD
+            shared = not by_head and entries <= SHORT_HEAD
             size = max(1, min(TILE_ELEMENTS, SHARED_TILE_ELEMENTS) // max(1, entries)) if shared else 1
-            chosen = range(start, min(start + size, heads))
-            known = None if lse is None else lse[row]
-            source = selection.heads(q[row], k[row], known, chosen, scale, causal, room)
-            yield row, slice(chosen.start, chosen.stop), selection, source
-            start = chosen.stop
+            # Some heads of one row, or all heads of some rows.
+            row, head = divmod(start, heads)
+            count = max(1, size // heads) if head == 0 else 1
+            chosen = range(head, min(head + size, heads))
+            own = alike[row : row + count]
+            some = slice(own[0], own[-1] + 1) if own[-1] - own[0] < len(own) else own
+            known = None if lse is None else lse[some]
+            source = selection.heads(q[some], k[some], known, chosen, scale, causal, room)
+            yield own, slice(chosen.start, chosen.stop), selection, source
+            start += len(own) * len(chosen)
+
+
+def _rows_alike(
+    visible: Bool[Tensor, "#batch #head #query #key"] | None, counted: list[Tensor | None], entries: int
+) -> Iterator[tuple[list[int], Bool[Tensor, "#head #query #key"] | None]]:
+    """Rows of the batch with one mask for all heads and the same counted queries, and the mask.
+
+    A row of long heads, which share no tile, or of a mask that differs between heads is alone.
+    """
+    found: dict[Any, list[int]] = {}
+    for row, queries in enumerate(counted):
+        key: Any = row
+        masks = None if visible is None else visible[row % visible.shape[0]]
+        if entries <= SHORT_HEAD and (masks is None or masks.shape[0] == 1):
+            key = (None if queries is None else queries.numpy().tobytes(), None)
+            if visible is not None and masks is not None and visible.shape[0] > 1:
+                masks = masks[:, :1] if masks.stride(1) == 0 else masks
+                key = (key[0], masks.numpy().tobytes())
+        found.setdefault(key, []).append(row)
+    for alike in found.values():
+        yield alike, None if visible is None else visible[alike[0] % visible.shape[0]]
 
 
 def tiled_received_sums(
@@ -304,16 +355,15 @@ def tiled_received_sums(
     weights = weights.expand(q.shape[0], -1, -1)
     counted = weights.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
-    for row, heads, selection, source in head_groups(q, k, scale, visible, rows, causal, lse):
+    for alike, heads, selection, source in head_groups(q, k, scale, visible, rows, causal, lse):
         own = received.new_zeros(weights.shape[1], len(source.q), source.k.shape[1])
-        share = weights[row] if selection.rows is None else weights[row][:, selection.rows]
+        shares = selection.shares(weights, alike)
         for tile, columns, scores in source.tiles():
             total = exponentials_(scores)[1] if source.offset is None else None
             if total is None:
                 scores.exp2_()
-            add_sums_(own[..., columns], share[:, tile], scores, total)
-        seen = slice(None) if selection.keys is None else selection.keys
-        received[row, :, heads][..., seen] = own
+            add_sums_(own[..., columns], [share[:, tile] for share in shares], scores, total)
+        selection.store(own, received, alike, heads)
     return received
 
 
@@ -329,11 +379,13 @@ def tiled_lse(
         tiles = _batched_scores(q, k, scale, visible, causal)
         return torch.cat([scores.logsumexp(-1) for _, scores in tiles], -1)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    for row, heads, _, source in head_groups(q, k, scale, visible, [None] * q.shape[0], causal):
+    for alike, heads, _, source in head_groups(q, k, scale, visible, [None] * q.shape[0], causal):
         for tile, _, scores in source.tiles():
             top, total = exponentials_(scores)
             value = (top[..., 0] + total.log2()) / LOG2E
-            lse[row, heads, tile] = value.masked_fill_(value == torch.inf, -torch.inf)
+            value.masked_fill_(value == torch.inf, -torch.inf)
+            for row, own in zip(alike, value.chunk(len(alike)), strict=True):
+                lse[row, heads, tile] = own
     return lse
 
 

@@ -276,3 +276,50 @@ def test_errors_say_what_was_given() -> None:
         received_sums(q, k, scale=1.0, lse=torch.zeros(2, 4, 36))
     with pytest.raises(ValueError, match=r"floating point, got torch\.int64"):
         received_sums(q.long(), k, scale=1.0)
+
+
+@pytest.mark.parametrize("mask", ["none", "one for all", "padding", "by query", "by head"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_share_tiles_have_the_sums_of_each_alone(mask: str, causal: bool) -> None:
+    """Rows 0, 2 and 5 have one mask, rows 1 and 4 another; of rows 0 and 2 the same queries count, of 5 others."""
+    q, k = random(6)
+    generator = torch.Generator().manual_seed(4)
+    kinds = torch.tensor([0, 1, 0, 2, 1, 0])
+    shape = {"padding": (3, 1, 1, 37), "by query": (3, 1, 37, 37), "by head": (3, 4, 37, 37)}.get(mask)
+    visible = None if shape is None else (torch.rand(shape, generator=generator) > 0.3)[kinds]
+    if mask == "one for all":
+        visible = torch.rand(1, 1, 37, 37, generator=generator) > 0.3
+    if mask == "padding":
+        visible = visible.expand(-1, -1, 37, -1)
+    weights = torch.rand(6, 2, 37, generator=generator)
+    weights[0, :, :7] = weights[2, :, :7] = weights[5, :, 30:] = 0
+    got = received_sums(q, k, scale=SCALE, visible=visible, queries=weights, causal=causal)
+    lse = attention_lse(q, k, scale=SCALE, visible=visible, causal=causal)
+    torch.testing.assert_close(
+        got.double(), split(pattern64(q, k, SCALE, visible, causal), weights), **CLOSE, msg=mask
+    )
+    for row in range(6):
+        own = slice(row, row + 1)
+        seen = visible if visible is None or len(visible) == 1 else visible[own]
+        alone = received_sums(q[own], k[own], scale=SCALE, visible=seen, queries=weights[own], causal=causal)
+        # A product rounds by where its operands lie in memory: a few of float32's 6e-8.
+        torch.testing.assert_close(got[own], alone, atol=1e-6, rtol=1e-6)
+        alone = attention_lse(q[own], k[own], scale=SCALE, visible=seen, causal=causal)
+        torch.testing.assert_close(lse[own], alone, atol=1e-6, rtol=1e-6)
+
+
+def test_rows_that_are_alike_share_tiles() -> None:
+    q, k = random(6)
+    visible = torch.ones(6, 1, 1, 37, dtype=torch.bool)
+    visible[[1, 4], ..., :3] = False
+
+    def groups(visible: Tensor | None, counted: list[Tensor | None]) -> list[list[int]]:
+        return [each[0] for each in tiled.head_groups(q, k, SCALE, visible, counted, False)]
+
+    assert groups(None, [None] * 6) == [[0, 1, 2, 3, 4, 5]]
+    assert groups(visible, [None] * 6) == [[0, 2, 3, 5], [1, 4]]
+    some = torch.arange(5)
+    assert groups(visible, [None, some, None, some, some, None]) == [[0, 2, 5], [1, 4], [3]]
+    assert groups(torch.ones(6, 4, 37, 37, dtype=torch.bool), [None] * 6) == [
+        [r] for r in range(6) for _ in range(4)
+    ]
