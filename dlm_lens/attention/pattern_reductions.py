@@ -184,9 +184,9 @@ class _Places:
         """The places of a tile's queries among its columns, computed once for all heads."""
         key = rows.start, rows.stop, columns.start, columns.stop
         if key not in self._tiles:
-            before, own = self.before[rows] - columns.start, self.itself[rows]
-            canvas = self.canvas - columns.start
-            self._tiles[key] = _TilePlaces.of(before, own, canvas, columns.stop - columns.start)
+            before, canvas = self.before[rows] - columns.start, self.canvas - columns.start
+            width = columns.stop - columns.start
+            self._tiles[key] = _TilePlaces.of(before, self.itself[rows], canvas, width)
         return self._tiles[key]
 
 
@@ -199,7 +199,7 @@ class _TilePlaces:
         earlier: 1 where one of the columns from `shared` on is before the query, in float32: an integer takes six
             times as long. Up to the last column that is before a query.
         own: the column of each query itself; any column where it is not among them.
-        itself: 1 where it is a seen one of them, else 0.
+        itself: 1 where it is among them and seen, else 0.
         canvas: the number of columns that are canvas positions.
     """
 
