@@ -264,8 +264,7 @@ class _Call:
             return _Mixed(self._plain(q, mask) if inputs is None else stream_mix(inputs))
         with fused_lse(q, self.k, mask) as lse:
             z = self._plain(q, mask) if inputs is None else stream_mix(inputs)
-        inputs = inputs or self._inputs(q, mask, own_start)
-        return _Mixed(z, inputs=replace(inputs, lse=lse.value))
+        return _Mixed(z, inputs=replace(inputs or self._inputs(q, mask, own_start), lse=lse.value))
 
     def _inputs_with(
         self, pattern: Tensor, q: Tensor, mask: Any, own_start: int | None = None

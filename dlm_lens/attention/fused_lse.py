@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_lens.attention.tiled import needs_grad
 
 LEAST_ENTRIES = 1 << 14
-"""Entries of a head's pattern from which on it is taken: below, taking it costs more than it saves."""
+"""Entries of a head's pattern from which on it is taken: there taking it costs about what it saves
+(`benchmarks/received.py`)."""
 
 
 class _Watch(TorchDispatchMode):
@@ -53,8 +54,8 @@ def fused_lse(
 
     It is found on a CPU for float32 without a gradient, from `LEAST_ENTRIES` on; else, or where another kernel runs
     (eager, flex attention), `value` stays None. Of a query that sees no key it is 0. The kernel's scores and those
-    of a second product differ in rounding, so that a pattern normalised with it is off by about 2^-24 times the
-    score. In bfloat16 the kernel's exponentials are rough (3e-5 measured), and the tiles' own are taken.
+    of a second product differ in rounding, so that a pattern normalised with it is off by a few 2^-24 of the
+    scores' size.
 
     Args:
         q: queries of the call.

@@ -17,10 +17,10 @@ from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.streaming import received_by_class, visibility_of
 from dlm_lens.attention.tiled import (
     LOG2E,
+    HeadGroup,
     Room,
     Selection,
     add_sums_,
-    exponentials_,
     head_groups,
     needs_grad,
     pattern_tiles,
@@ -144,9 +144,9 @@ def _in_cache(
         each = _RowSums.of_nothing(*source.q.shape[:2])
         for tile, columns, scores in source.tiles():
             part = _RowSums(*each[:, :, tile].unbind())
-            exponentials, total = tiles.reduce(scores, source.offset is not None, where.of(tile, columns), part)
+            exponentials, divisors = tiles.reduce(source, scores, where.of(tile, columns), part)
             if len(own):
-                add_sums_(own[..., columns], [share[:, tile] for share in own_shares], exponentials, total)
+                add_sums_(own[..., columns], [share[:, tile] for share in own_shares], exponentials, divisors)
         selection.store(own, sums, alike, heads)
         for row, values in zip(alike, each.chunk(len(alike), 1), strict=True):
             if selection.rows is None:
@@ -267,23 +267,22 @@ class _Tiles:
         self._room = Room()
 
     def reduce(
-        self, scores: Float[Tensor, "head tile column"], normalised: bool, places: _TilePlaces, sums: _RowSums
+        self, source: HeadGroup, scores: Float[Tensor, "head tile column"], places: _TilePlaces, sums: _RowSums
     ) -> tuple[Float[Tensor, "head tile column"], Float[Tensor, "head tile"] | None]:
-        """Add to the sums of every row; return 2^s and what it is to be divided by, None where `normalised`.
+        """Add to the sums of every row; return 2^s and what it is to be divided by, None if by nothing.
 
         `scores` are overwritten.
         """
         exponentials = self._room.of(*scores.shape)
-        if normalised:
-            total = torch.exp2(scores, out=exponentials).sum(-1)
-        else:
-            total = exponentials_(scores, exponentials)[1]
+        divisors = source.exponentials_(scores, exponentials)
+        total = exponentials.sum(-1) if divisors is None else divisors
         sums.total.add_(total)
         if self.entropy:
             sums.product.add_(scores.mul_(exponentials).sum(-1))
         if self.regions:
-            self._add_regions(exponentials, total if normalised else None, places, sums, scores)
-        return exponentials, None if normalised else total
+            # Divisors may be infinite.
+            self._add_regions(exponentials, total if divisors is None else None, places, sums, scores)
+        return exponentials, divisors
 
     def _add_regions(
         self,

@@ -113,10 +113,9 @@ def add_sums_(
     classes there are.
     """
     each = len(tile) // len(weights)
-    divisors = [None] * len(tile) if total is None else total.unbind()
-    for head, (own, pattern, divisor) in enumerate(zip(sums.unbind(1), tile.unbind(), divisors, strict=True)):
+    for head, (own, pattern) in enumerate(zip(sums.unbind(1), tile.unbind(), strict=True)):
         share = weights[head // each]
-        own.addmm_(share if divisor is None else share / divisor, pattern)
+        own.addmm_(share if total is None else share / total[head], pattern)
 
 
 def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
@@ -169,6 +168,18 @@ class HeadGroup:
             for first in range(0, seen, width):
                 part = slice(first, min(first + width, seen))
                 yield rows, part, self._scores(rows, part)
+
+    def exponentials_(
+        self, scores: Float[Tensor, "head tile column"], out: Float[Tensor, "head tile column"] | None = None
+    ) -> Float[Tensor, "head tile"] | None:
+        """2^scores of a tile, up to a factor of each row; what they are to be divided by, None if by nothing.
+
+        In place, or in `out`: then `scores` become the logarithms of what is there.
+        """
+        if self.offset is None:
+            return exponentials_(scores, out)[1]
+        torch.exp2(scores, out=scores if out is None else out)
+        return None
 
     def _scores(self, rows: slice, columns: slice) -> Float[Tensor, "head tile column"]:
         """The scores of some rows and columns."""
@@ -325,18 +336,23 @@ def _rows_alike(
 
     A row of long heads, which share no tile, or of a mask that differs between heads is alone.
     """
+    masks = [None] * len(counted) if visible is None else [*visible.expand(len(counted), -1, -1, -1)]
+    short = entries <= SHORT_HEAD and (visible is None or visible.shape[1] == 1)
     found: dict[Any, list[int]] = {}
-    for row, queries in enumerate(counted):
-        key: Any = row
-        masks = None if visible is None else visible[row % visible.shape[0]]
-        if entries <= SHORT_HEAD and (masks is None or masks.shape[0] == 1):
-            key = (None if queries is None else queries.numpy().tobytes(), None)
-            if visible is not None and masks is not None and visible.shape[0] > 1:
-                masks = masks[:, :1] if masks.stride(1) == 0 else masks
-                key = (key[0], masks.numpy().tobytes())
+    for row, (queries, mask) in enumerate(zip(counted, masks, strict=True)):
+        key = (_bytes(queries), None if mask is None else _bytes(_once(mask))) if short else row
         found.setdefault(key, []).append(row)
     for alike in found.values():
-        yield alike, None if visible is None else visible[alike[0] % visible.shape[0]]
+        yield alike, masks[alike[0]]
+
+
+def _once(mask: Bool[Tensor, "#head #query #key"]) -> Bool[Tensor, "#head #query #key"]:
+    """The mask with one query where all queries have one in memory."""
+    return mask[:, :1] if mask.stride(1) == 0 else mask
+
+
+def _bytes(tensor: Tensor | None) -> bytes | None:
+    return None if tensor is None else tensor.numpy().tobytes()
 
 
 def tiled_received_sums(
@@ -359,9 +375,7 @@ def tiled_received_sums(
         own = received.new_zeros(weights.shape[1], len(source.q), source.k.shape[1])
         shares = selection.shares(weights, alike)
         for tile, columns, scores in source.tiles():
-            total = exponentials_(scores)[1] if source.offset is None else None
-            if total is None:
-                scores.exp2_()
+            total = source.exponentials_(scores)
             add_sums_(own[..., columns], [share[:, tile] for share in shares], scores, total)
         selection.store(own, received, alike, heads)
     return received

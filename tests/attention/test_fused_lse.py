@@ -167,3 +167,20 @@ def test_a_recorded_run_takes_it_and_denoises_the_same(family: str, monkeypatch:
     # 1e-5: rounding of scores of up to 10, in a network of two layers.
     for name, values in without.arrays.items():
         torch.testing.assert_close(with_it.arrays[name], values, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1.5, 4.0, 10.0])
+def test_rounding_grows_with_the_scores_and_no_faster(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a length with several tiles each way, sums are off by a few roundings of the largest score."""
+    monkeypatch.setattr(tiled, "TILE_COLUMNS", 512)
+    monkeypatch.setattr(tiled, "TILE_ELEMENTS", 1 << 17)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 4, 600, 64, generator=generator) * size for _ in range(2))
+    scores = q.double() @ k.double().mT * 0.125
+    expected = scores.softmax(-1).sum(-2)
+    with fused(q, k, None) as found:
+        scaled_dot_product_attention(q, k, k, scale=0.125)
+    got = received_by_class(AttentionInputs(0, q, k, k, 0.125, lse=found.value), torch.ones(1, 1, 600))[:, 0]
+    # A probability's relative error is the absolute one of its score and of the log-sum-exp: 2^-24 of each size.
+    bound = 8 * 2**-24 * scores.abs().max() * expected.clamp(min=1)
+    assert (got.double() - expected).abs().le(bound).all()
