@@ -135,24 +135,23 @@ def _in_cache(
     found = _RowSums.of_nothing(*q.shape[:3])
     tiles = _Tiles(wanted)
     last: Selection | None = None
-    for alike, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal, inputs.lse):
-        if selection is not last:  # the same for all heads, unless the mask differs between them
+    for some, heads, selection, source in head_groups(q, k, inputs.scale, visible, rows, causal, inputs.lse):
+        if selection is not last:  # the same for all short heads, and for all heads of a row under one mask
             where = _Places.of_selection(selection, inputs.own, keys, keys if canvas is None else canvas)
             last = selection
-        own_shares = selection.shares(shares, alike)
+        own_shares = selection.shares(shares[some])
         own = sums.new_zeros(shares.shape[1], len(source.q), source.k.shape[1])
         each = _RowSums.of_nothing(*source.q.shape[:2])
         for tile, columns, scores in source.tiles():
             part = _RowSums(*each[:, :, tile].unbind())
             exponentials, divisors = tiles.reduce(source, scores, where.of(tile, columns), part)
             if len(own):
-                add_sums_(own[..., columns], [share[:, tile] for share in own_shares], exponentials, divisors)
-        selection.store(own, sums, alike, heads)
-        for row, values in zip(alike, each.chunk(len(alike), 1), strict=True):
-            if selection.rows is None:
-                found[:, row, heads] = values
-            else:
-                found[:, row, heads][..., selection.rows] = values
+                add_sums_(own[..., columns], own_shares[..., tile], exponentials, divisors)
+        selection.store(own, sums[some, :, heads])
+        here = found[:, some, heads]
+        queries_left = slice(None) if selection.rows is None else selection.rows
+        here[..., queries_left] = each.view(*here.shape[:3], -1)
+    found[0].masked_fill_(~count[:, None], 0.0)  # as if they saw no key
     return PatternStats(None if weights is None else sums, _RowSums(*found.unbind()).statistics(wanted))
 
 

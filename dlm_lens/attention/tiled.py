@@ -10,8 +10,8 @@ maximum is looked for, and a tile need not hold whole rows.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -102,13 +102,13 @@ def exponentials_(
 
 def add_sums_(
     sums: Float[Tensor, "klass head key"],
-    weights: Sequence[Float[Tensor, "klass tile"]],
+    weights: Float[Tensor, "batch klass tile"],
     tile: Float[Tensor, "head tile key"],
     total: Float[Tensor, "head tile"] | None,
 ) -> None:
     """Add the sums of a tile over its queries, sum_i w_ci / total_i tile_ij, in place; without `total` it is 1.
 
-    The weights are those of equally many heads each, row by row of the batch. Head by head, with new weights each:
+    The heads are those of the batch row by row. Head by head, with new weights each:
     the last bits of a product depend on where its operands lie in memory, and that must not depend on how many
     classes there are.
     """
@@ -118,7 +118,7 @@ def add_sums_(
         own.addmm_(share if total is None else share / total[head], pattern)
 
 
-def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile key"]) -> None:
+def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "*#head #tile key"]) -> None:
     """Push the hidden (1) entries of `scores` so low that their exponential is 0, in place.
 
     An addition, because `masked_fill_` with an irregular mask takes as long as everything else together.
@@ -128,13 +128,13 @@ def hide_(scores: Float[Tensor, "*head tile key"], hidden: UInt8[Tensor, "tile k
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads of rows of the batch with one mask, their counted queries and the keys that one of them sees.
+    """Query heads of rows of the batch, as many of each row, with some of their queries and keys.
 
     Args:
         q: queries in base-2 units of the scores.
         k: the keys that each of them reads.
         keys: positions of the columns; None where all are left.
-        hidden: the entries that are still hidden among them; None where none is.
+        hidden: the hidden (1) entries among them, for all heads of each row of the batch or by head; None: none is.
         last: the last position that each query sees (causal); None where nothing is hidden so.
         offset: minus the base-2 log-sum-exp of each query's scores; None where it is not known.
         room: for the scores of a tile.
@@ -143,7 +143,7 @@ class HeadGroup:
     q: Float[Tensor, "head row d_head"]
     k: Float[Tensor, "head column d_head"]
     keys: Int[Tensor, "column"] | None
-    hidden: UInt8[Tensor, "row column"] | None
+    hidden: UInt8[Tensor, "batch #head #row column"] | None
     last: Int[Tensor, "row"] | None
     offset: Float[Tensor, "head row 1"] | None
     room: Room
@@ -193,7 +193,8 @@ class HeadGroup:
         else:
             scores = torch.baddbmm(offset, q, k.mT, out=out)
         if self.hidden is not None:
-            hide_(scores, self.hidden[rows, columns])
+            hidden = self.hidden if self.hidden.shape[2] == 1 else self.hidden[:, :, rows]
+            hide_(scores.unflatten(0, (len(hidden), -1)), hidden[..., columns])
         if self.last is not None:
             self._hide_later_(scores, self.last[rows], columns)
         return scores
@@ -219,16 +220,11 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Selection:
-    """The counted queries and the seen keys of rows of the batch that are alike, under one head of the mask."""
+    """The counted queries and the seen keys of a row of the batch under one head of the mask; None: all."""
 
     rows: Int[Tensor, "row"] | None
     keys: Int[Tensor, "column"] | None
-    hidden: UInt8[Tensor, "row column"] | None
-
-    def entries(self, queries: int, keys: int) -> int:
-        """How many entries of the pattern are left."""
-        rows = queries if self.rows is None else len(self.rows)
-        return rows * (keys if self.keys is None else len(self.keys))
+    hidden: UInt8[Tensor, "batch head row column"] | None
 
     @classmethod
     def of(cls, visible: Bool[Tensor, "#query #key"] | None, rows: Tensor | None, keys: int) -> "Selection":
@@ -244,30 +240,20 @@ class Selection:
         if alike:
             return cls(rows, columns, None)
         hidden = ~(visible if columns is None else visible[:, columns])
-        return cls(rows, columns, hidden.view(torch.uint8))
+        return cls(rows, columns, hidden.view(torch.uint8)[None, None])
 
-    def shares(
-        self, weights: Float[Tensor, "batch klass query"], rows: list[int]
-    ) -> list[Float[Tensor, "klass row"]]:
-        """The weights of the selected queries of each of the rows."""
-        return [weights[row] if self.rows is None else weights[row][:, self.rows] for row in rows]
+    def shares(self, weights: Float[Tensor, "batch klass query"]) -> Float[Tensor, "batch klass row"]:
+        """The weights of the selected queries."""
+        return _take(weights, self.rows)
 
-    def store(
-        self,
-        sums: Float[Tensor, "klass head column"],
-        received: Float[Tensor, "batch klass head key"],
-        rows: list[int],
-        heads: slice,
-    ) -> None:
-        """Write the sums of the seen keys, of some heads of each of the rows."""
-        for row, own in zip(rows, sums.chunk(len(rows), 1), strict=True):
-            if self.keys is None:
-                received[row, :, heads] = own
-            else:
-                received[row, :, heads][..., self.keys] = own
+    def store(self, sums: Float[Tensor, "klass group column"], own: Float[Tensor, "batch klass head key"]) -> None:
+        """Write the sums of the seen keys of a group of heads, row by row of the batch, into what is theirs."""
+        own[..., slice(None) if self.keys is None else self.keys] = rearrange(
+            sums, "c (b h) k -> b c h k", b=len(own)
+        )
 
     def heads(
-        self, q: Tensor, k: Tensor, lse: Tensor | None, chosen: range, scale: float, causal: bool, room: Room
+        self, q: Tensor, k: Tensor, lse: Tensor | None, chosen: slice, scale: float, causal: bool, room: Room
     ) -> HeadGroup:
         """The selected queries and keys of some query heads of rows [row, head, position, d_head]."""
         last = None
@@ -278,8 +264,8 @@ class Selection:
         first, end = chosen.start // groups, (chosen.stop - 1) // groups + 1
         q = _take(q[:, chosen.start : chosen.stop], self.rows).float() * (scale * LOG2E)
         k = _take(k[:, first:end], self.keys).float()
-        if groups > 1 and len(chosen) > 1:
-            k = k[:, [head // groups - first for head in chosen]]
+        if groups > 1 and q.shape[1] > 1:
+            k = k[:, [head // groups - first for head in range(chosen.start, chosen.stop)]]
         offset = None
         if lse is not None:  # finite, since 0 * inf is not a number: a query without a key may have -inf
             known = _take(lse[:, chosen.start : chosen.stop], self.rows).float()
@@ -300,59 +286,47 @@ def head_groups(
     rows: list[Tensor | None],
     causal: bool,
     lse: Tensor | None = None,
-) -> Iterator[tuple[list[int], slice, Selection, HeadGroup]]:
+) -> Iterator[tuple[slice, slice, Selection, HeadGroup]]:
     """The query heads of the batch, as many at a time as fit a tile: rows, heads of each, selection, group.
 
-    The heads of a group, row by row, have one mask and the same counted queries, so that a row's statistics do not
-    depend on its batch, but for the last bits (where its operands lie in memory).
+    Of short heads some of one row, or all of some rows, with every query and key: what is hidden or does not count
+    is computed too, which takes less time than a call for each row. Of long heads one at a time, with the counted
+    queries and the seen keys. A row's statistics do not depend on its batch but for the last bits.
     """
     heads, room = q.shape[1], Room()
-    for alike, masks in _rows_alike(visible, rows, q.shape[2] * k.shape[2]):
-        by_head = masks is not None and masks.shape[0] > 1
-        start = 0
-        while start < heads * len(alike):
-            if start == 0 or by_head:
-                mask = None if masks is None else masks[start if by_head else 0]
-                selection = Selection.of(mask, rows[alike[0]], k.shape[2])
-            entries = selection.entries(q.shape[2], k.shape[2])
-            shared = not by_head and entries <= SHORT_HEAD
-            size = max(1, min(TILE_ELEMENTS, SHARED_TILE_ELEMENTS) // max(1, entries)) if shared else 1
-            # Some heads of one row, or all heads of some rows.
-            row, head = divmod(start, heads)
-            count = max(1, size // heads) if head == 0 else 1
-            chosen = range(head, min(head + size, heads))
-            own = alike[row : row + count]
-            some = slice(own[0], own[-1] + 1) if own[-1] - own[0] < len(own) else own
-            known = None if lse is None else lse[some]
-            source = selection.heads(q[some], k[some], known, chosen, scale, causal, room)
-            yield own, slice(chosen.start, chosen.stop), selection, source
-            start += len(own) * len(chosen)
+    entries = q.shape[2] * k.shape[2]
+    if visible is not None:
+        visible = visible.expand(len(q), -1, -1, k.shape[2])
+    if entries <= SHORT_HEAD:
+        every = Selection(None, None, None)
+        size = max(1, min(TILE_ELEMENTS, SHARED_TILE_ELEMENTS) // max(1, entries))
+        hides = visible is not None and not bool(visible.all())
+        for some in _parts(len(q), size // heads):
+            for chosen in _parts(heads, size):
+                source = every.heads(
+                    q[some], k[some], None if lse is None else lse[some], chosen, scale, causal, room
+                )
+                if hides and visible is not None:
+                    own = visible[some] if visible.shape[1] == 1 else visible[some, chosen]
+                    source = replace(source, hidden=(~own).view(torch.uint8))
+                yield some, chosen, every, source
+        return
+    for row in range(len(q)):
+        some = slice(row, row + 1)
+        known = None if lse is None else lse[some]
+        for head in range(heads):
+            masks = None if visible is None else visible[row]
+            if head == 0 or (masks is not None and len(masks) > 1):
+                mask = None if masks is None else masks[head if len(masks) > 1 else 0]
+                selection = Selection.of(mask, rows[row], k.shape[2])
+            chosen = slice(head, head + 1)
+            yield some, chosen, selection, selection.heads(q[some], k[some], known, chosen, scale, causal, room)
 
 
-def _rows_alike(
-    visible: Bool[Tensor, "#batch #head #query #key"] | None, counted: list[Tensor | None], entries: int
-) -> Iterator[tuple[list[int], Bool[Tensor, "#head #query #key"] | None]]:
-    """Rows of the batch with one mask for all heads and the same counted queries, and the mask.
-
-    A row of long heads, which share no tile, or of a mask that differs between heads is alone.
-    """
-    masks = [None] * len(counted) if visible is None else [*visible.expand(len(counted), -1, -1, -1)]
-    short = entries <= SHORT_HEAD and (visible is None or visible.shape[1] == 1)
-    found: dict[Any, list[int]] = {}
-    for row, (queries, mask) in enumerate(zip(counted, masks, strict=True)):
-        key = (_bytes(queries), None if mask is None else _bytes(_once(mask))) if short else row
-        found.setdefault(key, []).append(row)
-    for alike in found.values():
-        yield alike, masks[alike[0]]
-
-
-def _once(mask: Bool[Tensor, "#head #query #key"]) -> Bool[Tensor, "#head #query #key"]:
-    """The mask with one query where all queries have one in memory."""
-    return mask[:, :1] if mask.stride(1) == 0 else mask
-
-
-def _bytes(tensor: Tensor | None) -> bytes | None:
-    return None if tensor is None else tensor.numpy().tobytes()
+def _parts(count: int, size: int) -> list[slice]:
+    """Slices of `size`, at least 1, that cover `count` things."""
+    size = max(1, size)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def tiled_received_sums(
@@ -371,13 +345,13 @@ def tiled_received_sums(
     weights = weights.expand(q.shape[0], -1, -1)
     counted = weights.ne(0).any(1)
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
-    for alike, heads, selection, source in head_groups(q, k, scale, visible, rows, causal, lse):
+    for some, heads, selection, source in head_groups(q, k, scale, visible, rows, causal, lse):
         own = received.new_zeros(weights.shape[1], len(source.q), source.k.shape[1])
-        shares = selection.shares(weights, alike)
+        shares = selection.shares(weights[some])
         for tile, columns, scores in source.tiles():
             total = source.exponentials_(scores)
-            add_sums_(own[..., columns], [share[:, tile] for share in shares], scores, total)
-        selection.store(own, received, alike, heads)
+            add_sums_(own[..., columns], shares[..., tile], scores, total)
+        selection.store(own, received[some, :, heads])
     return received
 
 
@@ -393,13 +367,13 @@ def tiled_lse(
         tiles = _batched_scores(q, k, scale, visible, causal)
         return torch.cat([scores.logsumexp(-1) for _, scores in tiles], -1)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    for alike, heads, _, source in head_groups(q, k, scale, visible, [None] * q.shape[0], causal):
+    for some, heads, _, source in head_groups(q, k, scale, visible, [None] * q.shape[0], causal):
         for tile, _, scores in source.tiles():
             top, total = exponentials_(scores)
             value = (top[..., 0] + total.log2()) / LOG2E
             value.masked_fill_(value == torch.inf, -torch.inf)
-            for row, own in zip(alike, value.chunk(len(alike)), strict=True):
-                lse[row, heads, tile] = own
+            own = lse[some, heads, tile]
+            own.copy_(value.view(own.shape))
     return lse
 
 

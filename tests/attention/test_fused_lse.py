@@ -83,20 +83,14 @@ def test_where_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mixed(q, k, None)[1] is not None
 
 
-@pytest.mark.parametrize("elements", [1 << 19, 300])
 @pytest.mark.parametrize("mask", list(masks()))
-def test_statistics_with_it_are_those_of_the_pattern(
-    mask: str, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiled, "TILE_ELEMENTS", elements)
+def test_statistics_with_it_are_those_of_the_pattern(tile: str, mask: str) -> None:
     q, k = random()
     visible = masks()[mask]
     check(AttentionInputs(0, q, k, k, SCALE, visible, lse=mixed(q, k, visible)[1]), 37)
 
 
-@pytest.mark.parametrize("elements", [1 << 19, 300])
-def test_padding_causality_sinks_and_spans(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "TILE_ELEMENTS", elements)
+def test_padding_causality_sinks_and_spans(tile: str) -> None:
     q, k = random()
     content = torch.ones(2, 37, dtype=torch.bool)
     content[0, :9] = False
@@ -113,7 +107,7 @@ def test_padding_causality_sinks_and_spans(elements: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_query_after_all_seen_keys_that_sees_none_has_zeros(known: bool) -> None:
+def test_a_query_after_all_seen_keys_that_sees_none_has_zeros(tile: str, known: bool) -> None:
     q, k = random()
     visible = torch.zeros(2, 1, 37, 37, dtype=torch.bool)
     visible[..., :5] = True
@@ -126,7 +120,7 @@ def test_a_query_after_all_seen_keys_that_sees_none_has_zeros(known: bool) -> No
     torch.testing.assert_close(stats.per_query["past"][:, :, 31], torch.ones(2, 4), atol=1e-6, rtol=0)
 
 
-def test_a_rows_statistics_do_not_depend_on_its_batch() -> None:
+def test_a_rows_statistics_do_not_depend_on_its_batch(tile: str) -> None:
     q, k = random()
     weights = torch.ones(2, 1, 37)
     visible = masks()["padding"]

@@ -62,14 +62,6 @@ def random(
     return q, k
 
 
-@pytest.fixture(params=[1 << 19, 300])
-def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """One tile for everything, or tiles of 8 rows (the last one shorter)."""
-    monkeypatch.setattr(tiled, "TILE_ELEMENTS", request.param)
-    monkeypatch.setattr(tiled, "BATCHED_ELEMENTS", request.param * 8)
-    return request.param
-
-
 def masks(seed: int = 1) -> dict[str, Tensor | None]:
     generator = torch.Generator().manual_seed(seed)
     padding = torch.ones(2, 37, dtype=torch.bool)
@@ -94,7 +86,7 @@ def masks(seed: int = 1) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("mask", list(masks()))
 @pytest.mark.parametrize("causal", [False, True])
-def test_equal_to_the_float64_pattern(tile: int, mask: str, causal: bool) -> None:
+def test_equal_to_the_float64_pattern(tile: str, mask: str, causal: bool) -> None:
     q, k = random()
     visible = masks()[mask]
     pattern = pattern64(q, k, SCALE, visible, causal)
@@ -130,20 +122,30 @@ def test_log_sum_exp() -> None:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40), st.integers(1, 40),
-    st.integers(1, 24), st.booleans(), st.sampled_from([16, 200, 1 << 19]), st.integers(0, 1000),
+    st.integers(1, 24), st.booleans(), st.sampled_from([16, 200, 1 << 19]), st.booleans(), st.integers(0, 1000),
 )  # fmt: skip
 def test_any_shape(
-    batch: int, kv: int, groups: int, queries: int, keys: int, width: int, causal: bool, size: int, seed: int
+    batch: int,
+    kv: int,
+    groups: int,
+    queries: int,
+    keys: int,
+    width: int,
+    causal: bool,
+    size: int,
+    short: bool,
+    seed: int,
 ) -> None:
     q, k = random(batch, kv * groups, kv, queries, keys, width, seed)
     generator = torch.Generator().manual_seed(seed)
     visible = torch.rand(batch, 1, queries, keys, generator=generator) > 0.3
     weights = torch.rand(batch, 2, queries, generator=generator)
-    kept, tiled.TILE_ELEMENTS = tiled.TILE_ELEMENTS, size
+    kept = tiled.TILE_ELEMENTS, tiled.SHORT_HEAD
+    tiled.TILE_ELEMENTS, tiled.SHORT_HEAD = size, kept[1] if short else 0
     try:
         got = received_sums(q, k, scale=SCALE, visible=visible, queries=weights, causal=causal)
     finally:
-        tiled.TILE_ELEMENTS = kept
+        tiled.TILE_ELEMENTS, tiled.SHORT_HEAD = kept
     torch.testing.assert_close(got.double(), split(pattern64(q, k, SCALE, visible, causal), weights), **CLOSE)
 
 
@@ -186,7 +188,7 @@ def test_hidden_keys_do_not_matter_however_large() -> None:
 
 
 @pytest.mark.parametrize("mask", ["none", "a row sees nothing", "padding"])
-def test_gradients_flow_where_they_are_wanted(tile: int, mask: str) -> None:
+def test_gradients_flow_where_they_are_wanted(tile: str, mask: str) -> None:
     q, k = (x.double().float().requires_grad_() for x in random(batch=2))
     visible = masks()[mask]
     weights = torch.randn(2, 1, 4, 37, generator=torch.Generator().manual_seed(3))
@@ -280,8 +282,8 @@ def test_errors_say_what_was_given() -> None:
 
 @pytest.mark.parametrize("mask", ["none", "one for all", "padding", "by query", "by head"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_that_share_tiles_have_the_sums_of_each_alone(mask: str, causal: bool) -> None:
-    """Rows 0, 2 and 5 have one mask, rows 1 and 4 another; of rows 0 and 2 the same queries count, of 5 others."""
+def test_rows_that_share_tiles_have_the_sums_of_each_alone(tile: str, mask: str, causal: bool) -> None:
+    """Of six rows with three masks not all queries count."""
     q, k = random(6)
     generator = torch.Generator().manual_seed(4)
     kinds = torch.tensor([0, 1, 0, 2, 1, 0])
@@ -308,18 +310,19 @@ def test_rows_that_share_tiles_have_the_sums_of_each_alone(mask: str, causal: bo
         torch.testing.assert_close(lse[own], alone, atol=1e-6, rtol=1e-6)
 
 
-def test_rows_that_are_alike_share_tiles() -> None:
+def test_short_heads_of_all_rows_share_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = random(6)
-    visible = torch.ones(6, 1, 1, 37, dtype=torch.bool)
-    visible[[1, 4], ..., :3] = False
+    visible = torch.rand(6, 1, 1, 37, generator=torch.Generator().manual_seed(4)) > 0.3
 
-    def groups(visible: Tensor | None, counted: list[Tensor | None]) -> list[list[int]]:
-        return [each[0] for each in tiled.head_groups(q, k, SCALE, visible, counted, False)]
+    def groups() -> list[tuple[slice, slice]]:
+        return [group[:2] for group in tiled.head_groups(q, k, SCALE, visible, [None] * 6, False)]
 
-    assert groups(None, [None] * 6) == [[0, 1, 2, 3, 4, 5]]
-    assert groups(visible, [None] * 6) == [[0, 2, 3, 5], [1, 4]]
-    some = torch.arange(5)
-    assert groups(visible, [None, some, None, some, some, None]) == [[0, 2, 5], [1, 4], [3]]
-    assert groups(torch.ones(6, 4, 37, 37, dtype=torch.bool), [None] * 6) == [
-        [r] for r in range(6) for _ in range(4)
-    ]
+    assert groups() == [(slice(0, 6), slice(0, 4))]
+    monkeypatch.setattr(tiled, "SHARED_TILE_ELEMENTS", 37 * 37 * 9)  # two rows of four heads, and one head more
+    assert groups() == [(slice(row, row + 2), slice(0, 4)) for row in (0, 2, 4)]
+    monkeypatch.setattr(tiled, "SHARED_TILE_ELEMENTS", 37 * 37 * 3)
+    parts = (slice(0, 3), slice(3, 4))
+    assert groups() == [(slice(row, row + 1), heads) for row in range(6) for heads in parts]
+    monkeypatch.setattr(tiled, "SHORT_HEAD", 37)
+    alone = [(slice(row, row + 1), slice(head, head + 1)) for row in range(6) for head in range(4)]
+    assert groups() == alone
