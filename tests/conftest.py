@@ -3,6 +3,8 @@ import os
 # The models are tiny, and tests run side by side: more than one thread in a process, or in one that a test starts,
 # costs time. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test downloads anything. Without this, each unknown name waits 23 seconds for a hub that cannot be reached.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch

@@ -262,7 +262,8 @@ class _Call:
             inputs = None if inputs is given else inputs
         if not self.module.hook_z.readers:
             return _Mixed(self._plain(q, mask) if inputs is None else stream_mix(inputs))
-        with fused_lse(q, self.k, mask) as lse:
+        sdpa = inputs is not None or self.module.config.wrapped._attn_implementation == "sdpa"
+        with fused_lse(q, self.k, mask, sdpa=sdpa) as lse:
             z = self._plain(q, mask) if inputs is None else stream_mix(inputs)
         return _Mixed(z, inputs=replace(inputs or self._inputs(q, mask, own_start), lse=lse.value))
 

@@ -291,13 +291,15 @@ def head_groups(
 
     Of short heads some of one row, or all of some rows, with every query and key: what is hidden or does not count
     is computed too, which takes less time than a call for each row. Of long heads one at a time, with the counted
-    queries and the seen keys. A row's statistics do not depend on its batch but for the last bits.
+    queries and the seen keys; of short ones too where a value is not finite, since 0 * inf would spoil the sums of
+    what counts. A row's statistics do not depend on its batch but for the last bits.
     """
     heads, room = q.shape[1], Room()
     entries = q.shape[2] * k.shape[2]
     if visible is not None:
         visible = visible.expand(len(q), -1, -1, k.shape[2])
-    if entries <= SHORT_HEAD:
+    discards = visible is not None or any(each is not None for each in rows)
+    if entries <= SHORT_HEAD and (not discards or bool((q.sum() + k.sum()).isfinite())):
         every = Selection(None, None, None)
         size = max(1, min(TILE_ELEMENTS, SHARED_TILE_ELEMENTS) // max(1, entries))
         hides = visible is not None and not bool(visible.all())

@@ -1,12 +1,17 @@
 """The log-sum-exp of torch's fused kernel, and statistics of the pattern that take it."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import _python_dispatch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from dlm_lens.attention import (
     QUERY_STATS,
@@ -19,6 +24,8 @@ from dlm_lens.attention import (
 )
 from dlm_lens.attention.fused_lse import LEAST_ENTRIES
 from dlm_lens.recording import AttentionEntropy, ReceivedAttention, RegionMass, record
+from dlm_lens.sampling import denoise
+from dlm_lens.sinks import received_of
 from dlm_lens.testing import tiny
 from tests.attention.test_pattern_reductions import check
 from tests.attention.test_received import CLOSE, SCALE, masks, random
@@ -118,6 +125,61 @@ def test_a_query_after_all_seen_keys_that_sees_none_has_zeros(tile: str, known: 
         assert (values[:, :, 30] == 0).all()
         assert values.isfinite().all()
     torch.testing.assert_close(stats.per_query["past"][:, :, 31], torch.ones(2, 4), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("why", ["autocast", "size", "another function"])
+def test_it_is_left_where_it_would_be_wrong(why: str) -> None:
+    """Autocast rounds queries and keys on their way; the rounding of a score of 10^7 is larger than 1."""
+    q, k = random()
+    assert mixed(q, k, None)[1] is not None
+    if why == "size":
+        assert mixed(q * 1e4, k * 1e3, None)[1] is None
+        return
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast")
+    with autocast, fused(q, k, None, sdpa=why == "autocast") as found:
+        scaled_dot_product_attention(q, k, k, scale=SCALE, enable_gqa=True)
+    assert found.value is None
+
+
+def test_threads_that_record_leave_torch_as_it_was() -> None:
+    """Torch counts dispatch modes in flags of the process, with which torch.compile would compile nothing."""
+    flags = ("_is_in_non_infra_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals")
+    q, k = random()
+    inside: list[bool] = []
+
+    def work() -> None:
+        with torch.no_grad(), fused(q, k, None):
+            inside.extend(getattr(_python_dispatch, flag) for flag in flags)
+            scaled_dot_product_attention(q, k, k, scale=SCALE, enable_gqa=True)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(inside) == 8
+    assert not any(inside)
+    assert not any(getattr(_python_dispatch, flag) for flag in flags)
+
+
+def test_a_function_of_the_users_own_runs_as_without_a_recording() -> None:
+    """Flex attention is an operator that a dispatch mode of ours would have to know."""
+
+    def own(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+        z: Any = flex_attention(q, k, v, scale=options["scaling"], enable_gqa=True)
+        return z.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("own_flex", own)
+    AttentionMaskInterface.register("own_flex", lambda *_, **__: None)
+    model = tiny("llada")
+    model.set_attn_implementation("own_flex")
+    prompts = [[5, 9, 11, 3]]
+    plain = denoise(model, prompts, gen_length=8, steps=2)
+    recording = record(model, prompts, [ReceivedAttention(["all"])], gen_length=8, steps=2)
+    assert torch.equal(recording.run.tokens, plain.tokens)
+    # Every query's attention is 1: 12 queries over 12 keys, relative to uniform, to a rounding of float32.
+    values = received_of(recording).values
+    torch.testing.assert_close(values.mean(-1), torch.ones_like(values[..., 0]), atol=1e-6, rtol=0)
 
 
 def test_a_rows_statistics_do_not_depend_on_its_batch(tile: str) -> None:

@@ -79,6 +79,23 @@ def test_a_query_that_sees_no_key_has_zeros(tile: str) -> None:
         assert values.isfinite().all()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("what", ["a query that does not count", "a key that no query sees"])
+def test_what_is_not_finite_and_does_not_count_changes_nothing(tile: str, what: str, bad: float) -> None:
+    q, k = random()
+    visible = torch.ones(2, 1, 1, 37, dtype=torch.bool)
+    visible[0, ..., :5] = False
+    counted = visible[:, 0, 0]
+    weights = counted[:, None].float()
+    clean = pattern_stats(AttentionInputs(0, q, k, k, SCALE, visible), weights, QUERY_STATS, counted=counted)
+    (q if what.startswith("a query") else k)[0, :, :5] = bad
+    found = pattern_stats(AttentionInputs(0, q, k, k, SCALE, visible), weights, QUERY_STATS, counted=counted)
+    close = {"atol": 1e-6, "rtol": 1e-5}  # other tiles: a few roundings of sums of up to 37
+    torch.testing.assert_close(found.sums, clean.sums, **close)
+    for name, values in clean.per_query.items():
+        torch.testing.assert_close(found.per_query[name], values, **close)
+
+
 def test_one_pass_delivers_what_each_would_alone() -> None:
     q, k = random(queries=150)
     inputs = AttentionInputs(0, q, k, k, SCALE)
