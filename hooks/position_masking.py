@@ -56,7 +56,7 @@ class MaskPositions(ColumnHook):
     @property
     def padding_safe(self) -> bool:
         """Whether all positions are sink tokens or counted from the end, which left padding does not shift."""
-        return all(isinstance(position, SinkToken) or position < 0 for position in self.positions)
+        return not self.shifts_with_padding
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
         """The columns at the positions, in every row and head."""

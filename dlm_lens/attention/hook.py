@@ -58,6 +58,9 @@ class Hook:
             Evaluation may then cut runs short. False by default.
         padding_safe: whether every row of a padded batch gets what it gets alone. Evaluation may then batch prompts
             of unequal length. False by default.
+        shifts_with_padding: whether it names canvas positions from the beginning, which are other tokens in a row
+            that is padded. `record` then batches prompts of equal length alone, and other runs warn. By default
+            whether its field `positions` has a whole number from 0 on.
         needs_clean_pass: whether `RunStep.clean` is needed, which costs one more forward pass a step. False by
             default.
         sees_all_layers: whether the hook has to be called in every layer, even inside `at_layers`. False by
@@ -107,6 +110,12 @@ class Hook:
 
         Called once, before the first forward pass. By default nothing is refused.
         """
+
+    @property
+    def shifts_with_padding(self) -> bool:
+        """Whether its field `positions` names canvas positions from the beginning."""
+        positions = getattr(self, "positions", None)
+        return isinstance(positions, tuple) and any(isinstance(each, int) and each >= 0 for each in positions)
 
     @property
     def key(self) -> Any:
@@ -185,6 +194,11 @@ class HookWrapper(Hook):
         return self.hook.padding_safe
 
     @property
+    def shifts_with_padding(self) -> bool:
+        """As the hook inside."""
+        return self.hook.shifts_with_padding
+
+    @property
     def needs_clean_pass(self) -> bool:
         """As the hook inside."""
         return self.hook.needs_clean_pass
@@ -241,6 +255,11 @@ class HookAdapter(Hook):
     def padding_safe(self) -> bool:
         """As it declares."""
         return bool(getattr(self.wrapped, "padding_safe", False))
+
+    @property
+    def shifts_with_padding(self) -> bool:
+        """As it declares."""
+        return bool(getattr(self.wrapped, "shifts_with_padding", False))
 
     @property
     def needs_clean_pass(self) -> bool:

@@ -54,7 +54,9 @@ def record(
         model: from `dlm_lens.load`.
         prompts: text, chat messages, ids, or a list of any of them.
         reducers: what to record.
-        hooks: interventions (`dlm_lens.hooks`); those that hide columns need no pattern here either.
+        hooks: interventions (`dlm_lens.hooks`); those that hide columns need no pattern here either. With one that
+            names canvas positions (`mask_positions(3)`) a batch ends where the length of the prompts changes, so
+            that the position is the same token of a prompt in every batch.
         to: a directory, to which a shard is written after every step. After an interruption the same call continues
             the run. The arrays of the result are read from the directory on first use.
         layers: indices of the layers, negative from the end; None for all.
@@ -93,12 +95,14 @@ class Batches:
     Args:
         ids: token ids of every prompt.
         seeds: of every prompt; None for random ones.
-        size: prompts in one batch.
+        size: prompts in one batch, at most.
+        alike: whether a batch has prompts of one length alone, and so no padding.
     """
 
     ids: tuple[tuple[int, ...], ...]
     seeds: tuple[int, ...] | None
     size: int
+    alike: bool = False
 
     @classmethod
     def of(cls, model: Any, prompts: Any, size: int | None, seed: int | list[int] | None) -> "Batches":
@@ -114,10 +118,22 @@ class Batches:
         seeds = None if seed is None else row_seeds(seed, len(ids))
         return cls(ids, seeds, size or len(ids))
 
+    def under(self, hooks: Sequence[HookLike]) -> "Batches":
+        """Without padding, if one of the hooks names positions that padding would shift."""
+        return replace(self, alike=any(hook.shifts_with_padding for hook in checked(hooks)))
+
     @property
     def parts(self) -> list[range]:
         """The rows of every batch."""
-        return [range(start, min(start + self.size, len(self.ids))) for start in range(0, len(self.ids), self.size)]
+        ends = [len(self.ids)]
+        if self.alike:
+            ends = [row for row in range(1, len(self.ids)) if len(self.ids[row]) != len(self.ids[row - 1])] + ends
+        begins = [0, *ends[:-1]]
+        return [
+            range(start, min(start + self.size, end))
+            for begin, end in zip(begins, ends, strict=True)
+            for start in range(begin, end, self.size)
+        ]
 
 
 def record_batches(
@@ -140,6 +156,7 @@ def record_batches(
         ValueError: as `record`, before anything is computed.
     """
     _check(settings, to)
+    batches = batches.under(hooks)
     recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
     if to is not None:
         _check_partition(to, batches)
@@ -223,6 +240,6 @@ def _check_partition(to: Path, batches: Batches) -> None:
     there = {part.name for part in parts_of(to)} if to.exists() else set()
     if not there <= wanted:
         raise ValueError(
-            f"{to} holds other batches ({', '.join(sorted(there - wanted))}); give the same prompts and batch_size "
-            "to continue it, or another directory"
+            f"{to} holds other batches ({', '.join(sorted(there - wanted))}); give the same prompts, batch_size "
+            "and hooks to continue it, or another directory"
         )

@@ -1,5 +1,6 @@
 """Observers of a run: `RunObserver`, the state that a run is resumed from, and the observer that runs hooks."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,10 +28,13 @@ from dlm_lens.attention import (
     hook_keys,
     hooked_attentions,
     listening,
+    padding_before,
     stream_columns,
 )
 from dlm_lens.sampling.denoising_run import History, Proposal, StepPlan
 from dlm_lens.sampling.samplers.base import Sampler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,11 +425,24 @@ def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[HookLike]) -> dict[str,
 def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
     """Call `Hook.check_run` of every hook, which refuses a run or a model that lacks what the hook needs.
 
+    Warns of a hook that names canvas positions where rows are padded, and so begin at different ones.
+
     Raises:
         ValueError: a step, a layer or a head that is not there.
     """
     for hook in hooks:
         hook.check_run(run)
+    shifted = [str(hook) for hook in hooks if hook.shifts_with_padding]
+    padding = padding_before(run.valid) if shifted else run.valid.new_zeros(1)
+    if bool(padding.any()):
+        logger.warning(
+            "%s: positions count from the beginning of the canvas, and rows of this batch begin at %d to %d, after "
+            "their padding: in each row they are other tokens; run prompts of one length together (record does) "
+            "or count from the end",
+            ", ".join(shifted),
+            int(padding.min()),
+            int(padding.max()),
+        )
 
 
 @contextmanager

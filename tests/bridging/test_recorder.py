@@ -34,12 +34,12 @@ def test_under_a_hook_and_with_a_cache():
     given = settings("llada")
     bridge = dlm_lens.bridge(model)
     recorder = dlm_lens.BridgeRecorder(bridge, [ReceivedAttention()], layers=[1])
-    hook = mask_positions(2)
+    hook = mask_positions(-2)
     run, cache = bridge.denoise_with_cache(
         PROMPTS, names_filter="blocks.1.attn.hook_pattern", hooks=[hook], observers=recorder, **given
     )
     found = recorder.recording(run)
-    assert float(found.received[:, 0, :, :, 2].abs().max()) == 0.0
+    assert float(found.received[:, 0, :, :, -2].abs().max()) == 0.0
     sums = cache["blocks.1.attn.hook_pattern"][:, 0].sum(-2)
     torch.testing.assert_close(found.received_sums()[:, 0, 0], sums, rtol=1e-4, atol=1e-5)
     native = record(model, PROMPTS, [ReceivedAttention()], layers=[1], hooks=[hook], **given)

@@ -160,6 +160,7 @@ def test_hooks_in_stream_record_what_they_leave():
         """The same hook as one that attention cannot run in stream."""
 
         site = hook.site
+        shifts_with_padding = True
 
         def __call__(self, tensor, hook_context=None, *, hook=None):
             return inner(tensor, hook)

@@ -1,0 +1,107 @@
+"""Hooks that name positions, and prompts of unequal length: `record` keeps these apart, other runs warn."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_lens import denoise, record
+from dlm_lens.hooks import (
+    ablate,
+    at_steps,
+    freeze_sinks,
+    mask_positions,
+    scale_attention,
+    sink,
+    steer,
+    zero_value,
+)
+from dlm_lens.recording import ReceivedAttention, ValueNorm
+from dlm_lens.recording.record_runs import Batches
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 11, 3, 7, 8], [6, 2, 4]]
+HOOKS: dict[str, Any] = {
+    "mask_positions": mask_positions(2),
+    "mask_positions, from the end": mask_positions(-2, 0),
+    "mask_positions, after": mask_positions(1, stage="after"),
+    "some steps": at_steps(mask_positions(2), [1, 2]),
+    "scale_attention": scale_attention(2, 0.1),
+    "zero_value": zero_value(2, 1),
+    "ablate": ablate("resid", (2, -1)),
+    "steer": steer(torch.ones(32), 2.0, positions=(1,)),
+    "freeze_sinks": freeze_sinks([2, 3], step=1),
+}
+SETTINGS = {
+    "llada": {"steps": 4, "gen_length": 4},
+    "sink_llama": {"steps": 4, "gen_length": 4},
+    "causal": {"gen_length": 4},
+}
+
+
+@pytest.mark.parametrize("family", list(SETTINGS))
+@pytest.mark.parametrize("name", list(HOOKS))
+def test_a_row_gets_what_it_gets_alone(name: str, family: str) -> None:
+    model, settings, hook = tiny(family), SETTINGS[family], HOOKS[name]
+    reducers = [ReceivedAttention(["all"]), ValueNorm()]
+    both = record(model, PROMPTS, reducers, hooks=[hook], **settings)
+    plain = record(model, PROMPTS, reducers, **settings)
+    assert any(not torch.equal(both.arrays[each], plain.arrays[each]) for each in both.arrays), (
+        "the hook does nothing"
+    )
+    for row, prompt in enumerate(PROMPTS):
+        alone = record(model, [prompt], reducers, hooks=[hook], **settings)
+        before = both.run.tokens.shape[-1] - alone.run.tokens.shape[-1]
+        assert before == len(PROMPTS[0]) - len(prompt)
+        assert torch.equal(both.run.tokens[row, before:], alone.run.tokens[0])
+        for each, spec in both.specs.items():
+            values, expected = both.arrays[each].select(spec.dims.index("batch"), row), alone.arrays[each]
+            values = values.narrow(-1, before, expected.shape[-1])
+            expected = expected.select(spec.dims.index("batch"), 0)
+            # A batch's products round otherwise: float32, sums of up to 10.
+            torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", list(HOOKS))
+def test_another_run_of_padded_rows_warns(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, settings = tiny("llada"), SETTINGS["llada"]
+    denoise(model, PROMPTS, hooks=[HOOKS[name]], **settings)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"{HOOKS[name]}: positions count from the beginning of the canvas")
+    assert "rows of this batch begin at 0 to 3" in message
+
+
+SAFE: dict[str, Any] = {
+    "from the end": mask_positions(-2),
+    "sinks": zero_value(sink(0)),
+    "a class": ablate("resid", "open"),
+    "everywhere": scale_attention("prompt", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", list(SAFE))
+def test_what_padding_does_not_shift_is_batched_without_a_word(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, settings = tiny("sink_llama", num_sinks=1), SETTINGS["llada"]
+    batches = Batches.of(model, PROMPTS, None, 0).under([SAFE[name]])
+    assert batches.parts == [range(2)]
+    denoise(model, PROMPTS, hooks=[SAFE[name]], **settings)
+    assert not caplog.records
+
+
+def test_batches_end_where_the_length_changes() -> None:
+    prompts = [[1, 2], [3, 4], [5, 6], [7], [8, 9, 10], [11, 12, 13]]
+    batches = Batches.of(tiny("llada"), prompts, 2, 0)
+    assert batches.parts == [range(0, 2), range(2, 4), range(4, 6)]
+    assert batches.under([mask_positions(0)]).parts == [range(0, 2), range(2, 3), range(3, 4), range(4, 6)]
+    assert batches.under([at_steps(zero_value(1), [0])]).parts[1] == range(2, 3)
+
+
+def test_it_goes_on_in_its_directory(tmp_path: Path) -> None:
+    model, settings = tiny("llada"), SETTINGS["llada"]
+    given: dict[str, Any] = {"hooks": [mask_positions(2)], "batch_size": 8, **settings}
+    whole = record(model, PROMPTS, **given)
+    for _ in range(2):
+        stored = record(model, PROMPTS, to=tmp_path / "run", **given)
+        torch.testing.assert_close(stored.received, whole.received, atol=0, rtol=0, equal_nan=True)
+    assert len(list((tmp_path / "run").iterdir())) >= 2
