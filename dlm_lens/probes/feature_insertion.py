@@ -273,7 +273,7 @@ def _means(
     """The mean activation of every autoencoder's layer over the content of the canvases."""
     readers = [_Mean(sae.site, (int(sae.layer or 0),)) for sae in saes]
     # A pass of its own keys: with a cache those of the compared passes stay as they are.
-    again = StoredRun(stored.model, stored.run)
+    again = StoredRun(stored.model, stored.run, hooks=None)
     runner = again.runner(readers)
     for step in steps:
         with runner:
@@ -307,7 +307,7 @@ def _losses(
     progress: bool,
 ) -> dict[str, Float[Tensor, "step hook batch"]]:
     """Sums over the predictions of a row: of the plain pass first, then with each hook."""
-    hooked = [StoredRun(stored.model, stored.run) for _ in hooks]
+    hooked = [StoredRun(stored.model, stored.run, hooks=None) for _ in hooks]
     runners = [one.runner([hook]) for one, hook in zip(hooked, hooks, strict=True)]
     found: dict[str, list[Tensor]] = {"loss": [], "kl": [], "positions": []}
     total = len(steps) * (1 + len(hooks))

@@ -250,7 +250,7 @@ def logit_lens(
         flags = name == "positions" and isinstance(value, Tensor) and value.dtype == torch.bool
         if value is not None and not flags and not isinstance(value, Sinks):
             INDICES.check(name, value)
-    stored, head = StoredRun(model, run), Unembedding(model)
+    stored, head = StoredRun(model, run, hooks=hooks), Unembedding(model)
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
     wanted = list(chosen_indices("step", steps, run.steps))
     if not 1 <= top <= head.vocabulary:
@@ -293,9 +293,8 @@ class _Entries:
         tuned: TunedLens | None,
     ) -> None:
         self.stored, self.head, self.places, self.layers, self.top = stored, head, places, layers, top
-        self.hooked = StoredRun(
-            stored.model, stored.run
-        )  # with a cache the passes with hooks keep keys of their own
+        # With a cache the passes with hooks keep keys of their own.
+        self.hooked = StoredRun(stored.model, stored.run, hooks=None)
         self.layout, self.last = SinkLayout.of(stored.model), len(attention_blocks(stored.model)) - 1
         self.translate = (lambda layer, stream: stream) if tuned is None else tuned.translate
         self.shifted = stored.autoregressive or bool(getattr(stored.model.config, "logit_shift", False))

@@ -300,7 +300,7 @@ class _Passes:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
         # With a cache the passes with hooks keep keys of their own.
-        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided)
+        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=None)
         self.runner = self.hooked.runner(hooks)
 
     def compared(self, step: int) -> dict[str, Tensor]:

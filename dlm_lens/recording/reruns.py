@@ -62,7 +62,9 @@ def rerun(
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
         for part in parts:
             canvases = (
-                stored if len(part) == len(run.tokens) else StoredCanvases(model, part_of_run(run, None, part))
+                stored
+                if len(part) == len(run.tokens)
+                else StoredCanvases(model, part_of_run(run, None, part), hooks=None)
             )
             found.append(_record(recorder, canvases, chosen, bar))
     return replace(

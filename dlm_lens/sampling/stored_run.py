@@ -1,5 +1,6 @@
 """`StoredCanvases` and `StoredRun`: the network of a finished run, for passes over the canvases of its steps."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
 
+logger = logging.getLogger(__name__)
+
 
 class StoredCanvases:
     """The canvases of a finished run, and the network's forward pass over the canvas of a step.
@@ -27,13 +30,15 @@ class StoredCanvases:
     Args:
         model: with hook points, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
+        hooks: those under which the passes are made. Where they are not those of the run a warning says so; None
+            if another `StoredCanvases` of the run has said it.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a model without token embeddings, or a run with token ids that the model does not embed.
     """
 
-    def __init__(self, model: Any, run: DenoisingRun) -> None:
+    def __init__(self, model: Any, run: DenoisingRun, *, hooks: Sequence[HookLike] | None = ()) -> None:
         if not isinstance(run, DenoisingRun):
             raise TypeError(
                 f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned"
@@ -45,6 +50,7 @@ class StoredCanvases:
             raise ValueError(
                 f"the run has token id {highest}, but the model embeds {embedded}; is it another model's?"
             )
+        _warn_of_hooks(run, hooks)
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
         self.device = input_device(model)
         self.content = run.attention_mask.to(self.device)
@@ -174,6 +180,17 @@ class StoredCanvases:
         observer.finish(self.plan(step), canvas, Proposal(tokens, confidence), unmasked)
 
 
+def _warn_of_hooks(run: DenoisingRun, hooks: Sequence[HookLike] | None) -> None:
+    """Warn where passes over a run's canvases are made under other hooks than the run."""
+    had = tuple(run.settings.get("hooks", ()))
+    if hooks is not None and had and had != tuple(map(repr, hooks)):
+        logger.warning(
+            "the run was made under the hooks [%s]; this computes the network on its canvases under [%s]",
+            ", ".join(had),
+            ", ".join(map(repr, hooks)),
+        )
+
+
 class StoredRun(StoredCanvases):
     """Runs a model again over the canvases of a run, with its guidance, padding and logit shift.
 
@@ -187,6 +204,7 @@ class StoredRun(StoredCanvases):
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         decided: whether the logits are also about the decided positions of the answer that a step may rewrite:
             those of its block, in rows that had open ones there when it began. For samplers that edit.
+        hooks: as for `StoredCanvases`.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -194,10 +212,12 @@ class StoredRun(StoredCanvases):
             the sampler does not edit.
     """
 
-    def __init__(self, model: Any, run: DenoisingRun, *, decided: bool = False) -> None:
+    def __init__(
+        self, model: Any, run: DenoisingRun, *, decided: bool = False, hooks: Sequence[HookLike] | None = ()
+    ) -> None:
         if isinstance(run, DenoisingRun):
             check_model(model)
-        super().__init__(model, run)
+        super().__init__(model, run, hooks=hooks)
         name = str(run.settings.get("sampler"))
         if name not in algorithms():
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")

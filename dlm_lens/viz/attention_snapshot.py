@@ -138,7 +138,7 @@ def _under_hooks(
     model: Any, run: DenoisingRun, reducers: list[Any], hooks: Sequence[HookLike], step: int, layer: int, row: int
 ) -> Recording:
     """What `rerun` gives, from a pass with hooks."""
-    stored, recorder = StoredRun(model, run), Recorder(model, reducers, layers=[layer])
+    stored, recorder = StoredRun(model, run, hooks=hooks), Recorder(model, reducers, layers=[layer])
     with stored.runner(hooks) as runner:
         stored.start(recorder)
         try:

@@ -181,7 +181,7 @@ class Passes:
         kept: bool = False,
     ) -> None:
         self.model, self.side, self.times, self.rows, self.kept = model, side, times, len(tokens), kept
-        self.stored = StoredRun(model, repeated(side.run, times))
+        self.stored = StoredRun(model, repeated(side.run, times), hooks=None)
         self.wanted, self.tokens = wanted.repeat(1, times, 1), tokens.repeat(times, 1)
         self.runner = self.stored.runner(side.hooks) if side.hooks else None
         self.layout = SinkLayout.of(model)

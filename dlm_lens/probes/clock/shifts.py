@@ -294,7 +294,9 @@ def _changes(
     stored: StoredRun, clock: DenoisingClock, hooks: Sequence[Hook], progress: bool
 ) -> Iterator[tuple[Int[Tensor, "predicted"], Float[Tensor, "variant predicted measure"]]]:
     """Step by step the row of every prediction, and what every hook changes there."""
-    hooked = [StoredRun(stored.model, stored.run) for _ in hooks]  # with a cache each keeps keys of its own
+    hooked = [
+        StoredRun(stored.model, stored.run, hooks=None) for _ in hooks
+    ]  # with a cache each keeps keys of its own
     runners = [one.runner([hook]) for one, hook in zip(hooked, hooks, strict=True)]
     for step in tqdm(range(stored.run.steps), desc="steering", unit="step", disable=not progress):
         predicted = stored.predicted(step).cpu()
