@@ -157,7 +157,7 @@ def test_detectors_are_values():
     assert hash(AttentionShare(0.3)) == hash(AttentionShare(0.3))
     assert [repr(r) for r in (AboveMean(3.0), AboveStd(3), AttentionShare(0.3), TopK(5))] == [
         "AboveMean(eps=3.0)",
-        "AboveStd(k=3)",
+        "AboveStd(k=3.0)",
         "AttentionShare(threshold=0.3)",
         "TopK(k=5)",
     ]

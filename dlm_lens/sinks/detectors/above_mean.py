@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.sinks.detector_registry import DetectorEntry
-from dlm_lens.sinks.detectors.base import Detector, Quantity
+from dlm_lens.sinks.detectors.base import Detector, Quantity, settings_as_floats
 
 ENTRY = DetectorEntry(
     name="above-mean",
@@ -45,6 +45,7 @@ class AboveMean(Detector):
 
     def __post_init__(self) -> None:
         ENTRY.check(self.eps)
+        settings_as_floats(self)
 
     def __repr__(self) -> str:
         return f"AboveMean(eps={self.eps!r}{', literal=True' if self.literal else ''})"

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.sinks.detector_registry import DetectorEntry, check_setting
-from dlm_lens.sinks.detectors.base import Detector, mean_and_std
+from dlm_lens.sinks.detectors.base import Detector, mean_and_std, settings_as_floats
 
 ABOVE_STD = DetectorEntry(
     name="above-std",
@@ -54,6 +54,7 @@ class AboveStd(Detector):
 
     def __post_init__(self) -> None:
         ABOVE_STD.check(self.k)
+        settings_as_floats(self)
 
     def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """Mean plus k standard deviations, the same for every defined key."""
@@ -84,6 +85,7 @@ class SoftSigmoid(Detector):
         SOFT_SIGMOID.check(self.alpha)
         check_setting("SoftSigmoid", "k", self.k, "not negative")
         check_setting("SoftSigmoid", "above", self.above, "fraction")
+        settings_as_floats(self)
 
     def weights(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """w_j, the soft sink weight of each key, from 0 to 1; NaN where it is undefined."""

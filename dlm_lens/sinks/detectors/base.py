@@ -1,6 +1,6 @@
 """`Detector`, the base class of all rules, and what several of them share."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -19,6 +19,14 @@ HiddenQuantity = Literal["max activation", "key norm"]
 
 Quantity = Literal[AttentionQuantity, HiddenQuantity]
 """The quantity that a detector reads."""
+
+
+def settings_as_floats(detector: "Detector") -> None:
+    """Store whole numbers as the floats that the fields are: equal rules print alike, in records too."""
+    for each in fields(detector):
+        value = getattr(detector, each.name)
+        if each.type is float and isinstance(value, int):
+            object.__setattr__(detector, each.name, float(value))
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ class ConstantThreshold(Detector):
 
     def __post_init__(self) -> None:
         check_setting(type(self).__name__, "threshold", self.threshold, "fraction")
+        settings_as_floats(self)
 
     def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """The constant, where the key is defined."""

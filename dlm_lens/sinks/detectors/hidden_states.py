@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.sinks.detector_registry import DetectorEntry, check_setting
-from dlm_lens.sinks.detectors.base import MedianDetector, Quantity
+from dlm_lens.sinks.detectors.base import MedianDetector, Quantity, settings_as_floats
 
 ABOVE_MEDIAN = DetectorEntry(
     name="above-median",
@@ -45,6 +45,7 @@ class AboveMedian(MedianDetector):
     def __post_init__(self) -> None:
         ABOVE_MEDIAN.check(self.times)
         check_setting("AboveMedian", "at_least", self.at_least, "not negative")
+        settings_as_floats(self)
 
     @property
     def quantity(self) -> Quantity:
@@ -73,6 +74,7 @@ class LowKeyNorm(MedianDetector):
 
     def __post_init__(self) -> None:
         LOW_KEY_NORM.check(self.below)
+        settings_as_floats(self)
 
     @property
     def quantity(self) -> Quantity:
