@@ -19,7 +19,7 @@ from dlm_lens.adapters.config_fields import REFUSALS, built_config
 from dlm_lens.adapters.head import check_head, decoder_logits
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
-from dlm_lens.adapters.model_names import CHECKPOINTS, check_model_name, embedded_models
+from dlm_lens.adapters.model_names import check_model_name, embedded_models, embedded_path
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
 from dlm_lens.adapters.registry import Family, family_of, model_type_of
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
@@ -269,7 +269,7 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
 def _resolve(name: str | Path, options: dict[str, Any]) -> str:
     check_model_name(name)
     if str(name) in embedded_models():
-        return str(CHECKPOINTS / str(name))
+        return embedded_path(name)
     if str(name) == smollm2.NAME:
         return str(smollm2.smollm2_directory())
     path = Path(name).expanduser()

@@ -14,6 +14,16 @@ def embedded_models() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json")))
 
 
+def embedded_path(name: str | Path) -> str:
+    """The directory of an embedded model; every other name as it is."""
+    return str(CHECKPOINTS / name) if str(name) in embedded_models() else str(name)
+
+
+def embedded_name(path: str) -> str:
+    """The name of the embedded model in a directory, which is the same wherever the package lies; else the path."""
+    return Path(path).name if Path(path).parent == CHECKPOINTS else path
+
+
 def check_model_name(name: Any) -> str | Path:
     """Return the name of an embedded model, a path that can hold a checkpoint, or a possible hub name.
 

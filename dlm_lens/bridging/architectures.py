@@ -18,7 +18,7 @@ from transformer_lens.model_bridge.supported_architectures.qwen3 import Qwen3Arc
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import finish_model, prepare_config
-from dlm_lens.adapters.model_names import CHECKPOINTS, embedded_models
+from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.attention import SinkLayout
 from dlm_lens.bridging.components import DiffusionAttentionBridge, LazyNorm, NativeMLP, StreamBlock, ZeroSinkValue
 from dlm_lens.bridging.diffusion_bridge import DiffusionBridge
@@ -156,8 +156,7 @@ def register_embedded_models() -> None:
 
     @wraps(boot)
     def boot_transformers(model_name: str, *args: Any, **options: Any) -> Any:
-        embedded = model_name in embedded_models()
-        return boot(str(CHECKPOINTS / model_name) if embedded else model_name, *args, **options)
+        return boot(embedded_path(model_name), *args, **options)
 
     boot_transformers.takes_embedded_models = True  # type: ignore[attr-defined]
     TransformerBridge.boot_transformers = staticmethod(boot_transformers)

@@ -35,6 +35,7 @@ from dlm_lens.evaluation.settings import (
 )
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import input_device
+from dlm_lens.recording.model_identity import name_of
 
 try:
     from lm_eval.api.model import LM
@@ -189,7 +190,7 @@ class HarnessLM(SharedLM):
         """Everything that the answers depend on, for the config of the results."""
         return {
             "dlm_lens": {
-                "model": str(self.model.config._name_or_path),
+                "model": name_of(self.model),
                 "fingerprint": fingerprint(self.model),
                 "hooks": [identity_of(hook) for hook in self.hooks],
                 "likelihood": changed(self.likelihood),

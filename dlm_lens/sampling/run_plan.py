@@ -8,6 +8,7 @@ import torch
 from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.loading import finish_model, prepare_config
+from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.arguments import check_values
 from dlm_lens.attention import hooked_attentions
@@ -84,6 +85,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
             f"prompt_length is {prompt_length}, rows {rows} and bits {bits}; a run has at least one row of one "
             "token, and weights of some bits"
         )
+    source = embedded_path(source)
     values = config_values(source, {})
     values["model_type"] = model_type_of(values, source)
     family = family_of(values["model_type"])

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from dlm_lens.adapters import embedded_models, family_of
+from dlm_lens.adapters import family_of
 from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
-from dlm_lens.adapters.model_names import CHECKPOINTS
+from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.training.conversion import TARGETS
 from dlm_lens.training.gpus import DEVICES, Device
@@ -102,7 +102,7 @@ def planned_config(settings: TrainingSettings) -> PreTrainedConfig:
     if chosen.start.startswith(SCRATCH):
         return smdm_config(chosen)
     start = chosen.start.removeprefix(NEW)
-    source = str(CHECKPOINTS / start) if start in embedded_models() else start
+    source = embedded_path(start)
     values = dict(KNOWN.get(source) or config_values(source, {}))
     kind = str(values.get("model_type"))
     extra: dict[str, Any] = {}

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dlm_lens.arguments import chosen_indices
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import holds_random_tokens
@@ -86,7 +87,12 @@ class Track:
 
 
 def row_blocks(run: DenoisingRun, row: int) -> list[tuple[int, int]]:
-    """The block of a row at each step of its run, as (start, stop) canvas positions; empty where it has ended."""
+    """The block of a row at each step of its run, as (start, stop) canvas positions; empty where it has ended.
+
+    Raises:
+        ValueError: the run has no such row.
+    """
+    (row,) = chosen_indices("row", [row], len(run.tokens))
     inside = run.in_block[:, row].long()
     starts, lengths = inside.argmax(-1).tolist(), inside.sum(-1).tolist()
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]

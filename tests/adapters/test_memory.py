@@ -49,6 +49,7 @@ def test_the_estimate_is_what_the_parameters_take(checkpoint: Path, tmp_path: Pa
 def test_files_that_are_still_on_the_hub_are_told_from_their_index(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     index = checkpoint / "index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1000}, "weight_map": {"a": "x.safetensors"}}))
     monkeypatch.setattr("dlm_lens.adapters.memory.local_file", lambda *a: None)

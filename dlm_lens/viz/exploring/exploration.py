@@ -370,11 +370,13 @@ def _single_token(tokenizer: Any, text: str) -> int:
     """The id of a text that is one token, perhaps with a space before it.
 
     Raises:
-        ValueError: it is none, or several.
+        ValueError: it is none, an unknown one, or several.
     """
     found: Sequence[int] = ()
     for one in (text, f" {text}"):
         ids = tokenizer(one, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 and ids[0] == tokenizer.unk_token_id and text.strip() != tokenizer.unk_token:
+            raise ValueError(f"{text!a:.60} is not in the model's vocabulary; give a token that is, or an id")
         if len(ids) == 1:
             return int(ids[0])
         found = found or ids

@@ -5,6 +5,7 @@ from typing import Any
 
 from dlm_lens.attention import SinkToken
 from dlm_lens.hooks.expressions import hook_names
+from dlm_lens.recording.model_identity import name_of
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.viz.exploring.changes import CanvasEdit, edits_of
 from dlm_lens.viz.exploring.exploration import Exploration, Selection
@@ -21,7 +22,7 @@ def script_of(exploration: Exploration, selection: Selection) -> str:
 
 
 def _inputs(exploration: Exploration) -> list[str]:
-    name = getattr(exploration.model.config, "_name_or_path", "")
+    name = name_of(exploration.model) if getattr(exploration.model.config, "_name_or_path", "") else ""
     settings = ", ".join(f"{name}={value!r}" for name, value in exploration.prompt.settings.items())
     return [
         f"model = dl.load({name!r})" if name else "# model: the one that explore was given",
