@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, run_of, top_columns
+from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, RunStep, run_of, top_columns
 from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, with_all_axes
 
@@ -86,7 +86,8 @@ def measured_columns(
     A source without a step axis is used at every step. It has as many rows as the run has prompts, or one for all.
 
     Raises:
-        ValueError: the source lacks the step, the layer or the rows, or has a canvas of another length.
+        ValueError: the source lacks the step, the layer or the rows, or has a canvas of another length or other
+            prompts.
     """
     step = run_of(hook, who).step if "step" in source.dims else 0
     layer = hook.layer() if "layer" in source.dims else 0
@@ -107,7 +108,33 @@ def measured_columns(
         found = detector.detect(scores)
     if top is not None:
         found = top_columns(scores.float().masked_fill(~found, torch.nan), top)
-    return _for_network(found, source.sinks, keys, hook, who)
+    columns = _for_network(found, source.sinks, keys, hook, who)
+    _check_prompts(source, run_of(hook, who), who)
+    return columns
+
+
+def _check_prompts(source: MeasuredSinks, run: RunStep, who: Any) -> None:
+    """Raise if the source has a row for each of the run's, of other prompts.
+
+    Raises:
+        ValueError: naming the first row that differs.
+    """
+    if source.tokens is None:
+        return
+    tokens = with_all_axes(source.tokens, source.dims, ("step", "batch", "key"))[0]
+    if len(tokens) == 1 < len(run.tokens):
+        return
+
+    def differing() -> list[int]:
+        # With guidance the rows after these are without a prompt.
+        prompt = run.prompt[: len(tokens), : tokens.shape[1]]
+        own = run.tokens[: len(tokens), : prompt.shape[1]]
+        other = (tokens[:, : prompt.shape[1]].to(own.device) != own) & prompt
+        return [int(row) for row in other.any(-1).nonzero()]
+
+    rows = run.once(("prompts of a source", id(source)), differing)
+    if rows:
+        raise ValueError(f"{who}: row {rows[0]} of the source is of another prompt; give one of the same prompts")
 
 
 def _at_step(source: Received, step: int) -> Received:

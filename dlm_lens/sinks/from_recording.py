@@ -1,5 +1,6 @@
 """Received attention and statistics of hidden states, read from a Recording or computed for a finished run."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -15,6 +16,8 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received
+
+logger = logging.getLogger(__name__)
 
 
 @checked_arguments()
@@ -117,6 +120,22 @@ def key_statistic_over_steps(
     return key_statistic_of(rerun(model, run, [reducer], layers=layers, rows_per_pass=rows_per_pass), quantity)
 
 
+def _warn_of_parts(recording: Recording) -> None:
+    """Warn where the steps or heads of a recording are some of a run's, whose places count from 0 from here on."""
+    for name, indices in (("step", recording.steps), ("head", recording.heads or ())):
+        other = [place for place, index in enumerate(indices) if place != index]
+        if other:
+            logger.warning(
+                "this recording has some %ss of a run: in sinks, trajectories and figures they count from 0 "
+                "(%s %d is %s %d there); layers keep their index",
+                name,
+                name,
+                indices[other[0]],
+                name,
+                other[0],
+            )
+
+
 def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
     """The received attention of a recorded class of queries, as `received_over_steps` gives it for the same run.
 
@@ -131,6 +150,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
             f"{', '.join(recording.specs)}"
         )
     run = recording.run
+    _warn_of_parts(recording)
     return Received(
         values=getattr(recording, name),
         expected=recording.expected_by_layer(queries)[:, :, :, None],

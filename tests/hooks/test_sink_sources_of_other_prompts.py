@@ -1,0 +1,35 @@
+"""`mask_sinks(source=)` takes sinks that were found in a run of the same prompts, row by row."""
+
+import pytest
+
+from dlm_lens import AboveMean, denoise, find_sinks, received_of, record
+from dlm_lens.hooks import mask_sinks
+from dlm_lens.testing import tiny
+
+PROMPTS = [[5, 9, 11, 3], [6, 2, 4, 7]]
+SETTINGS = {"steps": 4, "gen_length": 4}
+RULE = AboveMean(0.1)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("kind", ["received", "sinks"])
+def test_rows_that_are_swapped_are_refused(kind: str, guided: bool) -> None:
+    model = tiny("llada")
+    settings = {**SETTINGS, **({"cfg_scale": 1.5} if guided else {})}
+    recording = record(model, PROMPTS, **settings)
+    hook = mask_sinks(RULE, source=received_of(recording))
+    if kind == "sinks":
+        hook = mask_sinks(source=find_sinks(recording, RULE))
+    same = denoise(model, PROMPTS, hooks=[hook], **settings)
+    assert same.settings["columns_hidden"][0] > 0
+    with pytest.raises(ValueError, match="row 0 of the source is of another prompt; give one of the same prompts"):
+        denoise(model, PROMPTS[::-1], hooks=[hook], **settings)
+    with pytest.raises(ValueError, match="row 1 of the source is of another prompt"):
+        denoise(model, [PROMPTS[0], [6, 2, 4, 8]], hooks=[hook], **settings)
+
+
+def test_one_row_is_for_all() -> None:
+    model = tiny("llada")
+    source = received_of(record(model, [PROMPTS[0]], **SETTINGS))
+    run = denoise(model, PROMPTS, hooks=[mask_sinks(RULE, source=source)], **SETTINGS)
+    assert run.settings["columns_hidden"][0] > 0
