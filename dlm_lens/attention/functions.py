@@ -99,17 +99,26 @@ def _masked(
         if not causal or queries == 1:
             return scores, None
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=scores.device).tril()
-    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2] not in (1, queries):
-        kind = f"a {tuple(mask.shape)} tensor" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(
-            f"the attention mask is {kind}; reading scores or patterns needs a [batch, 1, query, key] mask: "
-            "load the model with attn_implementation='sdpa' or 'hooked'"
-        )
-    mask = mask[..., :keys]
+    mask = _of_every_query(mask, queries)[..., :keys]
     floor = torch.finfo(scores.dtype).min
     if mask.dtype == torch.bool:
         return scores.masked_fill(~mask, floor), mask
     return scores + mask, mask > floor
+
+
+def _of_every_query(mask: Any, queries: int) -> Tensor:
+    """A mask that says which keys each query sees.
+
+    Raises:
+        ValueError: the mask is of another kind (flash attention's 2-D mask, flex attention's block mask).
+    """
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2] in (1, queries):
+        return mask
+    kind = f"a {tuple(mask.shape)} tensor" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+    raise ValueError(
+        f"the attention mask is {kind}; reading attention, scores or patterns needs a [batch, 1, query, key] mask: "
+        "load the model with attn_implementation='sdpa' or 'hooked'"
+    )
 
 
 def causal_without_mask(module: Any, is_causal: bool | None) -> bool:
@@ -314,7 +323,7 @@ class _Call:
         visible = mask
         queries, keys = q.shape[2], self.k.shape[2]
         if visible is not None:
-            visible = visible[..., :keys]
+            visible = _of_every_query(visible, queries)[..., :keys]
             if visible.dtype != torch.bool:
                 visible = visible > torch.finfo(visible.dtype).min / 2
         causal = visible is None and queries > 1

@@ -87,7 +87,7 @@ def fused_lse(
     fits = fits and q.shape[2] * k.shape[2] >= LEAST_ENTRIES
     # Autocast rounds queries and keys on their way to the kernel.
     fits = fits and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
-    if not fits or not (mask is None or mask.dtype == torch.bool):
+    if not fits or getattr(mask, "dtype", torch.bool) != torch.bool:
         yield found
         return
     with _Watch() as watch:

@@ -182,6 +182,16 @@ def test_a_function_of_the_users_own_runs_as_without_a_recording() -> None:
     torch.testing.assert_close(values.mean(-1), torch.ones_like(values[..., 0]), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["llada", "causal"])
+def test_a_block_mask_is_refused_with_the_remedy(family: str) -> None:
+    model = tiny(family)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(
+        ValueError, match=r"the attention mask is a BlockMask; reading attention.*'sdpa' or 'hooked'"
+    ):
+        record(model, [[5, 9, 11, 3], [6, 2]], gen_length=4)
+
+
 def test_a_rows_statistics_do_not_depend_on_its_batch(tile: str) -> None:
     q, k = random()
     weights = torch.ones(2, 1, 37)
