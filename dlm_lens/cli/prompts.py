@@ -14,11 +14,12 @@ def read_prompts(path: Path) -> list[Any]:
     to the text.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        FileNotFoundError: the file does not exist, or is a directory.
         ValueError: a file that is not UTF-8, a line that is no prompt, or no line at all.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; --prompts takes a file of JSON lines")
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}; --prompts takes a file of JSON lines")
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

@@ -50,7 +50,8 @@ def rerun(
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a run of another model, a step, layer or row that does not exist, or what `Recorder` refuses.
+        ValueError: a run with tokens that the model does not embed (a run does not name its model), a step, layer
+            or row that does not exist, or what `Recorder` refuses.
     """
     stored = StoredCanvases(model, run)
     chosen = chosen_indices("step", steps, run.steps)

@@ -208,8 +208,8 @@ class StoredRun(StoredCanvases):
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a run of another model, or of a sampler whose logits cannot be computed again; `decided` where
-            the sampler does not edit.
+        ValueError: a run of another model, as far as sampler and vocabulary tell (it does not name its model), or
+            of a sampler whose logits cannot be computed again; `decided` where the sampler does not edit.
     """
 
     def __init__(

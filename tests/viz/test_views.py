@@ -145,6 +145,9 @@ def test_nothing_of_a_token_is_markup_or_ends_the_script(tmp_path):
             Piece("AttentionPattern", {"tokens": tokens, "attention": square}),
         ),
     )
+    with pytest.raises(ValueError, match=r"ends in \.png; it is written as \.html, \.htm"):
+        view.save(tmp_path / "page.png")
+    assert not list(tmp_path.iterdir())
     page = view.save(tmp_path / "page.html").read_text(encoding="utf-8")
     lowered = page.lower()
     assert lowered.count("<script") - lowered.count('innerhtml="<script><\\/script>"') == 1

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from dlm_lens.files.atomic_writes import write_file
+from dlm_lens.files.paths import check_file
 from dlm_lens.sampling.token_text import TokenTexts, shown
 
 Component = Literal["AttentionHeads", "AttentionPattern", "ColoredTokens"]
@@ -86,8 +87,11 @@ class View:
 
         Raises:
             FileNotFoundError: the directory does not exist.
+            IsADirectoryError: it is a directory.
+            ValueError: the name does not end in .html or .htm.
         """
         path = Path(path)
+        check_file(path, (".html", ".htm"))
         body, script = self._parts()
         # The policy allows this script alone, by its hash, so that no markup from a token could run one.
         digest = b64encode(sha256(script.encode()).digest()).decode()
