@@ -86,19 +86,19 @@ def measured_columns(
     A source without a step axis is used at every step. It has as many rows as the run has prompts, or one for all.
 
     Raises:
-        ValueError: the source lacks the step, the layer or the rows, or has a canvas of another length or other
-            prompts.
+        ValueError: the source lacks the step, the layer or the rows, or has more steps than the run, a canvas of
+            another length or other prompts.
     """
     step = run_of(hook, who).step if "step" in source.dims else 0
     layer = hook.layer() if "layer" in source.dims else 0
     if isinstance(source, Sinks):
         found, scores = (with_all_axes(tensor, source.dims) for tensor in (source.is_sink, source.scores))
-        _check_step(len(found), step, who)
+        _check_step(len(found), step, hook, who)
         index = _layer_index(source, layer, who)
         found, scores = found[step, :, index], scores[step, :, index]
     else:
         assert detector is not None
-        _check_step(len(source.values), step, who)
+        _check_step(len(source.values), step, hook, who)
         received = _at_step(source, step)
         if per != "model" and "layer" in source.dims:
             index = _layer_index(source, layer, who)
@@ -144,9 +144,13 @@ def _at_step(source: Received, step: int) -> Received:
     return replace(source, **part)
 
 
-def _check_step(steps: int, step: int, who: Any) -> None:
+def _check_step(steps: int, step: int, hook: PointContext, who: Any) -> None:
     if step >= steps:
         raise ValueError(f"{who}: the source has {steps} steps and the run is at step {step}")
+    total = run_of(hook, who).total
+    # The source has fewer where its run ended early, and an AR run may be a prefix of the source's.
+    if steps > total and not hook.causal:
+        raise ValueError(f"{who}: the source has {steps} steps and the run {total}; give one of the same settings")
 
 
 def _layer_index(source: MeasuredSinks, layer: int, who: Any) -> int:

@@ -45,7 +45,7 @@ def sinks_command(
     # All sinks first, then those of the layer and head, so that --top counts only lines that are shown.
     listed = _lines_of(found.table(int(found.is_sink.sum())), layer, head, found).head(top)
     place = {name: value for name, value in (("layer", layer), ("head", head)) if value is not None}
-    about = {"rule": found.rule, "found": repr(found), **place}
+    about = {"rule": found.rule, "found": f"{found!r}{' in every layer and head' if place else ''}", **place}
     show_tables(as_json, about, {"layers": per_layer(found, layer, head), "sinks": listed})
 
 

@@ -33,3 +33,10 @@ def test_one_row_is_for_all() -> None:
     source = received_of(record(model, [PROMPTS[0]], **SETTINGS))
     run = denoise(model, PROMPTS, hooks=[mask_sinks(RULE, source=source)], **SETTINGS)
     assert run.settings["columns_hidden"][0] > 0
+
+
+def test_a_source_of_more_steps_is_of_another_run() -> None:
+    model = tiny("llada")
+    source = received_of(record(model, PROMPTS, **SETTINGS))
+    with pytest.raises(ValueError, match="the source has 4 steps and the run 2; give one of the same settings"):
+        denoise(model, PROMPTS, hooks=[mask_sinks(RULE, source=source)], **{**SETTINGS, "steps": 2})
