@@ -227,7 +227,8 @@ def logit_lens(
         run: from `denoise`.
         positions: `Sinks` of this run: the sinks of every step in any layer and head (with many heads, find them at
             level "layer" or "model"), each paired with a control of its class. Or canvas positions, negative from
-            the end; learned sink tokens come after the canvas. Or a boolean mask [batch, position]. None for all.
+            the end, in every row the same (a padded row begins at `run.padding`); learned sink tokens come after
+            the canvas. Or a boolean mask [batch, position]. None for all.
         steps: which steps, negative from the end; None for all.
         layers: which layers, negative from the end; None for all.
         top: how many tokens to name.
