@@ -140,7 +140,7 @@ def part_name(rows: Sequence[int]) -> str:
 
 
 def missing_parts(path: Path, parts: Sequence[Path]) -> list[str]:
-    """The batches that are missing because a process was killed before it began them.
+    """The batches that are missing because a process was killed before it began them, by rows that no batch has.
 
     Raises:
         ValueError: batches of different recordings, or a directory with another batch's name.
@@ -159,9 +159,12 @@ def missing_parts(path: Path, parts: Sequence[Path]) -> list[str]:
                 f"{part} holds the rows {batch['rows'][0]} to {batch['rows'][1] - 1}; rename it to them"
             )
     prompts, size = first["prompts"], max(1, first["size"])
-    there = {part.name for part in parts}
-    wanted = [part_name(range(start, min(start + size, prompts))) for start in range(0, prompts, size)]
-    return [name for name in wanted if name not in there]
+    # Batches may be smaller than `size`: where prompts of unequal length are kept apart.
+    names, done = [], 0
+    for begin, end in [*sorted(tuple(batch["rows"]) for batch in batches), (prompts, prompts)]:
+        names += [part_name(range(start, min(start + size, begin))) for start in range(done, begin, size)]
+        done = max(done, end)
+    return names
 
 
 def _batch_of(part: Path) -> Any:

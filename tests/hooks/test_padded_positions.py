@@ -1,5 +1,6 @@
 """Hooks that name positions, and prompts of unequal length: `record` keeps these apart, other runs warn."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dlm_lens.hooks import (
     steer,
     zero_value,
 )
-from dlm_lens.recording import ReceivedAttention, ValueNorm
+from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, ValueNorm
 from dlm_lens.recording.record_runs import Batches
 from dlm_lens.testing import tiny
 
@@ -104,4 +105,10 @@ def test_it_goes_on_in_its_directory(tmp_path: Path) -> None:
     for _ in range(2):
         stored = record(model, PROMPTS, to=tmp_path / "run", **given)
         torch.testing.assert_close(stored.received, whole.received, atol=0, rtol=0, equal_nan=True)
-    assert len(list((tmp_path / "run").iterdir())) >= 2
+    loaded = Recording.load(tmp_path / "run")
+    torch.testing.assert_close(loaded.received, whole.received, atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(loaded.run.canvases, whole.run.canvases)
+    shutil.rmtree(tmp_path / "run" / "rows-00000-00000")  # as if killed: the other batch is there
+    with pytest.raises(ValueError, match=r"holds 1 of 2 prompts \(rows-00000-00000 missing\)"):
+        Recording.load(tmp_path / "run")
+    assert [path.name for path in RecordingSet(tmp_path / "run").unfinished] == ["rows-00000-00000"]
