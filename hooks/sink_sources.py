@@ -93,12 +93,12 @@ def measured_columns(
     layer = hook.layer() if "layer" in source.dims else 0
     if isinstance(source, Sinks):
         found, scores = (with_all_axes(tensor, source.dims) for tensor in (source.is_sink, source.scores))
-        _check_step(len(found), step, hook, who)
+        _check_step(len(found), step, who)
         index = _layer_index(source, layer, who)
         found, scores = found[step, :, index], scores[step, :, index]
     else:
         assert detector is not None
-        _check_step(len(source.values), step, hook, who)
+        _check_step(len(source.values), step, who)
         received = _at_step(source, step)
         if per != "model" and "layer" in source.dims:
             index = _layer_index(source, layer, who)
@@ -109,6 +109,7 @@ def measured_columns(
     if top is not None:
         found = top_columns(scores.float().masked_fill(~found, torch.nan), top)
     columns = _for_network(found, source.sinks, keys, hook, who)
+    _check_total(source, hook, who)
     _check_prompts(source, run_of(hook, who), who)
     return columns
 
@@ -144,11 +145,21 @@ def _at_step(source: Received, step: int) -> Received:
     return replace(source, **part)
 
 
-def _check_step(steps: int, step: int, hook: PointContext, who: Any) -> None:
+def _check_step(steps: int, step: int, who: Any) -> None:
     if step >= steps:
         raise ValueError(f"{who}: the source has {steps} steps and the run is at step {step}")
+
+
+def _check_total(source: MeasuredSinks, hook: PointContext, who: Any) -> None:
+    """Raise if the source has more steps than the run; fewer are of a run that ended early.
+
+    An AR run may be a prefix of the source's.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    steps = len(source.is_sink if isinstance(source, Sinks) else source.values) if "step" in source.dims else 0
     total = run_of(hook, who).total
-    # The source has fewer where its run ended early, and an AR run may be a prefix of the source's.
     if steps > total and not hook.causal:
         raise ValueError(f"{who}: the source has {steps} steps and the run {total}; give one of the same settings")
 
