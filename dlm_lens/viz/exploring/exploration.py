@@ -1,4 +1,4 @@
-"""What an explorer knows: the run, its twin with the changes, and what can be asked of both; without a widget."""
+"""What an explorer computes: the run, its twin with the changes, and statistics of both; without a widget."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Selection:
 
 
 class Exploration:
-    """A run of one prompt, its twin with the changes, and what can be asked of both.
+    """A run of one prompt, its twin with the changes, and the statistics of both.
 
     Args:
         model: from `dlm_lens.load`.
