@@ -167,6 +167,21 @@ def test_kill_9_in_the_middle(tmp_path):
     assert_same(resumed, record(model, PROMPTS, reducers, **settings))
 
 
+@pytest.mark.parametrize(
+    ("hook", "again"), [(None, False), (hooks.scale_attention(-2, 0.5), False), (hooks.mask_positions(-2), True)]
+)
+def test_a_batch_under_a_hook_that_counts_starts_from_its_beginning(hook, again, tmp_path, monkeypatch):
+    model, settings = tiny("llada"), settings_of("llada low confidence")[1]
+    settings = {**settings, "hooks": [] if hook is None else [hook]}
+    killed_behind(monkeypatch, 4, model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    (part,) = tmp_path.iterdir()
+    first = sorted(part.glob("step-*"))[0]
+    written = first.stat().st_mtime_ns
+    resumed = record(model, PROMPTS, REDUCERS, to=tmp_path, **settings)
+    assert (first.stat().st_mtime_ns != written) == again
+    assert_same(resumed, record(model, PROMPTS, REDUCERS, **settings))
+
+
 def test_a_torn_manifest_line_and_a_stray_part_do_not_count(tmp_path, monkeypatch):
     model, settings = tiny("llada"), settings_of("llada low confidence")[1]
     killed_behind(monkeypatch, 4, model, PROMPTS, REDUCERS, to=tmp_path, **settings)
