@@ -85,8 +85,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
             f"prompt_length is {prompt_length}, rows {rows} and bits {bits}; a run has at least one row of one "
             "token, and weights of some bits"
         )
-    source = embedded_path(source)
-    values = config_values(source, {})
+    values = config_values(embedded_path(source), {})
     values["model_type"] = model_type_of(values, source)
     family = family_of(values["model_type"])
     config_class, model_class = family.layouts[values["model_type"]]
