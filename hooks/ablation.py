@@ -37,6 +37,8 @@ class Ablate(Hook):
     value: Literal["zero"] | MeanActivations | Tensor = "zero"
     dims: tuple[int, ...] | None = None
 
+    remembers = False
+
     def __post_init__(self) -> None:
         activation_site(self.site, "ablate")
         object.__setattr__(self, "positions", read_positions(self.positions, "ablate"))

@@ -184,6 +184,8 @@ class _Keep(Hook):
     layers: tuple[int, ...]
     stack: str = ""
 
+    remembers = False
+
     def __repr__(self) -> str:
         return f"capture({self.site!r}{', encoder=True' if self.stack else ''})"
 
@@ -256,7 +258,7 @@ def capture(
     if isinstance(prompt, DenoisingRun):
         if settings:
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")
-        _go_over(StoredRun(model, prompt), keeper, hooks)
+        _go_over(model, prompt, keeper, hooks)
         return keeper.result(prompt)
     run = denoise(model, prompt, hooks=[*hooks, *keeper.hooks()], observers=keeper, **settings)
     return keeper.result(run)
@@ -280,15 +282,13 @@ def chosen_steps(steps: int | slice | Sequence[int] | None, total: int) -> tuple
     return tuple(sorted({step % total for step in found}))
 
 
-def _go_over(stored: StoredRun, keeper: _Keeper, hooks: Sequence[HookLike]) -> None:
-    run = stored.run
-    keeper.check(run.steps, stored.halves * len(run.tokens), run.tokens.shape[1])
-    runner = stored.runner([*hooks, *keeper.hooks()])
-    # Hooks may keep state from step to step, and an encoder its cache: then every step up to the last one runs.
-    for step in range(max(keeper.steps) + 1) if hooks or keeper.stack else sorted(keeper.steps):
-        with runner:
-            stored.enter(runner, step)
-            stored.states(step)
+def _go_over(model: Any, run: DenoisingRun, keeper: _Keeper, hooks: Sequence[HookLike]) -> None:
+    plain = StoredRun(model, run, hooks=hooks)
+    keeper.check(run.steps, plain.halves * len(run.tokens), run.tokens.shape[1])
+    stored = StoredRun(model, run, hooks=[*hooks, *keeper.hooks()], warn=False)
+    # An encoder runs at some steps, and keeps its cache for others: then every step up to the last one runs.
+    for step in range(max(keeper.steps) + 1) if keeper.stack else sorted(keeper.steps):
+        stored.states(step)
 
 
 def _bytes(model: Any, block: nn.Module, site: Site, rows: int, positions: int) -> int:

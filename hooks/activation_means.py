@@ -147,6 +147,8 @@ class _Summing(Hook):
     sums: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
 
+    remembers = False
+
     def __repr__(self) -> str:
         return f"mean_activations({self.site!r}, bins={self.bins})"
 

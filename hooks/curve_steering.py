@@ -42,7 +42,7 @@ class SteerAlong(Hook):
     site: ActivationSite = "resid"
     positions: Positions = "open"
 
-    padding_safe = True
+    padding_safe, remembers = True, False
 
     def __post_init__(self) -> None:
         activation_site(self.site, "steer_along")

@@ -37,6 +37,8 @@ class EditFeatures(Hook):
     positions: Positions = None
     schedule: Schedule = None
 
+    remembers = False
+
     def __post_init__(self) -> None:
         who = self.name
         if isinstance(self.sae, str | Path):

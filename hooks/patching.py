@@ -34,6 +34,8 @@ class PatchFrom(Hook):
     positions: Positions = None
     from_step: int | None = None
 
+    remembers = False
+
     def __post_init__(self) -> None:
         if not isinstance(self.source, Activations):
             raise ValueError(

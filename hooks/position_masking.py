@@ -111,6 +111,8 @@ class MaskTokens(ColumnHook):
     renormalise: bool = False
     keep_self: bool = False
 
+    remembers = False
+
     def __post_init__(self) -> None:
         check_stage(self.stage, self.renormalise)
         if not self.classes:

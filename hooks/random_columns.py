@@ -54,6 +54,8 @@ class MaskRandom(ColumnHook):
     match: Match = "columns"
     classes: tuple[str, ...] | None = None
 
+    remembers = False
+
     def __post_init__(self) -> None:
         check_stage(self.stage, self.renormalise)
         object.__setattr__(self, "classes", checked_classes(self.classes, ON_CANVAS))

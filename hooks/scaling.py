@@ -24,6 +24,8 @@ class ScaleAttention(Hook):
     stage: Stage = "before_softmax"
     renormalise: bool = False
 
+    remembers = False
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", read_positions(self.positions, "scale_attention"))
         if not (0 < self.factor < math.inf):
@@ -93,6 +95,8 @@ class ZeroValue(Hook):
     positions: Positions
 
     site: Site = "v"
+
+    remembers = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", read_positions(self.positions, "zero_value"))

@@ -71,6 +71,11 @@ class MaskSinks(ColumnHook):
         """Whether the sinks are those of this pass, or of one without hooks."""
         return self.source in ("current", "clean")
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the sinks are those of the previous step."""
+        return isinstance(self.source, str) and self.source == "previous"
+
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """The columns of the sinks."""
         found = self.found(keys, columns, hook)

@@ -37,6 +37,8 @@ class Steer(Hook):
     positions: Positions = None
     schedule: Schedule = None
 
+    remembers = False
+
     def __post_init__(self) -> None:
         activation_site(self.site, "steer")
         check_schedule(self.schedule, "steer")
@@ -119,6 +121,8 @@ class Splice(Hook):
     site: ActivationSite = "resid"
     schedule: Schedule = None
     positions: Positions = None
+
+    remembers = False
 
     def __post_init__(self) -> None:
         activation_site(self.site, "splice")

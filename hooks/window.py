@@ -63,6 +63,11 @@ class KeepOnly(ColumnHook):
         """As the hook that finds the sinks."""
         return self.sinks is None or self.sinks.stateless
 
+    @property
+    def remembers(self) -> bool:
+        """As the hook that finds the sinks."""
+        return self.sinks is not None and self.sinks.remembers
+
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
         """All columns but the sinks; every query keeps those in its window."""
         found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)

@@ -56,6 +56,9 @@ class Hook:
         layers: the only layers in which it acts, negative from the end; None, the default, for all.
         stateless: whether its effect follows from the forward pass alone, not from the step or from earlier steps.
             Evaluation may then cut runs short. False by default.
+        remembers: whether it depends on what an earlier step left in `RunStep.memory`. A pass over one step of a
+            finished run (`rerun(steps=)`) then comes after passes over all steps before. By default, if it is not
+            stateless.
         padding_safe: whether every row of a padded batch gets what it gets alone. Evaluation may then batch prompts
             of unequal length. False by default.
         shifts_with_padding: whether it names canvas positions from the beginning, which are other tokens in a row
@@ -110,6 +113,11 @@ class Hook:
 
         Called once, before the first forward pass. By default nothing is refused.
         """
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it may depend on what an earlier step left."""
+        return not self.stateless
 
     @property
     def shifts_with_padding(self) -> bool:
@@ -189,6 +197,11 @@ class HookWrapper(Hook):
         return self.hook.stateless
 
     @property
+    def remembers(self) -> bool:
+        """As the hook inside."""
+        return self.hook.remembers
+
+    @property
     def padding_safe(self) -> bool:
         """As the hook inside."""
         return self.hook.padding_safe
@@ -250,6 +263,11 @@ class HookAdapter(Hook):
     def stateless(self) -> bool:
         """As it declares."""
         return bool(getattr(self.wrapped, "stateless", False))
+
+    @property
+    def remembers(self) -> bool:
+        """As it declares; otherwise if it is not stateless."""
+        return bool(getattr(self.wrapped, "remembers", not self.stateless))
 
     @property
     def padding_safe(self) -> bool:

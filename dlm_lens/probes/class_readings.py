@@ -187,7 +187,7 @@ def class_readability(
         run: from `denoise`; many prompts in one batch.
         layers: whose output to read, negative from the end; None for all.
         held_out: share of the prompts to read.
-        hooks: interventions under which states are read.
+        hooks: interventions under which states and predictions are read.
         seed: of the split, the permutation and the intervals.
         progress: show a progress bar.
 
@@ -196,17 +196,17 @@ def class_readability(
         ValueError: a run of another model, without a tokenizer, or with fewer than two different prompts; an
             unknown layer.
     """
-    stored = StoredRun(model, run)
+    stored = StoredRun(model, run, hooks=hooks)
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "class_readability: ")
     if run.tokenizer is None:
         raise ValueError("class_readability: the run has no tokenizer, so that tokens have no classes")
     (train,), (test,), (half,) = split_by_prompt([run], held_out, seed)
     wanted = _classes(run)
     labels = (wanted, _permuted(wanted, run, seed))
-    equations = _fitted(stored, chosen, train, half, labels, hooks, progress)
+    equations = _fitted(stored, chosen, train, half, labels, progress)
     solved = {layer: [_solution(pair) for pair in pairs] for layer, pairs in equations.items()}
     read = torch.full((2, len(chosen), *run.unmasked.shape), -1)
-    for states in read_states(stored, chosen, test, hooks=hooks, progress="reading classes" * progress):
+    for states in read_states(stored, chosen, test, progress="reading classes" * progress):
         where = (states.kind == POSITIONS.index("open")).nonzero().flatten()
         at = states.row[where], states.position[where]
         for place, layer in enumerate(chosen):
@@ -214,7 +214,7 @@ def class_readability(
             for kind, (weight, bias) in enumerate(solved[layer]):
                 values = stream[where.to(stream.device)].double() @ weight.T + bias
                 read[kind, place, states.step][at] = values.argmax(-1).cpu()
-    settled = commitment(model, run, progress=progress)
+    settled = commitment(model, run, hooks=hooks, progress=progress)
     return ClassReadability(settled, chosen, test, wanted, read[0], read[1], _by_place(wanted, train), seed)
 
 
@@ -241,12 +241,11 @@ def _fitted(
     train: Bool[Tensor, "batch"],
     half: Int[Tensor, "batch"],
     labels: tuple[Tensor, Tensor],
-    hooks: Sequence[HookLike],
     progress: bool,
 ) -> dict[int, list[tuple[NormalEquations, NormalEquations]]]:
     """Per layer the sums of both halves of the fitted prompts, for the classes and for the shuffled ones."""
     found: dict[int, list[tuple[NormalEquations, NormalEquations]]] = {}
-    for states in read_states(stored, layers, train, hooks=hooks, progress="fitting classes" * progress):
+    for states in read_states(stored, layers, train, progress="fitting classes" * progress):
         opened = states.kind == POSITIONS.index("open")
         where = (opened & (labels[0][states.row, states.position] >= 0)).nonzero().flatten()
         row, position = states.row[where], states.position[where]

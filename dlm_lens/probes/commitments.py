@@ -1,5 +1,6 @@
 """`commitment`: when a run's predictions settle on a token, how sure they are, and how right."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, flag
-from dlm_lens.attention import exclusive
+from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -175,7 +176,13 @@ def settled_at(
 @torch.no_grad()
 @exclusive
 def commitment(
-    model: Any, run: DenoisingRun, *, reference: Any = None, decided: bool = False, progress: bool = False
+    model: Any,
+    run: DenoisingRun,
+    *,
+    hooks: Sequence[HookLike] = (),
+    reference: Any = None,
+    decided: bool = False,
+    progress: bool = False,
 ) -> Commitment:
     """Run the model on every canvas of a run, and read what it predicts at the open positions.
 
@@ -184,6 +191,7 @@ def commitment(
     Args:
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`.
+        hooks: interventions under which the model predicts.
         reference: token ids [batch, position] on the run's canvas that count as right, -1 where none is known; None
             for the run's own result, so that calibration says how well the run foresees itself.
         decided: also the decided positions that a step may rewrite, in models that revise (uniform noise,
@@ -194,7 +202,7 @@ def commitment(
         TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model, or a reference of another shape.
     """
-    stored = StoredRun(model, run, decided=decided)
+    stored = StoredRun(model, run, decided=decided, hooks=hooks)
     result = result_of(stored)
     right = _right(result, reference)
     shape = run.unmasked.shape

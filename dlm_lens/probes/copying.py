@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, whole
-from dlm_lens.attention import exclusive, predicting_position
+from dlm_lens.attention import HookLike, exclusive, predicting_position
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
@@ -227,6 +227,7 @@ def retrieval_heads(
     model: Any,
     run: DenoisingRun,
     *,
+    hooks: Sequence[HookLike] = (),
     layers: Sequence[int] | None = None,
     seed: int = 0,
     progress: bool = False,
@@ -238,6 +239,7 @@ def retrieval_heads(
     Args:
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`.
+        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
         layers: which layers; None for all.
         seed: of the intervals.
         progress: show a progress bar.
@@ -255,6 +257,6 @@ def retrieval_heads(
     shifted = run.autoregressive or bool(getattr(config, "logit_shift", False))
     found = {step: find_decisions(run, step, skip, shifted) for step in range(run.steps)}
     reducer = CopyAttention({step: decisions for step, (decisions, _) in found.items()})
-    rec = rerun(model, run, [reducer], layers=layers, progress=progress)
+    rec = rerun(model, run, [reducer], hooks=hooks, layers=layers, progress=progress)
     sums = rec.copy_attention.nan_to_num().sum(0)
     return RetrievalHeads(sums, rec.layers, sum(total for _, total in found.values()), seed)

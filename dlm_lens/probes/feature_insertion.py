@@ -171,6 +171,8 @@ class _Mean(Hook):
     total: Any = 0.0
     count: int = 0
 
+    remembers = False
+
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Add the content positions."""
         content = tensor[where(None, tensor, hook, self)]
@@ -273,12 +275,9 @@ def _means(
     """The mean activation of every autoencoder's layer over the content of the canvases."""
     readers = [_Mean(sae.site, (int(sae.layer or 0),)) for sae in saes]
     # A pass of its own keys: with a cache those of the compared passes stay as they are.
-    again = StoredRun(stored.model, stored.run, hooks=None)
-    runner = again.runner(readers)
+    again = StoredRun(stored.model, stored.run, hooks=readers, warn=False)
     for step in steps:
-        with runner:
-            again.enter(runner, step)
-            again.states(step)
+        again.states(step)
     return [(reader.total / max(1, reader.count)).float() for reader in readers]
 
 
@@ -307,8 +306,7 @@ def _losses(
     progress: bool,
 ) -> dict[str, Float[Tensor, "step hook batch"]]:
     """Sums over the predictions of a row: of the plain pass first, then with each hook."""
-    hooked = [StoredRun(stored.model, stored.run, hooks=None) for _ in hooks]
-    runners = [one.runner([hook]) for one, hook in zip(hooked, hooks, strict=True)]
+    hooked = [StoredRun(stored.model, stored.run, hooks=[hook], warn=False) for hook in hooks]
     found: dict[str, list[Tensor]] = {"loss": [], "kl": [], "positions": []}
     total = len(steps) * (1 + len(hooks))
     with tqdm(total=total, desc="inserting", unit="pass", disable=not progress) as bar:
@@ -316,11 +314,8 @@ def _losses(
             plain = stored.states(step)
             bar.update()
             lines = [_compared(stored, step, plain, plain, right)]
-            for one, runner in zip(hooked, runners, strict=True):
-                with runner:
-                    one.enter(runner, step)
-                    states = one.states(step)
-                lines.append(_compared(stored, step, plain, states, right))
+            for one in hooked:
+                lines.append(_compared(stored, step, plain, one.states(step), right))
                 bar.update()
             for name, values in found.items():
                 values.append(torch.stack([line[name] for line in lines]))

@@ -1,7 +1,6 @@
 """`logit_lens`: the residual stream of every layer as a distribution over tokens, at any step and position."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from dlm_lens.probes.lens_positions import LensPositions, choose_positions
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.tuned_lens import TunedLens
 from dlm_lens.probes.unembedding import Unembedding, lens_change, lens_measures
-from dlm_lens.sampling import DenoisingRun, HookRunner, StoredRun
+from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -251,7 +250,8 @@ def logit_lens(
         flags = name == "positions" and isinstance(value, Tensor) and value.dtype == torch.bool
         if value is not None and not flags and not isinstance(value, Sinks):
             INDICES.check(name, value)
-    stored, head = StoredRun(model, run, hooks=hooks), Unembedding(model)
+    stored, head = StoredRun(model, run, warn=not len(hooks)), Unembedding(model)
+    hooked = StoredRun(model, run, hooks=hooks) if len(hooks) else None
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
     wanted = list(chosen_indices("step", steps, run.steps))
     if not 1 <= top <= head.vocabulary:
@@ -260,11 +260,8 @@ def logit_lens(
         tuned.check(model)
     learned = SinkLayout.of(model).count
     places = choose_positions(run, positions, wanted, chosen, learned, controls, seed)
-    entries = _Entries(stored, head, places, chosen, top, tuned)
-    runner = entries.hooked.runner(hooks) if len(hooks) else None
-    found = [
-        entries.at(step, runner) for step in tqdm(wanted, desc="logit lens", unit="step", disable=not progress)
-    ]
+    entries = _Entries(stored, hooked, head, places, chosen, top, tuned)
+    found = [entries.at(step) for step in tqdm(wanted, desc="logit lens", unit="step", disable=not progress)]
     joined = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     about: dict[str, Any] = {
         "run": stored.run,
@@ -273,7 +270,7 @@ def logit_lens(
         "seed": seed,
     }
     plain: dict[str, Any] = {name: joined[name] for name in joined if not name.startswith("hooked_")}
-    if runner is None:
+    if hooked is None:
         return LogitLens(**about, **plain)
     own: dict[str, Any] = {name: joined[f"hooked_{name}"] for name in plain if f"hooked_{name}" in joined}
     kept: dict[str, Any] = {name: value for name, value in plain.items() if name != "change"}
@@ -287,6 +284,7 @@ class _Entries:
     def __init__(
         self,
         stored: StoredRun,
+        hooked: StoredRun | None,
         head: Unembedding,
         places: LensPositions,
         layers: tuple[int, ...],
@@ -294,21 +292,20 @@ class _Entries:
         tuned: TunedLens | None,
     ) -> None:
         self.stored, self.head, self.places, self.layers, self.top = stored, head, places, layers, top
-        # With a cache the passes with hooks keep keys of their own.
-        self.hooked = StoredRun(stored.model, stored.run, hooks=None)
+        self.hooked = hooked
         self.layout, self.last = SinkLayout.of(stored.model), len(attention_blocks(stored.model)) - 1
         self.translate = (lambda layer, stream: stream) if tuned is None else tuned.translate
         self.shifted = stored.autoregressive or bool(getattr(stored.model.config, "logit_shift", False))
 
-    def at(self, step: int, runner: HookRunner | None) -> dict[str, Tensor]:
+    def at(self, step: int) -> dict[str, Tensor]:
         """All fields of a step's entries; those with hooks are called hooked_..., their KL is `change`."""
         place = self._places(step)
         written, predicted = place["written"], place["predicted"]
-        plain = self._streams(step, place, None)
+        plain = self._streams(self.stored, step, place)
         given = (self.layers, written, predicted, self.top, self.translate)
         found = lens_measures(self.head, plain, *given)
-        if runner is not None:
-            hooked = self._streams(step, place, runner)
+        if self.hooked is not None:
+            hooked = self._streams(self.hooked, step, place)
             measured = lens_measures(self.head, hooked, *given)
             found |= {f"hooked_{name}": value for name, value in measured.items()}
             found["change"] = lens_change(self.head, plain, hooked, self.layers, self.translate)
@@ -337,19 +334,13 @@ class _Entries:
         written = written.masked_fill((predicts < 0) | run.masked[-1, batch, predicts.clamp(min=0)], -1)
         return place | {"predicts": predicts, "masked": masked, "predicted": predicted, "written": written}
 
-    def _streams(self, step: int, place: dict[str, Tensor], runner: HookRunner | None) -> list[Tensor]:
+    def _streams(self, stored: StoredRun, step: int, place: dict[str, Tensor]) -> list[Tensor]:
         """The output of each layer, and of the last one."""
         canvas, length = self.stored.run.tokens.shape[1], self.stored.length(step)
         position = torch.where(place["position"] < canvas, place["position"], place["position"] - canvas + length)
-        stored = self.stored if runner is None else self.hooked
         position = position - stored.first(step)
         reader = EntryReader(self.layout, len(self.stored.run.tokens), place["batch"], position)
         layers = sorted({*self.layers, self.last})
-        with nullcontext() if runner is None else runner:
-            if runner is None:
-                stored.prepare(step)
-            else:
-                stored.enter(runner, step)
-            with attach_hooks(stored.model, reader, layers=layers):
-                stored.states(step)
+        with stored.at(step), attach_hooks(stored.model, reader, layers=layers):
+            stored.states(step)
         return [reader.streams[layer] for layer in layers]

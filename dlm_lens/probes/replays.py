@@ -300,16 +300,11 @@ class _Passes:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
         # With a cache the passes with hooks keep keys of their own.
-        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=None)
-        self.runner = self.hooked.runner(hooks)
+        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=hooks, warn=False)
 
     def compared(self, step: int) -> dict[str, Tensor]:
         """All measures of a step, on the CPU."""
-        self.stored.prepare(step)
-        plain = self._run(self.stored, step)
-        with self.runner:
-            self.hooked.enter(self.runner, step)
-            hooked = self._run(self.hooked, step)
+        plain, hooked = self._run(self.stored, step), self._run(self.hooked, step)
         predicted = self.stored.predicted(step).cpu()
         found = {"predicted": predicted, **self._per_position(predicted, plain.states, hooked.states)}
         found |= self._residual(step, plain.reader, hooked.reader)
@@ -327,7 +322,7 @@ class _Passes:
         rows = len(stored.run.tokens)
         sources, counted, first = self._sources(step), self.counted(step), stored.first(step)
         reader = ResidualReader(self.layout, rows, sources, counted, self.layers, first)
-        with reading(stored.model, reader, self.attention):
+        with stored.at(step), reading(stored.model, reader, self.attention):
             return _Pass(stored.states(step), reader)
 
     def _sources(self, step: int) -> Bool[Tensor, "batch position"]:

@@ -1,5 +1,6 @@
 """`token_smearing`: likely tokens of a step beside the place where they end up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import Rule, checked_arguments, flag, is_real, whole
-from dlm_lens.attention import exclusive
+from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -138,6 +139,7 @@ def token_smearing(
     threshold: float = 0.03,
     radius: int = 10,
     decided: bool = False,
+    hooks: Sequence[HookLike] = (),
     progress: bool = False,
 ) -> TokenSmearing:
     """Run the model on every canvas of a run, and compare its predictions with the tokens of the result.
@@ -151,6 +153,7 @@ def token_smearing(
         radius: what counts as near, in positions (10 in 2606.20560).
         decided: also the decided positions that a step may rewrite, in models that revise (uniform noise,
             LLaDA2.1).
+        hooks: interventions under which the model predicts.
         progress: show a progress bar.
 
     Raises:
@@ -158,7 +161,7 @@ def token_smearing(
         ValueError: a run of another model, with an approximate cache, or of an AR model, whose steps predict one
             position.
     """
-    stored = StoredRun(model, run, decided=decided)
+    stored = StoredRun(model, run, decided=decided, hooks=hooks)
     if stored.autoregressive:
         raise ValueError(
             "token_smearing: a step of an AR run predicts one position, beside which there is no other"

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import exclusive
+from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun
@@ -195,6 +195,7 @@ def pattern_stability(
     *,
     reference: int | None = None,
     keep: float = 0.3,
+    hooks: Sequence[HookLike] = (),
     layers: Sequence[int] | None = None,
     seed: int = 0,
 ) -> PatternStability:
@@ -211,6 +212,7 @@ def pattern_stability(
         detector: the rule for sinks.
         reference: the step whose top keys are kept; None for the step at a fifth of the run.
         keep: share of the keys kept per query.
+        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
         layers: which layers; None for all.
         seed: of the intervals.
 
@@ -225,7 +227,7 @@ def pattern_stability(
         raise ValueError(
             f"reference={reference} of {run.steps} steps, keep={keep}: a step of the run, and a share of the keys"
         )
-    rec = rerun(model, run, [ReceivedAttention(), PatternSimilarity(chosen, keep)], layers=layers)
+    rec = rerun(model, run, [ReceivedAttention(), PatternSimilarity(chosen, keep)], hooks=hooks, layers=layers)
     sinks = find_sinks(rec, detector)
     values = dict(zip(MEASURES, rec.pattern_similarity.unbind(-1), strict=True))
     return PatternStability(

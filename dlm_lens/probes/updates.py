@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import exclusive
+from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.norms import TIE
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
@@ -105,6 +105,7 @@ def sink_updates(
     sinks: Sinks,
     *,
     attends: float = 0.5,
+    hooks: Sequence[HookLike] = (),
     layers: Sequence[int] | None = None,
     seed: int = 0,
 ) -> SinkUpdates:
@@ -119,6 +120,7 @@ def sink_updates(
         run: from `denoise`.
         sinks: found in the same run (`find_sinks`), at level "head" or "layer".
         attends: a query attends to the sinks if it has more than this share of its attention there.
+        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
         layers: the layers, of those that the sinks have; None for all of them.
         seed: of the intervals.
 
@@ -134,7 +136,7 @@ def sink_updates(
             f"the run {list(run.unmasked.shape[:2])}"
         )
     reducers = [SinkMass(sinks), MixingBound(), UpdateNorm(), ResidualNorm()]
-    rec = rerun(model, run, reducers, layers=sinks.layers if layers is None else layers)
+    rec = rerun(model, run, reducers, hooks=hooks, layers=sinks.layers if layers is None else layers)
     return SinkUpdates(
         mass=rec.sink_mass,
         mixed=rec.mixed_norm,

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import SinkLayout, exclusive
+from dlm_lens.attention import HookLike, SinkLayout, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
@@ -110,6 +110,7 @@ def sink_writes(
     run: DenoisingRun,
     sinks: Sinks,
     *,
+    hooks: Sequence[HookLike] = (),
     steps: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
     limit: int = 2000,
@@ -129,6 +130,7 @@ def sink_writes(
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`.
         sinks: of this run, at level "head".
+        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
         steps: which steps, negative from the end; None for all.
         layers: which layers; None for all.
         limit: the largest number of sinks; those with the highest scores are kept.
@@ -140,7 +142,7 @@ def sink_writes(
         TypeError: the run is no `DenoisingRun`.
         ValueError: sinks of another run or level, no sink at all, or a limit below 1.
     """
-    stored, head = StoredRun(model, run), Unembedding(model)
+    stored, head = StoredRun(model, run, hooks=hooks), Unembedding(model)
     if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; give those of this run, found at "
@@ -210,12 +212,12 @@ class _Reader:
     def run(self, stored: StoredRun, step: int) -> None:
         """One step of the run."""
         self.step = step
-        stored.prepare(step)
-        self.tap.open()
-        try:
-            stored.states(step)
-        finally:
-            self.tap.close()
+        with stored.at(step):
+            self.tap.open()
+            try:
+                stored.states(step)
+            finally:
+                self.tap.close()
 
     def _layer(self, shown: LayerInputs) -> None:
         layer = shown.inputs.layer

@@ -28,7 +28,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
     if len(recordings) == 1:
         return first
     for other in recordings[1:]:
-        for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model"):
+        for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model", "hooks"):
             if getattr(other, name) != getattr(first, name):
                 raise ValueError(f"recordings differ in {name}: {getattr(first, name)} and {getattr(other, name)}")
     before = max(r.run.prompt_length for r in recordings)

@@ -54,7 +54,8 @@ class Recording(ShowsItself, RecordingFields):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "query")
-        return f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model})"
+        under = f"; under {', '.join(self.hooks)}" if self.hooks else ""
+        return f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model}{under})"
 
     def _preview(self) -> Preview:
         lines = []
@@ -424,5 +425,6 @@ def _attributes(recording: Recording) -> dict[str, Any]:
         **({"sliding_windows": json.dumps(recording.windows)} if recording.windows else {}),
         "score_scale": recording.scale if recording.scale is not None else "",
         "settings": json.dumps(dict(recording.settings)),
+        "hooks": json.dumps(recording.hooks),
         "versions": json.dumps(dict(recording.versions)),
     }

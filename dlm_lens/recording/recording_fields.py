@@ -33,6 +33,7 @@ class RecordingFields:
         scale: factor of the scores, usually d_head ** -0.5.
         query_heads: number of query heads of the model.
         words: the text of every token id that occurs.
+        hooks: under which the arrays were computed, in order; those of the run, unless `rerun` made them.
 
     Raises:
         ValueError: shapes that contradict each other.
@@ -55,6 +56,7 @@ class RecordingFields:
     scale: float | None = None
     query_heads: int = 1
     words: Mapping[int, str] = field(default_factory=dict, repr=False)
+    hooks: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if set(self.arrays) != set(self.specs):
@@ -64,6 +66,8 @@ class RecordingFields:
                 f"{len(self.steps)} steps and {len(self.rows)} rows, but the run has {self.run.steps} and "
                 f"{len(self.run.tokens)}"
             )
+        if self.hooks is None:
+            object.__setattr__(self, "hooks", self.run_hooks)
         if all(window is None for window in self.windows):
             object.__setattr__(self, "windows", ())
         if self.windows and len(self.windows) != len(self.layers):
@@ -75,6 +79,11 @@ class RecordingFields:
             return  # read from files, whose shapes storage checks
         for name, array in self.arrays.items():
             self._check(name, array)
+
+    @property
+    def run_hooks(self) -> tuple[str, ...]:
+        """The hooks under which the run was made."""
+        return tuple(self.run.settings.get("hooks", ()))
 
     def _check(self, name: str, array: Tensor) -> None:
         dims, sizes = self.specs[name].dims, self.sizes

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention import exclusive
+from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.recording.arrays import blank
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.recorder import Recorder, Storage
@@ -24,6 +24,7 @@ def rerun(
     run: DenoisingRun,
     reducers: Sequence[Any],
     *,
+    hooks: Sequence[HookLike] = (),
     steps: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
@@ -34,61 +35,71 @@ def rerun(
     """Record statistics of a finished run: the network sees the canvas of every step once more.
 
     The result is what `record` gives with the same reducers, without sampling. A reducer may depend on what the
-    run showed, such as its sinks. Of a guided run the conditional half is computed. Hooks of `denoise(hooks=)` do
-    not run; torch's own hooks on the model do. Steps after the end of a row are undefined (NaN).
+    run showed, such as its sinks. Of a guided run the conditional half is computed. Hooks of `denoise(hooks=)` run
+    only if they are given here too; torch's own hooks on the model run. Steps after the end of a row are undefined
+    (NaN).
 
     Args:
         model: the model of the run; its attention implementation may be any, and does not change.
         run: from `denoise`, or `recording.run`.
         reducers: what to record (`dlm_lens.recording`).
+        hooks: interventions (`dlm_lens.hooks`) under which the canvases are seen: those of the run for what it
+            computed, others for what they would change at every step alone. If one of them depends on earlier steps
+            (`Hook.remembers`), the steps before the chosen ones run too.
         steps: indices of the steps, negative from the end; None for all.
         layers: indices of the layers, negative from the end; None for all.
         rows: indices of the rows, negative from the end; None for all.
-        rows_per_pass: rows in one forward pass; None for all of them.
+        rows_per_pass: rows in one forward pass; None for all of them. Hooks see the rows of one pass.
         dtype: how floating-point statistics are stored, "float32" or "float16".
         progress: show a progress bar.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a run with tokens that the model does not embed (a run does not name its model), a step, layer
-            or row that does not exist, or what `Recorder` refuses.
+            or row that does not exist, or what `Recorder` and the hooks refuse.
     """
-    stored = StoredCanvases(model, run)
+    stored = StoredCanvases(model, run, hooks=hooks)
     chosen = chosen_indices("step", steps, run.steps)
     recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
     places = chosen_indices("row", rows, len(run.tokens))
-    size = len(places) if rows_per_pass is None else max(1, rows_per_pass)
-    parts = [places[start : start + size] for start in range(0, len(places), size)]
+    # A hook may have a value for every row (`mask_sinks(source=)`).
+    seen = tuple(range(len(run.tokens))) if stored.hooks and rows_per_pass is None else places
+    size = len(seen) if rows_per_pass is None else max(1, rows_per_pass)
+    parts = [seen[start : start + size] for start in range(0, len(seen), size)]
     found = []
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
         for part in parts:
             canvases = (
                 stored
                 if len(part) == len(run.tokens)
-                else StoredCanvases(model, part_of_run(run, None, part), hooks=None)
+                else StoredCanvases(model, part_of_run(run, None, part), hooks=hooks, warn=False)
             )
             found.append(_record(recorder, canvases, chosen, bar))
-    return replace(
+    recording = replace(
         joined(found),
-        run=part_of_run(stored.run, chosen, places),
-        answer=run.masked[0][list(places)],
+        run=part_of_run(stored.run, chosen, seen),
+        answer=run.masked[0][list(seen)],
         steps=chosen,
-        rows=places,
+        rows=seen,
+        hooks=tuple(map(repr, stored.hooks)),
     )
+    return recording if seen == places else recording.select(batch=places)
 
 
 def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], bar: Any) -> Recording:
     """The steps of a run through a recorder, one forward pass each."""
     run = stored.run
-    stored.start(recorder)
-    try:
-        for step in steps:
-            stored.enter(recorder, step)
-            stored.forward(step)
-            stored.leave(recorder, step)
-            bar.update()
-    finally:
-        recorder.stop()
+    with stored.under_hooks():
+        stored.start(recorder)
+        try:
+            for step in steps:
+                recorder.now = None  # passes of steps that are not recorded
+                stored.enter(step, recorder)
+                stored.forward(step)
+                stored.leave(step, recorder)
+                bar.update()
+        finally:
+            recorder.stop()
     recording = recorder.recording(part_of_run(run, steps, range(len(run.tokens))))
     ended = torch.tensor(steps)[:, None] >= run.row_steps
     if bool(ended.any()):

@@ -129,3 +129,4 @@ class RunFacts(Document):
     decoding: DecodingDescription | None = None
     rows_ran: list[Count] | None = None
     computed: list[Span | None] = Field(default_factory=list)
+    hooks: list[str] | None = None

@@ -221,6 +221,7 @@ def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Reco
             versions=facts.versions,
             scale=facts.scale,
             query_heads=facts.query_heads,
+            hooks=None if facts.hooks is None else tuple(facts.hooks),
         )
     except _ContradictionError as error:
         raise DamagedFileError(f"{path / RUN} is damaged ({error}); {shards.remedy}") from None
@@ -312,6 +313,7 @@ def write_end(
         "words": dict(recording.words),
         "decoding": _decoding(recording),
         "rows_ran": run.rows_ran,
+        **({"hooks": recording.hooks} if recording.hooks != recording.run_hooks else {}),
     }
     names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "windows", "model", "scale", "query_heads")
     facts |= {name: getattr(recording, name) for name in names}

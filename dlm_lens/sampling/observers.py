@@ -356,6 +356,7 @@ class HookRunner(StepObserver):
         record: where to note `columns_hidden` and `mass_hidden` at the end of the run: for every hook how many
             columns it hid per map (`hidden_per_map`) and their share of the attention (`hidden_mass`), None for
             hooks that hide none, or that did not read what columns receive.
+        halves: how often a pass sees every row; None for as often as the run's sampler.
 
     Raises:
         ValueError: a hook that is none or acts in an encoder that the model lacks, or a model without hook points.
@@ -367,9 +368,10 @@ class HookRunner(StepObserver):
         hooks: Sequence[HookLike],
         forward: Callable[[Tensor], Any],
         record: MutableMapping[str, Any] | None = None,
+        halves: int | None = None,
     ) -> None:
         super().__init__(model)
-        self.hooks, self.forward = checked(hooks), forward
+        self.hooks, self.forward, self.halves = checked(hooks), forward, halves
         for hook in self.hooks:
             attention_stack(model, hook.stack)
         self.record = {} if record is None else record
@@ -391,7 +393,7 @@ class HookRunner(StepObserver):
         canvas = super().step(plan, canvas, masked)
         seen: Any = self.now
         # With guidance the network sees every row twice.
-        self.now = seen.for_rows(len(canvas) * self.sampler.halves)
+        self.now = seen.for_rows(len(canvas) * (self.halves or self.sampler.halves))
         if not self._checked:
             check_hooks(self.hooks, self.now)
             self._checked = True

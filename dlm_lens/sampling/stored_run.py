@@ -1,16 +1,18 @@
 """`StoredCanvases` and `StoredRun`: the network of a finished run, for passes over the canvases of its steps."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import HookLike, computed_span
+from dlm_lens.attention import HookLike, checked, computed_span
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
@@ -27,18 +29,23 @@ logger = logging.getLogger(__name__)
 class StoredCanvases:
     """The canvases of a finished run, and the network's forward pass over the canvas of a step.
 
+    Readers of a pass are attached inside `with stored.at(step)`. If a hook depends on what earlier steps left
+    (`Hook.remembers`), the steps before run first. Passes with hooks and passes without take an object each; with a
+    cache each keeps its own keys.
+
     Args:
         model: with hook points, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
-        hooks: those under which the passes are made. Where they are not those of the run a warning says so; None
-            if another `StoredCanvases` of the run has said it.
+        hooks: those under which the passes are made.
+        warn: whether a warning says that they are not those of the run.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a model without token embeddings, or a run with token ids that the model does not embed.
+        ValueError: a model without token embeddings, a run with token ids that the model does not embed, or an
+            object that is no hook.
     """
 
-    def __init__(self, model: Any, run: DenoisingRun, *, hooks: Sequence[HookLike] | None = ()) -> None:
+    def __init__(self, model: Any, run: DenoisingRun, *, hooks: Sequence[HookLike] = (), warn: bool = True) -> None:
         if not isinstance(run, DenoisingRun):
             raise TypeError(
                 f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned"
@@ -50,7 +57,9 @@ class StoredCanvases:
             raise ValueError(
                 f"the run has token id {highest}, but the model embeds {embedded}; is it another model's?"
             )
-        _warn_of_hooks(run, hooks)
+        self.hooks = checked(hooks)
+        if warn:
+            _warn_of_hooks(run, self.hooks)
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
         self.device = input_device(model)
         self.content = run.attention_mask.to(self.device)
@@ -59,11 +68,18 @@ class StoredCanvases:
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
         plans = [self.plan(step) for step in range(run.steps)]
         self._own = self.sampler.rerun_network(model, self.content, self.run, plans)
-        self._passes: Network | None = self._own
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
+        self._network: Network | None = self._own
         if self._own is None and run.computed and not self._canvas:
-            self._passes = CachedLogits(model, self._network_content)
+            self._network = CachedLogits(model, self._network_content)
         self._kept: int | None = None
+        self._at: int | None = None
+        self._done = 0
+
+    @property
+    def halves(self) -> int:
+        """How often a pass sees every row: once; in a guided run the conditional half."""
+        return 1
 
     @property
     def autoregressive(self) -> bool:
@@ -109,20 +125,26 @@ class StoredCanvases:
         return self.run.computed[step] if self.run.computed else None
 
     def forward(self, step: int) -> Any:
-        """The network without its head on the canvas of a step; in a guided run the conditional half alone.
+        """The network without its head on the canvas of a step; in a guided run the conditional half alone."""
+        with self._entered(step) as canvas:
+            return self._over(canvas)
 
-        A step with a cache finds the keys of the pass that `prepare` made.
-        """
+    def _enter_network(self, step: int) -> None:
+        """Tell the network which step its next passes are of."""
         self.sampler.at(self.plan(step))
-        canvas = self.run.canvases[step, :, : self.length(step)].to(self.device)
-        if self._passes is not None:
-            self._passes.enter(self.plan(step))
-            self._kept = step if self._computed(step) is None else self._kept
-            return self._passes.forward(canvas)
+        if self._network is not None:
+            self._network.enter(self.plan(step))
+        elif self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
+            self._starts = self.first(step)
+
+    def _over(self, canvas: Int[Tensor, "batch seen"]) -> Any:
+        """A pass of the present step over what it sees of a canvas."""
+        if self._network is not None:
+            return self._network.forward(canvas)
         content = self._network_content[:, : canvas.shape[1]]
         inputs = self.sampler.inputs(self.model, content, canvas, self.run.prompt_length)
-        if self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
-            inputs = {**inputs, "canvas_start": self.first(step)}
+        if self._canvas:
+            inputs = {**inputs, "canvas_start": self._starts}
         return self.model.get_decoder()(input_ids=canvas, **inputs)
 
     @property
@@ -134,45 +156,89 @@ class StoredCanvases:
         """Begin the run for an observer."""
         observer.start(self.sampler, self.content, self.run.masked[0].to(self.device))
 
-    def prepare(self, step: int, observer: RunObserver | None = None) -> None:
-        """Make the pass whose keys a step of a cached run keeps, unless the last whole pass was that one.
+    @contextmanager
+    def under_hooks(self) -> Iterator[None]:
+        """Attach the hooks for the block; readers that are attached in it see what they leave."""
+        try:
+            with nullcontext() if self._runner is None else self._runner:
+                yield
+        finally:
+            self._at = None
 
-        Args:
-            step: of the run.
-            observer: sees that pass as a step.
+    @contextmanager
+    def at(self, step: int, *observers: RunObserver) -> Iterator[None]:
+        """Enter a step under the hooks; its pass and its readers belong inside the block.
 
         Raises:
-            ValueError: the run does not hold that step.
+            ValueError: as `enter`.
         """
-        if self._own is not None or self._passes is None or self._computed(step) is None:
+        with self.under_hooks():
+            self.enter(step, *observers)
+            yield
+
+    @cached_property
+    def _runner(self) -> HookRunner | None:
+        """The observer that runs the hooks."""
+        if not self.hooks:
+            return None
+        runner = HookRunner(self.model, self.hooks, self._over, halves=self.halves)
+        self.start(runner)
+        return runner
+
+    def enter(self, step: int, *observers: RunObserver) -> None:
+        """Begin a step, for observers too: `at` without attaching the hooks, which `under_hooks` does.
+
+        A step of a cached run whose keys another pass left comes after that pass, unless it was the last whole one.
+        Observers see that pass as a step that does not end. They do not see other passes of the steps before.
+
+        Raises:
+            ValueError: the run does not hold the step whose keys this one reads.
+        """
+        self._remember(step, observers if self.run.computed else ())
+        if self._own is None and not self._canvas and self._computed(step) is not None:
+            whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
+            if not whole:
+                raise ValueError(
+                    f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
+                    "give the whole run"
+                )
+            if self._kept != whole[-1]:
+                self._begin(whole[-1], observers)
+                self._pass(whole[-1])
+        self._begin(step, observers)
+
+    def _remember(self, step: int, observers: Sequence[RunObserver]) -> None:
+        """Run the steps before that have not run, if a hook depends on what they leave."""
+        if self._runner is None or not any(hook.remembers for hook in self.hooks):
             return
-        whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
-        if not whole:
-            raise ValueError(
-                f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
-                "give the whole run"
-            )
-        if self._kept != whole[-1]:
-            if observer is not None:
-                self.enter(observer, whole[-1])
-            self._pass(whole[-1])
+        if step < self._done - 1:
+            self.start(self._runner)
+            self._done = 0
+        for before in range(self._done, step):
+            self._begin(before, observers)
+            self._pass(before)
+
+    def _begin(self, step: int, observers: Sequence[RunObserver]) -> None:
+        """Begin a step for the network, the hooks and observers."""
+        self._at = step
+        self._enter_network(step)
+        canvas, masked = (tensor[step].to(self.device) for tensor in (self.run.canvases, self.run.masked))
+        for observer in observers if self._runner is None else (self._runner, *observers):
+            observer.step(self.plan(step), canvas, masked)
+
+    @contextmanager
+    def _entered(self, step: int) -> Iterator[Int[Tensor, "batch seen"]]:
+        """What a step sees of its canvas, for a pass in the block; enters the step if it is not the present one."""
+        with nullcontext() if self._at == step else self.at(step):
+            yield self.run.canvases[step, :, : self.length(step)].to(self.device)
+        self._kept = step if self._computed(step) is None else self._kept
+        self._done = step + 1
 
     def _pass(self, step: int) -> None:
         """A pass of a step for its keys alone."""
         self.forward(step)
 
-    def enter(self, observer: RunObserver, step: int) -> None:
-        """Begin a step for an observer; of a cached run after a pass of the step whose keys it keeps.
-
-        Raises:
-            ValueError: as `prepare`.
-        """
-        self.prepare(step, observer)
-        self.sampler.at(self.plan(step))
-        canvas, masked = self.run.canvases[step], self.run.masked[step]
-        observer.step(self.plan(step), canvas.to(self.device), masked.to(self.device))
-
-    def leave(self, observer: RunObserver, step: int) -> None:
+    def leave(self, step: int, observer: RunObserver) -> None:
         """End a step for an observer, as it ended in the run."""
         run = self.run
         parts = (run.canvases[step + 1], run.proposals[step], run.confidence[step], run.unmasked[step])
@@ -180,10 +246,10 @@ class StoredCanvases:
         observer.finish(self.plan(step), canvas, Proposal(tokens, confidence), unmasked)
 
 
-def _warn_of_hooks(run: DenoisingRun, hooks: Sequence[HookLike] | None) -> None:
+def _warn_of_hooks(run: DenoisingRun, hooks: Sequence[HookLike]) -> None:
     """Warn where passes over a run's canvases are made under other hooks than the run."""
     had = tuple(run.settings.get("hooks", ()))
-    if hooks is not None and had and had != tuple(map(repr, hooks)):
+    if had and had != tuple(map(repr, hooks)):
         logger.warning(
             "the run was made under the hooks [%s]; this computes the network on its canvases under [%s]",
             ", ".join(had),
@@ -195,16 +261,14 @@ class StoredRun(StoredCanvases):
     """Runs a model again over the canvases of a run, with its guidance, padding and logit shift.
 
     The canvases stay fixed. A pass goes over all rows of a step; an AR step sees the prefix and predicts one
-    position. A step of a run with a cache computes its span and sees the keys that an earlier step left, which is
-    run again where it was not the last whole pass. Passes with hooks and passes without take a `StoredRun` each, so
-    that each keeps its own keys.
+    position. A step of a run with a cache computes its span and sees the keys that an earlier step left.
 
     Args:
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         decided: whether the logits are also about the decided positions of the answer that a step may rewrite:
             those of its block, in rows that had open ones there when it began. For samplers that edit.
-        hooks: as for `StoredCanvases`.
+        hooks, warn: as for `StoredCanvases`.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -212,12 +276,20 @@ class StoredRun(StoredCanvases):
             of a sampler whose logits cannot be computed again; `decided` where the sampler does not edit.
     """
 
+    _network: Network
+
     def __init__(
-        self, model: Any, run: DenoisingRun, *, decided: bool = False, hooks: Sequence[HookLike] | None = ()
+        self,
+        model: Any,
+        run: DenoisingRun,
+        *,
+        decided: bool = False,
+        hooks: Sequence[HookLike] = (),
+        warn: bool = True,
     ) -> None:
         if isinstance(run, DenoisingRun):
             check_model(model)
-        super().__init__(model, run, hooks=hooks)
+        super().__init__(model, run, hooks=hooks, warn=warn)
         name = str(run.settings.get("sampler"))
         if name not in algorithms():
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")
@@ -261,13 +333,8 @@ class StoredRun(StoredCanvases):
 
     def states(self, step: int) -> Float[Tensor, "half predicted d_model"]:
         """A forward pass over the canvas of a step: the head's inputs for the predicted positions, row by row."""
-        self.prepare(step)
-        plan = self.plan(step)
-        self.sampler.at(plan)
-        self._network.enter(plan)
-        canvas = self.run.canvases[step].to(self.device)[:, : self.length(step)]
-        self._kept = step if plan.computed is None else self._kept
-        return self._network.states(canvas, self.predicted(step))
+        with self._entered(step) as canvas:
+            return self._network.states(canvas, self.predicted(step))
 
     def _pass(self, step: int) -> None:
         """A pass of a step for its keys alone."""
@@ -288,27 +355,15 @@ class StoredRun(StoredCanvases):
         assert isinstance(self._network, CachedLogits)
         self._kept = None
         with self._network.keeping_graph():
-            self.prepare(step)
+            self.enter(step)
 
     def forget_kept(self) -> None:
         """Let the next step of a cached run make its keys and values anew."""
-        self._kept = None
-
-    def enter(self, observer: RunObserver, step: int) -> None:
-        """Begin a step for an observer, whose passes without hooks are of the same step."""
-        self.prepare(step, observer)
-        self._network.enter(self.plan(step))
-        super().enter(observer, step)
+        self._kept = self._at = None
 
     def logits(self, states: Float[Tensor, "half predicted d_model"]) -> Float[Tensor, "predicted d_vocab"]:
         """Logits of (some of) the states, guided as in the run."""
         return self._network.head(states)
-
-    def runner(self, hooks: Sequence[HookLike]) -> HookRunner:
-        """The observer that runs `hooks` over these steps: `with runner: enter(runner, step); states(step)`."""
-        runner = HookRunner(self.model, hooks, self._network.forward)
-        self.start(runner)
-        return runner
 
 
 def sampler_of(run: DenoisingRun) -> Sampler:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.attention import MIN_VIEWERS
+from dlm_lens.attention import MIN_VIEWERS, HookLike
 from dlm_lens.recording import KeyNorm, MassiveActivations, QueryClass, ReceivedAttention, Recording, rerun
 from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun
@@ -29,6 +29,7 @@ def received_over_steps(
     queries: QueryClass = "all",
     layers: Sequence[int] | None = None,
     min_viewers: int = MIN_VIEWERS,
+    hooks: Sequence[HookLike] = (),
     rows_per_pass: int | None = None,
     progress: bool = False,
 ) -> Received:
@@ -51,6 +52,7 @@ def received_over_steps(
             do not fall only because the masks run out.
         layers: indices of the layers, negative from the end; None for all.
         min_viewers: a key seen by fewer counted queries is undefined (NaN).
+        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
         rows_per_pass: rows of the run in one forward pass; None for all of them.
         progress: show a progress bar.
 
@@ -67,6 +69,7 @@ def received_over_steps(
         model,
         run,
         [ReceivedAttention(queries, min_viewers)],
+        hooks=hooks,
         layers=layers,
         rows_per_pass=rows_per_pass,
         progress=progress,
@@ -100,6 +103,7 @@ def key_statistic_over_steps(
     run: DenoisingRun,
     quantity: HiddenQuantity,
     *,
+    hooks: Sequence[HookLike] = (),
     layers: Sequence[int] | None = None,
     rows_per_pass: int | None = None,
 ) -> KeyStatistic:
@@ -117,7 +121,8 @@ def key_statistic_over_steps(
     if quantity not in get_args(HiddenQuantity):
         raise ValueError(f"quantity is {quantity!r}; it must be one of {', '.join(get_args(HiddenQuantity))}")
     reducer = MassiveActivations() if quantity == "max activation" else KeyNorm()
-    return key_statistic_of(rerun(model, run, [reducer], layers=layers, rows_per_pass=rows_per_pass), quantity)
+    recording = rerun(model, run, [reducer], hooks=hooks, layers=layers, rows_per_pass=rows_per_pass)
+    return key_statistic_of(recording, quantity)
 
 
 def _warn_of_parts(recording: Recording) -> None:

@@ -1,17 +1,16 @@
 """`snapshot`: one layer's attention at one step of a run, from one forward pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import HookLike, exclusive
-from dlm_lens.recording import AttentionPattern, Recorder, Recording, ValueNorm, rerun
-from dlm_lens.recording.recording import part_of_run
-from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.attention import HookLike
+from dlm_lens.recording import AttentionPattern, ValueNorm, rerun
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
 
@@ -84,7 +83,7 @@ def snapshot(
 ) -> Snapshot:
     """Run the model on the canvas that a step saw, and keep one layer's pattern and value norms.
 
-    Under `hooks` the pattern is the one that they leave. A hook that keeps values of earlier steps finds none.
+    Under `hooks` the pattern is the one that they leave, with the steps before run first as in `rerun`.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -98,11 +97,7 @@ def snapshot(
     if step >= (ended := int(run.row_steps[row])):
         raise ValueError(f"step {step}: row {row} ended after {ended} steps; its steps go from 0 to {ended - 1}")
     reducers = [AttentionPattern(), ValueNorm()]
-    recording = (
-        _under_hooks(model, run, reducers, hooks, step, layer, row)
-        if hooks
-        else rerun(model, run, reducers, steps=[step], layers=[layer], rows=[row])
-    )
+    recording = rerun(model, run, reducers, hooks=hooks, steps=[step], layers=[layer], rows=[row])
     # Without padding and positions that are not written; learned sinks after the canvas, as queries too.
     keys = recording.facts.keys[0, 0].nonzero().flatten()
     positions = keys[: len(keys) - recording.sinks]
@@ -130,24 +125,3 @@ def snapshot(
         padding=int(run.padding[row]),
         tokenizer=recording.run.tokenizer,
     )
-
-
-@torch.no_grad()
-@exclusive
-def _under_hooks(
-    model: Any, run: DenoisingRun, reducers: list[Any], hooks: Sequence[HookLike], step: int, layer: int, row: int
-) -> Recording:
-    """What `rerun` gives, from a pass with hooks."""
-    stored, recorder = StoredRun(model, run, hooks=hooks), Recorder(model, reducers, layers=[layer])
-    with stored.runner(hooks) as runner:
-        stored.start(recorder)
-        try:
-            stored.enter(runner, step)
-            stored.enter(recorder, step)
-            stored.states(step)
-            stored.leave(recorder, step)
-        finally:
-            recorder.stop()
-    found = recorder.recording(part_of_run(stored.run, [step], range(len(run.tokens))))
-    found = replace(found, answer=run.masked[0], steps=(step,))
-    return found.select(batch=row) if len(run.tokens) > 1 else found

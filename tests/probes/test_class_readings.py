@@ -73,11 +73,9 @@ def test_the_probe_is_ridge_regression_on_all_open_states(run: tuple[Any, Denois
 
     from dlm_lens.sampling import StoredRun
 
-    stored = StoredRun(model, done)
-    runner = stored.runner([at_layers(Keep(), 0)])
-    with torch.no_grad(), runner:
+    stored = StoredRun(model, done, hooks=[at_layers(Keep(), 0)])
+    with torch.no_grad():
         for step in range(done.steps):
-            stored.enter(runner, step)
             stored.states(step)
     wanted, (train, test, _) = found.wanted, (~found.held_out, found.held_out, None)
     x, y = [], []

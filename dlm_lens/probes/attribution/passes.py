@@ -181,11 +181,9 @@ class Passes:
         kept: bool = False,
     ) -> None:
         self.model, self.side, self.times, self.rows, self.kept = model, side, times, len(tokens), kept
-        self.stored = StoredRun(model, repeated(side.run, times), hooks=None)
+        self.stored = StoredRun(model, repeated(side.run, times), hooks=side.hooks, warn=False)
         self.wanted, self.tokens = wanted.repeat(1, times, 1), tokens.repeat(times, 1)
-        self.runner = self.stored.runner(side.hooks) if side.hooks else None
         self.layout = SinkLayout.of(model)
-        self._done = 0
 
     @property
     def halves(self) -> int:
@@ -212,14 +210,9 @@ class Passes:
         """
         if self.kept:
             return self._after_kept(step, hooks, first, others, grad)
-        with torch.no_grad():
-            self.stored.prepare(step)
-            self._go_to(step)
         with ExitStack() as stack:
-            if self.runner is not None:
-                stack.enter_context(self.runner)
-                with torch.no_grad():
-                    self.stored.enter(self.runner, step)
+            with torch.no_grad():
+                stack.enter_context(self.stored.at(step))
             stack.enter_context(attach_hooks(self.model, *hooks))
             if first is not None:
                 stack.enter_context(at_first_input(self.model, first))
@@ -241,16 +234,6 @@ class Passes:
                 return self._decisions(step, self.stored.states(step), others)
             finally:
                 self.stored.forget_kept()
-
-    def _go_to(self, step: int) -> None:
-        """Run the steps before, if a hook may keep something from step to step."""
-        if self.runner is None or all(getattr(hook, "stateless", False) for hook in self.side.hooks):
-            return
-        for before in range(self._done, step):
-            with self.runner:
-                self.stored.enter(self.runner, before)
-                self.stored.states(before)
-        self._done = max(self._done, step)
 
     def _decisions(self, step: int, states: Tensor, others: Tensor | None) -> Decisions:
         predicted = self.stored.predicted(step)

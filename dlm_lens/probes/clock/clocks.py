@@ -229,7 +229,8 @@ def denoising_clock(
             layer, or runs in which the label is the same everywhere.
         MemoryError: the sums would take more; raised before the first forward pass.
     """
-    stored = [StoredRun(model, run) for run in ([runs] if isinstance(runs, DenoisingRun) else list(runs))]
+    given = [runs] if isinstance(runs, DenoisingRun) else list(runs)
+    stored = [StoredRun(model, run, hooks=hooks) for run in given]
     kinds = _classes(positions)
     blocks = chosen_indices("layer", layers, len(attention_blocks(model)), "denoising_clock: ")
     chosen = (EMBEDDING, *blocks)
@@ -243,12 +244,12 @@ def denoising_clock(
         if not bool(rows.any()):
             continue
         targets = torch.stack([labels[number], *permuted(labels[number], shuffles, seed + number)])
-        for states in read_states(one, chosen, rows, hooks=hooks, progress="fitting the clock" * progress):
+        for states in read_states(one, chosen, rows, progress="fitting the clock" * progress):
             sums.add(states, one.run, targets, halves[number])
     empty = _scored_nothing(kinds, chosen, shuffles, sums.lines(stored, labels, train), seed)
     clock = sums.solved(ridge, seed, empty, target, sum(int(rows.sum()) for rows in train))
     readings = [
-        _score(one, clock, rows, hooks, seed + 7919 + number, progress)
+        _score(one, clock, rows, seed + 7919 + number, progress)
         for number, (one, rows) in enumerate(zip(stored, test, strict=True))
         if bool(rows.any())
     ]
@@ -285,11 +286,11 @@ def read_clock(
             "one with denoising_clock"
         )
     given = [runs] if isinstance(runs, DenoisingRun) else list(runs)
-    stored = [StoredRun(model, run) for run in given]
+    stored = [StoredRun(model, run, hooks=hooks) for run in given]
     readings = []
     for number, one in enumerate(stored):
         rows = torch.ones(len(one.run.tokens), dtype=torch.bool)
-        readings.append(_score(one, clock, rows, hooks, clock.reading.seed + 7919 + number, progress))
+        readings.append(_score(one, clock, rows, clock.reading.seed + 7919 + number, progress))
     return joined(readings)
 
 
@@ -374,7 +375,6 @@ def _score(
     stored: StoredRun,
     clock: DenoisingClock,
     rows: Bool[Tensor, "batch"],
-    hooks: Sequence[HookLike],
     seed: int,
     progress: bool,
 ) -> ClockReading:
@@ -386,7 +386,7 @@ def _score(
         clock.classes, clock.layers, label, quantities_of(run), len(clock.null_weight), clock.reading.lines,
         clock.reading.seed, run.row_steps,
     )  # fmt: skip
-    for states in read_states(stored, clock.layers, rows, hooks=hooks, progress="reading the clock" * progress):
+    for states in read_states(stored, clock.layers, rows, progress="reading the clock" * progress):
         for kind, name in enumerate(clock.classes):
             where = (states.kind == POSITIONS.index(name)).nonzero().flatten()
             if len(where):

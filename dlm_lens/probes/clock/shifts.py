@@ -294,22 +294,14 @@ def _changes(
     stored: StoredRun, clock: DenoisingClock, hooks: Sequence[Hook], progress: bool
 ) -> Iterator[tuple[Int[Tensor, "predicted"], Float[Tensor, "variant predicted measure"]]]:
     """Step by step the row of every prediction, and what every hook changes there."""
-    hooked = [
-        StoredRun(stored.model, stored.run, hooks=None) for _ in hooks
-    ]  # with a cache each keeps keys of its own
-    runners = [one.runner([hook]) for one, hook in zip(hooked, hooks, strict=True)]
+    # With a cache each keeps keys of its own.
+    hooked = [StoredRun(stored.model, stored.run, hooks=[hook], warn=False) for hook in hooks]
     for step in tqdm(range(stored.run.steps), desc="steering", unit="step", disable=not progress):
         predicted = stored.predicted(step).cpu()
         if not bool(predicted.any()):
             continue
-        stored.prepare(step)
         plain = _outputs(stored, clock, step, predicted)
-        changes = []
-        for one, runner in zip(hooked, runners, strict=True):
-            with runner:
-                one.enter(runner, step)
-                found = _outputs(one, clock, step, predicted)
-            changes.append(_compared(stored, plain, found))
+        changes = [_compared(stored, plain, _outputs(one, clock, step, predicted)) for one in hooked]
         yield predicted.nonzero()[:, 0], torch.stack(changes)
 
 
@@ -320,7 +312,7 @@ def _outputs(
     layer = clock.layers[-1]
     layout = SinkLayout.of(stored.model)
     reader = ResidualReader(layout, len(predicted), predicted, predicted, (layer,), stored.first(step))
-    with reading(stored.model, reader, attention=False):
+    with stored.at(step), reading(stored.model, reader, attention=False):
         states = stored.states(step)
     kind = clock.reading.kind_index("open")
     x = reader.residual[layer].double().cpu()

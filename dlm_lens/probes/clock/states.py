@@ -1,6 +1,7 @@
 """The states that the clock is read from: residual streams of every step of a run, by class of positions."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import HookLike, SinkLayout, attention_blocks
+from dlm_lens.attention import SinkLayout, attention_blocks
 from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.sampling import DenoisingRun, StoredRun
 
@@ -54,7 +55,6 @@ def read_states(
     layers: Sequence[int],
     rows: Bool[Tensor, "batch"],
     *,
-    hooks: Sequence[HookLike] = (),
     progress: str = "",
 ) -> Iterator[StepStates]:
     """The states of every step, one forward pass each; none is kept.
@@ -62,22 +62,13 @@ def read_states(
     A step of an AR run has the states of the written prefix, one with a cache those that it computes.
 
     Args:
-        stored: the run.
+        stored: the run; its hooks act before states are read.
         layers: which layers, `EMBEDDING` for the token embeddings.
         rows: of the batch.
-        hooks: interventions under which the passes run; they act before states are read.
         progress: what a progress bar calls it; empty for none.
     """
-    runner = stored.runner(hooks) if hooks else None
     for step in tqdm(range(stored.run.steps), desc=progress, unit="step", disable=not progress):
-        if runner is None:
-            stored.prepare(step)
-            yield _read(stored, step, layers, rows)
-            continue
-        with runner:
-            stored.enter(runner, step)
-            found = _read(stored, step, layers, rows)
-        yield found
+        yield _read(stored, step, layers, rows)
 
 
 def _read(stored: StoredRun, step: int, layers: Sequence[int], rows: Bool[Tensor, "batch"]) -> StepStates:
@@ -91,15 +82,12 @@ def _read(stored: StoredRun, step: int, layers: Sequence[int], rows: Bool[Tensor
     def enter(module: Any, args: Any, kwargs: Any) -> None:
         reader.keep(EMBEDDING, args[0] if args else kwargs["hidden_states"])
 
-    handle = None
-    if EMBEDDING in layers:
-        handle = attention_blocks(stored.model)[0].register_forward_pre_hook(enter, with_kwargs=True)
-    try:
-        with reading(stored.model, reader, attention=False):
-            stored.states(step)
-    finally:
-        if handle is not None:
-            handle.remove()
+    with stored.at(step), ExitStack() as stack:
+        if EMBEDDING in layers:
+            handle = attention_blocks(stored.model)[0].register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(reading(stored.model, reader, attention=False))
+        stored.states(step)
     row, position = wanted.nonzero().unbind(-1)
     return StepStates(step, row, position, kinds_of(run, step)[wanted], {i: reader.residual[i] for i in layers})
 

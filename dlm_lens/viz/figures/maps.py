@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from dlm_lens.attention import HookLike
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
@@ -38,6 +39,7 @@ def attention_maps(
     layer: int,
     head: int | None,
     row: int = 0,
+    hooks: Sequence[HookLike] = (),
     detector: Detector | None = None,
     title: str = "",
 ) -> Figure:
@@ -55,6 +57,7 @@ def attention_maps(
         layer: index of the layer.
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
+        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
         detector: the rule of the marked sinks, on this map's scores; `AboveMean(3.0)`, Eq. 3, by default.
         title: the beginning of the caption, such as the model's name.
 
@@ -65,7 +68,7 @@ def attention_maps(
     if not 1 <= len(steps) <= MOST_MAPS:
         raise ValueError(f"{len(steps)} steps; give one to {MOST_MAPS}")
     rule = AboveMean(3.0) if detector is None else detector
-    shots = [snapshot(model, run, step=int(step), layer=layer, row=row) for step in steps]
+    shots = [snapshot(model, run, step=int(step), layer=layer, row=row, hooks=hooks) for step in steps]
     heads = shots[0].pattern.shape[0]
     maps = [_of_head(shot, head, heads) for shot in shots]
     width = 1.4 + 4.1 * len(shots)
@@ -95,6 +98,7 @@ def attention_maps(
         *([title] if title else []),
         "Attention maps",
         level,
+        *([f"under {', '.join(map(repr, hooks))}"] if len(hooks) else []),
         f"rule: {rule} on received attention relative to uniform",
         f"{' / '.join(counts)}, n = 1 sequence (row {row})",
     ]

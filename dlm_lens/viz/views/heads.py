@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.attention import HookLike
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
 from dlm_lens.viz.plot_options import PlotOptions
@@ -27,6 +28,7 @@ def attention_heads(
     step: int,
     layer: int,
     row: int = 0,
+    hooks: Sequence[HookLike] = (),
     positions: Sequence[int] | None = None,
 ) -> View:
     """Patterns of all heads of a layer at one step: small ones to select a head, and the selected one large.
@@ -40,6 +42,7 @@ def attention_heads(
         step: index of the step; the model runs again on its canvas.
         layer: index of the layer.
         row: index of the sequence in the batch.
+        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
         positions: canvas positions to show; None for all, or of a long canvas for those around the block being
             decoded, with a sentence in the view.
 
@@ -47,7 +50,7 @@ def attention_heads(
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a step, layer, row or position that the run does not have.
     """
-    shot = snapshot(model, run, step=step, layer=layer, row=row)
+    shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
     kept, cropped = _cropped(shot, run, positions, len(shot.pattern))
     names = [f"head {head}" for head in range(len(shot.pattern))]
     props = _props(shot, shot.pattern, kept) | {"attentionHeadNames": names}
@@ -63,13 +66,14 @@ def attention_pattern(
     layer: int,
     head: int,
     row: int = 0,
+    hooks: Sequence[HookLike] = (),
     positions: Sequence[int] | None = None,
 ) -> View:
     """Pattern of one head at one step; the tooltip of an entry shows positions, tokens and A_ij.
 
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
-    shot = snapshot(model, run, step=step, layer=layer, row=row)
+    shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
     return _one_head(shot, run, head, positions, shot.pattern, "Attention", "attention A_ij, rows sum to 1")
 
 
@@ -81,6 +85,7 @@ def value_weighted_pattern(
     layer: int,
     head: int,
     row: int = 0,
+    hooks: Sequence[HookLike] = (),
     positions: Sequence[int] | None = None,
 ) -> View:
     """A_ij ||v_j|| of one head at one step: the size of what query i reads from key j, small for a sink.
@@ -90,7 +95,7 @@ def value_weighted_pattern(
 
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
-    shot = snapshot(model, run, step=step, layer=layer, row=row)
+    shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
     weighted, unit = shot.pattern * shot.value_norms[:, None], "A_ij ||v_j||, in the units of the values"
     return _one_head(shot, run, head, positions, weighted, "Value-weighted attention", unit)
 

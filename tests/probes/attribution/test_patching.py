@@ -25,10 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def by_hand(model: Any, run: DenoisingRun, step: int, hooks: list[Any]) -> Tensor:
     """The summed log-probabilities of what a step decides, under hooks, in float64."""
-    stored = StoredRun(model, run)
-    runner = stored.runner(hooks)
-    with torch.no_grad(), runner:
-        stored.enter(runner, step)
+    stored = StoredRun(model, run, hooks=hooks)
+    with torch.no_grad():
         logits = stored.logits(stored.states(step)).double()
     mask = getattr(model.config, "mask_token_id", None)
     if mask is not None:

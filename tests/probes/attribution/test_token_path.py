@@ -21,10 +21,8 @@ FAMILIES: dict[str, dict[str, Any]] = {"llada": ONE_BY_ONE, "causal": {"gen_leng
 
 def probabilities(model: Any, run: DenoisingRun, step: int, hooks: list[Any], temperature: float) -> Tensor:
     """[batch, d_vocab] at the only position of each row that a step decides."""
-    stored = StoredRun(model, run)
-    runner = stored.runner(hooks)
-    with torch.no_grad(), runner:
-        stored.enter(runner, step)
+    stored = StoredRun(model, run, hooks=hooks)
+    with torch.no_grad():
         logits = stored.logits(stored.states(step)).double()
     if (mask := getattr(model.config, "mask_token_id", None)) is not None:
         logits[:, mask] = -torch.inf

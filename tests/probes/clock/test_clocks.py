@@ -347,13 +347,10 @@ def test_steering_measures_the_changes_of_the_predictions(fitted: tuple[Any, Den
     shift = shift_clock(clock, 0.5, layer=0)
     wanted = replay(model, run, [shift], attention=False)
     assert found.change(0.5, "flipped").value == pytest.approx(float(wanted.flipped.sum() / wanted.predicted.sum()))
-    stored, changes = StoredRun(model, run), []
-    runner = stored.runner([shift])
+    stored, shifted, changes = StoredRun(model, run), StoredRun(model, run, hooks=[shift]), []
     for step in range(run.steps):
         plain = likelihoods(stored, stored.states(step), model.config.mask_token_id)
-        with runner:
-            stored.enter(runner, step)
-            steered = likelihoods(stored, stored.states(step), model.config.mask_token_id)
+        steered = likelihoods(stored, shifted.states(step), model.config.mask_token_id)
         surprise = np.log(np.where(plain > 0, plain, 1)) - np.log(np.where(steered > 0, steered, 1))
         entropies = [-(p * np.log(np.where(p > 0, p, 1))).sum(-1) for p in (steered, plain)]
         kl = (plain * surprise).sum(-1)
