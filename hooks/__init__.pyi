@@ -15,6 +15,7 @@ from .commitment_limits import UntilCommitted as UntilCommitted
 from .commitment_limits import until_committed as until_committed
 from .curve_steering import SteerAlong as SteerAlong
 from .curve_steering import steer_along as steer_along
+from .expressions import hooks_of_run as hooks_of_run
 from .expressions import parse_hooks as parse_hooks
 from .feature_edits import EditFeatures as EditFeatures
 from .feature_edits import ablate_features as ablate_features
@@ -89,6 +90,7 @@ __all__ = [
     "attach_hooks",
     "capture",
     "freeze_sinks",
+    "hooks_of_run",
     "keep_only",
     "mask_positions",
     "mask_random",

@@ -1,4 +1,4 @@
-"""`parse_hooks`: hooks written as text, for command lines and files. The text is parsed, never executed."""
+"""`parse_hooks`: hooks written as text, for command lines, files and finished runs; parsed, never executed."""
 
 import ast
 import difflib
@@ -19,7 +19,7 @@ MAX_DEPTH = 20
 """Levels of nested calls, lists and minus signs."""
 MAX_NUMBERS = 100_000
 """Numbers in all ranges of an expression together."""
-NOT_HOOKS = ("attach_hooks", "capture", "mean_activations", "parse_hooks")
+NOT_HOOKS = ("attach_hooks", "capture", "hooks_of_run", "mean_activations", "parse_hooks")
 """Functions that `dlm_lens.hooks` exports beside those that make hooks and positions."""
 
 
@@ -27,8 +27,8 @@ def parse_hooks(text: str) -> tuple[Any, ...]:
     """Read one or several hooks, separated by commas, such as "mask_sinks(above_mean(3), top=5)".
 
     An expression may call the functions that `dlm_lens.hooks` exports, the detectors of `dlm_lens.sinks`
-    (`AboveMean` or `above_mean`) and `range`, with literals, lists, tuples and such calls as arguments. Attributes,
-    other names, and operators other than the minus sign of a number are refused.
+    (`AboveMean` or `above_mean`), `range` and `slice`, with literals, lists, tuples and such calls as arguments.
+    Attributes, other names, and operators other than the minus sign of a number are refused.
 
     Raises:
         ValueError: anything else, an unknown name, arguments that the function does not take, or a value that is no
@@ -45,6 +45,37 @@ def parse_hooks(text: str) -> tuple[Any, ...]:
             raise _located(ValueError(message), node)
         values.append(value)
     return tuple(values)
+
+
+def hooks_of_run(run: Any) -> tuple[Any, ...]:
+    """The hooks of a finished run, made again from their text in `run.settings["hooks"]`.
+
+    With them a probe sees what the run computed: `commitment(model, run, hooks=hooks_of_run(run))`.
+
+    Args:
+        run: from `denoise`, or a recording.
+
+    Raises:
+        TypeError: neither a run nor a recording.
+        ValueError: a hook whose text does not hold all that it was made of, such as a tensor or a function.
+    """
+    settings = getattr(run, "settings", None)
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"the run is a {type(run).__name__}; give one of dlm_lens.denoise, or a recording")
+    found: list[Any] = []
+    for text in settings.get("hooks", ()):
+        try:
+            made = parse_hooks(text)
+        except ValueError as error:
+            raise ValueError(f"{_not_made_of(text)} ({error})") from None
+        if tuple(map(repr, made)) != (text,):
+            raise ValueError(_not_made_of(text))
+        found += made
+    return tuple(found)
+
+
+def _not_made_of(text: str) -> str:
+    return f"the run's hook {text!r:.200} cannot be made from its text; give the hook itself, in hooks="
 
 
 def check_expression(text: str) -> list[ast.expr]:
@@ -165,7 +196,7 @@ def _check_form(node: ast.expr) -> None:
         raise ValueError(f"{node.id!r} alone is no value; call it, as in {node.id}(...), if it is one of {known}")
     raise ValueError(
         f"{ast.unparse(node)!r:.80} is not allowed in a hook expression; it may hold calls of hooks and detectors, "
-        "numbers, strings, lists, tuples and range(...)"
+        "numbers, strings, lists, tuples, range(...) and slice(...)"
     )
 
 
@@ -177,7 +208,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _check_call(node: ast.Call) -> None:
-    known = [*hook_names(), *detector_names(), "range"]
+    known = [*hook_names(), *detector_names(), "range", "slice"]
     written = ast.unparse(node)[:120]
     if not isinstance(node.func, ast.Name):
         raise ValueError(f"{written!r} calls something that has no plain name; known are {_listed(known)}")
@@ -223,7 +254,7 @@ def _evaluated(node: ast.expr) -> Any:
 
 def _functions() -> Mapping[str, Callable[..., Any]]:
     """What an expression may call, by name."""
-    return {**_hook_makers(), **_detectors(), "range": _range}
+    return {**_hook_makers(), **_detectors(), "range": _range, "slice": _slice}
 
 
 @cache
@@ -249,6 +280,15 @@ def _range(start: int, stop: int | None = None, step: int = 1) -> range:
     if -((found.start - found.stop) // found.step) > MAX_NUMBERS:
         raise ValueError(f"{found} has more than {MAX_NUMBERS} numbers")
     return found
+
+
+def _slice(start: int | None, stop: int | None = None, step: int | None = None) -> slice:
+    for number in (start, stop, step):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise ValueError(f"slice takes whole numbers and None, not {number!r}")
+    if step == 0:
+        raise ValueError(f"slice({start}, {stop}, 0) never ends; its step must not be 0")
+    return slice(start, stop, step)
 
 
 def _listed(known: Iterable[str]) -> str:

@@ -54,8 +54,6 @@ class MaskRandom(ColumnHook):
     match: Match = "columns"
     classes: tuple[str, ...] | None = None
 
-    remembers = False
-
     def __post_init__(self) -> None:
         check_stage(self.stage, self.renormalise)
         object.__setattr__(self, "classes", checked_classes(self.classes, ON_CANVAS))
@@ -100,6 +98,11 @@ class MaskRandom(ColumnHook):
     def sees_all_layers(self) -> bool:
         """As `like`."""
         return self.like is not None and self.like.sees_all_layers
+
+    @property
+    def remembers(self) -> bool:
+        """As `like`."""
+        return self.like is not None and self.like.remembers
 
     @property
     def padding_safe(self) -> bool:

@@ -52,16 +52,16 @@ def lens_command(
 ) -> None:
     """Read every layer at the sinks of a recording, or at given positions, with the logit lens, step by step.
 
-    With --hooks the tables also have what the interventions change.
+    With --hooks the tables also have what the interventions change; --hooks run takes those of the recording.
     """
     from dlm_lens.adapters.model_names import check_model_name
-    from dlm_lens.hooks.expressions import check_expression, parse_hooks
+    from dlm_lens.hooks.expressions import check_expression, hooks_of_run, parse_hooks
 
     if model is not None:
         check_model_name(model)
     check_dtype(dtype)
     check_device(device)
-    if hooks:
+    if hooks and hooks != "run":
         check_expression(hooks)
     if tuned is not None and not tuned.exists():
         raise FileNotFoundError(f"{tuned} does not exist; --tuned takes a file that TunedLens.save wrote")
@@ -82,7 +82,7 @@ def lens_command(
         steps=given.get("steps"),
         layers=given.get("layers"),
         top=top,
-        hooks=parse_hooks(hooks) if hooks else (),
+        hooks=hooks_of_run(loaded) if hooks == "run" else parse_hooks(hooks) if hooks else (),
         tuned=None if tuned is None else TunedLens.load(tuned, network),
         seed=seed,
         progress=True,

@@ -251,7 +251,8 @@ def _warn_of_hooks(run: DenoisingRun, hooks: Sequence[HookLike]) -> None:
     had = tuple(run.settings.get("hooks", ()))
     if had and had != tuple(map(repr, hooks)):
         logger.warning(
-            "the run was made under the hooks [%s]; this computes the network on its canvases under [%s]",
+            "the run was made under the hooks [%s]; this computes the network on its canvases under [%s] "
+            "(its own: hooks=dlm_lens.hooks.hooks_of_run(run))",
             ", ".join(had),
             ", ".join(map(repr, hooks)),
         )

@@ -35,6 +35,7 @@ class Snapshot:
         visible: which query sees which key; of a step with a cache the queries that it does not compute see none.
         layer, step, row: indices in the model and in the run.
         tokenizer: decodes ids.
+        hooks: under which the pattern was computed.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -54,6 +55,7 @@ class Snapshot:
     padding: int = 0
     tokenizer: Any = field(default=None, repr=False)
     uniform_noise: bool = False
+    hooks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_shapes(self, key=len(self.tokens), query=len(self.tokens))
@@ -124,4 +126,5 @@ def snapshot(
         row=row,
         padding=int(run.padding[row]),
         tokenizer=recording.run.tokenizer,
+        hooks=recording.hooks or (),
     )

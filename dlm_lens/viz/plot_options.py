@@ -46,6 +46,14 @@ def _read_rule(option: str, text: str) -> "DetectorText":
     return parse_detector(text, option=option)
 
 
+def _read_hooks(option: str, text: str) -> str:
+    from dlm_lens.hooks.expressions import check_expression
+
+    if text != "run":
+        check_expression(text)
+    return text
+
+
 def _read_model(option: str, text: str) -> str:
     from dlm_lens.adapters.model_names import check_model_name
 
@@ -67,6 +75,7 @@ class PlotOptions:
         position: the given position, counted from the prompt's first token.
         pick: which head where none is given: the "strongest", or the one whose sinks are "moving" most.
         detector: the rule that finds sinks; None for `AboveMean(3.0)`.
+        hooks: expression of the hooks for pictures that run the model, or "run" for those of the recording.
         model: name of the model for pictures that run it; None for the recording's.
 
     Raises:
@@ -100,6 +109,13 @@ class PlotOptions:
         default=None,
         metadata=_option(
             _read_rule, "The rule that finds sinks, such as above-mean:3 (the default), above-std:3 or top-k:5."
+        ),
+    )
+    hooks: str | None = field(
+        default=None,
+        metadata=_option(
+            _read_hooks,
+            "Interventions for pictures that run the model, or run for those of the recording; none by default.",
         ),
     )
     model: str | None = field(
@@ -147,6 +163,19 @@ class PlotOptions:
     def run(self) -> "DenoisingRun":
         """The recorded run."""
         return self.recording.run
+
+    @property
+    def interventions(self) -> tuple[Any, ...]:
+        """The hooks for pictures that run the model.
+
+        Raises:
+            ValueError: the recording's own, where their text does not hold them.
+        """
+        from dlm_lens.hooks import hooks_of_run, parse_hooks
+
+        if not self.hooks:
+            return ()
+        return hooks_of_run(self.run) if self.hooks == "run" else parse_hooks(self.hooks)
 
     @cached_property
     def network(self) -> Any:

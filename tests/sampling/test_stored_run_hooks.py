@@ -27,7 +27,8 @@ def test_it_warns_once_and_only_of_hooks(name: str, hooked: bool, caplog: pytest
     model = tiny("llada")
     run = denoise(model, [[1, 2, 3]], steps=4, gen_length=4, hooks=[HOOK] if hooked else [])
     CALLS[name](model, run)
-    expected = f"the run was made under the hooks [{HOOK}]; this computes the network on its canvases under []"
+    expected = f"the run was made under the hooks [{HOOK}]; this computes the network on its canvases under [] "
+    expected += "(its own: hooks=dlm_lens.hooks.hooks_of_run(run))"
     assert [record.getMessage() for record in caplog.records] == [expected] * hooked
 
 

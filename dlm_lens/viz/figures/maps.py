@@ -98,7 +98,7 @@ def attention_maps(
         *([title] if title else []),
         "Attention maps",
         level,
-        *([f"under {', '.join(map(repr, hooks))}"] if len(hooks) else []),
+        *([f"under {', '.join(shots[0].hooks)}"] if shots[0].hooks else []),
         f"rule: {rule} on received attention relative to uniform",
         f"{' / '.join(counts)}, n = 1 sequence (row {row})",
     ]
@@ -109,7 +109,7 @@ def attention_maps(
 @plot(
     "attention-maps",
     "patterns at a few steps with the sinks marked (Figures 4, 6, 8); runs the model",
-    options=("layer", "head", "row", "steps", "pick", "detector", "model"),
+    options=("layer", "head", "row", "steps", "pick", "detector", "hooks", "model"),
 )
 def _draw(options: PlotOptions) -> Figure:
     layer, (_, head) = options.one_layer(), options.place()
@@ -121,6 +121,7 @@ def _draw(options: PlotOptions) -> Figure:
         layer=layer,
         head=head,
         row=options.row,
+        hooks=options.interventions,
         detector=options.rule,
         title=options.name,
     )

@@ -103,34 +103,52 @@ def value_weighted_pattern(
 @plot(
     "attention-heads",
     "circuitsvis: all heads of a layer at a step; runs the model",
-    options=("layer", "row", "steps", "pick", "model"),
+    options=("layer", "row", "steps", "pick", "hooks", "model"),
     formats=(".html",),
 )
 def _draw_heads(options: PlotOptions) -> View:
     layer, step = options.one_layer(), options.step()
-    return attention_heads(options.run, options.network, step=step, layer=layer, row=options.row)
+    return attention_heads(
+        options.run, options.network, step=step, layer=layer, row=options.row, hooks=options.interventions
+    )
 
 
 @plot(
     "attention-pattern",
     "circuitsvis: the pattern of one head at a step; runs the model",
-    options=("layer", "head", "row", "steps", "pick", "model"),
+    options=("layer", "head", "row", "steps", "pick", "hooks", "model"),
     formats=(".html",),
 )
 def _draw_pattern(options: PlotOptions) -> View:
     (layer, head), step = options.one_head(), options.step()
-    return attention_pattern(options.run, options.network, step=step, layer=layer, head=head, row=options.row)
+    return attention_pattern(
+        options.run,
+        options.network,
+        step=step,
+        layer=layer,
+        head=head,
+        row=options.row,
+        hooks=options.interventions,
+    )
 
 
 @plot(
     "value-weighted-pattern",
     "circuitsvis: the pattern of one head times value norms; runs the model",
-    options=("layer", "head", "row", "steps", "pick", "model"),
+    options=("layer", "head", "row", "steps", "pick", "hooks", "model"),
     formats=(".html",),
 )
 def _draw_value_weighted(options: PlotOptions) -> View:
     (layer, head), step = options.one_head(), options.step()
-    return value_weighted_pattern(options.run, options.network, step=step, layer=layer, head=head, row=options.row)
+    return value_weighted_pattern(
+        options.run,
+        options.network,
+        step=step,
+        layer=layer,
+        head=head,
+        row=options.row,
+        hooks=options.interventions,
+    )
 
 
 def _one_head(
@@ -214,7 +232,8 @@ def _scale(unit: str, props: dict[str, Any]) -> str:
 def _where(shot: Snapshot, level: str) -> str:
     learned = f", and {shot.sinks} learned sink token{'s' * (shot.sinks > 1)} after them" if shot.sinks else ""
     masked, word = int(shot.masked.sum()), "open" if shot.uniform_noise else "masked"
+    under = f" Under {', '.join(shot.hooks)}." if shot.hooks else ""
     return (
         f"{level}; layer {shot.layer}; step {shot.step}; sequence {shot.row}; {len(shot.positions)} positions, "
-        f"{masked} of them {word}{learned}. Rows (destination) are queries, columns (source) keys."
+        f"{masked} of them {word}{learned}.{under} Rows (destination) are queries, columns (source) keys."
     )
