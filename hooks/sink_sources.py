@@ -115,7 +115,7 @@ def measured_columns(
 
 
 def _check_prompts(source: MeasuredSinks, run: RunStep, who: Any) -> None:
-    """Raise if the source has a row for each of the run's, of other prompts.
+    """Raise if the source's rows are of other prompts than the run's; with guidance these occur twice.
 
     Raises:
         ValueError: naming the first row that differs.
@@ -127,15 +127,17 @@ def _check_prompts(source: MeasuredSinks, run: RunStep, who: Any) -> None:
         return
 
     def differing() -> list[int]:
-        # With guidance the rows after these are without a prompt.
-        prompt = run.prompt[: len(tokens), : tokens.shape[1]]
-        own = run.tokens[: len(tokens), : prompt.shape[1]]
-        other = (tokens[:, : prompt.shape[1]].to(own.device) != own) & prompt
-        return [int(row) for row in other.any(-1).nonzero()]
+        prompt = run.prompt[:, : tokens.shape[1]]
+        own = run.tokens[:, : prompt.shape[1]]
+        given = tokens[:, : prompt.shape[1]].repeat(len(own) // len(tokens), 1).to(own.device)
+        return [int(row) for row in ((given != own) & prompt).any(-1).nonzero()]
 
     rows = run.once(("prompts of a source", id(source)), differing)
     if rows:
-        raise ValueError(f"{who}: row {rows[0]} of the source is of another prompt; give one of the same prompts")
+        raise ValueError(
+            f"{who}: row {rows[0] % len(tokens)} of the source is of another prompt than row {rows[0]} of the run; "
+            "give one of the same prompts"
+        )
 
 
 def _at_step(source: Received, step: int) -> Received:

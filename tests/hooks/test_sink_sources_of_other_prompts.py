@@ -22,10 +22,19 @@ def test_rows_that_are_swapped_are_refused(kind: str, guided: bool) -> None:
         hook = mask_sinks(source=find_sinks(recording, RULE))
     same = denoise(model, PROMPTS, hooks=[hook], **settings)
     assert same.settings["columns_hidden"][0] > 0
-    with pytest.raises(ValueError, match="row 0 of the source is of another prompt; give one of the same prompts"):
+    with pytest.raises(ValueError, match="row 0 of the source is of another prompt than row 0 of the run; give"):
         denoise(model, PROMPTS[::-1], hooks=[hook], **settings)
     with pytest.raises(ValueError, match="row 1 of the source is of another prompt"):
         denoise(model, [PROMPTS[0], [6, 2, 4, 8]], hooks=[hook], **settings)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_more_rows_than_the_source_has_are_not_the_halves_of_guidance(guided: bool) -> None:
+    model = tiny("llada")
+    settings = {**SETTINGS, **({"cfg_scale": 1.5} if guided else {})}
+    source = received_of(record(model, PROMPTS, **settings))
+    with pytest.raises(ValueError, match="row 0 of the source is of another prompt than row 2 of the run"):
+        denoise(model, [*PROMPTS, [1, 2, 3, 4], [4, 4, 4, 4]], hooks=[mask_sinks(RULE, source=source)], **settings)
 
 
 def test_one_row_is_for_all() -> None:
