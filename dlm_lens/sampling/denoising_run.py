@@ -172,7 +172,7 @@ class DenoisingRun(ShowsItself):
             canvases=torch.cat([canvases, canvases[-1:]]),
             masked=torch.cat([masked, masked[-1:]]),
             proposals=canvases,
-            confidence=torch.full(canvases.shape, -torch.inf),
+            confidence=torch.full(canvases.shape, -torch.inf, dtype=torch.float32),
             unmasked=torch.zeros_like(masked),
             attention_mask=attention_mask,
             prompt_length=prompt_length,

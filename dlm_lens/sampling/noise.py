@@ -96,9 +96,9 @@ class RowNoise:
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """A float32 number per eligible position, 0 elsewhere."""
         wanted = eligible.cpu()
-        values = torch.zeros(wanted.shape)
+        values = torch.zeros(wanted.shape, dtype=torch.float32)
         for row, (keep, generator) in enumerate(zip(wanted, self.generators, strict=True)):
-            values[row, keep] = torch.rand(int(keep.sum()), generator=generator)
+            values[row, keep] = torch.rand(int(keep.sum()), generator=generator, dtype=torch.float32)
         return values
 
     def masked_positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
@@ -164,13 +164,13 @@ class SharedNoise:
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """Draw for all positions of the batch."""
-        return torch.rand(*eligible.shape, generator=self.generator)
+        return torch.rand(*eligible.shape, generator=self.generator, dtype=torch.float32)
 
     def masked_positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """Draw for the eligible positions of the batch, one row after the other."""
         wanted = eligible.cpu()
-        return torch.ones(wanted.shape).masked_scatter(
-            wanted, torch.rand(int(wanted.sum()), generator=self.generator)
+        return torch.ones(wanted.shape, dtype=torch.float32).masked_scatter(
+            wanted, torch.rand(int(wanted.sum()), generator=self.generator, dtype=torch.float32)
         )
 
     def tokens(

@@ -65,7 +65,7 @@ class CountCorruption:
         """The numbers of masks of a group whose first sample has `first`, in 1..length."""
         if self.rounding == "half_to_even":
             last = first + (samples - 1) * (length / samples)
-            rounded = torch.linspace(float(first), float(last), samples).round().long()
+            rounded = torch.linspace(float(first), float(last), samples, dtype=torch.float32).round().long()
         else:
             # In whole numbers: the offsets then do not depend on `first`.
             rounded = first + (2 * length * torch.arange(samples) + samples) // (2 * samples)
@@ -101,10 +101,10 @@ class RateCorruption:
 
     def draw(self, pair: Pair, samples: int, generator: torch.Generator) -> Drawn:
         """One number for the group, then one per sample and position of the whole text."""
-        start = torch.rand(1, generator=generator)
-        times = (start + torch.arange(samples) / samples) % 1
+        start = torch.rand(1, generator=generator, dtype=torch.float32)
+        times = (start + torch.arange(samples, dtype=torch.float32) / samples) % 1
         rate = (1 - self.eps) * times + self.eps
-        masked = torch.rand(samples, len(pair.tokens), generator=generator) < rate[:, None]
+        masked = torch.rand(samples, len(pair.tokens), generator=generator, dtype=torch.float32) < rate[:, None]
         if self.protect_ends:
             masked[:, [0, -1]] = False
         return Drawn(masked & pair.in_answer if self.scope == "answer" else masked, rate)
@@ -138,11 +138,11 @@ class LogLinearCorruption:
 
     def draw(self, pair: Pair, samples: int, generator: torch.Generator) -> Drawn:
         """One number per sample, then one per sample and position of the whole text."""
-        start = torch.rand(samples, generator=generator) / samples
-        times = (1 - self.eps) * ((start + torch.arange(samples) / samples) % 1) + self.eps
+        start = torch.rand(samples, generator=generator, dtype=torch.float32) / samples
+        times = (1 - self.eps) * ((start + torch.arange(samples, dtype=torch.float32) / samples) % 1) + self.eps
         sigma = -torch.log1p(-(1 - 1e-3) * times)
         chance = 1 - torch.exp(-sigma)
-        masked = torch.rand(samples, len(pair.tokens), generator=generator) < chance[:, None]
+        masked = torch.rand(samples, len(pair.tokens), generator=generator, dtype=torch.float32) < chance[:, None]
         return Drawn(masked & pair.in_answer if self.scope == "answer" else masked, times, sigma)
 
 

@@ -52,7 +52,9 @@ def _complete(
         logits = network.at(canvas, needed)
         check_items(logits, needed, content, queries)
         token, confidence = (part.to(canvas.device) for part in _choose(logits, never))
-        scores = torch.full(canvas.shape, -torch.inf, device=canvas.device).masked_scatter(needed, confidence)
+        scores = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device).masked_scatter(
+            needed, confidence
+        )
         # Of equally confident positions the first; a row without any is finished.
         now = torch.zeros_like(left).scatter(-1, scores.argmax(-1, keepdim=True), True) & needed
         canvas = torch.where(now, canvas.masked_scatter(needed, token), canvas)

@@ -151,7 +151,7 @@ class Scorer:
         batch = assemble(self.model, rows)
         network = self.network(batch.content, batch.prompt, batch.tokens)
         if rows[0].sigma is not None:
-            sigma = torch.tensor([row.sigma for row in rows], device=batch.canvas.device)
+            sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32, device=batch.canvas.device)
             network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
         logits = network.at(batch.canvas, batch.scored)
         config = self.model.config

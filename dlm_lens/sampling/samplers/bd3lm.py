@@ -85,12 +85,12 @@ class BD3LMSettings:
         """
         steps = self.block_steps
         if reference_quirks:
-            t = torch.linspace(1, 0, steps)[step]
+            t = torch.linspace(1, 0, steps, dtype=torch.float32)[step]
             ratio = (t - 1 / steps) / t
         else:
             t = torch.tensor(1 - step / steps, dtype=torch.float64)
             ratio = torch.tensor(1 - 1 / (steps - step), dtype=torch.float64)
-        sigma = sigma_of(t).clamp(max=float(sigma_of(torch.tensor(1 - NOISE_EPS))))
+        sigma = sigma_of(t).clamp(max=float(sigma_of(torch.tensor(1 - NOISE_EPS, dtype=torch.float32))))
         return Times(float(sigma), float(1 - ratio), float(ratio))
 
 
@@ -100,7 +100,7 @@ class BlockStream(BlockNoise):
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """1 at the position drawn from a single row's masks, 0 elsewhere."""
         masks = eligible[0].cpu().nonzero().flatten()
-        values = torch.zeros(eligible.shape)
+        values = torch.zeros(eligible.shape, dtype=torch.float32)
         values[0, masks[torch.randint(0, len(masks), (1,), generator=self.generator)]] = 1.0
         return values
 

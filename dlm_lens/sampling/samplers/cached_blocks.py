@@ -116,8 +116,8 @@ class SpanNoise(SharedNoise):
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """Draw for all positions of the span; 0 elsewhere."""
-        values, span = torch.zeros(eligible.shape), self._span(eligible)
-        values[:, span] = torch.rand(values[:, span].shape, generator=self.generator)
+        values, span = torch.zeros(eligible.shape, dtype=torch.float32), self._span(eligible)
+        values[:, span] = torch.rand(values[:, span].shape, generator=self.generator, dtype=torch.float32)
         return values
 
     def tokens(

@@ -65,7 +65,9 @@ class CausalPropose(nn.Module):
             token = token.masked_fill(self.ended, self.ends[0])
         return Proposal(
             canvas.masked_scatter(evaluated, token),
-            torch.full(canvas.shape, -torch.inf, device=canvas.device).masked_scatter(evaluated, confidence),
+            torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device).masked_scatter(
+                evaluated, confidence
+            ),
         )
 
 

@@ -55,9 +55,9 @@ class BlockNoise(OrderedNoise):
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """Draw for all positions of the block; 0 elsewhere."""
-        values = torch.zeros(eligible.shape)
+        values = torch.zeros(eligible.shape, dtype=torch.float32)
         start, stop = self.span
-        values[:, start:stop] = torch.rand(len(values), stop - start, generator=self.generator)
+        values[:, start:stop] = torch.rand(len(values), stop - start, generator=self.generator, dtype=torch.float32)
         return values
 
 

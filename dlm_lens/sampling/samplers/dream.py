@@ -139,7 +139,7 @@ class DreamPropose(nn.Module):
         likely = filtered(logits, settings.top_p, settings.top_k).softmax(-1)
         choice = self._written(likely, 0.0)
         chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
-        confidence = torch.full(canvas.shape, -torch.inf, device=canvas.device)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
         if self.rule != "origin":
             confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))

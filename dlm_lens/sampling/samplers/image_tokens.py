@@ -43,7 +43,7 @@ class ImageSettings:
 
     def masks_after(self, step: int, image_tokens: int) -> int:
         """floor(N cos(pi / 2 (step + 1) / steps)) in float32, as the original has it."""
-        share = torch.cos(torch.tensor((step + 1) / self.steps) * (math.pi / 2))
+        share = torch.cos(torch.tensor((step + 1) / self.steps, dtype=torch.float32) * (math.pi / 2))
         return int((image_tokens * share).floor())
 
 

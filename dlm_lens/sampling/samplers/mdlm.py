@@ -78,7 +78,7 @@ def times_of(settings: MDLMSettings, index: int) -> Times:
 
     With t and s = t - (1 - eps) / steps the shares are m(t) - m(s) and m(s).
     """
-    schedule = torch.linspace(1, settings.eps, settings.steps + 1)
+    schedule = torch.linspace(1, settings.eps, settings.steps + 1, dtype=torch.float32)
     t = schedule[index]
     s = t - (1 - settings.eps) / settings.steps
     sigma = float(sigma_of((1 - NOISE_EPS) * t))
@@ -96,7 +96,7 @@ class Float32Noise(OrderedNoise):
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
     ) -> Float[Tensor, "evaluated width"]:
         """Draw for all positions of the batch, return the evaluated ones'."""
-        return torch.rand(*evaluated.shape, width, generator=self.generator)[evaluated.cpu()]
+        return torch.rand(*evaluated.shape, width, generator=self.generator, dtype=torch.float32)[evaluated.cpu()]
 
 
 def log_probabilities(
@@ -250,7 +250,7 @@ class NoiseConditionedSampler(Sampler):
         """The argument of a pass that gives the network the noise level; none where it takes none."""
         if self.sigma is None or not self.is_conditioned(model):
             return {}
-        return {"sigma": torch.full((rows,), self.sigma, device=model.device)}
+        return {"sigma": torch.full((rows,), self.sigma, dtype=torch.float32, device=model.device)}
 
     def inputs(
         self,

@@ -143,7 +143,9 @@ class SdarPropose(nn.Module):
             found = -torch.special.entr(likely).sum(-1)
         else:
             found = likely.gather(-1, chosen[:, None]).squeeze(-1)
-        confidence = torch.zeros(canvas.shape, device=canvas.device).masked_scatter(evaluated, found.float())
+        confidence = torch.zeros(canvas.shape, dtype=torch.float32, device=canvas.device).masked_scatter(
+            evaluated, found.float()
+        )
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
     def _filtered(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:

@@ -46,7 +46,7 @@ class TimestepSampler(Sampler):
         super().__init__()
         self.schedule, self.noise = settings, noise
         self.blocks, self.each = blocks, settings.steps // blocks
-        times = torch.linspace(1, settings.eps, self.each + 1)
+        times = torch.linspace(1, settings.eps, self.each + 1, dtype=torch.float32)
         self.fractions = [1 - times[i + 1] / times[i] for i in range(self.each)]
         self.draws_positions = settings.remasking == "origin"
 

@@ -1,0 +1,64 @@
+"""Under `torch.set_default_dtype(float64)` the same seeds give the same runs, recordings and likelihoods."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.testing import tiny
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+MDLM: dict[str, Any] = {"steps": 4, "gen_length": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llada": MDLM | {"temperature": 0.7, "remasking": "random"},
+    "mmada": MDLM | {"temperature": 0.7},
+    "dream": MDLM | {"temperature": 0.7},
+    "smdm": MDLM | {"temperature": 0.7},
+    "sink_qwen": MDLM | {"temperature": 0.7},
+    "a2d_qwen3": MDLM | {"temperature": 0.7},
+    "causal": {"gen_length": 4, "temperature": 0.7},
+    "sdar": MDLM | {"temperature": 0.7},
+    "llada2": MDLM | {"temperature": 0.7},
+    "mdlm": MDLM | {"temperature": 0.7},
+    "bd3lm": MDLM | {"temperature": 0.7},
+    "fast_dllm_v2": {"gen_length": 8, "temperature": 0.7},
+    "modernbert": MDLM | {"temperature": 0.7},
+    "diffusion_gemma": MDLM,
+    "uniform_qwen": MDLM,
+}
+
+
+@pytest.fixture
+def float64() -> Iterator[Callable[[bool], None]]:
+    """Sets the default dtype to float64 (True) or float32; float32 again after the test."""
+    yield lambda wide: torch.set_default_dtype(torch.float64 if wide else torch.float32)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runs_and_recordings_are_the_same(family: str, float64: Callable[[bool], None]) -> None:
+    model, reducers, found = tiny(family), [dl.ReceivedAttention(), dl.ValueNorm()], []
+    for wide in (False, True):
+        float64(wide)
+        found.append(dl.record(model, PROMPTS, reducers, seed=1, **FAMILIES[family]))
+    one, two = found
+    for name in ("canvases", "proposals", "unmasked", "confidence"):
+        assert getattr(two.run, name).equal(getattr(one.run, name)), name
+        assert getattr(two.run, name).dtype == getattr(one.run, name).dtype, name
+    for name in ("received", "value_norm"):
+        # Sums of attention in tiles may be kept wider, never narrower.
+        torch.testing.assert_close(
+            getattr(two, name), getattr(one, name), rtol=1e-5, atol=1e-6, equal_nan=True, check_dtype=False
+        )
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "mdlm", "bd3lm", "causal", "sdar"])
+def test_likelihoods_are_the_same(family: str, float64: Callable[[bool], None]) -> None:
+    model, found = tiny(family), []
+    for wide in (False, True):
+        float64(wide)
+        given = {} if family == "causal" else {"samples": 8, "seed": 3}
+        found.append(dl.log_likelihood(model, [1, 2, 3], [4, 5, 6, 7], **given))
+    assert float(found[1].value[0]) == pytest.approx(float(found[0].value[0]), rel=1e-6)
