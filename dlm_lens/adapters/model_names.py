@@ -24,6 +24,15 @@ def embedded_name(path: str) -> str:
     return Path(path).name if Path(path).parent == CHECKPOINTS else path
 
 
+def name_of(model: Any) -> str:
+    """The name with which a model was loaded: of an embedded one, a hub name, or a path; without one its class."""
+    from dlm_lens.adapters import smollm2
+
+    path = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    converted = Path(path).parent == smollm2.cache_directory() and Path(path).name.startswith(smollm2.NAME)
+    return smollm2.NAME if converted else embedded_name(path)
+
+
 def check_model_name(name: Any) -> str | Path:
     """Return the name of an embedded model, a path that can hold a checkpoint, or a possible hub name.
 

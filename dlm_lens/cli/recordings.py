@@ -19,15 +19,11 @@ def load_recording(path: Path) -> "Recording":
 
 
 def network_of(recording: "Recording", model: str | None, device: str | None, dtype: str | None) -> Any:
-    """The recording's model, or the one that the user names, which is warned of where it has another name."""
+    """The recording's model, or the one that the user names."""
     from dlm_lens.adapters import load
     from dlm_lens.cli.options import device_or_gpu
-    from dlm_lens.recording.model_identity import name_of
 
-    network = load(model or recording.model, dtype=dtype, device_map=device_or_gpu(device))
-    if Path(name_of(network)).name != Path(recording.model).name:
-        logger.warning("the recording is of %s, and %s reads it", recording.model, name_of(network))
-    return network
+    return load(model or recording.model, dtype=dtype, device_map=device_or_gpu(device))
 
 
 def detector_of(text: str) -> Any:

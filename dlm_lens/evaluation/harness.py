@@ -11,6 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import load
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import checked, is_hook
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
@@ -35,7 +36,6 @@ from dlm_lens.evaluation.settings import (
 )
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import input_device
-from dlm_lens.recording.model_identity import name_of
 
 try:
     from lm_eval.api.model import LM

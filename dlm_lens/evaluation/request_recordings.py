@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import listening
 from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
 from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods
@@ -115,6 +116,7 @@ class CanvasRecorder(Recorder):
             prompt_length=self.context,
             settings=settings,
             tokenizer=getattr(self.model, "tokenizer", None),
+            model=name_of(self.model),
         )
 
 

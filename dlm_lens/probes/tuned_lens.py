@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import (
     SinkLayout,
     attach_hooks,
@@ -30,7 +31,7 @@ from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_t
 from dlm_lens.placement import input_device
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.unembedding import Unembedding, kl_divergence
-from dlm_lens.recording.model_identity import name_of, weights_digest
+from dlm_lens.recording.model_identity import weights_digest
 
 FORMAT = "dlm-lens tuned lens 2"
 

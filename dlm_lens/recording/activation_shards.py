@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.arguments import is_whole
 from dlm_lens.attention import HookLike, checked
 from dlm_lens.files.atomic_writes import remove_stale, write_file
@@ -20,7 +21,7 @@ from dlm_lens.files.sealed_json import Document, fitted, parsed, sealed, unseale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.printable import shown
 from dlm_lens.recording.activation_stream import ActivationBatch, prepared_stream, run_batches
-from dlm_lens.recording.model_identity import name_of, weights_digest
+from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.recording.reducers.features import POSITION_CLASSES
 
 HEADER = "activations.json"

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import BlockLayout, computed_span, listening, own_blocks
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
@@ -184,4 +185,5 @@ class _ForwardRecorder(Recorder):
             spans=None if span is None else [span] * len(canvases),
             computed=() if canvas is None else (canvas,) * len(canvases),
             tokenizer=getattr(self.model, "tokenizer", None),
+            model=name_of(self.model),
         )

@@ -1,28 +1,18 @@
-"""What identifies a model in a recording: its name, the versions of the packages, a digest of its weights."""
+"""What identifies a model in a recording beside its name: versions of the packages, a digest of its weights."""
 
 import hashlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dlm_lens.adapters import smollm2
-from dlm_lens.adapters.model_names import embedded_name
 from dlm_lens.placement import dequantised, named_weights
 
 SAMPLED = 64
 """Entries of every weight that go into the digest."""
-
-
-def name_of(model: Any) -> str:
-    """The name with which a model was loaded: of an embedded one, a hub name, or a path."""
-    path = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    converted = Path(path).parent == smollm2.cache_directory() and Path(path).name.startswith(smollm2.NAME)
-    return smollm2.NAME if converted else embedded_name(path)
 
 
 @cache

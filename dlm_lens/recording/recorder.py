@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import AttentionInputs, RunStep, SinkLayout, attends_causally, layer_windows
 from dlm_lens.recording.arrays import StepArrays, specs_of
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.layer_reduction import on_all_queries, on_canvas, reduce_layer
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
-from dlm_lens.recording.model_identity import name_of, versions
+from dlm_lens.recording.model_identity import versions
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, checked_reducers
 from dlm_lens.sampling import DenoisingRun, Sampler, StepObserver, StepPlan

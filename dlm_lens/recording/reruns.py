@@ -55,8 +55,8 @@ def rerun(
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a run with tokens that the model does not embed (a run does not name its model), a step, layer
-            or row that does not exist, or what `Recorder` and the hooks refuse.
+        ValueError: a run with tokens that the model does not embed, a step, layer or row that does not exist, or
+            what `Recorder` and the hooks refuse.
     """
     stored = StoredCanvases(model, run, hooks=hooks)
     chosen = chosen_indices("step", steps, run.steps)

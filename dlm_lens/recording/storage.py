@@ -284,6 +284,7 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         tokenizer=_tokenizer(facts) if tokenizer is None else tokenizer,
         rows_ran=None if facts.rows_ran is None else tuple(facts.rows_ran),
         computed=tuple(None if span is None else (span[0], span[1]) for span in facts.computed),
+        model=facts.model,
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.recording.arrays import as_plain
-from dlm_lens.recording.model_identity import name_of, weights_digest
+from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory

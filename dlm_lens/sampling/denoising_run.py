@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import BlockLayout, padding_before
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
@@ -86,6 +87,7 @@ class DenoisingRun(ShowsItself):
             edit (LLaDA2.1) or renoise (uniform noise). None, which becomes all False: no step did.
         computed: with an approximate cache, the span (start, stop) of positions that each step computed; None for a
             step that computed all. Empty: every step computed all that it saw.
+        model: name of the model, as it was loaded; empty if it is not known.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -106,6 +108,7 @@ class DenoisingRun(ShowsItself):
     rows_ran: tuple[int, ...] | None = None
     revised: Bool[Tensor, "step batch position"] = None  # type: ignore[assignment]  # filled in by __post_init__
     computed: tuple[tuple[int, int] | None, ...] = ()
+    model: str = ""
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.unmasked.shape
@@ -164,7 +167,7 @@ class DenoisingRun(ShowsItself):
             settings: where the canvases are from, `{"sampler": ...}`.
             spans: of each step; None for the answer, or the whole canvas if there is none.
             blocks: of each step; None for 0.
-            **others: `eos_token_ids`, `tokenizer`.
+            **others: `eos_token_ids`, `tokenizer`, `model`.
         """
         steps, _, positions = canvases.shape
         span = (prompt_length % positions, positions)
@@ -459,6 +462,7 @@ class History:
             settings=self.settings,
             eos_token_ids=tuple(int(i) for i in ends if i is not None),
             tokenizer=getattr(self.model, "tokenizer", None),
+            model=name_of(self.model),
         )
 
     def _revised(self) -> Bool[Tensor, "step batch position"] | None:

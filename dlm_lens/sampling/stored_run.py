@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import HookLike, checked, computed_span
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
@@ -37,7 +39,7 @@ class StoredCanvases:
         model: with hook points, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         hooks: those under which the passes are made.
-        warn: whether a warning says that they are not those of the run.
+        warn: whether a warning says that model or hooks are not those of the run.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -59,6 +61,7 @@ class StoredCanvases:
             )
         self.hooks = checked(hooks)
         if warn:
+            _warn_of_model(run, model)
             _warn_of_hooks(run, self.hooks)
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
         self.device = input_device(model)
@@ -246,6 +249,12 @@ class StoredCanvases:
         observer.finish(self.plan(step), canvas, Proposal(tokens, confidence), unmasked)
 
 
+def _warn_of_model(run: DenoisingRun, model: Any) -> None:
+    """Warn where another model sees a run's canvases, by the last part of its name."""
+    if run.model and Path(run.model).name != Path(name_of(model)).name:
+        logger.warning("the run is of the model %s, and %s reads its canvases", run.model, name_of(model))
+
+
 def _warn_of_hooks(run: DenoisingRun, hooks: Sequence[HookLike]) -> None:
     """Warn where passes over a run's canvases are made under other hooks than the run."""
     had = tuple(run.settings.get("hooks", ()))
@@ -273,7 +282,7 @@ class StoredRun(StoredCanvases):
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a run of another model, as far as sampler and vocabulary tell (it does not name its model), or
+        ValueError: a run of another model, as far as sampler and vocabulary tell (its name only warns), or
             of a sampler whose logits cannot be computed again; `decided` where the sampler does not edit.
     """
 

@@ -145,7 +145,7 @@ def test_words_of_a_recording_stand_for_its_tokenizer(saved: Any) -> None:
 def test_a_lens_of_another_model_is_warned_of(saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, model, _, _ = saved
     printed("lens", path, "--steps", "0", "--positions", "3")
-    assert not [line for line in caplog.messages if "reads it" in line]
+    assert not [line for line in caplog.messages if "reads its canvases" in line]
     printed("lens", path, "--steps", "0", "--positions", "3", "--model", "toy-sink")
-    assert f"the recording is of {model}, and " in caplog.text
-    assert "toy-sink reads it" in caplog.text
+    assert f"the run is of the model {model}, and " in caplog.text
+    assert "toy-sink reads its canvases" in caplog.text

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dlm_lens.recording.model_identity import name_of, weights_digest
+from dlm_lens.adapters.model_names import name_of
+from dlm_lens.recording.model_identity import weights_digest
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,7 @@ def _canvases_of(
         blocks=[run.blocks[step] for step in steps],
         eos_token_ids=run.eos_token_ids,
         tokenizer=run.tokenizer,
+        model=run.model,
     )
 
 

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import SinkToken
 from dlm_lens.hooks.expressions import hook_names
-from dlm_lens.recording.model_identity import name_of
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.viz.exploring.changes import CanvasEdit, edits_of
 from dlm_lens.viz.exploring.exploration import Exploration, Selection
