@@ -123,10 +123,20 @@ def quiet_transformers() -> None:
 
 
 def device_or_gpu(given: str | None) -> str | None:
-    """The given device, or a GPU where there is one (under torchrun this process's); None for the CPU."""
+    """The given device, or a GPU where there is one (under torchrun this process's); None for the CPU.
+
+    Raises:
+        ValueError: a CUDA device that this machine lacks.
+    """
     import torch
 
     if given is not None:
+        kind, _, index = given.partition(":")
+        if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
+            raise ValueError(
+                f"--device is {given}, and this machine has {count} CUDA devices; leave --device out for "
+                f"{'a GPU' if count else 'the CPU'}"
+            )
         return given
     if not torch.cuda.is_available():
         return None
