@@ -40,6 +40,8 @@ from .position_masking import mask_tokens as mask_tokens
 from .positions import PositionClass as PositionClass
 from .random_columns import MaskRandom as MaskRandom
 from .random_columns import mask_random as mask_random
+from .row_positions import RowPositions as RowPositions
+from .row_positions import by_row as by_row
 from .scaling import ScaleAttention as ScaleAttention
 from .scaling import ZeroValue as ZeroValue
 from .scaling import scale_attention as scale_attention
@@ -74,6 +76,7 @@ __all__ = [
     "PatchFrom",
     "PointContext",
     "PositionClass",
+    "RowPositions",
     "ScaleAttention",
     "Splice",
     "Steer",
@@ -88,6 +91,7 @@ __all__ = [
     "at_progress",
     "at_steps",
     "attach_hooks",
+    "by_row",
     "capture",
     "freeze_sinks",
     "hooks_of_run",

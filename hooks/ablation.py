@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import Hook, PointContext, SinkToken, run_of
+from dlm_lens.attention import Hook, PointContext, run_of
 from dlm_lens.hooks.activation_means import MeanActivations, bins_of, classes_of
 from dlm_lens.hooks.positions import (
     ActivationSite,
-    PositionClass,
+    GivenPositions,
     Positions,
     activation_site,
     printed_call,
@@ -94,7 +94,7 @@ class Ablate(Hook):
 
 def ablate(
     site: ActivationSite,
-    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+    positions: GivenPositions = None,
     value: Literal["zero"] | MeanActivations | Tensor | str = "zero",
     *,
     dims: int | Sequence[int] | None = None,
@@ -106,7 +106,7 @@ def ablate(
 
     Args:
         site: "q", "k", "v", "z" (of every head), "attn_out", "mlp_out" or "resid" (after a block).
-        positions: canvas positions, `sink(i)`, "masked", "visible", "prompt" or "answer"; None for all,
+        positions: canvas positions, `sink(i)`, `by_row`, "masked", "visible", "prompt" or "answer"; None for all,
             including learned sink tokens. Padding is not changed.
         value: "zero"; a `MeanActivations` (`mean_activations`) or the path of a saved one (".safetensors"); or a
             tensor that broadcasts to the activation, [batch, position, ...].

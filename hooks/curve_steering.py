@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.arguments import is_real
-from dlm_lens.attention import Hook, PointContext, RunStep, SinkToken, run_of
+from dlm_lens.attention import Hook, PointContext, RunStep, run_of
 from dlm_lens.hooks.positions import (
     ActivationSite,
-    PositionClass,
+    GivenPositions,
     Positions,
     activation_site,
     printed_call,
@@ -108,7 +108,7 @@ def steer_along(
     *,
     over: Axis = "time",
     site: ActivationSite = "resid",
-    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = "open",
+    positions: GivenPositions = "open",
 ) -> SteerAlong:
     """Add curve(s + by) - curve(s) to an activation, where s is how far the row is at the step.
 
@@ -122,7 +122,7 @@ def steer_along(
         by: how far to move, on the axis; negative for back.
         over: the axis: "time", t / T of step t of T, or "progress", the share of the row's answer that is decided.
         site: "resid" (the residual stream after a block), "attn_out" or "mlp_out".
-        positions: canvas positions, `sink(i)`, or "open", "decided", "prompt", "answer"; None for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "open", "decided", "prompt", "answer"; None for all.
 
     Raises:
         ValueError: a curve or knots of another form, or an unknown axis, site or class.

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention import Hook, PointContext, RunStep, SinkToken, Site
+from dlm_lens.attention import Hook, PointContext, RunStep, Site
 from dlm_lens.features import SparseAutoencoder, load_sae
-from dlm_lens.hooks.positions import PositionClass, Positions, read_positions, spread, where
+from dlm_lens.hooks.positions import GivenPositions, Positions, read_positions, spread, where
 from dlm_lens.hooks.schedules import Schedule, check_schedule, shown_schedule, spread_weights, weights_of
-
-GivenPositions = int | SinkToken | Sequence[int | SinkToken] | PositionClass | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,7 +140,7 @@ def reconstruct(
 
     Args:
         sae: from `load_sae`, or the path of its directory; its site and layer say where.
-        positions: canvas positions, `sink(i)`, or "open", "decided", "prompt", "answer"; None for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "open", "decided", "prompt", "answer"; None for all.
         schedule: w as a function of a row's progress, (lo, hi) for a straight line, a number, or None for 1.
 
     Raises:
@@ -169,7 +167,7 @@ def scale_features(
         features: indices, negative from the end.
         factor: 0 removes them, 1 changes nothing.
         keep_error: whether the error of the reconstruction stays.
-        positions: canvas positions, `sink(i)`, or "open", "decided", "prompt", "answer"; None for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "open", "decided", "prompt", "answer"; None for all.
         schedule: w as a function of a row's progress, (lo, hi) for a straight line, a number, or None for 1.
 
     Raises:
@@ -193,7 +191,7 @@ def ablate_features(
         sae: from `load_sae`, or the path of its directory; its site and layer say where.
         features: indices, negative from the end.
         keep_error: whether the error of the reconstruction stays.
-        positions: canvas positions, `sink(i)`, or "open", "decided", "prompt", "answer"; None for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "open", "decided", "prompt", "answer"; None for all.
         schedule: w as a function of a row's progress, (lo, hi) for a straight line, a number, or None for 1.
 
     Raises:
@@ -219,7 +217,7 @@ def steer_feature(
         sae: from `load_sae`, or the path of its directory; its site and layer say where.
         feature: index, negative from the end.
         strength: in the units of the feature's activation; `feature_max` of a recording says what it reaches.
-        positions: canvas positions, `sink(i)`, or "open", "decided", "prompt", "answer"; None for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "open", "decided", "prompt", "answer"; None for all.
         schedule: w as a function of a row's progress, (lo, hi) for a straight line, a number, or None for 1.
             `until_committed(hook, steps)` ends the steering of each position where its prediction settles.
 

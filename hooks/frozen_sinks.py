@@ -13,12 +13,12 @@ from dlm_lens.attention import (
     HookKey,
     PointContext,
     RunStep,
-    SinkToken,
     Stage,
     run_of,
 )
 from dlm_lens.hooks.limits import Limited, at_steps
 from dlm_lens.hooks.position_masking import mask_positions
+from dlm_lens.hooks.positions import Position
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
 from dlm_lens.hooks.sink_sources import grown
 from dlm_lens.sinks import Detector
@@ -99,7 +99,7 @@ class FreezeSinks(ColumnHook):
 
 
 def freeze_sinks(
-    detector: Detector | Sequence[int | SinkToken] | None = None, *, step: int, **settings: Any
+    detector: Detector | Sequence[Position] | None = None, *, step: int, **settings: Any
 ) -> FreezeSinks | Limited:
     """Hide, from `step` on and including it, the columns that were sinks at `step`.
 

@@ -1,16 +1,15 @@
 """`patch_from`: patch activations of one run into another."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import Hook, PointContext, RunStep, SinkToken, run_of
+from dlm_lens.attention import Hook, PointContext, RunStep, run_of
 from dlm_lens.hooks.activation_capture import Activations
 from dlm_lens.hooks.positions import (
     ActivationSite,
-    PositionClass,
+    GivenPositions,
     Positions,
     activation_site,
     printed_call,
@@ -116,7 +115,7 @@ def patch_from(
     activations: Activations,
     step: int | None = None,
     site: ActivationSite = "resid",
-    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+    positions: GivenPositions = None,
     *,
     from_step: int | None = None,
 ) -> PatchFrom:
@@ -128,8 +127,8 @@ def patch_from(
         activations: returned by `capture`; the run has the same number of positions, and as many rows or one.
         step: the step at which to act; None for every captured step.
         site: "resid", "attn_out", "mlp_out", "q", "k", "v" or "z".
-        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer" of the patched run; None
-            for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "masked", "visible", "prompt", "answer" of the patched
+            run; None for all.
         from_step: the other run's step, if it is not `step`.
 
     Raises:

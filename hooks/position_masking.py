@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkToken, Stage, run_of
 from dlm_lens.hooks.base import call_of, check_stage
-from dlm_lens.hooks.positions import check_sinks_known
+from dlm_lens.hooks.positions import Position, check_sinks_known
+from dlm_lens.hooks.row_positions import RowPositions
 from dlm_lens.hooks.token_selection import classes_of
 
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -29,7 +30,7 @@ class MaskPositions(ColumnHook):
         ValueError: no position, or an unknown stage.
     """
 
-    positions: tuple[int | SinkToken, ...]
+    positions: tuple[Position, ...]
     stage: Stage = "before_softmax"
     renormalise: bool = False
     keep_self: bool = False
@@ -45,8 +46,10 @@ class MaskPositions(ColumnHook):
                 raise ValueError(
                     f"mask_positions({position!r:.60}) takes positions one by one: mask_positions({given})"
                 )
-            if isinstance(position, bool) or not isinstance(position, int | SinkToken):
-                raise ValueError(f"mask_positions({position!r}): a position is a whole number or sink(i)")
+            if isinstance(position, bool) or not isinstance(position, Position):
+                raise ValueError(
+                    f"mask_positions({position!r}): a position is a whole number, sink(i) or by_row(...)"
+                )
 
     def __repr__(self) -> str:
         return call_of(self, "mask_positions", ("positions",))
@@ -55,20 +58,33 @@ class MaskPositions(ColumnHook):
 
     @property
     def padding_safe(self) -> bool:
-        """Whether all positions are sink tokens or counted from the end, which left padding does not shift."""
-        return not self.shifts_with_padding
+        """Whether left padding shifts no position, and no row has its own."""
+        own = any(isinstance(position, RowPositions) and not position.alike for position in self.positions)
+        return not self.shifts_with_padding and not own
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
-        """The columns at the positions, in every row and head."""
+        """The columns at the positions, in every head."""
         check_sinks_known(self.positions, hook, self)
         device = None if hook.run is None else hook.run.tokens.device
-        hidden = torch.zeros(1, 1, keys, dtype=torch.bool, device=device)
+        of_rows = [position for position in self.positions if isinstance(position, RowPositions)]
+        rows = len(hook.run.tokens) if of_rows and hook.run is not None else 1
+        hidden, canvas = torch.zeros(rows, 1, keys, dtype=torch.bool, device=device), hook.sinks.canvas(keys)
+        for each in of_rows:
+            found = each.on_canvas(rows, canvas.stop - canvas.start, hook, self)
+            hidden[:, 0, canvas] |= found.to(hidden.device)
         for position in self.positions:
+            if isinstance(position, RowPositions):
+                continue
             if _is_to_come(position, keys, hook):
                 continue
             place = hook.sinks.locate(position, keys)
             hidden[..., place : place + 1] = True
-        return ColumnMask(hidden, self.stage, self.keep_self, self.renormalise, most=len(self.positions))
+        return ColumnMask(hidden, self.stage, self.keep_self, self.renormalise, most=self._most)
+
+    @property
+    def _most(self) -> int:
+        """The largest number of positions of a row."""
+        return sum(max(map(len, each.rows)) if isinstance(each, RowPositions) else 1 for each in self.positions)
 
 
 def _is_to_come(position: int | SinkToken, keys: int, hook: PointContext) -> bool:
@@ -80,12 +96,12 @@ def _is_to_come(position: int | SinkToken, keys: int, hook: PointContext) -> boo
 
 
 def mask_positions(
-    *positions: int | SinkToken,
+    *positions: Position,
     stage: Stage = "before_softmax",
     renormalise: bool = False,
     keep_self: bool = False,
 ) -> MaskPositions:
-    """Hide the keys at `positions` (canvas positions, negative from the end, or `sink(0)`) from every query.
+    """Hide the keys at `positions` (on the canvas, negative from the end; `sink(0)`; `by_row`) from every query.
 
     Before the softmax the other keys take over the attention; after it, the rows lose it and sum to less than
     1, unless `renormalise`. A row that would end empty keeps its own position; with `keep_self` every row does.

@@ -1,6 +1,6 @@
 """Positions at which a hook of activations acts: canvas positions, learned sink tokens, or a class of positions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -8,14 +8,21 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.attention import PointContext, RunStep, SinkToken, run_of
+from dlm_lens.hooks.row_positions import RowPositions
 
 PositionClass = Literal["masked", "visible", "prompt", "answer", "open", "decided"]
 """Positions that are masked at the step, that are not, of the prompt, or of the answer (AR: written by the run).
 
 "open" is "masked" and "decided" is "visible", by the words that fit models without a mask token."""
 
-Positions = tuple[int | SinkToken, ...] | PositionClass | None
-"""Canvas positions (negative from the end) and `sink(i)`, a class of positions, or None for every position."""
+Position = int | SinkToken | RowPositions
+"""A canvas position (negative from the end), `sink(i)`, or positions of every row (`by_row`)."""
+
+Positions = tuple[Position, ...] | PositionClass | None
+"""Positions, a class of them, or None for every position."""
+
+GivenPositions = Position | Sequence[Position] | PositionClass | None
+"""Positions as a user gives them to a hook."""
 
 ActivationSite = Literal["q", "k", "v", "z", "attn_out", "mlp_out", "resid"]
 """Sites whose activation is [batch, position, ...] in every host."""
@@ -30,7 +37,7 @@ def read_positions(positions: Any, who: str) -> Positions:
     named: dict[Any, Positions] = {name: name for name in get_args(PositionClass)}
     if positions is None or (isinstance(positions, str) and positions in named):
         return None if positions is None else named[positions]
-    if isinstance(positions, int | SinkToken):
+    if isinstance(positions, Position):
         positions = (positions,)
     known = ", ".join(map(repr, get_args(PositionClass)))
     if isinstance(positions, str) or not isinstance(positions, Iterable):
@@ -39,7 +46,7 @@ def read_positions(positions: Any, who: str) -> Positions:
     if not found:
         raise ValueError(f"{who}: no position; give at least one, or None for all")
     for position in found:
-        if isinstance(position, bool) or not isinstance(position, int | SinkToken):
+        if isinstance(position, bool) or not isinstance(position, Position):
             raise ValueError(
                 f"{who}: {position!r} is no position; give canvas positions, sink(i), or one of {known}"
             )
@@ -104,6 +111,11 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
     else:
         check_sinks_known(positions, hook, who)
         for position in positions:
+            if isinstance(position, RowPositions):
+                chosen[:, canvas] |= position.on_canvas(rows, canvas.stop - canvas.start, hook, who).to(
+                    chosen.device
+                )
+                continue
             place = layout.locate(position, length)
             chosen[:, place : place + 1] = True
     if run is not None:
@@ -116,7 +128,7 @@ def spread(chosen: Tensor, tensor: Tensor) -> Tensor:
     return chosen.reshape(*chosen.shape, *[1] * (tensor.ndim - 2))
 
 
-def check_sinks_known(positions: tuple[int | SinkToken, ...], hook: PointContext, who: Any) -> None:
+def check_sinks_known(positions: tuple[Position, ...], hook: PointContext, who: Any) -> None:
     """Check that the context knows where the model's sink tokens are, if there is one among the positions.
 
     Raises:

@@ -7,8 +7,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.attention import Hook, PointContext, SinkToken, Site, Stage
-from dlm_lens.hooks.positions import PositionClass, Positions, printed_call, read_positions, spread, where
+from dlm_lens.attention import Hook, PointContext, Site, Stage
+from dlm_lens.hooks.base import call_of
+from dlm_lens.hooks.positions import (
+    GivenPositions,
+    Position,
+    PositionClass,
+    Positions,
+    printed_call,
+    read_positions,
+    spread,
+    where,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class ScaleAttention(Hook):
 
 
 def scale_attention(
-    positions: int | SinkToken | tuple[int | SinkToken, ...] | PositionClass,
+    positions: GivenPositions,
     factor: float,
     *,
     stage: Stage = "before_softmax",
@@ -73,7 +83,8 @@ def scale_attention(
     scaling before the softmax. The pattern is materialised.
 
     Args:
-        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer" (at the current step).
+        positions: canvas positions, `sink(i)`, `by_row`, or "masked", "visible", "prompt", "answer" (at the
+            current step).
         factor: above 0; 1 changes nothing.
         stage: "before_softmax" or "after".
         renormalise: with "after", rows sum to 1 again.
@@ -104,7 +115,7 @@ class ZeroValue(Hook):
             raise ValueError("zero_value needs positions: canvas positions, sink(i), or a class such as 'masked'")
 
     def __repr__(self) -> str:
-        return printed_call("zero_value", None, self.positions)
+        return call_of(self, "zero_value", ("positions",))
 
     def edit(
         self, tensor: Float[Tensor, "batch position kv_head d_head"], hook: PointContext
@@ -117,14 +128,14 @@ class ZeroValue(Hook):
         return tensor.masked_fill(spread(where(self.positions, tensor, hook, self), tensor), 0.0)
 
 
-def zero_value(*positions: int | SinkToken | PositionClass) -> ZeroValue:
+def zero_value(*positions: Position | PositionClass) -> ZeroValue:
     """Set the value vectors of some positions to zero: they receive attention and add nothing to the output.
 
     "One Token Is Enough" does this to its sink token in every layer. Here it applies to any position; for some
     layers only, use `at_layers(zero_value(sink(0)), [3])`.
 
     Args:
-        *positions: canvas positions, `sink(i)`, or one of "masked", "visible", "prompt", "answer".
+        *positions: canvas positions, `sink(i)`, `by_row`, or one of "masked", "visible", "prompt", "answer".
 
     Raises:
         ValueError: no position, an unknown class, or a class beside positions.

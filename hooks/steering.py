@@ -1,6 +1,6 @@
 """`steer` adds a direction to an activation; `splice` passes it through a module such as a sparse autoencoder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.attention import Hook, PointContext, SinkToken
+from dlm_lens.attention import Hook, PointContext
 from dlm_lens.hooks.positions import (
     ActivationSite,
-    PositionClass,
+    GivenPositions,
     Positions,
     activation_site,
     printed_call,
@@ -89,7 +89,7 @@ def steer(
     scale: float = 1.0,
     *,
     site: ActivationSite = "resid",
-    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+    positions: GivenPositions = None,
     schedule: Schedule = None,
 ) -> Steer:
     """Add `scale * w * direction` to an activation, without normalising the direction.
@@ -98,7 +98,7 @@ def steer(
         direction: [d_model] for "resid", "attn_out" and "mlp_out"; [d_head] or [head, d_head] for heads.
         scale: the factor.
         site: "resid" (the residual stream after a block), "attn_out", "mlp_out", "q", "k", "v" or "z".
-        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer"; None for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "masked", "visible", "prompt", "answer"; None for all.
         schedule: w as a function of a row's progress, the share of the answer that is decided (in an AR run, step /
             total): a function, (lo, hi) for a straight line, a number, or None for 1.
 
@@ -162,7 +162,7 @@ def splice(
     *,
     site: ActivationSite = "resid",
     schedule: Schedule = None,
-    positions: int | SinkToken | Sequence[int | SinkToken] | PositionClass | None = None,
+    positions: GivenPositions = None,
 ) -> Splice:
     """Replace an activation x by (1 - w) x + w module(x), where the weight w may depend on the run's progress.
 
@@ -172,7 +172,7 @@ def splice(
         site: "resid" (the residual stream after a block), "attn_out", "mlp_out", "q", "k", "v" or "z".
         schedule: w as a function of a row's progress, the share of the answer that is decided (in an AR run, step /
             total): a function, (lo, hi) for a straight line, a number, or None for 1.
-        positions: canvas positions, `sink(i)`, or "masked", "visible", "prompt", "answer"; None for all.
+        positions: canvas positions, `sink(i)`, `by_row`, or "masked", "visible", "prompt", "answer"; None for all.
 
     Raises:
         ValueError: an unknown site or class, a module that cannot be called, or an invalid schedule.

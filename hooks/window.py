@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, SinkLayout, SinkToken, Stage
+from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, SinkLayout, Stage
 from dlm_lens.hooks.base import check_stage
 from dlm_lens.hooks.position_masking import MaskPositions
+from dlm_lens.hooks.positions import Position
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
 from dlm_lens.sinks import Detector, TopK
 
@@ -100,7 +101,7 @@ def _inside(sinks: MaskSinks | MaskPositions) -> str:
 
 
 def keep_only(
-    sinks: Detector | int | Sequence[int | SinkToken] = (),
+    sinks: Detector | int | Sequence[Position] = (),
     window: int = 64,
     *,
     ahead: int | None = None,

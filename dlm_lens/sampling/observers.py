@@ -439,8 +439,8 @@ def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
     if bool(padding.any()):
         logger.warning(
             "%s: positions count from the beginning of the canvas, and rows of this batch begin at %d to %d, after "
-            "their padding: in each row they are other tokens; run prompts of one length together (record does) "
-            "or count from the end",
+            "their padding: in each row they are other tokens; count in every row's text with by_row(...), or from "
+            "the end, or run prompts of one length together (record does)",
             ", ".join(shifted),
             int(padding.min()),
             int(padding.max()),

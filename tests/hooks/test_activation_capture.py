@@ -164,7 +164,7 @@ def test_a_hook_outside_a_run_says_what_it_lacks(model: Any) -> None:
         tensor = x if hook.site == "resid" else torch.zeros(1, 2, 5, 5)
         with pytest.raises(ValueError, match=r"needs to know the run's step: pass it to dlm_lens\.denoise"):
             hook(tensor)
-    with pytest.raises(ValueError, match=r"zero_value\(positions=\(sink\(0\),\)\): the position of a sink depends"):
+    with pytest.raises(ValueError, match=r"zero_value\(sink\(0\)\): the position of a sink depends"):
         zero_value(sink(0))(torch.zeros(1, 5, 2, 8))
     with attach_hooks(model, zero_value(sink(0))):
         model(input_ids=torch.tensor([IDS]))

@@ -5,8 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from dlm_lens.hooks import mask_positions, sink
+from dlm_lens.hooks import (
+    ablate,
+    at_encoder,
+    at_heads,
+    at_layers,
+    at_progress,
+    at_steps,
+    freeze_sinks,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_tokens,
+    mask_top_sinks,
+    scale_attention,
+    sink,
+    zero_value,
+)
 from dlm_lens.hooks.expressions import parse_hooks
+from dlm_lens.sinks import AboveMean, AboveStd, TopK
 
 
 @pytest.mark.parametrize(
@@ -26,7 +44,7 @@ def test_hooks_are_read(text: str, hooks: list[object]) -> None:
 def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import dlm_lens.hooks as room
     from dlm_lens.hooks import expressions
-    from dlm_lens.sinks import AboveMean, AttentionShare, TopK
+    from dlm_lens.sinks import AttentionShare
 
     def keep(*values: object, top: object = None) -> object:
         mask = mask_positions(0)
@@ -115,3 +133,24 @@ def test_the_names_known_beforehand_are_the_hooks_and_detectors_that_there_are()
         if inspect.isclass(one) and issubclass(one, sinks.Detector) and one is not sinks.Detector
     }
     assert {name for name in expressions.detector_names() if not name.islower()} == detectors
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        mask_positions(3, sink(0)), mask_tokens("digits", 5), mask_random(3), mask_sinks(AboveStd(3.0), top=2),
+        mask_random(like=mask_top_sinks(2), match="mass"), mask_sinks(TopK(2), per="model", source="previous"),
+        freeze_sinks(TopK(1), step=2), freeze_sinks([3], step=1), keep_only(2, window=5), keep_only(window=3),
+        keep_only(AboveMean(2.0), window=5, ahead=0), keep_only([0, sink(0)], window=4), scale_attention(3, 0.5),
+        scale_attention((3, sink(0)), 0.5), scale_attention("masked", 0.5), zero_value(3), zero_value("masked"),
+        zero_value(3, sink(1)), ablate("resid"), ablate("q", [1, 2], "zero", dims=[3]),
+        at_heads(mask_positions(0), [1]), at_layers(mask_positions(0), [1, -1]),
+        at_progress(mask_positions(0), (0.2, 0.5)), at_steps(mask_positions(0), 3),
+        at_steps(mask_positions(0), range(2, 5)), at_steps(mask_positions(0), slice(None, -1)),
+        at_encoder(ablate("resid", [0])),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hook_is_made_again_from_its_repr(hook: object) -> None:
+    (made,) = parse_hooks(repr(hook))
+    assert (type(made), repr(made)) == (type(hook), repr(hook))

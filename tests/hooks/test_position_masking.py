@@ -156,7 +156,7 @@ def test_bad_settings_are_refused() -> None:
         mask_positions()
     with pytest.raises(ValueError, match="stage is 'during'"):
         mask_positions(1, stage="during")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mask_positions\\('eos'\\): a position is a whole number or sink"):
+    with pytest.raises(ValueError, match="mask_positions\\('eos'\\): a position is a whole number, sink"):
         mask_positions("eos")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="position 7 is not there; the model has 4 canvas positions"):
         mask_positions(7)(torch.zeros(1, 1, 4, 4))

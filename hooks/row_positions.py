@@ -1,0 +1,103 @@
+"""`by_row`: positions that are counted in the text of every row, so that each row may have its own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from dlm_lens.attention import PointContext, RunStep, padding_before, run_of
+
+
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions of every row, or of all rows alike; build it with `by_row`.
+
+    Args:
+        rows: for each row of a run its positions, from 0 at the row's first token or negative from the end; or one
+            list for all rows.
+
+    Raises:
+        ValueError: no list, or something that is no position.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        given: tuple[Any, ...] = self.rows
+        rows = tuple((row,) if isinstance(row, int) else row for row in given)
+        if not rows or any(isinstance(row, str) or not isinstance(row, Iterable) for row in rows):
+            raise ValueError(f"by_row{given!r:.80}: give a list of positions for each row: by_row([3, 4], [7])")
+        rows = tuple(tuple(row) for row in rows)
+        for position in (position for row in rows for position in row):
+            if isinstance(position, bool) or not isinstance(position, int):
+                raise ValueError(f"by_row: {position!r:.80} is no position; give whole numbers")
+        object.__setattr__(self, "rows", rows)
+
+    def __repr__(self) -> str:
+        return f"by_row({', '.join(repr(list(row)) for row in self.rows)})"
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows have the same positions."""
+        return len(self.rows) == 1
+
+    def on_canvas(self, rows: int, length: int, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
+        """Where they are on a canvas of so many positions; those that an AR run has yet to write are left out.
+
+        Outside a run rows begin at the canvas's first position.
+
+        Raises:
+            ValueError: another number of rows, a row that has no such position, or lists for several rows outside
+                a run.
+        """
+        if hook.run is None and self.alike:
+            return self._placed([0] * rows, length, length, who)
+        run = run_of(hook, who).for_rows(rows)
+
+        def compute() -> Tensor:
+            self._check_rows(run, who)
+            whole = length if run.whole is None else run.whole
+            return self._placed(padding_before(run.valid).tolist(), length, whole, who)
+
+        found: Tensor = run.once(("by row", self, rows, length), compute)
+        return found
+
+    def _check_rows(self, run: RunStep, who: Any) -> None:
+        """Raise unless the run has as many rows, or repeats the prompts of as many, as guidance does."""
+        rows, count = len(run.tokens), len(self.rows)
+        if count in (1, rows):
+            return
+        prompts = run.tokens.masked_fill(~run.prompt, -1)
+        if rows % count or not prompts.equal(prompts[:count].repeat(rows // count, 1)):
+            raise ValueError(f"{who}: positions for {count} rows, and the run has {rows}; give a list for each row")
+
+    def _placed(self, starts: list[int], length: int, whole: int, who: Any) -> Bool[Tensor, "row position"]:
+        chosen = torch.zeros(len(starts), length, dtype=torch.bool)
+        for row, start in enumerate(starts):
+            for position in self.rows[row % len(self.rows)]:
+                place = position + (start if position >= 0 else length)
+                if not start <= place < whole:
+                    there = f"row {row} has {whole - start} positions after its padding"
+                    raise ValueError(f"{who}: position {position} is not there; {there}")
+                if place < length:
+                    chosen[row, place] = True
+        return chosen
+
+
+def by_row(*rows: int | Iterable[int]) -> RowPositions:
+    """Positions that are counted from the first token of every row, wherever its padding ends.
+
+    `by_row([3, 4], [7])` is positions 3 and 4 of the first row and 7 of the second, in a run of two prompts;
+    `by_row([3])` is position 3 of every row. Negative ones count from the end of the canvas. Hooks take it where
+    they take positions: `mask_positions(by_row([3], [5]))`, `ablate("resid", by_row([3], [5]))`.
+
+    Args:
+        *rows: a list of positions for each row, which may be empty; or one list for all rows.
+
+    Raises:
+        ValueError: no list, or something that is no position.
+    """
+    return RowPositions(tuple(rows))  # type: ignore[arg-type]
