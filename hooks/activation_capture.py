@@ -286,8 +286,7 @@ def _go_over(model: Any, run: DenoisingRun, keeper: _Keeper, hooks: Sequence[Hoo
     plain = StoredRun(model, run, hooks=hooks)
     keeper.check(run.steps, plain.halves * len(run.tokens), run.tokens.shape[1])
     stored = StoredRun(model, run, hooks=[*hooks, *keeper.hooks()], warn=False)
-    # An encoder runs at some steps, and keeps its cache for others: then every step up to the last one runs.
-    for step in range(max(keeper.steps) + 1) if keeper.stack else sorted(keeper.steps):
+    for step in sorted(keeper.steps):
         stored.states(step)
 
 

@@ -46,6 +46,11 @@ class UntilCommitted(HookWrapper):
         """Never: it depends on the step."""
         return False
 
+    @property
+    def remembers(self) -> bool:
+        """As the hook inside."""
+        return self.hook.remembers
+
     def check_run(self, run: RunStep) -> None:
         """Refuse a run of other prompts or another length.
 

@@ -62,11 +62,13 @@ def hooks_of_run(run: Any) -> tuple[Any, ...]:
     settings = getattr(run, "settings", None)
     if not isinstance(settings, Mapping):
         raise TypeError(f"the run is a {type(run).__name__}; give one of dlm_lens.denoise, or a recording")
-    found: list[Any] = []
-    for text in settings.get("hooks", ()):
+    texts, found = settings.get("hooks", ()), list[Any]()
+    if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the run's settings name hooks {texts!r:.80}; they should be texts")
+    for text in texts:
         try:
             made = parse_hooks(text)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ValueError(f"{_not_made_of(text)} ({error})") from None
         if tuple(map(repr, made)) != (text,):
             raise ValueError(_not_made_of(text))
@@ -75,7 +77,7 @@ def hooks_of_run(run: Any) -> tuple[Any, ...]:
 
 
 def _not_made_of(text: str) -> str:
-    return f"the run's hook {text!r:.200} cannot be made from its text; give the hook itself, in hooks="
+    return f"the run's hook {text!r:.200} cannot be made from its text; in Python give the hook itself, hooks=[...]"
 
 
 def check_expression(text: str) -> list[ast.expr]:

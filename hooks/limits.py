@@ -246,6 +246,11 @@ class Limited(HookWrapper):
         return self.hook.stateless and self.limit.stateless
 
     @property
+    def remembers(self) -> bool:
+        """As the hook; a limit depends on the present step alone."""
+        return self.hook.remembers
+
+    @property
     def stack(self) -> str:
         """The part of the model in which it acts."""
         return self.hook.stack if self.limit.stack is None else self.limit.stack

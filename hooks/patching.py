@@ -102,6 +102,8 @@ class PatchFrom(Hook):
         if layer not in self.layers:
             return tensor
         theirs = self.source[self.site, layer, now if self.from_step is None else self.from_step]
+        if len(tensor) == len(self.source.run.tokens) < len(theirs):  # the conditional half of a guided run
+            theirs = theirs[: len(tensor)]
         if theirs.shape[1:] != tensor.shape[1:] or len(theirs) not in (1, len(tensor)):
             raise ValueError(
                 f"{self}: the other run had shape {list(theirs.shape)} there and this one has "

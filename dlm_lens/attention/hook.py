@@ -198,8 +198,9 @@ class HookWrapper(Hook):
 
     @property
     def remembers(self) -> bool:
-        """As the hook inside."""
-        return self.hook.remembers
+        """As the hook inside; a subclass that says it is not stateless, unless it overrides this too."""
+        own = type(self).stateless is not HookWrapper.stateless
+        return self.hook.remembers or (own and not self.stateless)
 
     @property
     def padding_safe(self) -> bool:

@@ -207,7 +207,8 @@ def commitment(
     right = _right(result, reference)
     shape = run.unmasked.shape
     token = torch.full(shape, -1)
-    found = {name: torch.full(shape, torch.nan) for name in ("confidence", "entropy", "likely")}
+    names = ("confidence", "entropy", "likely")
+    found = {name: torch.full(shape, torch.nan, dtype=torch.float32) for name in names}
     for one in read_predictions(stored, result, progress="commitment" if progress else ""):
         at = one.step, one.row, one.where
         token[at] = one.token
@@ -250,7 +251,7 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
     # Where nothing is proposed, the proposal is the canvas's own token: [MASK].
     predicted = run.open[:-1] & (run.proposals != run.canvases[:-1])
     token = run.proposals.masked_fill(~predicted, -1)
-    unknown = torch.full(token.shape, torch.nan)
+    unknown = torch.full(token.shape, torch.nan, dtype=torch.float32)
     probable = run.settings.get("remasking") == "low_confidence" and not run.settings.get("reference_quirks")
     confidence = run.confidence.masked_fill(~predicted | run.confidence.isinf(), torch.nan) if probable else unknown
     right = _right(run.tokens.masked_fill(run.open[-1], -1), reference)

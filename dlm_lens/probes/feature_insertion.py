@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import INDICES, checked_arguments, chosen_indices
-from dlm_lens.attention import Hook, PointContext, Site, exclusive
+from dlm_lens.attention import Hook, PointContext, Site, exclusive, run_of
 from dlm_lens.display import ShowsItself
 from dlm_lens.features import SparseAutoencoder, random_decoder, untrained
 from dlm_lens.hooks import HookWrapper, ablate, at_layers, reconstruct
@@ -168,16 +168,20 @@ class _Mean(Hook):
 
     site: Site
     layers: tuple[int, ...]
-    total: Any = 0.0
-    count: int = 0
+    sums: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     remembers = False
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """Add the content positions."""
+        """Keep the sum over the content positions of the step, which may run more than once."""
         content = tensor[where(None, tensor, hook, self)]
-        self.total, self.count = self.total + content.double().sum(0).cpu(), self.count + len(content)
+        self.sums[run_of(hook, self).step] = content.double().sum(0).cpu(), len(content)
         return tensor
+
+    def mean(self, steps: Sequence[int]) -> Float[Tensor, "d_model"]:
+        """The mean over the positions of these steps."""
+        kept = [self.sums[step] for step in steps]
+        return (torch.stack([total for total, _ in kept]).sum(0) / max(1, sum(count for _, count in kept))).float()
 
 
 @checked_arguments(steps=INDICES)
@@ -278,7 +282,7 @@ def _means(
     again = StoredRun(stored.model, stored.run, hooks=readers, warn=False)
     for step in steps:
         again.states(step)
-    return [(reader.total / max(1, reader.count)).float() for reader in readers]
+    return [reader.mean(steps) for reader in readers]
 
 
 def _hooks(

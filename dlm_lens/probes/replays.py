@@ -259,8 +259,9 @@ def replay(
         TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model or sampler, no hook, or a layer or class of queries that is not there.
     """
-    stored = StoredRun(model, run, decided=decided)
-    if not len(checked(hooks)):
+    stored = StoredRun(model, run, decided=decided, warn=False)
+    hooks = checked(hooks)
+    if not len(hooks):
         raise ValueError("replay: hooks is empty; give at least one hook")
     queries = checked_class(queries, "replay")
     if queries not in ("all", "masked") or (queries == "masked" and stored.autoregressive):
@@ -300,7 +301,7 @@ class _Passes:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
         # With a cache the passes with hooks keep keys of their own.
-        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=hooks, warn=False)
+        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=hooks)
 
     def compared(self, step: int) -> dict[str, Tensor]:
         """All measures of a step, on the CPU."""
@@ -362,7 +363,7 @@ class _Passes:
     ) -> dict[str, Float[Tensor, "batch layer"]]:
         rows = self._sources(step).nonzero()[:, 0].cpu()
         shape = (len(self.stored.run.tokens), len(self.layers))
-        change, cosine = torch.zeros(shape), torch.zeros(shape)
+        change, cosine = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
         for place, layer in enumerate(self.layers):
             one, two = plain.residual[layer].float(), hooked.residual[layer].float()
             relative = (two - one).norm(dim=-1) / one.norm(dim=-1).clamp(min=1e-30)

@@ -167,9 +167,10 @@ def token_smearing(
             "token_smearing: a step of an AR run predicts one position, beside which there is no other"
         )
     steps, batch, positions = run.unmasked.shape
-    found = {name: torch.full((steps, batch, positions), torch.nan) for name in ("own", "near", "near_by_chance")}
+    names, shape = ("own", "near", "near_by_chance"), (steps, batch, positions)
+    found = {name: torch.full(shape, torch.nan, dtype=torch.float32) for name in names}
     places = torch.zeros(steps, batch, len(PLACES), dtype=torch.long)
-    chance = torch.zeros(steps, batch)
+    chance = torch.zeros(steps, batch, dtype=torch.float32)
     ends = Results(stored.run, radius)
     bar = "smearing" if progress else ""
     for one in read_predictions(stored, ends.tokens, threshold=threshold, progress=bar):

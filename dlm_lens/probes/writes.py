@@ -151,7 +151,7 @@ def sink_writes(
     if limit < 1 or not 1 <= top <= head.vocabulary:
         raise ValueError(f"sink_writes(limit={limit}, top={top}): both are at least 1, top at most the vocabulary")
     entries, is_sink = _entries(run, sinks, steps, layers, limit, seed)
-    vectors = torch.zeros(len(entries), int(model.config.hidden_size))
+    vectors = torch.zeros(len(entries), int(model.config.hidden_size), dtype=torch.float32)
     reader = _Reader(model, sinks, entries, vectors)
     for step in tqdm(entries[:, 0].unique().tolist(), desc="sink writes", unit="step", disable=not progress):
         reader.run(stored, step)

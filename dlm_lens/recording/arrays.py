@@ -125,7 +125,13 @@ class StepArrays:
         self.steps += 1
 
     def result(self, *, keys: int, queries: int) -> dict[str, Tensor]:
-        """The arrays [step, batch, layer, ...], cut to these numbers of keys and queries."""
+        """The arrays [step, batch, layer, ...], cut to these numbers of keys and queries.
+
+        Raises:
+            ValueError: there was no step.
+        """
+        if not self.steps:
+            raise ValueError("the run took no step, so that nothing was recorded; give a longer gen_length")
         return {
             spec.name: cut(self._arrays[spec.name][: self.steps], spec.dims, {"key": keys, "query": queries})
             for spec in self.specs

@@ -1,8 +1,9 @@
 """Join several recordings: the rows of all of them in one."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         return first
     for other in recordings[1:]:
         for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model", "hooks"):
-            if getattr(other, name) != getattr(first, name):
+            if _compared(name, other) != _compared(name, first):
                 raise ValueError(f"recordings differ in {name}: {getattr(first, name)} and {getattr(other, name)}")
     before = max(r.run.prompt_length for r in recordings)
     after = max(r.run.tokens.shape[1] - r.run.prompt_length for r in recordings)
@@ -56,6 +57,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         # Of the longest run: the others lack the last steps.
         blocks=runs[at].blocks,
         computed=runs[at].computed,
+        planned=longest.run.planned,
         settings={**runs[0].settings, "seeds": _seeds(recordings)},
         tokenizer=merged([run.tokenizer for run in runs]),
     )
@@ -71,6 +73,12 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         rows=tuple(row for r in recordings for row in r.rows),
         words={i: word for r in recordings for i, word in r.words.items()},
     )
+
+
+def _compared(name: str, recording: RecordingFields) -> Any:
+    """A field of a recording; hooks without the addresses that those of a user may have in their text."""
+    value = getattr(recording, name)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if name == "hooks" else value
 
 
 def _by_step(

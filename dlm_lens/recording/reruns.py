@@ -72,7 +72,7 @@ def rerun(
             canvases = (
                 stored
                 if len(part) == len(run.tokens)
-                else StoredCanvases(model, part_of_run(run, None, part), hooks=hooks, warn=False)
+                else StoredCanvases(model, part_of_run(run, None, part), hooks=stored.hooks, warn=False)
             )
             found.append(_record(recorder, canvases, chosen, bar))
     recording = replace(

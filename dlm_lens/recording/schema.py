@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dlm_lens.files.sealed_json import Document
 
@@ -13,6 +13,14 @@ Count = Annotated[int, Field(ge=0, le=2**48)]
 Window = Annotated[int, Field(ge=1, le=2**48)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
+
+
+def _named_hooks(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings whose hooks, if there are any, are texts."""
+    hooks = settings.get("hooks", [])
+    if not isinstance(hooks, list) or not all(isinstance(hook, str) for hook in hooks):
+        raise ValueError(f"hooks is {hooks!r:.80}; it must be a list of texts")
+    return settings
 
 
 class ArrayDescription(Document):
@@ -110,7 +118,7 @@ class RunFacts(Document):
     prompt_length: Count
     spans: list[Span]
     blocks: list[Count]
-    settings: dict[str, Any]
+    settings: Annotated[dict[str, Any], AfterValidator(_named_hooks)]
     eos_token_ids: list[Count]
     specs: list[ArrayDescription]
     rows: list[Count]
@@ -130,3 +138,4 @@ class RunFacts(Document):
     rows_ran: list[Count] | None = None
     computed: list[Span | None] = Field(default_factory=list)
     hooks: list[str] | None = None
+    steps_planned: Count | None = None

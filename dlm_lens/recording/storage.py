@@ -285,6 +285,7 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         rows_ran=None if facts.rows_ran is None else tuple(facts.rows_ran),
         computed=tuple(None if span is None else (span[0], span[1]) for span in facts.computed),
         model=facts.model,
+        planned=facts.steps_planned,
     )
 
 
@@ -314,6 +315,7 @@ def write_end(
         "words": dict(recording.words),
         "decoding": _decoding(recording),
         "rows_ran": run.rows_ran,
+        **({} if run.planned is None else {"steps_planned": run.planned}),
         **({"hooks": recording.hooks} if recording.hooks != recording.run_hooks else {}),
     }
     names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "windows", "model", "scale", "query_heads")

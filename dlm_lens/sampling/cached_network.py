@@ -141,6 +141,10 @@ class CachedLogits(CanvasLogits):
         """A pass of the step without the head, with keys and values of such passes."""
         return self._run(self.model.get_decoder(), canvas, self._clean)
 
+    def run_forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
+        """A pass of the step without the head, with the keys and values of the run's own passes."""
+        return self._run(self.model.get_decoder(), canvas, self._kept)
+
     @property
     def _span(self) -> tuple[int, int] | None:
         return None if self._plan is None else self._plan.computed

@@ -88,6 +88,7 @@ class DenoisingRun(ShowsItself):
         computed: with an approximate cache, the span (start, stop) of positions that each step computed; None for a
             step that computed all. Empty: every step computed all that it saw.
         model: name of the model, as it was loaded; empty if it is not known.
+        planned: steps that were planned, which may be more than ran (`StepPlan.total`); None if that is not known.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -109,6 +110,7 @@ class DenoisingRun(ShowsItself):
     revised: Bool[Tensor, "step batch position"] = None  # type: ignore[assignment]  # filled in by __post_init__
     computed: tuple[tuple[int, int] | None, ...] = ()
     model: str = ""
+    planned: int | None = None
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.unmasked.shape
@@ -463,6 +465,7 @@ class History:
             eos_token_ids=tuple(int(i) for i in ends if i is not None),
             tokenizer=getattr(self.model, "tokenizer", None),
             model=name_of(self.model),
+            planned=self.plans[0].total if self.plans else None,
         )
 
     def _revised(self) -> Bool[Tensor, "step batch position"] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlm_lens.adapters.encoder_decoder import new_cache
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import position_ids
-from dlm_lens.sampling.denoising_run import DenoisingRun, StepPlan
+from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import EditLogits
 
 
@@ -133,6 +133,10 @@ class EncoderDecoderLogits:
         """A pass of the step without the head, with an encoder's cache of such passes, which no hook has edited."""
         return self._run(self.model.get_decoder(), canvas, self._clean)
 
+    def run_forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
+        """A pass of the step without the head, with the encoder's cache of the run's own passes."""
+        return self._run(self.model.get_decoder(), canvas, self._prefix)
+
     @property
     def _span(self) -> tuple[int, int]:
         assert self._plan is not None
@@ -160,16 +164,14 @@ class EncoderDecoderLogits:
 
 
 class StoredConditioning(EncoderDecoderLogits):
-    """The network of a finished run: every step is conditioned as in passes over the run's canvases without hooks.
+    """The network of a finished run: a step is conditioned on a pass over the canvas of the step before.
 
-    The states before the head of all steps are computed when the object is made, and kept on the CPU; a step's
-    conditioning is the head of those of the step before.
+    That pass leaves the states before the head, which are kept on the CPU.
 
     Args:
-        model: from `dlm_lens.load`; no hooks are on it.
+        model: from `dlm_lens.load`.
         content: False at the padding on the left.
-        run: the finished run.
-        plans: of its steps.
+        plans: of the run's steps.
         **options: of `EncoderDecoderLogits`.
     """
 
@@ -177,26 +179,54 @@ class StoredConditioning(EncoderDecoderLogits):
         self,
         model: Any,
         content: Bool[Tensor, "batch position"],
-        run: DenoisingRun,
         plans: list[StepPlan],
         **options: Any,
     ) -> None:
         super().__init__(model, content, **options)
         self._plans: list[StepPlan] = plans
-        self._states: list[Tensor] = []
-        with torch.no_grad():
-            for step, plan in enumerate(plans):
-                self.enter(plan)
-                canvas = run.canvases[step].to(content.device)
-                self._states.append(self.forward(canvas).last_hidden_state.cpu())
-        self._clean = EncodedPrefix()  # the encoder runs again in the passes that follow, with what listens to it
+        self._states: dict[int, Tensor] = {}
+        self._last: Tensor | None = None
+
+    def missing_before(self, step: int) -> list[int]:
+        """The steps of the same canvas from the last one on whose states are kept."""
+        first = step
+        while first - 1 not in self._states and self._follows(first):
+            first -= 1
+        return list(range(first, step))
+
+    def _follows(self, step: int) -> bool:
+        """Whether there is a step before in the same canvas."""
+        return step > 0 and self._plans[step - 1].block == self._plans[step].block
+
+    def keep(self, step: int) -> bool:
+        """Keep the states before the head of the last pass, unless there are some of this step."""
+        if step in self._states or self._last is None:
+            return False
+        self._states[step], self._last = self._last.cpu(), None
+        return True
+
+    def forget(self, step: int) -> None:
+        """Drop the states of a step."""
+        self._states.pop(step, None)
+
+    def encode_again(self) -> None:
+        """Empty the encoder's caches."""
+        self._prefix, self._clean = EncodedPrefix(), EncodedPrefix()
+
+    def _run(
+        self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], prefix: EncodedPrefix
+    ) -> Any:
+        output = super()._run(network, canvas, prefix)
+        if prefix is self._prefix:
+            self._last = output.last_hidden_state.detach()
+        return output
 
     def enter(self, plan: StepPlan) -> None:
         """The step of the next passes, conditioned on the one before in the same canvas."""
         super().enter(plan)
-        before = plan.index - 1
         self.conditioning = None
-        if before >= 0 and self._plans[before].block == plan.block:
+        if self._follows(plan.index):
+            before = plan.index - 1
             states = self._states[before].to(self.content.device)
             self._plan = self._plans[before]
             self.condition(head_logits(self.model, states))

@@ -1,6 +1,6 @@
 """Logits of a run's network: of canvases, with guidance in one forward pass, and of the prefixes of AR decoding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -11,6 +11,11 @@ from torch import Tensor
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import SinkLayout, position_ids, predicting_position
 from dlm_lens.sampling.denoising_run import StepPlan
+
+
+def run_forward(network: Any, canvas: Int[Tensor, "batch position"]) -> Any:
+    """A pass without the head that keeps what a network keeps of a run's own passes; `forward` keeps its own."""
+    return getattr(network, "run_forward", network.forward)(canvas)
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -72,6 +77,26 @@ class Network(Protocol):
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """One pass without the head, as a step of the run makes it, of which nothing is kept."""
+        ...
+
+
+class StoredNetwork(Network, Protocol):
+    """The network of a finished run whose steps depend on what the passes of earlier ones leave."""
+
+    def missing_before(self, step: int) -> Sequence[int]:
+        """The earlier steps, in order, whose passes this one depends on and that have not been kept."""
+        ...
+
+    def keep(self, step: int) -> bool:
+        """Keep what the last pass, of this step, leaves for later ones; whether there was nothing yet."""
+        ...
+
+    def forget(self, step: int) -> None:
+        """Drop what was kept of a step."""
+        ...
+
+    def encode_again(self) -> None:
+        """Let the next pass run the encoder on all that is before it, with what listens to it."""
         ...
 
 

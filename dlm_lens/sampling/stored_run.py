@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import HookLike, checked, computed_span
+from dlm_lens.attention import HookLike, attention_stack, checked, computed_span
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
-from dlm_lens.sampling.network import Network
+from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.sampling.settings import check_model
@@ -32,22 +33,32 @@ class StoredCanvases:
     """The canvases of a finished run, and the network's forward pass over the canvas of a step.
 
     Readers of a pass are attached inside `with stored.at(step)`. If a hook depends on what earlier steps left
-    (`Hook.remembers`), the steps before run first. Passes with hooks and passes without take an object each; with a
-    cache each keeps its own keys.
+    (`Hook.remembers`, or a hook of an encoder), the steps before run first. What a step leaves for the network
+    itself (keys in a cache, the logits that condition the next step) is `carried` on from passes with the hooks.
 
     Args:
         model: with hook points, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         hooks: those under which the passes are made.
+        carried: True: a step finds what earlier steps left under the hooks, as in a run with them; False: what
+            passes without hooks leave.
         warn: whether a warning says that model or hooks are not those of the run.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a model without token embeddings, a run with token ids that the model does not embed, or an
-            object that is no hook.
+            object that is no hook or acts in an encoder that the model lacks.
     """
 
-    def __init__(self, model: Any, run: DenoisingRun, *, hooks: Sequence[HookLike] = (), warn: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        run: DenoisingRun,
+        *,
+        hooks: Sequence[HookLike] = (),
+        carried: bool = True,
+        warn: bool = True,
+    ) -> None:
         if not isinstance(run, DenoisingRun):
             raise TypeError(
                 f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned"
@@ -59,7 +70,9 @@ class StoredCanvases:
             raise ValueError(
                 f"the run has token id {highest}, but the model embeds {embedded}; is it another model's?"
             )
-        self.hooks = checked(hooks)
+        self.hooks, self.carried = checked(hooks), carried
+        for hook in self.hooks:
+            attention_stack(model, hook.stack)
         if warn:
             _warn_of_model(run, model)
             _warn_of_hooks(run, self.hooks)
@@ -70,14 +83,20 @@ class StoredCanvases:
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
         plans = [self.plan(step) for step in range(run.steps)]
-        self._own = self.sampler.rerun_network(model, self.content, self.run, plans)
+        self._own = self.sampler.rerun_network(model, self.content, run.prompt_length, plans)
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
         self._network: Network | None = self._own
         if self._own is None and run.computed and not self._canvas:
             self._network = CachedLogits(model, self._network_content)
-        self._kept: int | None = None
         self._at: int | None = None
+        """The step that was entered."""
+        self._attached = False
         self._done = 0
+        """How many steps the hooks remember."""
+        self._kept: int | None = None
+        """The step whose keys the cache holds."""
+        self._fresh = False
+        """Whether the last pass left something for later steps that was not there before."""
 
     @property
     def halves(self) -> int:
@@ -120,8 +139,9 @@ class StoredCanvases:
         """The plan that the run had for a step."""
         run = self.run
         seen = self.length(step) if self.autoregressive or self.sampler.grows else None
+        total = run.steps if run.planned is None else run.planned
         return StepPlan(
-            step, run.steps, run.blocks[step], run.spans[step], run.steps - step, seen, self._computed(step)
+            step, total, run.blocks[step], run.spans[step], run.steps - step, seen, self._computed(step)
         )
 
     def _computed(self, step: int) -> tuple[int, int] | None:
@@ -130,24 +150,22 @@ class StoredCanvases:
     def forward(self, step: int) -> Any:
         """The network without its head on the canvas of a step; in a guided run the conditional half alone."""
         with self._entered(step) as canvas:
-            return self._over(canvas)
+            return self._own_pass(canvas)
 
-    def _enter_network(self, step: int) -> None:
-        """Tell the network which step its next passes are of."""
-        self.sampler.at(self.plan(step))
-        if self._network is not None:
-            self._network.enter(self.plan(step))
-        elif self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
-            self._starts = self.first(step)
-
-    def _over(self, canvas: Int[Tensor, "batch seen"]) -> Any:
+    def _own_pass(self, canvas: Int[Tensor, "batch seen"]) -> Any:
         """A pass of the present step over what it sees of a canvas."""
-        if self._network is not None:
-            return self._network.forward(canvas)
+        return self._decode(canvas) if self._network is None else run_forward(self._network, canvas)
+
+    def _clean_pass(self, canvas: Int[Tensor, "batch seen"]) -> Any:
+        """The same pass for statistics without hooks; with a cache it keeps keys of its own."""
+        return self._decode(canvas) if self._network is None else self._network.forward(canvas)
+
+    def _decode(self, canvas: Int[Tensor, "batch seen"]) -> Any:
         content = self._network_content[:, : canvas.shape[1]]
         inputs = self.sampler.inputs(self.model, content, canvas, self.run.prompt_length)
-        if self._canvas:
-            inputs = {**inputs, "canvas_start": self._starts}
+        if self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
+            assert self._at is not None
+            inputs = {**inputs, "canvas_start": self.first(self._at)}
         return self.model.get_decoder()(input_ids=canvas, **inputs)
 
     @property
@@ -162,11 +180,15 @@ class StoredCanvases:
     @contextmanager
     def under_hooks(self) -> Iterator[None]:
         """Attach the hooks for the block; readers that are attached in it see what they leave."""
+        if self._attached:
+            yield
+            return
         try:
             with nullcontext() if self._runner is None else self._runner:
+                self._attached = True
                 yield
         finally:
-            self._at = None
+            self._attached, self._at = False, None
 
     @contextmanager
     def at(self, step: int, *observers: RunObserver) -> Iterator[None]:
@@ -175,16 +197,35 @@ class StoredCanvases:
         Raises:
             ValueError: as `enter`.
         """
+        if not self._carries:
+            for before in self._to_remember(step):
+                self._carry(before, ())
+                with self.under_hooks():
+                    self._begin(before, ())
+                    self._pass(before)
+            self._carry(step, ())
         with self.under_hooks():
             self.enter(step, *observers)
             yield
+
+    @property
+    def _carries(self) -> bool:
+        """Whether what a step leaves for the network is that of passes with the hooks, if there are any."""
+        return self.carried or not self.hooks
 
     @cached_property
     def _runner(self) -> HookRunner | None:
         """The observer that runs the hooks."""
         if not self.hooks:
             return None
-        runner = HookRunner(self.model, self.hooks, self._over, halves=self.halves)
+        this = ref(self)  # no cycle, so that kept keys go with this object
+
+        def clean_pass(canvas: Tensor) -> Any:
+            stored = this()
+            assert stored is not None
+            return stored._clean_pass(canvas)
+
+        runner = HookRunner(self.model, self.hooks, clean_pass, halves=self.halves)
         self.start(runner)
         return runner
 
@@ -197,48 +238,83 @@ class StoredCanvases:
         Raises:
             ValueError: the run does not hold the step whose keys this one reads.
         """
-        self._remember(step, observers if self.run.computed else ())
-        if self._own is None and not self._canvas and self._computed(step) is not None:
-            whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
-            if not whole:
-                raise ValueError(
-                    f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
-                    "give the whole run"
-                )
-            if self._kept != whole[-1]:
-                self._begin(whole[-1], observers)
-                self._pass(whole[-1])
+        if self._carries:
+            seeing = observers if self.run.computed else ()
+            for before in self._to_remember(step):
+                self._carry(before, seeing)
+                self._begin(before, seeing)
+                self._pass(before)
+            self._carry(step, observers)
         self._begin(step, observers)
 
-    def _remember(self, step: int, observers: Sequence[RunObserver]) -> None:
-        """Run the steps before that have not run, if a hook depends on what they leave."""
-        if self._runner is None or not any(hook.remembers for hook in self.hooks):
-            return
+    def discard(self, step: int) -> None:
+        """The last pass of the step was not the run's own, as others than the hooks edited it: no step reads it."""
+        self._done = min(self._done, step)
+        self._kept = None if self._kept == step else self._kept
+        if self._own is not None and self._fresh:
+            self._own.forget(step)
+
+    def _to_remember(self, step: int) -> range:
+        """The steps before that have to run for what the hooks depend on."""
+        if not any(hook.remembers or hook.stack for hook in self.hooks):
+            return range(0)
         if step < self._done - 1:
+            assert self._runner is not None
             self.start(self._runner)
             self._done = 0
-        for before in range(self._done, step):
-            self._begin(before, observers)
-            self._pass(before)
+        return range(self._done, step)
+
+    def _carry(self, step: int, observers: Sequence[RunObserver]) -> None:
+        """Make the passes of earlier steps that leave something for the network at this one."""
+        if self._own is not None:
+            missing = self._own.missing_before(step)
+            with torch.no_grad():
+                for before in missing:
+                    self._begin(before, ())
+                    self._pass(before)
+            if missing:
+                self._own.encode_again()
+            return
+        if self._canvas or self._computed(step) is None:
+            return
+        whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
+        if not whole:
+            raise ValueError(
+                f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
+                "give the whole run"
+            )
+        if self._kept != whole[-1]:
+            self._begin(whole[-1], observers)
+            self._pass(whole[-1])
 
     def _begin(self, step: int, observers: Sequence[RunObserver]) -> None:
-        """Begin a step for the network, the hooks and observers."""
+        """Begin a step for the network, the attached hooks and observers."""
         self._at = step
-        self._enter_network(step)
+        self.sampler.at(self.plan(step))
+        if self._network is not None:
+            self._network.enter(self.plan(step))
         canvas, masked = (tensor[step].to(self.device) for tensor in (self.run.canvases, self.run.masked))
-        for observer in observers if self._runner is None else (self._runner, *observers):
-            observer.step(self.plan(step), canvas, masked)
+        hooked = self._attached and self._runner is not None
+        for observer in (self._runner, *observers) if hooked else observers:
+            observer.step(self.plan(step), canvas, masked)  # type: ignore[union-attr]
 
     @contextmanager
     def _entered(self, step: int) -> Iterator[Int[Tensor, "batch seen"]]:
         """What a step sees of its canvas, for a pass in the block; enters the step if it is not the present one."""
+        if self._attached and self._at != step:
+            self.enter(step)
         with nullcontext() if self._at == step else self.at(step):
+            whole = self._computed(step) is None
+            self._kept = None if whole else self._kept
             yield self.run.canvases[step, :, : self.length(step)].to(self.device)
-        self._kept = step if self._computed(step) is None else self._kept
-        self._done = step + 1
+            hooked = self._attached and bool(self.hooks)
+            self._done = step + 1 if hooked else self._done
+            if self.carried or not hooked:
+                self._kept = step if whole else self._kept
+                self._fresh = self._own is not None and self._own.keep(step)
 
     def _pass(self, step: int) -> None:
-        """A pass of a step for its keys alone."""
+        """A pass of a step for what it leaves alone."""
         self.forward(step)
 
     def leave(self, step: int, observer: RunObserver) -> None:
@@ -278,7 +354,7 @@ class StoredRun(StoredCanvases):
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         decided: whether the logits are also about the decided positions of the answer that a step may rewrite:
             those of its block, in rows that had open ones there when it began. For samplers that edit.
-        hooks, warn: as for `StoredCanvases`.
+        hooks, carried, warn: as for `StoredCanvases`.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -295,11 +371,12 @@ class StoredRun(StoredCanvases):
         *,
         decided: bool = False,
         hooks: Sequence[HookLike] = (),
+        carried: bool = True,
         warn: bool = True,
     ) -> None:
         if isinstance(run, DenoisingRun):
             check_model(model)
-        super().__init__(model, run, hooks=hooks, warn=warn)
+        super().__init__(model, run, hooks=hooks, carried=carried, warn=warn)
         name = str(run.settings.get("sampler"))
         if name not in algorithms():
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")
@@ -347,7 +424,7 @@ class StoredRun(StoredCanvases):
             return self._network.states(canvas, self.predicted(step))
 
     def _pass(self, step: int) -> None:
-        """A pass of a step for its keys alone."""
+        """A pass of a step for what it leaves alone."""
         self.states(step)
 
     @property

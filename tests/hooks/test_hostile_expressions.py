@@ -60,7 +60,7 @@ def read(text: str) -> str | None:
         ("mask_tokens('é'), mask_positions(1.5)", r"mask_tokens\('é'\).*\(at character 1 of"),
         (
             "mask_positions(1.5)",
-            r"a position is a whole number, sink\(i\) or by_row\(\.\.\.\) \(at character 1 of the hook expression\)",
+            r"whole number, sink\(i\) or by_row\(\.\.\.\) \(at character 1 of the hook expression\)",
         ),
         ("(mask_positions(0),\n  open('x'))", r"'open' is no hook .*\(at character 23 of"),
         ("(mask_positions(0),\r\n  open('x'))", r"'open' is no hook .*\(at character 23 of"),

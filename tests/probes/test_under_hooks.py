@@ -146,7 +146,7 @@ def test_a_hook_that_its_text_does_not_hold_is_refused() -> None:
         patch_from(capture(model, plain, "resid"), 1),
     ):
         run = dl.denoise(model, PROMPTS, hooks=[hook], **RUN)
-        with pytest.raises(ValueError, match="cannot be made from its text; give the hook itself, in hooks="):
+        with pytest.raises(ValueError, match="cannot be made from its text; in Python give the hook itself"):
             hooks_of_run(run)
     with pytest.raises(TypeError, match="the run is a list"):
         hooks_of_run([1])

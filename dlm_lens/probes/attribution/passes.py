@@ -181,7 +181,7 @@ class Passes:
         kept: bool = False,
     ) -> None:
         self.model, self.side, self.times, self.rows, self.kept = model, side, times, len(tokens), kept
-        self.stored = StoredRun(model, repeated(side.run, times), hooks=side.hooks, warn=False)
+        self.stored = StoredRun(model, repeated(side.run, times), hooks=side.hooks, carried=False, warn=False)
         self.wanted, self.tokens = wanted.repeat(1, times, 1), tokens.repeat(times, 1)
         self.layout = SinkLayout.of(model)
 
@@ -218,6 +218,8 @@ class Passes:
                 stack.enter_context(at_first_input(self.model, first))
             with torch.set_grad_enabled(grad):
                 states = self.stored.states(step)
+                if len(hooks) or first is not None:
+                    self.stored.discard(step)
                 return self._decisions(step, states, others)
 
     def _after_kept(

@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention import BlockLayout, padding_before
-from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
-from dlm_lens.sampling.network import CanvasLogits, Network, network_inputs
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
 
 
 class Select(nn.Module):
@@ -263,14 +263,18 @@ class Sampler(nn.Module):
         return network_inputs(content)
 
     def rerun_network(
-        self, model: Any, content: Bool[Tensor, "batch position"], run: DenoisingRun, plans: Sequence[StepPlan]
-    ) -> Network | None:
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        plans: Sequence[StepPlan],
+    ) -> StoredNetwork | None:
         """The network for passes over a finished run whose steps depend on what earlier ones computed; else None.
 
         Args:
             model: from `dlm_lens.load`.
             content: False where there is padding.
-            run: the finished run.
+            prompt_length: of the run.
             plans: of its steps.
         """
         return None

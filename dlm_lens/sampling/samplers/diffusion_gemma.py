@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.algorithm_registry import Algorithm
-from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.encoder_decoder_network import EncoderDecoderLogits, StoredConditioning
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds
@@ -158,14 +158,18 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         return EncoderDecoderLogits(model, content, **self._network_options(prompt_length))
 
     def rerun_network(
-        self, model: Any, content: Bool[Tensor, "batch position"], run: DenoisingRun, plans: Sequence[StepPlan]
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        plans: Sequence[StepPlan],
     ) -> StoredConditioning:
         """Encoder and decoder, with the conditioning of every step."""
         first = {plan.block: plan.index for plan in reversed(plans)}
         planned = [
             replace(plan, remaining=self.settings.steps - (plan.index - first[plan.block])) for plan in plans
         ]
-        return StoredConditioning(model, content, run, planned, **self._network_options(run.prompt_length))
+        return StoredConditioning(model, content, planned, **self._network_options(prompt_length))
 
     def _network_options(self, prompt_length: int) -> dict[str, Any]:
         return {
