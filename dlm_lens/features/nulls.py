@@ -30,5 +30,5 @@ def random_decoder(sae: SparseAutoencoder, seed: int = 0) -> SparseAutoencoder:
 
 def _directions(sae: SparseAutoencoder, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(sae.decoder_weight.shape, generator=generator)
+    drawn = torch.randn(sae.decoder_weight.shape, generator=generator, dtype=torch.float32)
     return (drawn / drawn.norm(dim=-1, keepdim=True)).to(sae.decoder_weight)

@@ -129,7 +129,7 @@ def _controls(
     """Positions that are a sink in no layer: per step and row as many masked and as many visible ones as sinks."""
     canvas = run.tokens.shape[1]
     masked, chosen = run.masked[list(steps)], torch.zeros_like(found)
-    draws = torch.rand(masked.shape, generator=torch.Generator().manual_seed(seed))
+    draws = torch.rand(masked.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     content = _content(run, 0).expand(masked.shape)
     if run.autoregressive:
         content, masked = content & ~masked, torch.zeros_like(masked)

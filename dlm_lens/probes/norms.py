@@ -307,7 +307,7 @@ def _pairs(
         others &= masked == masked.gather(-1, key)
     sink = values.gather(-1, key)[:, 0]
     below = (shorter(values, sink[:, None]) * others).sum(-1)
-    chance = torch.rand(values.shape, generator=generator).masked_fill(~others, -1)
+    chance = torch.rand(values.shape, generator=generator, dtype=torch.float32).masked_fill(~others, -1)
     other = values.gather(-1, chance.argmax(-1, keepdim=True))[:, 0]
     other = other.masked_fill(~others.any(-1), torch.nan)
     return sink, other, below / others.sum(-1).clamp(min=1)

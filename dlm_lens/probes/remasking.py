@@ -163,6 +163,11 @@ def _drawn(
     decided: Bool[Tensor, "batch position"], share: float, generator: torch.Generator
 ) -> Bool[Tensor, "batch position"]:
     """A share of every row's positions, at least one where there are any."""
-    rank = torch.rand(decided.shape, generator=generator).masked_fill(~decided, 2.0).argsort(-1).argsort(-1)
+    rank = (
+        torch.rand(decided.shape, generator=generator, dtype=torch.float32)
+        .masked_fill(~decided, 2.0)
+        .argsort(-1)
+        .argsort(-1)
+    )
     count = (decided.sum(-1) * share).round().clamp(min=1)
     return decided & (rank < count[:, None])

@@ -235,7 +235,9 @@ def _batches(
         if causal:
             yield tokens, torch.ones_like(tokens, dtype=torch.bool)
             continue
-        masked = torch.rand(tokens.shape, generator=generator) < torch.rand(batch_size, 1, generator=generator)
+        masked = torch.rand(tokens.shape, generator=generator, dtype=torch.float32) < torch.rand(
+            batch_size, 1, generator=generator, dtype=torch.float32
+        )
         if (canvas := computed_span(model, length)) is not None:
             masked[:, : canvas[0]] = False  # an encoder reads what is decided
         masked[:, -1] |= ~masked.any(-1)

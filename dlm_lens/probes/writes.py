@@ -194,7 +194,9 @@ def _entries(
     cell = tuple(found[:, :-1].unbind(-1))
     free = ~sinks.is_sink[cell] & ~sinks.scores[cell].isnan()
     free[:, run.tokens.shape[1] :] = False
-    chance = torch.rand(free.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~free, -1)
+    chance = torch.rand(free.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).masked_fill(
+        ~free, -1
+    )
     others = torch.cat([found[:, :-1], chance.argmax(-1, keepdim=True)], -1)[free.any(-1)]
     return torch.cat([found, others]), torch.arange(len(found) + len(others)) < len(found)
 

@@ -130,7 +130,9 @@ class _Collect(Reducer):
         for row, prompt in enumerate(self.prompts):
             number = (self.request.seed * 1_000_003 + prompt) * 1_000_003 + layer.run.step
             made = torch.Generator().manual_seed(number % 2**63)
-            drawn[row, chosen[row]] = torch.rand(int(chosen[row].sum()), generator=made) < self.request.share
+            drawn[row, chosen[row]] = (
+                torch.rand(int(chosen[row].sum()), generator=made, dtype=torch.float32) < self.request.share
+            )
         return drawn
 
 

@@ -108,7 +108,7 @@ def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> Pro
     if noise is None:
         return ProbeBatch(rows.tokens[None], torch.zeros_like(rows.visible)[None], rows.visible)
     generator = torch.Generator().manual_seed(PROBE_SEED)
-    draws = torch.rand(rows.tokens.shape, generator=generator)
+    draws = torch.rand(rows.tokens.shape, generator=generator, dtype=torch.float32)
     masked = torch.stack([(draws < level) & rows.answer for level in LEVELS])
     return ProbeBatch(torch.where(masked, noise, rows.tokens), masked, rows.visible)
 

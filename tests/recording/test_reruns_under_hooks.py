@@ -212,3 +212,28 @@ def test_a_view_under_hooks_is_the_recorded_pattern() -> None:
     keep = recorded.run.attention_mask[1].nonzero().flatten()
     torch.testing.assert_close(shot.pattern, recorded.pattern[4, 1, 1][:, keep][..., keep], rtol=1e-4, atol=1e-6)
     assert shot.hooks == ("freeze_sinks(TopK(k=2), step=1)",)
+
+
+def test_addresses_in_the_texts_of_hooks_do_not_part_recordings() -> None:
+    model, given = tiny("llada"), settings("llada", seed=3)
+    one, two = (dl.record(model, prompt, REDUCERS, hooks=[Doubling()], **given) for prompt in ([5, 9, 11], [6, 2]))
+    assert one.hooks != two.hooks
+    assert dl.recording.concatenation.joined([one, two]).rows == (0, 0)
+
+
+@pytest.mark.parametrize("hooks", [5, None, "mask_positions(1)", [["x"], 3]])
+def test_hooks_that_are_no_texts_are_refused(hooks: Any, tmp_path: Path) -> None:
+    from dlm_lens.files.sealed_json import sealed
+
+    dl.record(tiny("llada"), PROMPTS, REDUCERS, **settings("llada")).save(tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    facts = json.loads(file.read_text())
+    facts["settings"]["hooks"] = hooks
+    file.write_text(json.dumps(sealed({name: value for name, value in facts.items() if name != "checksum"})))
+    with pytest.raises(ValueError, match="hooks is .*; it must be a list of texts"):
+        dl.Recording.load(tmp_path / "run")
+
+
+def test_a_run_without_a_step_has_nothing_to_record() -> None:
+    with pytest.raises(ValueError, match="the run took no step, so that nothing was recorded"):
+        dl.record(tiny("fast_dllm_v2"), PROMPTS, REDUCERS, gen_length=16, reference_quirks=True)

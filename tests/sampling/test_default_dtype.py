@@ -1,4 +1,4 @@
-"""Under `torch.set_default_dtype(float64)` the same seeds give the same runs, recordings and likelihoods."""
+"""Under `torch.set_default_dtype(float64)` runs, recordings, likelihoods and probes are the same."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.hooks import mask_positions
+from dlm_lens.probes import commitment, pattern_stability, sink_updates, sink_writes, token_smearing
 from dlm_lens.testing import tiny
 
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -62,3 +64,28 @@ def test_likelihoods_are_the_same(family: str, float64: Callable[[bool], None]) 
         given = {} if family == "causal" else {"samples": 8, "seed": 3}
         found.append(dl.log_likelihood(model, [1, 2, 3], [4, 5, 6, 7], **given))
     assert float(found[1].value[0]) == pytest.approx(float(found[0].value[0]), rel=1e-6)
+
+
+PROBES: dict[str, Callable[..., Any]] = {
+    "commitment": lambda model, run, sinks: commitment(model, run).entropy,
+    "smearing": lambda model, run, sinks: token_smearing(model, run).own,
+    "replay": lambda model, run, sinks: dl.replay(model, run, [mask_positions(0)]).residual_change,
+    "lens": lambda model, run, sinks: dl.logit_lens(model, run, [0, 4]).entropy,
+    "writes": lambda model, run, sinks: sink_writes(model, run, sinks).norm,
+    "updates": lambda model, run, sinks: sink_updates(model, run, sinks).update,
+    "stability": lambda model, run, sinks: torch.as_tensor(
+        pattern_stability(model, run, dl.TopK(1)).table().select_dtypes("number").to_numpy()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_probes_are_the_same(name: str, float64: Callable[[bool], None]) -> None:
+    model, found = tiny("llada"), []
+    run = dl.denoise(model, [[1, 2, 3, 9, 8, 7, 6]], steps=4, gen_length=8, seed=1)
+    for wide in (False, True):
+        float64(wide)
+        sinks = dl.find_sinks(dl.received_over_steps(model, run), dl.TopK(1))
+        found.append(PROBES[name](model, run, sinks).double())
+    assert found[0].isfinite().any()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -126,6 +126,6 @@ def random_edges(
             block = torch.tensor([s == start for s in sources])[:, None] & torch.tensor([e == end for e in ends])
             places = (block & circuit.graph.exists).flatten().nonzero().flatten()
             count = int((circuit.edges & block).sum())
-            order = torch.rand(draws, len(places), generator=generator).argsort(-1)
+            order = torch.rand(draws, len(places), generator=generator, dtype=torch.float32).argsort(-1)
             found.scatter_(1, places[order[:, :count]], torch.ones(draws, count, dtype=torch.bool))
     return found.unflatten(1, tuple(circuit.edges.shape))

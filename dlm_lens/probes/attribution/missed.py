@@ -208,7 +208,7 @@ def _drawn(
 ) -> Iterator[Bool[Tensor, "subset node"]]:
     """Random subsets, at most `batch` at a time."""
     for first in range(0, subsets, batch):
-        yield torch.rand(min(batch, subsets - first), nodes, generator=generator) < share
+        yield torch.rand(min(batch, subsets - first), nodes, generator=generator, dtype=torch.float32) < share
 
 
 class Groups:

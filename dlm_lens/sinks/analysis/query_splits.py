@@ -98,7 +98,9 @@ class SplitAttention(Reducer):
             run = layer.run
             prompt = run.tokens[row][run.prompt[row]].tolist()
             seed = zlib.crc32(repr((self.seed, run.step, prompt)).encode())
-            drawn = torch.rand(self.draws, int(inside.sum()), generator=torch.Generator().manual_seed(seed))
+            drawn = torch.rand(
+                self.draws, int(inside.sum()), generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+            )
             keys = torch.full((self.draws, len(inside)), 2.0)
             keys[:, inside.cpu()] = drawn
             keys = keys.to(inside.device)
