@@ -230,7 +230,7 @@ def test_hooks_that_are_no_texts_are_refused(hooks: Any, tmp_path: Path) -> None
     facts = json.loads(file.read_text())
     facts["settings"]["hooks"] = hooks
     file.write_text(json.dumps(sealed({name: value for name, value in facts.items() if name != "checksum"})))
-    with pytest.raises(ValueError, match="hooks is .*; it must be a list of texts"):
+    with pytest.raises(ValueError, match=r"hooks is .*; it must be a list of texts"):
         dl.Recording.load(tmp_path / "run")
 
 

@@ -27,7 +27,7 @@ from dlm_lens.hooks import (
     mask_top_sinks,
     patch_from,
 )
-from dlm_lens.probes import LogProbability, activation_patching, commitment
+from dlm_lens.probes import LogProbability, activation_patching, attribution_patching, commitment
 from dlm_lens.recording import ReceivedAttention, UpdateNorm, ValueNorm, rerun
 from dlm_lens.sampling import StoredRun
 from dlm_lens.testing import tiny
@@ -169,15 +169,19 @@ def test_a_patched_pass_leaves_nothing_for_the_next_step(hook: Any) -> None:
     torch.testing.assert_close(effects([2]), effects([1, 2]), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_a_patched_whole_pass_leaves_no_keys() -> None:
+@pytest.mark.parametrize("method", [activation_patching, attribution_patching])
+@pytest.mark.parametrize(
+    "hook", [None, mask_positions(-3), mask_top_sinks(1), mask_top_sinks(1, source="previous")], ids=str
+)
+def test_keys_in_a_cache_are_fixed_whatever_steps_are_explained(hook: Any, method: Any) -> None:
     model = tiny("llada")
     run = dl.denoise(model, LONG, threshold=0.1, **CACHED)
     first = next(step for step, span in enumerate(run.computed) if span is not None)
-    other = dl.denoise(model, [[7, 9, 11, 3, 17], [6, 2, 41, 7, 8]], **{**CACHED, "cache": None})
+    other = torch.tensor([[7, 9, 11, 3, 17], [6, 2, 41, 7, 8]]) if hook is None else [hook]
 
     def effects(steps: list[int]) -> Tensor:
-        found = activation_patching(model, run, other.canvases[0, :, :5], target=LogProbability(), steps=steps)
-        return found.effects[-1]
+        effects: Tensor = method(model, run, other, target=LogProbability(), steps=steps).effects[-1]
+        return effects
 
     torch.testing.assert_close(effects([first]), effects([first - 1, first]), rtol=1e-4, atol=1e-5, equal_nan=True)
 
