@@ -279,7 +279,7 @@ def _means(
     """The mean activation of every autoencoder's layer over the content of the canvases."""
     readers = [_Mean(sae.site, (int(sae.layer or 0),)) for sae in saes]
     # A pass of its own keys: with a cache those of the compared passes stay as they are.
-    again = StoredRun(stored.model, stored.run, hooks=readers, warn=False)
+    again = StoredRun(stored.model, stored.run, hooks=readers, carried="keys", warn=False)
     for step in steps:
         again.states(step)
     return [reader.mean(steps) for reader in readers]
@@ -310,7 +310,7 @@ def _losses(
     progress: bool,
 ) -> dict[str, Float[Tensor, "step hook batch"]]:
     """Sums over the predictions of a row: of the plain pass first, then with each hook."""
-    hooked = [StoredRun(stored.model, stored.run, hooks=[hook], warn=False) for hook in hooks]
+    hooked = [StoredRun(stored.model, stored.run, hooks=[hook], carried="keys", warn=False) for hook in hooks]
     found: dict[str, list[Tensor]] = {"loss": [], "kl": [], "positions": []}
     total = len(steps) * (1 + len(hooks))
     with tqdm(total=total, desc="inserting", unit="pass", disable=not progress) as bar:

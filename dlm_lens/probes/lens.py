@@ -251,7 +251,7 @@ def logit_lens(
         if value is not None and not flags and not isinstance(value, Sinks):
             INDICES.check(name, value)
     stored, head = StoredRun(model, run, warn=not len(hooks)), Unembedding(model)
-    hooked = StoredRun(model, run, hooks=hooks) if len(hooks) else None
+    hooked = StoredRun(model, run, hooks=hooks, carried="keys") if len(hooks) else None
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
     wanted = list(chosen_indices("step", steps, run.steps))
     if not 1 <= top <= head.vocabulary:

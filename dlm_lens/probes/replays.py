@@ -237,7 +237,7 @@ def replay(
     `dlm_lens.compare` lets the runs diverge. Hooks get the step and keep their state from step to step, as in a
     run; guidance, padding and Dream's logit shift are those of the run. An AR run is replayed prefix by prefix.
     With an approximate cache a step sees the keys that an earlier step left, and with hooks those of that step's
-    pass with hooks, as a run with the hooks would.
+    pass with hooks, as a run with the hooks would. DiffusionGemma's steps are conditioned on logits without hooks.
 
     Each step takes two forward passes of the run's batch (a third for hooks that want clean statistics). Logits are
     compared a few positions at a time. Memory besides the pass: the residual stream of the predicted positions in
@@ -301,7 +301,7 @@ class _Passes:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
         # With a cache the passes with hooks keep keys of their own.
-        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=hooks)
+        self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=hooks, carried="keys")
 
     def compared(self, step: int) -> dict[str, Tensor]:
         """All measures of a step, on the CPU."""

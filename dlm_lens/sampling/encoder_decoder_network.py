@@ -217,8 +217,7 @@ class StoredConditioning(EncoderDecoderLogits):
         self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], prefix: EncodedPrefix
     ) -> Any:
         output = super()._run(network, canvas, prefix)
-        if prefix is self._prefix:
-            self._last = output.last_hidden_state.detach()
+        self._last = output.last_hidden_state.detach()
         return output
 
     def enter(self, plan: StepPlan) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -28,6 +28,8 @@ from dlm_lens.sampling.token_text import tokenizer_of
 
 logger = logging.getLogger(__name__)
 
+Carried = Literal["all", "keys", "nothing"]
+
 
 class StoredCanvases:
     """The canvases of a finished run, and the network's forward pass over the canvas of a step.
@@ -40,8 +42,9 @@ class StoredCanvases:
         model: with hook points, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         hooks: those under which the passes are made.
-        carried: True: a step finds what earlier steps left under the hooks, as in a run with them; False: what
-            passes without hooks leave.
+        carried: what a step finds of what earlier steps left under the hooks: "all", as in a run with them; the
+            "keys" in an approximate cache, but logits (on which DiffusionGemma's steps are conditioned) of passes
+            without hooks; "nothing": what passes without hooks leave.
         warn: whether a warning says that model or hooks are not those of the run.
 
     Raises:
@@ -56,7 +59,7 @@ class StoredCanvases:
         run: DenoisingRun,
         *,
         hooks: Sequence[HookLike] = (),
-        carried: bool = True,
+        carried: Carried = "all",
         warn: bool = True,
     ) -> None:
         if not isinstance(run, DenoisingRun):
@@ -152,6 +155,10 @@ class StoredCanvases:
         with self._entered(step) as canvas:
             return self._own_pass(canvas)
 
+    def _seen(self, step: int) -> Int[Tensor, "batch seen"]:
+        """What a step sees of its canvas."""
+        return self.run.canvases[step, :, : self.length(step)].to(self.device)
+
     def _own_pass(self, canvas: Int[Tensor, "batch seen"]) -> Any:
         """A pass of the present step over what it sees of a canvas."""
         return self._decode(canvas) if self._network is None else run_forward(self._network, canvas)
@@ -211,7 +218,7 @@ class StoredCanvases:
     @property
     def _carries(self) -> bool:
         """Whether what a step leaves for the network is that of passes with the hooks, if there are any."""
-        return self.carried or not self.hooks
+        return not self.hooks or self.carried == "all" or (self.carried == "keys" and self._own is None)
 
     @cached_property
     def _runner(self) -> HookRunner | None:
@@ -271,8 +278,12 @@ class StoredCanvases:
             with torch.no_grad():
                 for before in missing:
                     self._begin(before, ())
-                    self._pass(before)
-            if missing:
+                    if self._carries:
+                        self._pass(before)
+                    else:  # with an encoder's cache of its own
+                        self._clean_pass(self._seen(before))
+                        self._own.keep(before)
+            if missing and self._carries:
                 self._own.encode_again()
             return
         if self._canvas or self._computed(step) is None:
@@ -306,10 +317,10 @@ class StoredCanvases:
         with nullcontext() if self._at == step else self.at(step):
             whole = self._computed(step) is None
             self._kept = None if whole else self._kept
-            yield self.run.canvases[step, :, : self.length(step)].to(self.device)
+            yield self._seen(step)
             hooked = self._attached and bool(self.hooks)
             self._done = step + 1 if hooked else self._done
-            if self.carried or not hooked:
+            if self._carries or not hooked:
                 self._kept = step if whole else self._kept
                 self._fresh = self._own is not None and self._own.keep(step)
 
@@ -371,7 +382,7 @@ class StoredRun(StoredCanvases):
         *,
         decided: bool = False,
         hooks: Sequence[HookLike] = (),
-        carried: bool = True,
+        carried: Carried = "all",
         warn: bool = True,
     ) -> None:
         if isinstance(run, DenoisingRun):

@@ -144,7 +144,7 @@ def test_keys_that_are_not_carried_are_those_of_passes_without_hooks() -> None:
     run = dl.denoise(model, PROMPTS, threshold=0.1, **CACHED)
     step = max(step for step, span in enumerate(run.computed) if span is not None)
     whole = max(step for step, span in enumerate(run.computed[:step]) if span is None)
-    plain, fixed = StoredRun(model, run), StoredRun(model, run, hooks=[hook], carried=False)
+    plain, fixed = StoredRun(model, run), StoredRun(model, run, hooks=[hook], carried="nothing")
     with torch.no_grad():
         plain.states(whole)
         with plain.at(step), attach_hooks(model, hook):
@@ -152,6 +152,22 @@ def test_keys_that_are_not_carried_are_those_of_passes_without_hooks() -> None:
         fixed.states(whole)  # under the hook: its keys are not for others
         assert fixed.states(step).equal(wanted)
         assert not StoredRun(model, run, hooks=[hook]).states(step).equal(wanted)
+
+
+def test_the_logits_of_a_replay_are_conditioned_on_those_without_hooks() -> None:
+    model, hook = tiny("diffusion_gemma"), mask_positions(-3)
+    run = dl.denoise(model, LONG, steps=4, gen_length=16, seed=1)
+    plain, fixed = StoredRun(model, run), StoredRun(model, run, hooks=[hook], carried="keys")
+    carried, differs = StoredRun(model, run, hooks=[hook]), []
+    with torch.no_grad():
+        for step in range(run.steps):
+            with plain.at(step), attach_hooks(model, hook):
+                wanted = plain.states(step)
+            plain.discard(step)  # hooked, and no conditioning for the next
+            torch.testing.assert_close(fixed.states(step), wanted, rtol=1e-5, atol=1e-6)
+            differs.append(not torch.allclose(carried.states(step), wanted, rtol=1e-3, atol=1e-3))
+    first = [step for step in range(run.steps) if step == 0 or run.blocks[step] != run.blocks[step - 1]]
+    assert differs == [step not in first for step in range(run.steps)]
 
 
 # Attribution.

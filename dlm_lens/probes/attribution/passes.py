@@ -181,7 +181,7 @@ class Passes:
         kept: bool = False,
     ) -> None:
         self.model, self.side, self.times, self.rows, self.kept = model, side, times, len(tokens), kept
-        self.stored = StoredRun(model, repeated(side.run, times), hooks=side.hooks, carried=False, warn=False)
+        self.stored = StoredRun(model, repeated(side.run, times), hooks=side.hooks, carried="nothing", warn=False)
         self.wanted, self.tokens = wanted.repeat(1, times, 1), tokens.repeat(times, 1)
         self.layout = SinkLayout.of(model)
 

@@ -295,7 +295,7 @@ def _changes(
 ) -> Iterator[tuple[Int[Tensor, "predicted"], Float[Tensor, "variant predicted measure"]]]:
     """Step by step the row of every prediction, and what every hook changes there."""
     # With a cache each keeps keys of its own.
-    hooked = [StoredRun(stored.model, stored.run, hooks=[hook], warn=False) for hook in hooks]
+    hooked = [StoredRun(stored.model, stored.run, hooks=[hook], carried="keys", warn=False) for hook in hooks]
     for step in tqdm(range(stored.run.steps), desc="steering", unit="step", disable=not progress):
         predicted = stored.predicted(step).cpu()
         if not bool(predicted.any()):
