@@ -100,6 +100,16 @@ class MaskRandom(ColumnHook):
         return self.like is not None and self.like.sees_all_layers
 
     @property
+    def shifts_with_padding(self) -> bool:
+        """As `like`."""
+        return self.like is not None and self.like.shifts_with_padding
+
+    @property
+    def row_count(self) -> int | None:
+        """As `like`."""
+        return None if self.like is None else self.like.row_count
+
+    @property
     def remembers(self) -> bool:
         """As `like`."""
         return self.like is not None and self.like.remembers

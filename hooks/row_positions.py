@@ -47,14 +47,10 @@ class RowPositions:
     def on_canvas(self, rows: int, length: int, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
         """Where they are on a canvas of so many positions; those that an AR run has yet to write are left out.
 
-        Outside a run rows begin at the canvas's first position.
-
         Raises:
-            ValueError: another number of rows, a row that has no such position, or lists for several rows outside
-                a run.
+            ValueError: another number of rows, a row that has no such position, or outside a run, where the padding
+                is not known.
         """
-        if hook.run is None and self.alike:
-            return self._placed([0] * rows, length, length, who)
         run = run_of(hook, who).for_rows(rows)
 
         def compute() -> Tensor:
@@ -68,7 +64,7 @@ class RowPositions:
     def _check_rows(self, run: RunStep, who: Any) -> None:
         """Raise unless the run has as many rows, or repeats the prompts of as many, as guidance does."""
         rows, count = len(run.tokens), len(self.rows)
-        if count in (1, rows):
+        if count == 1:
             return
         prompts = run.tokens.masked_fill(~run.prompt, -1)
         if rows % count or not prompts.equal(prompts[:count].repeat(rows // count, 1)):
@@ -92,7 +88,8 @@ def by_row(*rows: int | Iterable[int]) -> RowPositions:
 
     `by_row([3, 4], [7])` is positions 3 and 4 of the first row and 7 of the second, in a run of two prompts;
     `by_row([3])` is position 3 of every row. Negative ones count from the end of the canvas. Hooks take it where
-    they take positions: `mask_positions(by_row([3], [5]))`, `ablate("resid", by_row([3], [5]))`.
+    they take positions: `mask_positions(by_row([3], [5]))`, `ablate("resid", by_row([3], [5]))`; they act in runs
+    only, and with lists for several rows in one batch only.
 
     Args:
         *rows: a list of positions for each row, which may be empty; or one list for all rows.

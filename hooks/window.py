@@ -65,6 +65,16 @@ class KeepOnly(ColumnHook):
         return self.sinks is None or self.sinks.stateless
 
     @property
+    def shifts_with_padding(self) -> bool:
+        """As the hook that finds the sinks."""
+        return self.sinks is not None and self.sinks.shifts_with_padding
+
+    @property
+    def row_count(self) -> int | None:
+        """As the hook that finds the sinks."""
+        return None if self.sinks is None else self.sinks.row_count
+
+    @property
     def remembers(self) -> bool:
         """As the hook that finds the sinks."""
         return self.sinks is not None and self.sinks.remembers

@@ -64,6 +64,8 @@ class Hook:
         shifts_with_padding: whether it names canvas positions from the beginning, which are other tokens in a row
             that is padded. `record` then batches prompts of equal length alone, and other runs warn. By default
             whether its field `positions` has a whole number from 0 on.
+        row_count: how many rows of a run it has values for; None for any number. Such a hook acts in one batch
+            only. By default from the lists of `by_row` in its field `positions`.
         needs_clean_pass: whether `RunStep.clean` is needed, which costs one more forward pass a step. False by
             default.
         sees_all_layers: whether the hook has to be called in every layer, even inside `at_layers`. False by
@@ -124,6 +126,13 @@ class Hook:
         """Whether its field `positions` names canvas positions from the beginning."""
         positions = getattr(self, "positions", None)
         return isinstance(positions, tuple) and any(isinstance(each, int) and each >= 0 for each in positions)
+
+    @property
+    def row_count(self) -> int | None:
+        """The number of lists of `by_row` in its field `positions`, if there are several."""
+        positions = getattr(self, "positions", None)
+        found = [len(getattr(each, "rows", ())) for each in positions] if isinstance(positions, tuple) else []
+        return max(found, default=0) if max(found, default=0) > 1 else None
 
     @property
     def key(self) -> Any:
@@ -213,6 +222,11 @@ class HookWrapper(Hook):
         return self.hook.shifts_with_padding
 
     @property
+    def row_count(self) -> int | None:
+        """As the hook inside."""
+        return self.hook.row_count
+
+    @property
     def needs_clean_pass(self) -> bool:
         """As the hook inside."""
         return self.hook.needs_clean_pass
@@ -279,6 +293,12 @@ class HookAdapter(Hook):
     def shifts_with_padding(self) -> bool:
         """As it declares."""
         return bool(getattr(self.wrapped, "shifts_with_padding", False))
+
+    @property
+    def row_count(self) -> int | None:
+        """As it declares."""
+        count: int | None = getattr(self.wrapped, "row_count", None)
+        return count
 
     @property
     def needs_clean_pass(self) -> bool:

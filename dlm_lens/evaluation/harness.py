@@ -354,9 +354,15 @@ class HarnessLM(SharedLM):
 
 
 def _hooks(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        return parse_hooks(value)
-    return checked([value] if is_hook(value) else value)
+    given = parse_hooks(value) if isinstance(value, str) else [value] if is_hook(value) else value
+    found = tuple(checked(given))
+    for hook in found:
+        if hook.row_count is not None:
+            raise ValueError(
+                f"{hook}: positions for {hook.row_count} rows, and an evaluation makes its own batches; give one "
+                "list for all rows"
+            )
+    return found
 
 
 def _batch_size(value: int | str | None) -> int | None:

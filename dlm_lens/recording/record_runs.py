@@ -119,8 +119,19 @@ class Batches:
         return cls(ids, seeds, size or len(ids))
 
     def under(self, hooks: Sequence[HookLike]) -> "Batches":
-        """Without padding, if one of the hooks names positions that padding would shift."""
-        return replace(self, alike=any(hook.shifts_with_padding for hook in checked(hooks)))
+        """Without padding, if one of the hooks names positions that padding would shift.
+
+        Raises:
+            ValueError: several batches, and a hook with values for the rows of one.
+        """
+        found = replace(self, alike=any(hook.shifts_with_padding for hook in checked(hooks)))
+        for hook in checked(hooks):
+            if hook.row_count is not None and len(found.parts) > 1:
+                raise ValueError(
+                    f"{hook}: positions for {hook.row_count} rows, and the prompts run in {len(found.parts)} "
+                    "batches (by batch_size, or as another hook names canvas positions); give one list for all rows"
+                )
+        return found
 
     @property
     def parts(self) -> list[range]:

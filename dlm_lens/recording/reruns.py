@@ -66,6 +66,12 @@ def rerun(
     seen = tuple(range(len(run.tokens))) if stored.hooks and rows_per_pass is None else places
     size = len(seen) if rows_per_pass is None else max(1, rows_per_pass)
     parts = [seen[start : start + size] for start in range(0, len(seen), size)]
+    for hook in stored.hooks:
+        if hook.row_count is not None and len(parts) > 1:
+            raise ValueError(
+                f"{hook}: positions for {hook.row_count} rows, and rows_per_pass makes {len(parts)} passes; leave "
+                "it out"
+            )
     found = []
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
         for part in parts:

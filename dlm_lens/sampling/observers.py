@@ -395,6 +395,12 @@ class HookRunner(StepObserver):
         # With guidance the network sees every row twice.
         self.now = seen.for_rows(len(canvas) * (self.halves or self.sampler.halves))
         if not self._checked:
+            for hook in self.hooks:
+                if hook.row_count not in (None, len(canvas)):
+                    raise ValueError(
+                        f"{hook}: positions for {hook.row_count} rows, and the run has {len(canvas)}; give a list "
+                        "for each row"
+                    )
             check_hooks(self.hooks, self.now)
             self._checked = True
         if any(hook.needs_clean_pass for hook in self.hooks):

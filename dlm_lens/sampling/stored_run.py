@@ -164,8 +164,12 @@ class StoredCanvases:
         return self._decode(canvas) if self._network is None else run_forward(self._network, canvas)
 
     def _clean_pass(self, canvas: Int[Tensor, "batch seen"]) -> Any:
-        """The same pass for statistics without hooks; with a cache it keeps keys of its own."""
-        return self._decode(canvas) if self._network is None else self._network.forward(canvas)
+        """The same pass for statistics without hooks, whose keys in a cache no hook has edited."""
+        if self._network is None:
+            return self._decode(canvas)
+        # Where nothing is carried, the keys that the run's own passes find are such keys.
+        plain = self._own is None and not self._carries
+        return run_forward(self._network, canvas) if plain else self._network.forward(canvas)
 
     def _decode(self, canvas: Int[Tensor, "batch seen"]) -> Any:
         content = self._network_content[:, : canvas.shape[1]]

@@ -7,14 +7,17 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.evaluation import HarnessLM
 from dlm_lens.hooks import (
     ablate,
     at_layers,
+    at_steps,
     attach_hooks,
     by_row,
     freeze_sinks,
     keep_only,
     mask_positions,
+    mask_random,
     parse_hooks,
     patch_from,
     scale_attention,
@@ -123,17 +126,59 @@ def test_the_text_of_a_hook_makes_it_again() -> None:
     assert repr(zero_value(by_row(3, 4))) == "zero_value(by_row([3], [4]))"
 
 
-def test_outside_a_run_one_list_counts_from_the_first_position() -> None:
+def test_outside_a_run_padding_is_not_known() -> None:
     model, ids = tiny("llada"), torch.tensor([[5, 9, 11, 3], [6, 2, 40, 7]])
-
-    def logits(hook: Any) -> Any:
-        with torch.no_grad(), attach_hooks(model, hook):
-            return model(input_ids=ids, use_cache=False).logits
-
     for name in ("mask_positions", "ablate", "scale_attention"):
-        assert logits(HOOKS[name](by_row([1]))).equal(logits(HOOKS[name](1)))
-        with pytest.raises(ValueError, match="needs to know the run's step"):
-            logits(HOOKS[name](by_row([1], [2])))
+        for own in ([[1]], [[1], [2]]):
+            with (
+                pytest.raises(ValueError, match="needs to know the run's step"),
+                torch.no_grad(),
+                attach_hooks(model, HOOKS[name](by_row(*own))),
+            ):
+                model(input_ids=ids, use_cache=False)
+
+
+def test_lists_for_several_rows_are_for_one_batch() -> None:
+    model, hook = tiny("llada"), mask_positions(by_row([0], [1]))
+    prompts = [[5, 9, 11, 3], [7, 7, 2, 1], [6, 2], [9, 8]]
+    for given in ({"batch_size": 2}, {"batch_size": 3}):
+        with pytest.raises(ValueError, match=r"positions for 2 rows, and the prompts run in 2 batches"):
+            dl.record(model, prompts, hooks=[hook], **given, **SETTINGS)
+    with pytest.raises(ValueError, match=r"the prompts run in 2 batches \(by batch_size, or as another hook names"):
+        dl.record(model, prompts, hooks=[mask_positions(by_row([0], [1]), 3)], **SETTINGS)
+    run = dl.denoise(model, prompts, **SETTINGS)
+    four = mask_positions(by_row([0], [1], [0], [0]))
+    with pytest.raises(ValueError, match="positions for 4 rows, and rows_per_pass makes 2 passes"):
+        dl.recording.rerun(model, run, [dl.ReceivedAttention()], hooks=[four], rows_per_pass=2)
+    for wrapped in (hook, at_steps(hook, [-1]), keep_only([by_row([0], [1])], window=3), mask_random(like=hook)):
+        assert wrapped.row_count == 2
+        with pytest.raises(ValueError, match="positions for 2 rows, and an evaluation makes its own batches"):
+            HarnessLM(model, hooks=[wrapped])
+        calls: list[int] = []
+        handle = model.get_decoder().register_forward_hook(lambda *given, calls=calls: calls.append(1))
+        with pytest.raises(ValueError, match="positions for 2 rows, and the run has 4; give a list for each row"):
+            dl.denoise(model, [*prompts[:2], *prompts[:2]], hooks=[wrapped], **SETTINGS)
+        handle.remove()
+        assert not calls
+    assert mask_positions(by_row([3]), 2).row_count is None
+
+
+def test_hooks_around_positions_shift_with_padding_as_these() -> None:
+    model = tiny("llada")
+    for hook in (keep_only([0], window=3), mask_random(like=mask_positions(0))):
+        assert hook.shifts_with_padding
+        recorded = dl.record(model, PROMPTS, hooks=[hook], seed=[0, 1, 2], **SETTINGS)
+        one = dl.denoise(model, [PROMPTS[1]], hooks=[hook], seed=[1], **SETTINGS)
+        start = int(recorded.run.padding[1])
+        assert recorded.run.tokens[1, start:].equal(one.tokens[0])
+    assert not keep_only([-1], window=3).shifts_with_padding
+    assert not keep_only(2, window=3).shifts_with_padding
+
+
+def test_likelihoods_refuse_it() -> None:
+    evaluated = HarnessLM(tiny("llada"), hooks=[mask_positions(by_row([1]))])
+    with pytest.raises(ValueError, match="needs the steps of a run, and a likelihood is a forward pass"):
+        evaluated.check_likelihoods()
 
 
 @pytest.mark.parametrize(

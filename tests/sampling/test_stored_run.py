@@ -113,7 +113,7 @@ def test_commitment_under_hooks_reads_the_logits_of_the_run() -> None:
         mask_sinks(dl.AboveMean(0.5), source="clean", per="layer"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_clean_statistics_of_a_cached_run_have_keys_without_hooks(hook: Any, cache: str) -> None:
     check(tiny("llada"), [hook], **{**CACHED, "cache": cache})
 
@@ -187,7 +187,15 @@ def test_a_patched_pass_leaves_nothing_for_the_next_step(hook: Any) -> None:
 
 @pytest.mark.parametrize("method", [activation_patching, attribution_patching])
 @pytest.mark.parametrize(
-    "hook", [None, mask_positions(-3), mask_top_sinks(1), mask_top_sinks(1, source="previous")], ids=str
+    "hook",
+    [
+        None,
+        mask_positions(-3),
+        mask_top_sinks(1),
+        mask_top_sinks(1, source="previous"),
+        mask_sinks(dl.AboveMean(0.5), source="clean", per="layer"),
+    ],
+    ids=str,
 )
 def test_keys_in_a_cache_are_fixed_whatever_steps_are_explained(hook: Any, method: Any) -> None:
     model = tiny("llada")
