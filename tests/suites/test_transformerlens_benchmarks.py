@@ -55,6 +55,7 @@ class Scene:
 
 
 @cache
+@torch.enable_grad()  # also where the first test that needs it runs without gradients
 def scene(case: str) -> Scene:
     model = model_of(case)
     tl = dl.bridge(model)
