@@ -76,6 +76,27 @@ def hooks_of_run(run: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+RUN = "run"
+"""The word that stands for a run's own hooks where a command reads the run."""
+
+
+def check_given(text: str) -> None:
+    """Check what a command that reads a run was given for its hooks, as `check_expression` does, or `RUN`."""
+    if text and text != RUN:
+        check_expression(text)
+
+
+def given_hooks(text: str, run: Any) -> tuple[Any, ...]:
+    """The hooks that a command was given: none for an empty text, those of the run for `RUN`, or an expression's.
+
+    Raises:
+        ValueError: as `hooks_of_run` and `parse_hooks`.
+    """
+    if not text:
+        return ()
+    return hooks_of_run(run) if text == RUN else parse_hooks(text)
+
+
 def _not_made_of(text: str) -> str:
     return f"the run's hook {text!r:.200} cannot be made from its text; in Python give the hook itself, hooks=[...]"
 

@@ -55,14 +55,13 @@ def lens_command(
     With --hooks the tables also have what the interventions change; --hooks run takes those of the recording.
     """
     from dlm_lens.adapters.model_names import check_model_name
-    from dlm_lens.hooks.expressions import check_expression, hooks_of_run, parse_hooks
+    from dlm_lens.hooks.expressions import check_given, given_hooks
 
     if model is not None:
         check_model_name(model)
     check_dtype(dtype)
     check_device(device)
-    if hooks and hooks != "run":
-        check_expression(hooks)
+    check_given(hooks)
     if tuned is not None and not tuned.exists():
         raise FileNotFoundError(f"{tuned} does not exist; --tuned takes a file that TunedLens.save wrote")
     texts = {"steps": steps, "layers": layers, "positions": positions}
@@ -82,7 +81,7 @@ def lens_command(
         steps=given.get("steps"),
         layers=given.get("layers"),
         top=top,
-        hooks=hooks_of_run(loaded) if hooks == "run" else parse_hooks(hooks) if hooks else (),
+        hooks=given_hooks(hooks, loaded),
         tuned=None if tuned is None else TunedLens.load(tuned, network),
         seed=seed,
         progress=True,

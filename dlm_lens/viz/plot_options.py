@@ -47,10 +47,9 @@ def _read_rule(option: str, text: str) -> "DetectorText":
 
 
 def _read_hooks(option: str, text: str) -> str:
-    from dlm_lens.hooks.expressions import check_expression
+    from dlm_lens.hooks.expressions import check_given
 
-    if text != "run":
-        check_expression(text)
+    check_given(text)
     return text
 
 
@@ -171,11 +170,9 @@ class PlotOptions:
         Raises:
             ValueError: the recording's own, where their text does not hold them.
         """
-        from dlm_lens.hooks import hooks_of_run, parse_hooks
+        from dlm_lens.hooks.expressions import given_hooks
 
-        if not self.hooks:
-            return ()
-        return hooks_of_run(self.run) if self.hooks == "run" else parse_hooks(self.hooks)
+        return given_hooks(self.hooks or "", self.run)
 
     @cached_property
     def network(self) -> Any:
