@@ -23,6 +23,7 @@ from dlm_lens.attention.hook import (
     as_hook,
     hide_columns,
     is_hook,
+    refuse_row_lists,
 )
 from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks, checked, step_in_stack
 from dlm_lens.attention.hook_context import HookContext, HookKey, PointContext, RunStep, run_of
@@ -134,6 +135,7 @@ __all__ = [
     "received_attention",
     "received_by_class",
     "received_sums",
+    "refuse_row_lists",
     "run_of",
     "sink",
     "step_in_stack",

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.adapters import load
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import checked, is_hook
+from dlm_lens.attention import checked, is_hook, refuse_row_lists
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
 from dlm_lens.evaluation.likelihood_requests import Around, ItemMaker, Likelihoods, check_likelihood_hooks
@@ -356,12 +356,7 @@ class HarnessLM(SharedLM):
 def _hooks(value: Any) -> tuple[Any, ...]:
     given = parse_hooks(value) if isinstance(value, str) else [value] if is_hook(value) else value
     found = tuple(checked(given))
-    for hook in found:
-        if hook.row_count is not None:
-            raise ValueError(
-                f"{hook}: positions for {hook.row_count} rows, and an evaluation makes its own batches; give one "
-                "list for all rows"
-            )
+    refuse_row_lists(found, "an evaluation makes its own batches; give one list for all rows")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, instance
-from dlm_lens.attention import HookLike, checked, exclusive
+from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.files.locks import held
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
@@ -125,12 +125,12 @@ class Batches:
             ValueError: several batches, and a hook with values for the rows of one.
         """
         found = replace(self, alike=any(hook.shifts_with_padding for hook in checked(hooks)))
-        for hook in checked(hooks):
-            if hook.row_count is not None and len(found.parts) > 1:
-                raise ValueError(
-                    f"{hook}: positions for {hook.row_count} rows, and the prompts run in {len(found.parts)} "
-                    "batches (by batch_size, or as another hook names canvas positions); give one list for all rows"
-                )
+        if len(found.parts) > 1:
+            refuse_row_lists(
+                checked(hooks),
+                f"the prompts run in {len(found.parts)} batches (by batch_size, or as another hook names canvas "
+                "positions); give one list for all rows",
+            )
         return found
 
     @property

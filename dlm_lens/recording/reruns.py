@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention import HookLike, exclusive
+from dlm_lens.attention import HookLike, exclusive, refuse_row_lists
 from dlm_lens.recording.arrays import blank
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.recorder import Recorder, Storage
@@ -66,12 +66,8 @@ def rerun(
     seen = tuple(range(len(run.tokens))) if stored.hooks and rows_per_pass is None else places
     size = len(seen) if rows_per_pass is None else max(1, rows_per_pass)
     parts = [seen[start : start + size] for start in range(0, len(seen), size)]
-    for hook in stored.hooks:
-        if hook.row_count is not None and len(parts) > 1:
-            raise ValueError(
-                f"{hook}: positions for {hook.row_count} rows, and rows_per_pass makes {len(parts)} passes; leave "
-                "it out"
-            )
+    if len(parts) > 1:
+        refuse_row_lists(stored.hooks, f"rows_per_pass makes {len(parts)} passes; leave it out")
     found = []
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
         for part in parts:

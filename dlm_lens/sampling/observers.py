@@ -29,6 +29,7 @@ from dlm_lens.attention import (
     hooked_attentions,
     listening,
     padding_before,
+    refuse_row_lists,
     stream_columns,
 )
 from dlm_lens.sampling.denoising_run import History, Proposal, StepPlan
@@ -395,12 +396,8 @@ class HookRunner(StepObserver):
         # With guidance the network sees every row twice.
         self.now = seen.for_rows(len(canvas) * (self.halves or self.sampler.halves))
         if not self._checked:
-            for hook in self.hooks:
-                if hook.row_count not in (None, len(canvas)):
-                    raise ValueError(
-                        f"{hook}: positions for {hook.row_count} rows, and the run has {len(canvas)}; give a list "
-                        "for each row"
-                    )
+            other = [hook for hook in self.hooks if hook.row_count != len(canvas)]
+            refuse_row_lists(other, f"the run has {len(canvas)}; give a list for each row")
             check_hooks(self.hooks, self.now)
             self._checked = True
         if any(hook.needs_clean_pass for hook in self.hooks):

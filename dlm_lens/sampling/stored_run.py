@@ -202,7 +202,7 @@ class StoredCanvases:
             self._attached, self._at = False, None
 
     @contextmanager
-    def at(self, step: int, *observers: RunObserver) -> Iterator[None]:
+    def at(self, step: int) -> Iterator[None]:
         """Enter a step under the hooks; its pass and its readers belong inside the block.
 
         Raises:
@@ -216,7 +216,7 @@ class StoredCanvases:
                     self._pass(before)
             self._carry(step, ())
         with self.under_hooks():
-            self.enter(step, *observers)
+            self.enter(step)
             yield
 
     @property

@@ -10,6 +10,7 @@ import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.hooks import (
     ablate,
+    ablate_features,
     at_layers,
     at_steps,
     attach_hooks,
@@ -20,18 +21,24 @@ from dlm_lens.hooks import (
     mask_random,
     parse_hooks,
     patch_from,
+    reconstruct,
     scale_attention,
+    scale_features,
     sink,
     splice,
     steer,
+    steer_along,
     zero_value,
 )
 from dlm_lens.testing import tiny
+from tests.hooks.test_feature_edits import autoencoder
 from tests.recording.reference import build
 
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8], [6, 2, 40], [9, 9, 2, 5]]
 OWN = ([0, 5], [2], [1, -3])
 STEERED = torch.linspace(-1, 1, 32)
+CURVE = torch.stack([-STEERED, 2 * STEERED])
+SAE = autoencoder(tiny("llada"))
 HOOKS: dict[str, Callable[..., Any]] = {
     "mask_positions": lambda *at: mask_positions(*at),
     "after the softmax": lambda *at: mask_positions(*at, stage="after", renormalise=True),
@@ -42,6 +49,10 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "steer": lambda *at: steer(STEERED, 2.0, positions=list(at)),
     "splice": lambda *at: splice(lambda x: 0.5 * x, positions=list(at)),
     "zero_value": lambda *at: zero_value(*at),
+    "steer_along": lambda *at: steer_along(CURVE, [0.0, 1.0], 0.5, positions=list(at)),
+    "ablate_features": lambda *at: ablate_features(SAE, [0, 3, 5], positions=list(at)),
+    "scale_features": lambda *at: scale_features(SAE, [1, 2], 3.0, positions=list(at)),
+    "reconstruct": lambda *at: reconstruct(SAE, positions=list(at)),
 }
 SETTINGS: dict[str, Any] = {"steps": 4, "gen_length": 8}
 
