@@ -239,7 +239,7 @@ def retrieval_heads(
     Args:
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`.
-        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
+        hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         layers: which layers; None for all.
         seed: of the intervals.
         progress: show a progress bar.

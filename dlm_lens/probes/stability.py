@@ -212,7 +212,7 @@ def pattern_stability(
         detector: the rule for sinks.
         reference: the step whose top keys are kept; None for the step at a fifth of the run.
         keep: share of the keys kept per query.
-        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
+        hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         layers: which layers; None for all.
         seed: of the intervals.
 

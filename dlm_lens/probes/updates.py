@@ -120,7 +120,7 @@ def sink_updates(
         run: from `denoise`.
         sinks: found in the same run (`find_sinks`), at level "head" or "layer".
         attends: a query attends to the sinks if it has more than this share of its attention there.
-        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
+        hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         layers: the layers, of those that the sinks have; None for all of them.
         seed: of the intervals.
 

@@ -130,7 +130,7 @@ def sink_writes(
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`.
         sinks: of this run, at level "head".
-        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
+        hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         steps: which steps, negative from the end; None for all.
         layers: which layers; None for all.
         limit: the largest number of sinks; those with the highest scores are kept.

@@ -52,7 +52,7 @@ def received_over_steps(
             do not fall only because the masks run out.
         layers: indices of the layers, negative from the end; None for all.
         min_viewers: a key seen by fewer counted queries is undefined (NaN).
-        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
+        hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         rows_per_pass: rows of the run in one forward pass; None for all of them.
         progress: show a progress bar.
 

@@ -57,7 +57,7 @@ def attention_maps(
         layer: index of the layer.
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
-        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
+        hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         detector: the rule of the marked sinks, on this map's scores; `AboveMean(3.0)`, Eq. 3, by default.
         title: the beginning of the caption, such as the model's name.
 

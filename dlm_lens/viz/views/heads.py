@@ -42,7 +42,7 @@ def attention_heads(
         step: index of the step; the model runs again on its canvas.
         layer: index of the layer.
         row: index of the sequence in the batch.
-        hooks: interventions under which the canvases are seen, as for `dlm_lens.rerun`.
+        hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         positions: canvas positions to show; None for all, or of a long canvas for those around the block being
             decoded, with a sentence in the view.
 
