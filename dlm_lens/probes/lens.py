@@ -325,7 +325,7 @@ class _Entries:
         predicts = predicts.masked_fill((position >= canvas) | (predicts >= canvas), -1)
         masked = run.masked[step, batch, position.clamp(max=canvas - 1)] & (position < canvas)
         # Under uniform noise the loss covers the whole answer, open or decided.
-        trained = run.masked[:1].expand_as(run.masked) if run.uniform_noise else run.masked
+        trained = run.answer.expand_as(run.masked) if run.uniform_noise else run.masked
         predicted = trained[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
         if run.computed:
             reach = self.stored.sampler.reach(run.masked[step].to(self.stored.device), self.stored.plan(step))

@@ -195,7 +195,7 @@ class Results:
         self.radius = radius
         self.tokens = run.tokens.masked_fill(run.masked[-1], -1)
         """-1 where the result has a mask."""
-        self.answer = run.masked[0] & ~run.masked[-1]
+        self.answer = run.answer & ~run.masked[-1]
 
     def masses_of(
         self, row: int, where: Int[Tensor, "predicted"], final: Float[Tensor, "predicted predicted"]

@@ -20,7 +20,7 @@ from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QueryClass, checked_class, stored_name
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.storage import ShardArrays, load_recording, save_recording
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling import part_of_run
 from dlm_lens.sampling.emerging_text import preview
 
 Index = int | slice | Sequence[int]
@@ -352,31 +352,6 @@ def _place(axis: str, index: int, names: Sequence[int]) -> int:
     if not -len(names) <= index < len(names):
         raise ValueError(f"{axis} {index} of {len(names)}")
     return index % len(names)
-
-
-def part_of_run(run: DenoisingRun, steps: Sequence[int] | None, rows: Sequence[int]) -> DenoisingRun:
-    """Some steps and rows of a run (None: all steps); the final canvas is kept."""
-    chosen = list(range(run.steps)) if steps is None else list(steps)
-    rows = list(rows)
-    seeds = run.settings.get("seeds")
-    settings, ran = dict(run.settings), run.rows_ran
-    if seeds is not None and len(seeds) == len(run.tokens):
-        settings["seeds"] = tuple(seeds[row] for row in rows)
-    return replace(
-        run,
-        canvases=run.canvases[[*chosen, run.steps]][:, rows],
-        masked=run.masked[[*chosen, run.steps]][:, rows],
-        proposals=run.proposals[chosen][:, rows],
-        confidence=run.confidence[chosen][:, rows],
-        unmasked=run.unmasked[chosen][:, rows],
-        revised=run.revised[chosen][:, rows],
-        attention_mask=run.attention_mask[rows],
-        rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
-        spans=tuple(run.spans[i] for i in chosen),
-        blocks=tuple(run.blocks[i] for i in chosen),
-        computed=tuple(run.computed[i] for i in chosen) if run.computed else (),
-        settings=settings,
-    )
 
 
 def dataset_of(recording: Recording) -> xarray.Dataset:

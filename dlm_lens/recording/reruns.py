@@ -13,8 +13,8 @@ from dlm_lens.attention import HookLike, exclusive, refuse_row_lists
 from dlm_lens.recording.arrays import blank
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.recorder import Recorder, Storage
-from dlm_lens.recording.recording import Recording, part_of_run
-from dlm_lens.sampling import DenoisingRun, StoredCanvases
+from dlm_lens.recording.recording import Recording
+from dlm_lens.sampling import DenoisingRun, StoredCanvases, part_of_run
 
 
 @torch.no_grad()
@@ -77,11 +77,12 @@ def rerun(
                 else StoredCanvases(model, part_of_run(run, None, part), hooks=stored.hooks, warn=False)
             )
             found.append(_record(recorder, canvases, chosen, bar))
+    own = part_of_run(stored.run, chosen, seen)
     recording = replace(
         joined(found),
-        run=part_of_run(stored.run, chosen, seen),
-        answer=run.masked[0][list(seen)],
-        steps=chosen,
+        run=own,
+        answer=own.answer,
+        steps=own.step_numbers,
         rows=seen,
         hooks=tuple(map(repr, stored.hooks)),
     )

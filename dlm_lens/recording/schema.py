@@ -139,3 +139,4 @@ class RunFacts(Document):
     computed: list[Span | None] = Field(default_factory=list)
     hooks: list[str] | None = None
     steps_planned: Count | None = None
+    block_numbers: list[Count] = Field(default_factory=list)

@@ -17,7 +17,7 @@ from dlm_lens.recording.directories import HEADER, check_recording
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.schema import RunFacts
 from dlm_lens.recording.shards import RUN, TENSORS, ShardDirectory
-from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, StepPlan
+from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, RunPart, StepPlan
 from dlm_lens.sampling.token_text import StoredTokenizer
 
 RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "unmasked", "attention_mask")
@@ -259,7 +259,7 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
     if facts.rows_ran is not None and (len(facts.rows_ran) != rows or max(facts.rows_ran, default=0) > steps):
         raise _ContradictionError(f"rows_ran {facts.rows_ran} for {rows} rows and {steps} steps")
     counts = {name: len(getattr(facts, name)) for name in ("steps", "spans", "blocks")}
-    counts |= {"computed": len(facts.computed)} if facts.computed else {}
+    counts |= {name: len(found) for name in ("computed", "block_numbers") if (found := getattr(facts, name))}
     for name, count in counts.items():
         if count != steps:
             raise _ContradictionError(f"{count} {name} for {steps} steps")
@@ -286,7 +286,15 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         computed=tuple(None if span is None else (span[0], span[1]) for span in facts.computed),
         model=facts.model,
         planned=facts.steps_planned,
+        part=_part(facts, held),
     )
+
+
+def _part(facts: RunFacts, held: Mapping[str, Tensor]) -> RunPart | None:
+    """The place of these steps in the whole run, if they are a part of one."""
+    if not facts.block_numbers:
+        return None
+    return RunPart(tuple(facts.steps), tuple(facts.block_numbers), held["answer"])
 
 
 def _tokenizer(facts: RunFacts) -> StoredTokenizer | None:
@@ -316,6 +324,7 @@ def write_end(
         "decoding": _decoding(recording),
         "rows_ran": run.rows_ran,
         **({} if run.planned is None else {"steps_planned": run.planned}),
+        **({} if run.part is None else {"block_numbers": run.part.block_numbers}),
         **({"hooks": recording.hooks} if recording.hooks != recording.run_hooks else {}),
     }
     names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "windows", "model", "scale", "query_heads")

@@ -17,6 +17,8 @@ from .observers import RunObserver as RunObserver
 from .observers import RunState as RunState
 from .observers import StepObserver as StepObserver
 from .observers import collecting_columns as collecting_columns
+from .run_parts import RunPart as RunPart
+from .run_parts import part_of_run as part_of_run
 from .samplers.base import Sampler as Sampler
 from .samplers.image_tokens import ImageTokens as ImageTokens
 from .samplers.image_tokens import generate_image_tokens as generate_image_tokens
@@ -36,6 +38,7 @@ __all__ = [
     "Proposal",
     "Resumption",
     "RunObserver",
+    "RunPart",
     "RunState",
     "Sampler",
     "StepObserver",
@@ -48,4 +51,5 @@ __all__ = [
     "denoise",
     "generate_image_tokens",
     "log_likelihood",
+    "part_of_run",
 ]

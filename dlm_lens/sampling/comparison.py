@@ -84,7 +84,7 @@ class Comparison(ShowsItself):
     @property
     def answer(self) -> Bool[Tensor, "batch position"]:
         """Positions that were masked when the runs began."""
-        return self._pair[0].masked[0]
+        return self._pair[0].answer
 
     @cached_property
     def first_difference(self) -> Int[Tensor, "batch"]:

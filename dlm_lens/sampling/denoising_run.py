@@ -14,6 +14,7 @@ from dlm_lens.attention import BlockLayout, padding_before
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview
+from dlm_lens.sampling.run_parts import RunPart
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class DenoisingRun(ShowsItself):
             step that computed all. Empty: every step computed all that it saw.
         model: name of the model, as it was loaded; empty if it is not known.
         planned: steps that were planned, which may be more than ran (`StepPlan.total`); None if that is not known.
+        part: of a part of a run (`Recording.select(step=)`), its place in the whole run; None: these are all steps.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -111,6 +113,7 @@ class DenoisingRun(ShowsItself):
     computed: tuple[tuple[int, int] | None, ...] = ()
     model: str = ""
     planned: int | None = None
+    part: RunPart | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.unmasked.shape
@@ -248,6 +251,24 @@ class DenoisingRun(ShowsItself):
         return self.unmasked.shape[0]
 
     @property
+    def answer(self) -> Bool[Tensor, "batch position"]:
+        """The positions that were open at the start of the run, also in a part that lacks its first steps."""
+        return self.masked[0] if self.part is None else self.part.answer
+
+    @property
+    def step_numbers(self) -> tuple[int, ...]:
+        """The number of each step: 0, 1, ..., in a part of a run those of the whole run."""
+        return tuple(range(self.steps)) if self.part is None else self.part.numbers
+
+    @property
+    def block_numbers(self) -> tuple[int, ...]:
+        """The number of each step among those of its block, in a part of a run those of the whole run."""
+        if self.part is not None:
+            return self.part.block_numbers
+        first: dict[int, int] = {}
+        return tuple(step - first.setdefault(block, step) for step, block in enumerate(self.blocks))
+
+    @property
     def tokens(self) -> Int[Tensor, "batch position"]:
         """The final canvas."""
         return self.canvases[-1]
@@ -276,7 +297,8 @@ class DenoisingRun(ShowsItself):
         parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
         parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
         ran = None if self.rows_ran is None else tuple(min(count, steps) for steps in self.rows_ran)
-        return replace(self, **parts, rows_ran=ran)
+        place = self.part and RunPart(self.part.numbers[:count], self.part.block_numbers[:count], self.part.answer)
+        return replace(self, **parts, rows_ran=ran, part=place)
 
     @property
     def counts(self) -> Int[Tensor, "step batch"]:
@@ -312,7 +334,7 @@ class DenoisingRun(ShowsItself):
 
         It falls where a sampler opens decided positions again.
         """
-        wanted = self.masked[0].sum(-1).clamp(min=1)
+        wanted = self.answer.sum(-1).clamp(min=1)
         return 1 - self.masked.sum(-1) / wanted
 
     @property

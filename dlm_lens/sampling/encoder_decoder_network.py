@@ -1,6 +1,6 @@
 """Logits of DiffusionGemma's canvases: prompt and finished canvases in the encoder's cache, self-conditioning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -171,7 +171,8 @@ class StoredConditioning(EncoderDecoderLogits):
     Args:
         model: from `dlm_lens.load`.
         content: False at the padding on the left.
-        plans: of the run's steps.
+        plans: of the run's steps, or of those that a part of a run holds.
+        block_numbers: the number of each among the steps of its canvas.
         **options: of `EncoderDecoderLogits`.
     """
 
@@ -179,24 +180,40 @@ class StoredConditioning(EncoderDecoderLogits):
         self,
         model: Any,
         content: Bool[Tensor, "batch position"],
-        plans: list[StepPlan],
+        plans: Sequence[StepPlan],
+        block_numbers: Sequence[int],
         **options: Any,
     ) -> None:
         super().__init__(model, content, **options)
-        self._plans: list[StepPlan] = plans
+        self._plans, self._block_numbers = plans, block_numbers
+        self._places = {plan.index: place for place, plan in enumerate(plans)}
         self._states: dict[int, Tensor] = {}
         self._last: Tensor | None = None
 
     def missing_before(self, step: int) -> list[int]:
-        """The steps of the same canvas from the last one on whose states are kept."""
-        first = step
-        while first - 1 not in self._states and self._follows(first):
-            first -= 1
-        return list(range(first, step))
+        """The steps of the same canvas from the last one on whose states are kept.
 
-    def _follows(self, step: int) -> bool:
-        """Whether there is a step before in the same canvas."""
-        return step > 0 and self._plans[step - 1].block == self._plans[step].block
+        Raises:
+            ValueError: a part of a run lacks one of them.
+        """
+        missing: list[int] = []
+        before = self._before(step)
+        while before is not None and before not in self._states:
+            missing.insert(0, before)
+            before = self._before(before)
+        return missing
+
+    def _before(self, step: int) -> int | None:
+        """The step whose logits this one is conditioned on, before it in the same canvas; None: on none."""
+        if self.conditions_on == "none" or not self._block_numbers[step]:
+            return None
+        number = self._plans[step].index
+        if number - 1 not in self._places:
+            raise ValueError(
+                f"step {number} is conditioned on the logits of step {number - 1}, which this part of the run does "
+                "not hold; give the whole run"
+            )
+        return self._places[number - 1]
 
     def keep(self, step: int) -> bool:
         """Keep the states before the head of the last pass, unless there are some of this step."""
@@ -224,8 +241,8 @@ class StoredConditioning(EncoderDecoderLogits):
         """The step of the next passes, conditioned on the one before in the same canvas."""
         super().enter(plan)
         self.conditioning = None
-        if self._follows(plan.index):
-            before = plan.index - 1
+        before = self._before(self._places[plan.index])
+        if before is not None:
             states = self._states[before].to(self.content.device)
             self._plan = self._plans[before]
             self.condition(head_logits(self.model, states))

@@ -85,8 +85,8 @@ class StoredCanvases:
         self.sampler = sampler_of(run)
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
-        plans = [self.plan(step) for step in range(run.steps)]
-        self._own = self.sampler.rerun_network(model, self.content, run.prompt_length, plans)
+        plans = [self._plan_in_run(step) for step in range(run.steps)]
+        self._own = self.sampler.rerun_network(model, self.content, run.prompt_length, plans, run.block_numbers)
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
         self._network: Network | None = self._own
         if self._own is None and run.computed and not self._canvas:
@@ -139,13 +139,17 @@ class StoredCanvases:
         return 0 if span is None else span[0]
 
     def plan(self, step: int) -> StepPlan:
-        """The plan that the run had for a step."""
+        """The plan that the run had for a step; in a part of a run steps count from 0, as in its canvases."""
         run = self.run
         seen = self.length(step) if self.autoregressive or self.sampler.grows else None
         total = run.steps if run.planned is None else run.planned
         return StepPlan(
             step, total, run.blocks[step], run.spans[step], run.steps - step, seen, self._computed(step)
         )
+
+    def _plan_in_run(self, step: int) -> StepPlan:
+        """The plan of a step, which a part of a run counts as the whole run: for the network and for hooks."""
+        return replace(self.plan(step), index=self.run.step_numbers[step])
 
     def _computed(self, step: int) -> tuple[int, int] | None:
         return self.run.computed[step] if self.run.computed else None
@@ -186,7 +190,7 @@ class StoredCanvases:
 
     def start(self, observer: RunObserver) -> None:
         """Begin the run for an observer."""
-        observer.start(self.sampler, self.content, self.run.masked[0].to(self.device))
+        observer.start(self.sampler, self.content, self.run.answer.to(self.device))
 
     @contextmanager
     def under_hooks(self) -> Iterator[None]:
@@ -267,8 +271,15 @@ class StoredCanvases:
 
     def _to_remember(self, step: int) -> range:
         """The steps before that have to run for what the hooks depend on."""
-        if not any(hook.remembers or hook.stack for hook in self.hooks):
+        remembering = [hook for hook in self.hooks if hook.remembers or hook.stack]
+        if not remembering:
             return range(0)
+        number = self.run.step_numbers[step]
+        if self.run.step_numbers[:step] != tuple(range(number)):
+            raise ValueError(
+                f"{remembering[0]!r} depends on earlier steps, and this part of the run does not hold all those "
+                f"before step {number}; give the whole run"
+            )
         if step < self._done - 1:
             assert self._runner is not None
             self.start(self._runner)
@@ -292,11 +303,13 @@ class StoredCanvases:
             return
         if self._canvas or self._computed(step) is None:
             return
+        numbers = self.run.step_numbers
         whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
-        if not whole:
+        # Between the two there may be another whole pass that a part does not hold.
+        if not whole or numbers[step] - numbers[whole[-1]] != step - whole[-1]:
             raise ValueError(
-                f"step {step} attends to keys of an earlier step, which this part of the run does not hold; "
-                "give the whole run"
+                f"step {numbers[step]} attends to keys of an earlier step, which this part of the run does not "
+                "hold; give the whole run"
             )
         if self._kept != whole[-1]:
             self._begin(whole[-1], observers)
@@ -305,13 +318,15 @@ class StoredCanvases:
     def _begin(self, step: int, observers: Sequence[RunObserver]) -> None:
         """Begin a step for the network, the attached hooks and observers."""
         self._at = step
-        self.sampler.at(self.plan(step))
+        plan = self._plan_in_run(step)
+        self.sampler.at(plan)
         if self._network is not None:
-            self._network.enter(self.plan(step))
+            self._network.enter(plan)
         canvas, masked = (tensor[step].to(self.device) for tensor in (self.run.canvases, self.run.masked))
-        hooked = self._attached and self._runner is not None
-        for observer in (self._runner, *observers) if hooked else observers:
-            observer.step(self.plan(step), canvas, masked)  # type: ignore[union-attr]
+        if self._attached and self._runner is not None:
+            self._runner.step(plan, canvas, masked)
+        for observer in observers:
+            observer.step(self.plan(step), canvas, masked)
 
     @contextmanager
     def _entered(self, step: int) -> Iterator[Int[Tensor, "batch seen"]]:
@@ -405,7 +420,7 @@ class StoredRun(StoredCanvases):
                 f"decided=True: the sampler {name!r} predicts open positions alone and rewrites none; leave it out"
             )
         self.decided = decided
-        masked = self.run.masked[0].to(self.device)
+        masked = self.run.answer.to(self.device)
         first = self.run.canvases[0].to(self.device)
         self._network = self._own or self.sampler.network(model, self.content, masked, run.prompt_length, first)
 
@@ -431,7 +446,7 @@ class StoredRun(StoredCanvases):
         """Decided positions of the answer in the step's block, in rows that had open ones when it began."""
         run, first = self.run, self.run.blocks.index(self.run.blocks[step])
         begun = (run.masked[first] & run.in_block[first]).any(-1, keepdim=True)
-        return run.masked[0] & run.in_block[step] & ~run.masked[step] & begun
+        return run.answer & run.in_block[step] & ~run.masked[step] & begun
 
     def states(self, step: int) -> Float[Tensor, "half predicted d_model"]:
         """A forward pass over the canvas of a step: the head's inputs for the predicted positions, row by row."""

@@ -101,7 +101,8 @@ def repeated(run: DenoisingRun, times: int) -> DenoisingRun:
     names = ("canvases", "masked", "proposals", "confidence", "unmasked", "revised")
     parts: dict[str, Any] = {name: getattr(run, name).repeat(1, times, 1) for name in names}
     ran = None if run.rows_ran is None else run.rows_ran * times
-    return replace(run, attention_mask=run.attention_mask.repeat(times, 1), rows_ran=ran, **parts)
+    place = run.part and replace(run.part, answer=run.part.answer.repeat(times, 1))
+    return replace(run, attention_mask=run.attention_mask.repeat(times, 1), rows_ran=ran, part=place, **parts)
 
 
 @dataclass(eq=False)

@@ -268,6 +268,7 @@ class Sampler(nn.Module):
         content: Bool[Tensor, "batch position"],
         prompt_length: int,
         plans: Sequence[StepPlan],
+        block_numbers: Sequence[int],
     ) -> StoredNetwork | None:
         """The network for passes over a finished run whose steps depend on what earlier ones computed; else None.
 
@@ -275,7 +276,8 @@ class Sampler(nn.Module):
             model: from `dlm_lens.load`.
             content: False where there is padding.
             prompt_length: of the run.
-            plans: of its steps.
+            plans: of its steps, or of those that a part of a run holds.
+            block_numbers: the number of each among the steps of its block.
         """
         return None
 

@@ -163,13 +163,14 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         content: Bool[Tensor, "batch position"],
         prompt_length: int,
         plans: Sequence[StepPlan],
+        block_numbers: Sequence[int],
     ) -> StoredConditioning:
         """Encoder and decoder, with the conditioning of every step."""
-        first = {plan.block: plan.index for plan in reversed(plans)}
         planned = [
-            replace(plan, remaining=self.settings.steps - (plan.index - first[plan.block])) for plan in plans
+            replace(plan, remaining=self.settings.steps - number)
+            for plan, number in zip(plans, block_numbers, strict=True)
         ]
-        return StoredConditioning(model, content, planned, **self._network_options(prompt_length))
+        return StoredConditioning(model, content, planned, block_numbers, **self._network_options(prompt_length))
 
     def _network_options(self, prompt_length: int) -> dict[str, Any]:
         return {

@@ -1,0 +1,68 @@
+"""`RunPart` and `part_of_run`: some steps and rows of a run, which know their place in the whole run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jaxtyping import Bool
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dlm_lens.sampling.denoising_run import DenoisingRun
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """The place of a part's steps in the whole run, and what cannot be read from them.
+
+    Args:
+        numbers: the number of each step in the whole run.
+        block_numbers: the number of each step among those of its block.
+        answer: the positions that were open at the start of the whole run.
+    """
+
+    numbers: tuple[int, ...]
+    block_numbers: tuple[int, ...]
+    answer: Bool[Tensor, "batch position"]
+
+
+def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence[int]) -> "DenoisingRun":
+    """Some steps and rows of a run (None: all steps); the final canvas is kept.
+
+    Args:
+        run: the whole, or a part itself.
+        steps: indices of the steps, as in `run.canvases`.
+        rows: indices of the rows.
+    """
+    chosen = list(range(run.steps)) if steps is None else list(steps)
+    rows = list(rows)
+    whole = run.part is None and chosen == list(range(run.steps))
+    seeds = run.settings.get("seeds")
+    settings, ran = dict(run.settings), run.rows_ran
+    if seeds is not None and len(seeds) == len(run.tokens):
+        settings["seeds"] = tuple(seeds[row] for row in rows)
+    return replace(
+        run,
+        canvases=run.canvases[[*chosen, run.steps]][:, rows],
+        masked=run.masked[[*chosen, run.steps]][:, rows],
+        proposals=run.proposals[chosen][:, rows],
+        confidence=run.confidence[chosen][:, rows],
+        unmasked=run.unmasked[chosen][:, rows],
+        revised=run.revised[chosen][:, rows],
+        attention_mask=run.attention_mask[rows],
+        rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
+        spans=tuple(run.spans[i] for i in chosen),
+        blocks=tuple(run.blocks[i] for i in chosen),
+        computed=tuple(run.computed[i] for i in chosen) if run.computed else (),
+        settings=settings,
+        planned=run.steps if run.planned is None and not whole else run.planned,
+        part=None if whole else _place(run, chosen, rows),
+    )
+
+
+def _place(run: "DenoisingRun", steps: Sequence[int], rows: Sequence[int]) -> RunPart:
+    return RunPart(
+        tuple(run.step_numbers[step] for step in steps),
+        tuple(run.block_numbers[step] for step in steps),
+        run.answer[list(rows)],
+    )
