@@ -16,7 +16,7 @@ from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory
 from dlm_lens.recording.storage import load_part, write_end
 from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, RunState, StepPlan
-from dlm_lens.sampling.denoising_run import revised_positions
+from dlm_lens.sampling.history import revised_positions
 
 
 def request_of(

@@ -10,7 +10,8 @@ from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
 from dlm_lens.attention import HookLike, checked, exclusive
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithms
-from dlm_lens.sampling.denoising_run import DenoisingRun, History
+from dlm_lens.sampling.denoising_run import DenoisingRun
+from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver

@@ -11,7 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.sampling.denoising_run import DenoisingRun, History, StepPlan, revised_positions
+from dlm_lens.sampling.denoising_run import DenoisingRun, StepPlan
+from dlm_lens.sampling.history import History, revised_positions
 from dlm_lens.sampling.network import Network, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful, same_shape
 from dlm_lens.sampling.samplers.base import Sampler
@@ -66,34 +67,37 @@ def run_sampler(
     if resume is not None and not over:
         _refill(network, observing, sampler, history, seen, own_forward=own_forward)
     run, step = sampler.progress
-    bar = tqdm(total=len(plans), desc=run, unit=step, disable=not progress)
-    steps = Upcoming(sampler, plans, len(history.plans))
-    plan = None if over else steps.following(canvas)
-    while plan is not None:
-        left, canvas = canvas, _edited(on_canvas, plan.index, canvas, rows)
-        plan = sampler.planned(plan, sampler.open_positions(canvas, plan.index), canvas != left)
-        network.enter(plan)
-        canvas = _observed(observing, sampler, plan, canvas)
-        masked = sampler.open_positions(canvas, plan.index)
-        history.start(canvas, masked)
-        evaluated = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
-        evaluated = evaluated | sampler.editable(masked, plan)
-        edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)
-        found = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit)
-        try:
-            check_finite(found, evaluated, plan.index)
-            before = canvas
-            canvas, proposal, unmasked = sampler(canvas, found, evaluated, masked, plan)
-        except NonFiniteLogitsError as error:
-            error.partial = history.result()
-            raise
-        after = sampler.open_positions(canvas, plan.index + 1)
-        history.finish(plan, proposal, unmasked, revised_positions(before, masked, canvas, after))
-        following = None if sampler.finished(canvas, plan) else steps.following(canvas)
-        observing.finish(plan, canvas, proposal, unmasked, over=following is None)
-        bar.update()
-        plan = following
-    bar.close()
+    with tqdm(total=len(plans), desc=run, unit=step, disable=not progress) as bar:
+        steps = Upcoming(sampler, plans, len(history.plans))
+        plan = None if over else steps.following(canvas)
+        while plan is not None:
+            left, canvas = canvas, _edited(on_canvas, plan.index, canvas, rows)
+            plan = sampler.planned(plan, sampler.open_positions(canvas, plan.index), canvas != left)
+            network.enter(plan)
+            canvas = _observed(observing, sampler, plan, canvas)
+            masked = sampler.open_positions(canvas, plan.index)
+            history.start(canvas, masked)
+            evaluated = (
+                sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
+            )
+            evaluated = evaluated | sampler.editable(masked, plan)
+            edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)
+            found = network.of_step(
+                canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit
+            )
+            try:
+                check_finite(found, evaluated, plan.index)
+                before = canvas
+                canvas, proposal, unmasked = sampler(canvas, found, evaluated, masked, plan)
+            except NonFiniteLogitsError as error:
+                error.partial = history.result()
+                raise
+            after = sampler.open_positions(canvas, plan.index + 1)
+            history.finish(plan, proposal, unmasked, revised_positions(before, masked, canvas, after))
+            following = None if sampler.finished(canvas, plan) else steps.following(canvas)
+            observing.finish(plan, canvas, proposal, unmasked, over=following is None)
+            bar.update()
+            plan = following
     observing.stop()
     return _finished(history, sampler, _edited(on_canvas, len(history.plans), canvas, rows))
 

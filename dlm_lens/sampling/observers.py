@@ -32,7 +32,8 @@ from dlm_lens.attention import (
     refuse_row_lists,
     stream_columns,
 )
-from dlm_lens.sampling.denoising_run import History, Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.history import History
 from dlm_lens.sampling.samplers.base import Sampler
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class RunObserver:
     ) -> None:
         """A step is over: `canvas` is the next one, `unmasked` the open positions that took over the proposal.
 
-        A sampler that edits or renoises also rewrites decided positions (`denoising_run.revised_positions`).
+        A sampler that edits or renoises also rewrites decided positions (`history.revised_positions`).
         """
 
     def keep(self, state: RunState) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dlm_lens.adapters import ImageLayout, family_of
 from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.attention import exclusive
-from dlm_lens.sampling.denoising_run import DenoisingRun, History, Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
+from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, check_finite, network_inputs
 from dlm_lens.sampling.noise import Noise, RowNoise, SharedNoise

@@ -1,0 +1,135 @@
+"""`History`: the steps of a run so far, which become a `DenoisingRun`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.adapters.model_names import name_of
+from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
+
+
+def revised_positions(
+    before: Int[Tensor, "batch position"],
+    masked: Bool[Tensor, "batch position"],
+    after: Int[Tensor, "batch position"],
+    opened: Bool[Tensor, "batch position"],
+) -> Bool[Tensor, "batch position"] | None:
+    """Which decided positions a step rewrote or opened again; None: none.
+
+    Args:
+        before: the canvas that the step saw.
+        masked: which of its positions were open.
+        after: the canvas that the sampler made of it.
+        opened: which positions of that are open.
+    """
+    revised = ((before != after) | opened) & ~masked
+    return revised if bool(revised.any()) else None
+
+
+class History:
+    """The steps of a run so far, on the model's device; `result` moves them to the CPU at once.
+
+    Canvases are kept without a copy: no code of the library edits a canvas in place.
+
+    Args:
+        model: whose end-of-text ids and tokenizer the result gets.
+        attention_mask: True for content, False for padding.
+        prompt_length: positions before the answer.
+        settings: of the run; may be added to before `result`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        attention_mask: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.model, self.attention_mask = model, attention_mask
+        self.prompt_length, self.settings = prompt_length, dict(settings)
+        self.canvases: list[Tensor] = []
+        self.masked: list[Tensor] = []
+        self.proposals: list[Proposal] = []
+        self.unmasked: list[Tensor] = []
+        self.revised: list[Tensor | None] = []
+        self.plans: list[StepPlan] = []
+
+    def start(self, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
+        """Add the canvas that the next step sees, or the final one."""
+        self.canvases.append(canvas)
+        self.masked.append(masked)
+
+    def finish(
+        self,
+        plan: StepPlan,
+        proposal: Proposal,
+        unmasked: Bool[Tensor, "batch position"],
+        revised: Bool[Tensor, "batch position"] | None = None,
+    ) -> None:
+        """Add what the step proposed, unmasked and (None: nowhere) revised."""
+        self.plans.append(plan)
+        self.proposals.append(proposal)
+        self.unmasked.append(unmasked)
+        self.revised.append(revised)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` positions of every canvas."""
+        if length == self.attention_mask.shape[1]:
+            return
+        self.canvases = [canvas[:, :length] for canvas in self.canvases]
+        self.masked = [masked[:, :length] for masked in self.masked]
+        self.proposals = [Proposal(*(part[:, :length] for part in proposal)) for proposal in self.proposals]
+        self.unmasked = [unmasked[:, :length] for unmasked in self.unmasked]
+        self.revised = [None if revised is None else revised[:, :length] for revised in self.revised]
+        self.plans = [replace(plan, span=(plan.span[0], min(plan.span[1], length))) for plan in self.plans]
+        self.attention_mask = self.attention_mask[:, :length]
+
+    def result(self) -> DenoisingRun:
+        """The finished steps as a `DenoisingRun`; the canvas added last is the result."""
+        shape = self.canvases[0].shape
+        steps = len(self.plans)
+
+        def stack(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
+            return torch.stack(rows).cpu().to(dtype) if rows else torch.empty(0, *shape, dtype=dtype)
+
+        eos = getattr(self.model.config, "eos_token_id", None)
+        ends = [
+            *(eos if isinstance(eos, list | tuple) else [eos]),
+            getattr(self.model.config, "eot_token_id", None),
+        ]
+        return DenoisingRun(
+            canvases=stack(self.canvases[: steps + 1], torch.long),
+            masked=stack(self.masked[: steps + 1], torch.bool),
+            proposals=stack([p.tokens for p in self.proposals], torch.long),
+            confidence=stack([p.confidence for p in self.proposals], torch.float32),
+            unmasked=stack(self.unmasked, torch.bool),
+            revised=self._revised(),  # type: ignore[arg-type]
+            attention_mask=self.attention_mask.cpu(),
+            prompt_length=self.prompt_length,
+            spans=tuple(plan.span for plan in self.plans),
+            blocks=tuple(plan.block for plan in self.plans),
+            computed=spans_of(self.plans),
+            settings=self.settings,
+            eos_token_ids=tuple(int(i) for i in ends if i is not None),
+            tokenizer=getattr(self.model, "tokenizer", None),
+            model=name_of(self.model),
+            planned=self.plans[0].total if self.plans else None,
+        )
+
+    def _revised(self) -> Bool[Tensor, "step batch position"] | None:
+        """Which positions the steps rewrote; None: none."""
+        found = next((revised for revised in self.revised if revised is not None), None)
+        if found is None:
+            return None
+        nothing = torch.zeros_like(found)
+        return torch.stack([nothing if revised is None else revised for revised in self.revised]).cpu()
+
+
+def spans_of(plans: Sequence[StepPlan]) -> tuple[tuple[int, int] | None, ...]:
+    """What each step computes; empty if all compute all that they see."""
+    found = tuple(plan.computed for plan in plans)
+    return found if any(found) else ()
