@@ -83,6 +83,18 @@ def test_a_cache_and_parallel_decoding(files):
 
 
 @pytest.mark.long
+def test_a_run_that_is_refused_leaves_no_directory_and_ends_its_progress_bar(files):
+    wrong = ["--hooks", "mask_positions(99)"]
+    result = CliRunner().invoke(cli.app, arguments(files, "out", *wrong), catch_exceptions=False)
+    assert result.exit_code != 0
+    assert "\ndlm-lens: position 99 is not there" in result.output
+    assert not (files / "out").exists()
+    (files / "out").mkdir()
+    CliRunner().invoke(cli.app, arguments(files, "out", *wrong))
+    assert (files / "out").is_dir(), "one that was there before stays"
+    assert CliRunner().invoke(cli.app, arguments(files, "out")).exit_code == 0
+
+
 def test_two_processes_share_the_prompts(files):
     command = [
         sys.executable,
