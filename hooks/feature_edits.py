@@ -86,6 +86,7 @@ class EditFeatures(Hook):
         Raises:
             ValueError: naming both.
         """
+        super().check_run(run)
         width = getattr(run.config, "hidden_size", None)
         if width is not None and width != self.sae.d_model:
             raise ValueError(

@@ -67,6 +67,7 @@ class PatchFrom(Hook):
         Raises:
             ValueError: the step does not exist.
         """
+        super().check_run(run)
         if self.step is not None and self.step >= run.total:
             raise ValueError(
                 f"{self}: step {self.step} is not there; the run has {run.total}, 0 to {run.total - 1}"

@@ -61,6 +61,15 @@ class RowPositions:
         found: Tensor = run.once(("by row", self, rows, length), compute)
         return found
 
+    def check_run(self, run: RunStep, canvas: int, who: Any) -> None:
+        """Refuse a run without these rows, or whose finished canvas of so many positions lacks one of them.
+
+        Raises:
+            ValueError: naming the row.
+        """
+        self._check_rows(run, who)
+        self._placed(padding_before(run.valid).tolist(), canvas, canvas, who)
+
     def _check_rows(self, run: RunStep, who: Any) -> None:
         """Raise unless the run has as many rows, or repeats the prompts of as many, as guidance does."""
         rows, count = len(run.tokens), len(self.rows)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, SinkLayout, Stage
+from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkLayout, Stage
 from dlm_lens.hooks.base import check_stage
 from dlm_lens.hooks.position_masking import MaskPositions
 from dlm_lens.hooks.positions import Position
@@ -78,6 +78,15 @@ class KeepOnly(ColumnHook):
     def remembers(self) -> bool:
         """As the hook that finds the sinks."""
         return self.sinks is not None and self.sinks.remembers
+
+    def check_run(self, run: RunStep) -> None:
+        """Refuse what the hook that finds the sinks refuses.
+
+        Raises:
+            ValueError: a position that is not there.
+        """
+        if self.sinks is not None:
+            self.sinks.check_run(run)
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
         """All columns but the sinks; every query keeps those in its window."""

@@ -18,6 +18,7 @@ from dlm_lens.attention.column_masking import (
 )
 from dlm_lens.attention.column_stats import ColumnStats, DeferredColumnStats, columns_of
 from dlm_lens.attention.hook_context import HookContext, PointContext, RunStep
+from dlm_lens.attention.sink_layout import SinkLayout, SinkToken
 from dlm_lens.attention.visibility import AttentionPass, visible_in
 from dlm_lens.printable import shown
 
@@ -111,10 +112,16 @@ class Hook:
         raise NotImplementedError(f"{type(self).__name__} is a Hook without an edit(tensor, hook)")
 
     def check_run(self, run: RunStep) -> None:
-        """Raise a ValueError if the run or its model lack a step, a layer or a head that the hook needs.
+        """Refuse a run that lacks a step, a layer, a head or a position that the hook needs.
 
-        Called once, before the first forward pass. By default nothing is refused.
+        Called once, before the first forward pass. By default the positions in its field `positions` are checked.
+
+        Raises:
+            ValueError: a position that the run's finished canvas will not have either, or the model's sink tokens.
         """
+        positions = getattr(self, "positions", None)
+        for position in positions if isinstance(positions, tuple) else ():
+            _check_position(position, run, self)
 
     @property
     def remembers(self) -> bool:
@@ -350,6 +357,16 @@ class ColumnHookAdapter(HookAdapter, ColumnHook):
         observe = getattr(self.wrapped, "observe", None)
         if observe is not None:
             observe(keys, columns, hook)
+
+
+def _check_position(position: Any, run: RunStep, who: Hook) -> None:
+    """Raise if a canvas will never have a position, however much of it the first step sees."""
+    canvas = run.tokens.shape[-1] if run.whole is None else run.whole
+    if isinstance(position, int | SinkToken):
+        layout = SinkLayout(getattr(run.config, "num_sinks", 0))
+        layout.locate(position, canvas + layout.count)
+    elif (check := getattr(position, "check_run", None)) is not None:
+        check(run, canvas, who)
 
 
 def refuse_row_lists(hooks: Iterable[Hook], why: str) -> None:
