@@ -195,6 +195,30 @@ def test_place_enrichment_equals_a_loop(sinks):
         position_enrichment(paths, in_block=in_block[:2])
 
 
+def test_of_the_last_steps_what_was_decided_before_is_written_and_no_prompt():
+    received = run_like(seed=3, sinks=2)
+    answer, late = received.masked[0, :, :-2], received.part(steps=slice(3, None))
+    whole = position_enrichment(trajectories(received, RULE), answer=answer).set_index("class")
+    assert whole.equals(position_enrichment(trajectories(received, RULE)).set_index("class"))
+    paths = trajectories(late, RULE)
+    table = position_enrichment(paths, answer=answer).set_index("class")
+
+    def places(step, row, key):
+        if key >= paths.canvas:
+            return ["learned sink"]
+        if late.masked[step, row, key]:
+            return ["masked"]
+        return ["written" if answer[row, key] else "prompt"]
+
+    seen, base, _ = loop(paths, late, places)
+    for name, line in table.iterrows():
+        assert line["sinks"] == gather(seen, name)
+        assert line["enrichment"] == pytest.approx(gather(seen, name) / gather(base, name))
+    assert table.loc["prompt", "sinks"] < position_enrichment(paths).set_index("class").loc["prompt", "sinks"]
+    with pytest.raises(ValueError, match=r"answer has shape \[2, 18\].*\[3, 18\].*run.answer"):
+        position_enrichment(paths, answer=answer[:2])
+
+
 @pytest.mark.parametrize("by", ["all", "head"])
 def test_frontier_alignment_equals_a_loop(by):
     received = run_like(seed=4)

@@ -76,7 +76,11 @@ def token_enrichment(
 
 
 def position_enrichment(
-    paths: Trajectories, by: By = "all", *, in_block: Bool[Tensor, "step batch position"] | None = None
+    paths: Trajectories,
+    by: By = "all",
+    *,
+    in_block: Bool[Tensor, "step batch position"] | None = None,
+    answer: Bool[Tensor, "batch position"] | None = None,
 ) -> pd.DataFrame:
     """Enrichment of position classes among sinks: prompt, decoded answer positions ("written"), masked ones.
 
@@ -89,16 +93,18 @@ def position_enrichment(
         paths: from `trajectories`, with masks.
         by: as in `token_enrichment`.
         in_block: the positions of every row's block at each step, `run.in_block`.
+        answer: the positions that were open when the run began, `run.answer`; None: those of the first step, which
+            in a part of a run (`Recording.select(step=)`) leave out what was decided before.
 
     Raises:
-        ValueError: no masks, or blocks of another run.
+        ValueError: no masks, or blocks or an answer of another run.
     """
     if paths.masked is None:
         raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
     masked = paths.masked.numpy()
     position = np.arange(masked.shape[-1])
     learned = np.broadcast_to(position >= paths.canvas, masked.shape)
-    prompt = np.broadcast_to(~masked[0] & ~learned[0], masked.shape)
+    prompt = np.broadcast_to(~_answer_of(paths, answer) & ~learned[0], masked.shape)
     word = "open" if holds_random_tokens(paths.tokens, paths.masked) else "masked"
     member = {"prompt": prompt, "written": ~masked & ~prompt & ~learned, word: masked}
     if in_block is not None:
@@ -109,6 +115,20 @@ def position_enrichment(
     if paths.sinks:
         member["learned sink"] = learned
     return _enrichment(paths, _KeyClasses(tuple(member), np.stack(list(member.values()))), by)
+
+
+def _answer_of(paths: Trajectories, answer: Bool[Tensor, "batch position"] | None) -> NDArray[np.bool_]:
+    """The keys [batch, key] that were open when the run began."""
+    assert paths.masked is not None
+    first: NDArray[np.bool_] = paths.masked[0].numpy()
+    if answer is None:
+        return first
+    if tuple(answer.shape) != (len(first), paths.canvas):
+        raise ValueError(
+            f"answer has shape {list(answer.shape)}, these trajectories {[len(first), paths.canvas]} (batch, "
+            "position); give run.answer of their run"
+        )
+    return np.pad(answer.numpy(), ((0, 0), (0, paths.sinks)))
 
 
 def blocks_of_rows(paths: Trajectories, in_block: Bool[Tensor, "step batch position"]) -> NDArray[np.bool_]:
