@@ -71,12 +71,9 @@ class RowPositions:
         self._placed(padding_before(run.valid).tolist(), canvas, canvas, who)
 
     def _check_rows(self, run: RunStep, who: Any) -> None:
-        """Raise unless the run has as many rows, or repeats the prompts of as many, as guidance does."""
-        rows, count = len(run.tokens), len(self.rows)
-        if count == 1:
-            return
-        prompts = run.tokens.masked_fill(~run.prompt, -1)
-        if rows % count or not prompts.equal(prompts[:count].repeat(rows // count, 1)):
+        """Raise unless there is a list for every row of the run, or one for all."""
+        rows, count = len(run.tokens) // run.halves, len(self.rows)
+        if count not in (1, rows):
             raise ValueError(f"{who}: positions for {count} rows, and the run has {rows}; give a list for each row")
 
     def _placed(self, starts: list[int], length: int, whole: int, who: Any) -> Bool[Tensor, "row position"]:

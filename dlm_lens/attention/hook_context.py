@@ -47,6 +47,7 @@ class RunStep:
             keys and values of the others are those of an earlier step. None: every position.
         share: `progress`, where the positions are a part of the canvas.
         whole: positions of the run's canvas, where the step sees a prefix of it; None where it sees all.
+        halves: how often the rows of the run are here one after the other: twice with guidance.
     """
 
     step: int
@@ -65,6 +66,7 @@ class RunStep:
     queries: tuple[int, int] | None = None
     share: Float[Tensor, "row"] | None = field(default=None, repr=False)
     whole: int | None = None
+    halves: int = 1
 
     @property
     def open(self) -> Bool[Tensor, "row position"]:
@@ -146,7 +148,7 @@ class RunStep:
             raise ValueError(f"{rows} rows of activations do not fit a run of {have} rows")
         parts = {name: getattr(self, name).repeat(rows // have, 1) for name in _PER_POSITION}
         share = None if self.share is None else self.share.repeat(rows // have)
-        return replace(self, **parts, share=share)
+        return replace(self, **parts, share=share, halves=self.halves * (rows // have))
 
 
 class HookContext(Protocol):

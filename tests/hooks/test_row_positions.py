@@ -98,6 +98,18 @@ def test_with_guidance_and_with_a_cache(settings: dict[str, Any]) -> None:
         same_rows(run, model, HOOKS[name], OWN, **given)
 
 
+@pytest.mark.parametrize("name", ["mask_positions", "ablate"])
+def test_prompts_that_repeat_are_not_taken_for_guidance(name: str) -> None:
+    model, hook = tiny("llada"), HOOKS[name](by_row([1], [2]))
+    given: dict[str, Any] = {**SETTINGS, "cfg_scale": 1.5, "seed": 0}
+    bridged, (one, two) = dl.bridge(model), ([5, 9, 11, 3], [6, 2, 40, 7])
+    pair = bridged.denoise([one, two], hooks=[hook], **given)
+    assert torch.equal(pair.tokens, dl.denoise(model, [one, two], hooks=[hook], **given).tokens)
+    for denoise in (dl.denoise, lambda _, *args, **more: bridged.denoise(*args, **more)):
+        with pytest.raises(ValueError, match="positions for 2 rows, and the run has 4"):
+            denoise(model, [one, two, one, two], hooks=[hook], **given)
+
+
 def test_one_list_is_for_all_rows_and_recordings_need_no_batches_of_one_length() -> None:
     model, hook = tiny("llada"), mask_positions(by_row([2]), stage="after")
     assert hook.padding_safe
