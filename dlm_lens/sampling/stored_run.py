@@ -149,7 +149,8 @@ class StoredCanvases:
 
     def _plan_in_run(self, step: int) -> StepPlan:
         """The plan of a step, which a part of a run counts as the whole run: for the network and for hooks."""
-        return replace(self.plan(step), index=self.run.step_numbers[step])
+        plan = replace(self.plan(step), index=self.run.step_numbers[step])
+        return self.sampler.planned_again(plan, self.run.block_numbers[step])
 
     def _computed(self, step: int) -> tuple[int, int] | None:
         return self.run.computed[step] if self.run.computed else None

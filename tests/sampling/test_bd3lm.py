@@ -10,6 +10,8 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
+from dlm_lens.recording import UpdateNorm, rerun
+from dlm_lens.sampling import StoredRun
 from dlm_lens.sampling.samplers.bd3lm import BD3LMSettings
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
@@ -263,8 +265,26 @@ def test_a_network_that_is_conditioned_the_noise_level() -> None:
     assert len(conditioned) == sum(changed) < quirky.steps
     with pytest.raises(ValueError, match="which first_hitting=True does not have"):
         dl.denoise(model, [[60]], gen_length=3)
-    with pytest.raises(ValueError, match="whose times are not kept"):
-        dl.logit_lens(model, run)
+
+
+def test_a_finished_run_of_a_conditioned_network_is_seen_with_the_noise_of_its_steps() -> None:
+    model = model_of(time_conditioning=True)
+    given: dict[str, Any] = {"first_hitting": False, "steps_per_block": 5, "gen_length": 7, "seed": [3, 4]}
+    reducers = [UpdateNorm()]
+    recorded = dl.record(model, PROMPTS[:2], reducers, **given)
+    assert len(set(recorded.blocks)) > 1
+    for part in (recorded, recorded.select(step=[2, 5])):
+        again = rerun(model, part.run, reducers)
+        torch.testing.assert_close(again.update_norm, part.update_norm, rtol=1e-5, atol=1e-6, equal_nan=True)
+    # A step's proposals are the most likely tokens at temperature 0, so that the lens has them first.
+    greedy = dl.denoise(model, PROMPTS[:2], temperature=0, **given)
+    run_again = StoredRun(model, greedy)
+    for step in range(greedy.steps):
+        at = run_again.predicted(step)
+        with torch.no_grad():
+            logits = run_again.logits(run_again.states(step))
+        logits[:, model.config.mask_token_id] = -torch.inf
+        assert greedy.proposals[step][at].equal(logits.argmax(-1))
 
 
 def test_what_cannot_be() -> None:

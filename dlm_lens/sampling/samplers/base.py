@@ -281,6 +281,15 @@ class Sampler(nn.Module):
         """
         return None
 
+    def planned_again(self, plan: StepPlan, block_number: int) -> StepPlan:
+        """The plan of a step of a finished run, with the rest of its block as planned where the network needs it.
+
+        Args:
+            plan: as the run tells it; a block that ended early hides how many steps were left.
+            block_number: the number of the step among those of its block.
+        """
+        return plan
+
     def repeated_after(self, done: Sequence[StepPlan]) -> list[int]:
         """The finished steps whose passes are made again before a run is resumed, in order.
 

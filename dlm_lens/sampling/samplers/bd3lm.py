@@ -1,8 +1,8 @@
 """BD3-LM's sampler: semi-autoregressive, ancestral sampling of one block after another, or one token per step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -176,14 +176,12 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
         """The network of block diffusion; given the noise level, it computes everything at every step.
 
         Raises:
-            ValueError: a network that is given the noise level, with `first_hitting` or in a rerun.
+            ValueError: a network that is given the noise level, with `first_hitting`.
         """
-        settings = getattr(self, "settings", None)
-        if self.is_conditioned(model) and (settings is None or settings.first_hitting):
-            what = "a finished run, whose times are not kept" if settings is None else "first_hitting=True"
+        if self.is_conditioned(model) and self.settings.first_hitting:
             raise ValueError(
-                f"the network is given the noise level (time_conditioning), which {what} does not have; "
-                "denoise with first_hitting=False, and hooks or a recorder on that run"
+                "the network is given the noise level (time_conditioning), which first_hitting=True does not have; "
+                "denoise with first_hitting=False"
             )
         self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
         return NoiseConditionedBlocks(
@@ -194,6 +192,19 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
             use_cache=self.use_cache and not self.is_conditioned(model),  # what is cached would depend on it
             **self.guidance(model, masked, prompt_length, canvas),
         )
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
+        """A sampler for passes over the canvases of a finished run."""
+        sampler = super().for_rerun(settings)
+        names = BD3LMSettings.__dataclass_fields__
+        sampler.settings = BD3LMSettings(**{name: value for name, value in settings.items() if name in names})
+        sampler.reference_quirks = bool(settings.get("reference_quirks"))
+        return sampler
+
+    def planned_again(self, plan: StepPlan, block_number: int) -> StepPlan:
+        """With the steps left in the block, of which the noise level is a function."""
+        return replace(plan, remaining=self.settings.block_steps - block_number)
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """`gen_length`.
@@ -229,9 +240,8 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
         return self.settings.times(step, reference_quirks=self.reference_quirks)
 
     def at(self, plan: StepPlan) -> None:
-        """Take the step's noise level; a finished run has none."""
-        if hasattr(self, "settings"):
-            self.sigma = self.times(plan).sigma
+        """Take the step's noise level."""
+        self.sigma = self.times(plan).sigma
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan

@@ -166,11 +166,11 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         block_numbers: Sequence[int],
     ) -> StoredConditioning:
         """Encoder and decoder, with the conditioning of every step."""
-        planned = [
-            replace(plan, remaining=self.settings.steps - number)
-            for plan, number in zip(plans, block_numbers, strict=True)
-        ]
-        return StoredConditioning(model, content, planned, block_numbers, **self._network_options(prompt_length))
+        return StoredConditioning(model, content, plans, block_numbers, **self._network_options(prompt_length))
+
+    def planned_again(self, plan: StepPlan, block_number: int) -> StepPlan:
+        """With the steps left in the canvas, of which the temperature is a function."""
+        return replace(plan, remaining=self.settings.steps - block_number)
 
     def _network_options(self, prompt_length: int) -> dict[str, Any]:
         return {
