@@ -218,5 +218,6 @@ class DiffusionBridge(TransformerBridge):
     ) -> DenoisingRun:
         others = observers if isinstance(observers, Sequence) else (observers,)
         with in_use(self.original_model), run:
-            done = denoise(self.original_model, prompt, attention_mask, observers=(run, *others), **settings)
+            # Last, so that hooks see the canvas that other observers leave.
+            done = denoise(self.original_model, prompt, attention_mask, observers=(*others, run), **settings)
         return replace(done, settings={**done.settings, **run.record(hooks)})

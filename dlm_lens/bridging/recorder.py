@@ -8,7 +8,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention import AttentionInputs, SinkLayout
+from dlm_lens.attention import AttentionInputs, SinkLayout, Site
+from dlm_lens.bridging.step_hooks import point_of
 from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
 from dlm_lens.recording.layer_taps import LayerInputs
@@ -45,9 +46,9 @@ class BridgeTap:
         self.close()
         hooks: list[tuple[str, Callable[..., None]]] = []
         for layer in self.layers:
-            gated = hasattr(self.bridge.blocks[layer].attn, "hook_z_ungated")
-            points = {name: f"attn.hook_{name}" for name in ("rot_q", "rot_k", "v", "pattern", "z")}
-            points |= {"resid": "hook_resid_pre"} | ({"z": "attn.hook_z_ungated"} if gated else {})
+            attention = self.bridge.blocks[layer].attn
+            sites: tuple[Site, ...] = ("rot_q", "rot_k", "v", "pattern", "z")
+            points = {site: point_of(attention, site) for site in sites} | {"resid": "hook_resid_pre"}
             hooks += [(f"blocks.{layer}.{point}", self._keep(layer, name)) for name, point in points.items()]
             hooks.append((f"blocks.{layer}.hook_attn_out", self._keep(layer, "attn_out")))
             hooks.append((f"blocks.{layer}.hook_resid_post", self._show_layer(layer)))

@@ -22,6 +22,7 @@ from dlm_lens.attention import (
     HookLike,
     RunStep,
     SinkLayout,
+    Site,
     as_hook,
     attention_stack,
     checked,
@@ -81,6 +82,7 @@ class BridgeRun(StepObserver):
         # The others are plain functions, as TransformerLens takes them, which declare nothing.
         self._values = [as_hook(hook) for _, hook in hooks if is_hook(hook)]
         self._stack = ExitStack()
+        self._begun = False
 
     def __enter__(self) -> "BridgeRun":
         with ExitStack() as stack:
@@ -103,7 +105,8 @@ class BridgeRun(StepObserver):
         rows = len(canvas) * self.sampler.halves
         if self.now is not None:
             self.now = self.now.for_rows(rows)
-            if plan.index == 0:
+            if not self._begun:
+                self._begun = True
                 self._begin(rows, canvas.shape[1], self.now)
         return canvas
 
@@ -146,9 +149,14 @@ class BridgeRun(StepObserver):
 
     def _keyed_hooks(self) -> Iterator[tuple[str | Callable[[str], bool], HookFunction, HookKey]]:
         """Every hook at every point, with the key that tells it from equal hooks at that point."""
-        for index, (name, hook) in enumerate(self.hooks):
-            here = [other for where, other in self.hooks[: index + 1] if where == name]
-            yield name, hook, hook_keys(here)[-1]
+        before: dict[str, list[HookFunction]] = {}
+        for name, hook in self.hooks:
+            names = [name] if isinstance(name, str) else [each for each in self.bridge.hook_dict if name(each)]
+            for each in names:
+                before.setdefault(each, []).append(hook)
+            # A filter and a name may meet at some points of the model.
+            keys = [hook_keys(before[each])[-1] for each in names] or [hook_keys([hook])[-1]]
+            yield name, hook, max(keys, key=lambda key: key[1])
 
     def _with_step(self, function: HookFunction, key: HookKey) -> Callable[..., Any]:
         def hook_function(tensor: Any, hook: Any) -> Any:
@@ -181,7 +189,7 @@ class BridgeRun(StepObserver):
 def fwd_hooks_of(bridge: Any, hooks: Sequence[HookLike]) -> list[tuple[str, Hook]]:
     """(name of the hook point, hook) for every layer that each hook acts in.
 
-    In a gated attention the site "z" is `hook_z_ungated`, the value before the gate, as in the native model.
+    Names are those of the native model's activations: see `point_of`.
 
     Raises:
         ValueError: a site or a layer that the model does not have.
@@ -192,10 +200,21 @@ def fwd_hooks_of(bridge: Any, hooks: Sequence[HookLike]) -> list[tuple[str, Hook
         layers = hook.layers
         for layer in range(count) if layers is None else layers:
             check_index("layer", layer, count, f"{hook}: ")
-            gated = hook.site == "z" and "gate" in bridge.blocks[layer].attn._modules
-            point = "attn.hook_z_ungated" if gated else NAMES[hook.site]
-            fwd_hooks.append((f"blocks.{layer % count}.{point}", hook))
+            fwd_hooks.append((f"blocks.{layer % count}.{point_of(bridge.blocks[layer].attn, hook.site)}", hook))
     return fwd_hooks
+
+
+def point_of(attention: Any, site: Site) -> str:
+    """The hook point inside a block that has what the native model has at a site.
+
+    "z" of a gated attention is the value before the gate, `hook_z_ungated`. "q" and "k" of an attention with a norm
+    of each head (Qwen3) are those after it, `hook_q_normed` and `hook_k_normed`.
+    """
+    if site == "z" and "gate" in attention._modules:
+        return "attn.hook_z_ungated"
+    if site in ("q", "k") and "q_norm" in attention._modules:
+        return f"attn.hook_{site}_normed"
+    return NAMES[site]
 
 
 _POSITION_ENTRIES = {

@@ -1,0 +1,105 @@
+"""Hooks in a bridge do what they do in `dlm_lens.denoise`, whatever the point, the observers and the filters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.hooks import ablate, mask_tokens, mask_top_sinks, steer
+from dlm_lens.sampling import FinishedStep, Resumption, RunObserver, StepPlan
+from dlm_lens.testing import tiny
+from tests.bridging.cases import model_of
+
+PROMPT = [[5, 9, 11, 3]]
+SETTINGS: dict[str, Any] = {"steps": 4, "gen_length": 8, "block_length": 4, "seed": 0}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}  # other kernels
+
+
+def same(found: dl.DenoisingRun, wanted: dl.DenoisingRun) -> None:
+    assert torch.equal(found.canvases, wanted.canvases)
+    torch.testing.assert_close(found.confidence, wanted.confidence, **CLOSE)
+
+
+@pytest.mark.parametrize("site", ["q", "k"])
+@pytest.mark.parametrize("case", ["sdar", "qwen3"])
+def test_queries_and_keys_are_those_after_a_norm_of_each_head(case: str, site: Any) -> None:
+    model = model_of(case)
+    heads = model.config.num_attention_heads if site == "q" else model.config.num_key_value_heads
+    hook = steer(torch.randn(heads, 10, generator=torch.Generator().manual_seed(3)), 0.5, site=site)
+    wanted = dl.denoise(model, PROMPT, hooks=[hook], gen_length=8, seed=0)
+    same(dl.bridge(model).denoise(PROMPT, hooks=[hook], gen_length=8, seed=0), wanted)
+    plain = dl.denoise(model, PROMPT, gen_length=8, seed=0)
+    shared = min(plain.steps, wanted.steps)
+    assert not torch.allclose(plain.confidence[:shared], wanted.confidence[:shared], **CLOSE)
+
+
+class Masking(RunObserver):
+    """Masks the first token again, at step 2."""
+
+    def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
+        if plan.index != 2:
+            return canvas
+        canvas = canvas.clone()
+        canvas[:, 0] = 63
+        return canvas
+
+
+@pytest.mark.parametrize("hook", [mask_tokens("mask"), ablate("resid", "masked")], ids=["tokens", "activation"])
+def test_hooks_see_the_canvas_that_another_observer_leaves(hook: Any) -> None:
+    model = tiny("llada")
+    assert model.config.mask_token_id == 63
+    wanted = dl.denoise(model, PROMPT, hooks=[hook], observers=[Masking()], **SETTINGS)
+    same(dl.bridge(model).denoise(PROMPT, hooks=[hook], observers=[Masking()], **SETTINGS), wanted)
+
+
+def test_equal_hooks_that_reach_a_point_by_different_filters_keep_their_own_memory() -> None:
+    model, hook = tiny("llada"), mask_top_sinks(1, source="previous")
+    wanted = dl.denoise(model, PROMPT, hooks=[hook, hook], **SETTINGS)
+    once = dl.denoise(model, PROMPT, hooks=[hook], **SETTINGS)
+    assert not torch.allclose(once.confidence, wanted.confidence, **CLOSE)
+    bridge = dl.bridge(model)
+    by_end, by_word = (lambda name: name.endswith("hook_attn_scores")), (lambda name: "attn_scores" in name)
+    same(bridge.denoise(PROMPT, hooks=[hook, hook], **SETTINGS), wanted)
+    same(bridge.denoise(PROMPT, fwd_hooks=[(by_end, hook)], hooks=[hook], **SETTINGS), wanted)
+    same(bridge.denoise(PROMPT, fwd_hooks=[(by_end, hook), (by_word, hook)], **SETTINGS), wanted)
+
+
+class Keeping(RunObserver):
+    """Keeps what a run could be resumed with after each step."""
+
+    keeps_state = True
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+        self.steps: list[FinishedStep] = []
+
+    def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
+        self.seen = canvas, masked
+        return canvas
+
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Any, unmasked: Tensor) -> None:
+        self.steps.append(
+            FinishedStep(plan=plan, canvas=self.seen[0], masked=self.seen[1], proposal=proposal, unmasked=unmasked)
+        )
+
+    def keep(self, state: Any) -> None:
+        self.states.append(state)
+
+    def after(self, count: int) -> Resumption:
+        """The first `count` steps."""
+        return Resumption(tuple(self.steps[:count]), self.states[count - 1])
+
+
+def test_a_resumed_run_caches_the_steps_that_it_runs() -> None:
+    model, kept = tiny("llada"), Keeping()
+    whole = dl.denoise(model, PROMPT, observers=kept, **SETTINGS)
+    point, bridge = "blocks.1.attn.hook_pattern", dl.bridge(model)
+    run, cache = bridge.denoise_with_cache(PROMPT, names_filter=point, resume=kept.after(2), **SETTINGS)
+    assert torch.equal(run.canvases, whole.canvases)
+    assert cache.steps == (2, 3)
+    every = bridge.denoise_with_cache(PROMPT, names_filter=point, **SETTINGS)[1]
+    assert torch.equal(cache[point, 3], every[point, 3])
+    with pytest.raises(ValueError, match="cache_steps has step 9, but the run has 4"):
+        bridge.denoise_with_cache(PROMPT, names_filter=point, cache_steps=9, resume=kept.after(2), **SETTINGS)
