@@ -56,7 +56,7 @@ class Activations:
     def __post_init__(self) -> None:
         if not self.values:
             raise ValueError("Activations: nothing was kept")
-        beyond = [step for *_, step in self.values if not 0 <= step < self.run.steps]
+        beyond = [step for *_, step in self.values if step not in self.run.step_numbers]
         if beyond:
             raise ValueError(f"Activations: step {beyond[0]} of a run with {self.run.steps} steps")
 
@@ -91,7 +91,7 @@ class Activations:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The captured steps."""
+        """The captured steps, by their numbers in the run."""
         return tuple(sorted({step for _, _, step in self.values}))
 
     @property
@@ -130,8 +130,8 @@ class _Keeper(StepObserver):
         super().__init__(self.model)
 
     def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
-        """Check the memory at the first step, when the length of the run is known."""
-        if plan.index == 0:
+        """Check the memory before the first pass, when the length of the run is known."""
+        if not self.steps:
             self.check(plan.total, self.sampler.halves * len(canvas), canvas.shape[1])
         return canvas
 
@@ -235,7 +235,8 @@ def capture(
         prompt: as for `dlm_lens.denoise`, or a `DenoisingRun`, whose canvases are then rerun.
         sites: "q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"; several in
             a list. Scores and patterns are materialised.
-        cache_steps: the steps to keep: an index, a slice or indices, negative from the end; None for all.
+        cache_steps: the steps to keep: an index, a slice or indices, negative from the end; None for all. Of
+            a part of a run (`Recording.select(step=)`) places in it; what is kept has the whole run's numbers.
         layers: indices, negative from the end; None for all.
         hooks: interventions under which to run; they act before activations are kept.
         device: device to copy activations to; None to leave them where they are.
@@ -286,7 +287,9 @@ def _go_over(model: Any, run: DenoisingRun, keeper: _Keeper, hooks: Sequence[Hoo
     plain = StoredRun(model, run, hooks=hooks)
     keeper.check(run.steps, plain.halves * len(run.tokens), run.tokens.shape[1])
     stored = StoredRun(model, run, hooks=[*hooks, *keeper.hooks()], warn=False)
-    for step in sorted(keeper.steps):
+    chosen = sorted(keeper.steps)
+    keeper.steps = frozenset(run.step_numbers[step] for step in chosen)
+    for step in chosen:
         stored.states(step)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.hooks import ablate, at_progress, at_steps, freeze_sinks, mask_top_sinks
+from dlm_lens.hooks import ablate, at_progress, at_steps, capture, freeze_sinks, mask_top_sinks
 from dlm_lens.recording import ReceivedAttention, Recording, UpdateNorm, rerun
 from dlm_lens.sampling import StoredRun
 from dlm_lens.testing import tiny
@@ -116,6 +116,16 @@ def test_conditioning_logits_come_from_the_step_before() -> None:
     same(rerun(model, part.run, REDUCERS), part)
     with pytest.raises(ValueError, match=rf"step {second + 1} is conditioned on the logits of step {second}"):
         rerun(model, recorded.select(step=[0, second + 1]).run, REDUCERS)
+
+
+def test_captured_activations_have_the_numbers_of_the_whole_run() -> None:
+    model = tiny("llada")
+    recorded = dl.record(model, PROMPTS, REDUCERS, **settings("llada"))
+    part, whole = recorded.select(step=[2, 5]).run, capture(model, recorded.run, "resid")
+    for steps, numbers in ((None, (2, 5)), ([-1], (5,))):
+        found = capture(model, part, "resid", cache_steps=steps)
+        assert found.steps == numbers
+        assert all(torch.equal(found["resid", 1, number], whole["resid", 1, number]) for number in numbers)
 
 
 def test_a_part_of_a_part_and_one_from_the_disk_keep_their_place(tmp_path: Path) -> None:
