@@ -88,10 +88,12 @@ def run_sampler(
             try:
                 check_finite(found, evaluated, plan.index)
                 before = canvas
-                canvas, proposal, unmasked = sampler(canvas, found, evaluated, masked, plan)
+                canvas, proposal, chosen = sampler(canvas, found, evaluated, masked, plan)
             except NonFiniteLogitsError as error:
                 error.partial = history.result()
                 raise
+            # A trace may choose others, which have no proposal: they stay as they are.
+            unmasked = chosen & masked & evaluated
             after = sampler.open_positions(canvas, plan.index + 1)
             history.finish(plan, proposal, unmasked, revised_positions(before, masked, canvas, after))
             following = None if sampler.finished(canvas, plan) else steps.following(canvas)
