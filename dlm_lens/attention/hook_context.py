@@ -135,6 +135,12 @@ class RunStep:
         seen = self.until(span[1])
         return replace(seen, masked=torch.zeros_like(seen.masked), queries=span, share=self.progress)
 
+    def of_rows(self, rows: Int[Tensor, "row"]) -> "RunStep":
+        """The same step of some rows of its batch."""
+        parts = {name: getattr(self, name)[rows.to(getattr(self, name).device)] for name in _PER_POSITION}
+        share = None if self.share is None else self.share[rows.to(self.share.device)]
+        return replace(self, **parts, share=share, computed={})
+
     def for_rows(self, rows: int) -> "RunStep":
         """The same step for a batch of `rows` rows, which repeats this one's (guidance).
 

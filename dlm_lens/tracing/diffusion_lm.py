@@ -18,18 +18,19 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.utils import TransformersKwargs
 
 from dlm_lens.adapters import family_of, load
-from dlm_lens.attention import ColumnStats, RunStep, attention_stacks, hooked_attentions
+from dlm_lens.attention import ColumnStats, Hook, RunStep, attention_stacks, hooked_attentions
 from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
 from dlm_lens.sampling.network import network_inputs
+from dlm_lens.sampling.observers import check_hooks
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.controllers import TracedModule, add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
-from dlm_lens.tracing.traced_run import PromptBatcher, Run, TracedRun, run_or_scan
+from dlm_lens.tracing.traced_run import LastOfTrace, PromptBatcher, Run, TracedRun, run_or_scan
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
 
 _PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
@@ -146,7 +147,8 @@ class DiffusionLM(HuggingFaceModel):
         run = TracedRun(self._module, self.interleaver, canvas, grad=grad, on_start=self._use_sampler)
         self._traced = run
         others = observers if isinstance(observers, Sequence) else (observers,)
-        return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=(run, *others), **settings))
+        observers = (run, *others, LastOfTrace(run))
+        return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=observers, **settings))
 
     def trace(self, *inputs: Any, **options: Any) -> Any:
         """Open a trace of one forward pass of the model; see nnsight's `Envoy.trace`."""
@@ -163,7 +165,11 @@ class DiffusionLM(HuggingFaceModel):
         return RunScanningTracer(self, fn or "__call__", *inputs, backend=backend, **options)
 
     def run_step(self, step: Step) -> RunStep:
-        """The `RunStep` that a hook receives; `clean` computes a pass without hooks."""
+        """The `RunStep` that a hook receives; `clean` computes a pass without hooks.
+
+        Raises:
+            ValueError: the run is at another step.
+        """
 
         def clean() -> Mapping[int, ColumnStats]:
             if self._traced is None or self._traced.now is None:
@@ -172,19 +178,42 @@ class DiffusionLM(HuggingFaceModel):
             found = self._traced.clean()
             return found if rows is None else {layer: columns.of_rows(rows) for layer, columns in found.items()}
 
-        run, layout = step.run, None if self._traced is None else self._traced.layout
-        if self.causal:  # an AR network sees the tokens decoded so far
-            run = run.until(step.span.start + int(step))
-        elif layout is not None:
-            run = run.until(step.span.stop, layout)
+        now = None if self._traced is None else self._traced.now
+        if now is None or now.step != int(step):
+            raise ValueError(f"{step} is over: a hook is applied to the step that the loop is at")
+        run = step.seen(now, self._rows(1))
         return replace(run, config=self.config, tokenizer=self.tokenizer, clean=clean)
+
+    def run_of_hook(self, hook: Hook, step: Step) -> RunStep:
+        """`run_step` for a hook that is applied, which may refuse the run before its first edit.
+
+        Raises:
+            ValueError: the hook needs a step, a layer, a head or a position that is not there, or the run keeps
+                keys and values in a cache (an AR model's).
+        """
+        run = self.run_step(step)
+        if self._traced is not None and self._traced.cached:
+            raise ValueError(
+                f"{hook}: the run keeps keys and values in a cache, so that a hook would not act on the whole "
+                "prefix; decode without a cache: lm.generate(..., use_cache=False)"
+            )
+        checked = run.memory.setdefault("checked hooks", set())
+        if hook.key not in checked:
+            check_hooks([hook], run)
+            checked.add(hook.key)
+        return run
 
     def invoke_rows(self) -> Int[Tensor, "row"] | None:
         """Rows of the network's batch that belong to the running invoke; None for all."""
+        batcher = self.interleaver.batcher
+        return self._rows(2 if batcher is not None and batcher.guided else 1)
+
+    def _rows(self, halves: int) -> Int[Tensor, "row"] | None:
+        """Rows of the running invoke in a batch that is `halves` times that of the run; None for all."""
         batcher, group = self.interleaver.batcher, Mediator.current("invoke_rows").batch_group
         if batcher is None or not batcher.batching or group is None:
             return None
-        rows: Int[Tensor, row] = batcher.narrow(torch.arange(batcher.total * (2 if batcher.guided else 1)), group)
+        rows: Int[Tensor, "row"] = batcher.narrow(torch.arange(batcher.total * halves), group)
         return rows
 
     def _use_sampler(self, sampler: Sampler) -> None:

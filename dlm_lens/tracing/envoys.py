@@ -11,6 +11,7 @@ from nnsight.intervention.interleaver import Mediator
 from torch import Tensor, nn
 
 from dlm_lens.adapters.head import final_norm
+from dlm_lens.arguments import check_index
 from dlm_lens.attention import (
     HOOK_POINTS,
     NAMES,
@@ -114,8 +115,12 @@ class AttentionEnvoy(Envoy):
         The site may also be "attn_out" or "mlp_out", what the layer's attention or MLP adds to the residual stream
         (`lm.layers[i].attn.output`, `.mlp.output`), or "resid", the output of the layer (`lm.layers[i].output`).
 
+        A hook with layers of its own (`at_layers`, `patch_from`) does nothing in others.
+
         Raises:
-            ValueError: the hook has no such site, or acts in another stack of layers (`at_encoder`).
+            TypeError: `step` is no step of `tracer.steps`.
+            ValueError: the hook has no such site, acts in another stack of layers (`at_encoder`) or needs what the
+                run or the model do not have; or the step is one of an AR run that keeps keys in a cache.
         """
         hook, own = as_hook(hook), self._stack
         if hook.stack not in ("", own):
@@ -123,6 +128,13 @@ class AttentionEnvoy(Envoy):
                 f"{hook} acts in the {hook.stack}, and this is another layer; apply it to "
                 f"lm.{hook.stack}_layers[i].attn"
             )
+        if step is not None and not isinstance(step, Step):
+            raise TypeError(f"apply: step is {step!r}; give the step of the loop, `for step in tracer.steps`")
+        count = len(attention_blocks(self.root._module, own))
+        for layer in hook.layers or ():
+            check_index("layer", layer, count, f"{hook}: ")
+        if hook.layers is not None and self._module.hook_layer not in {layer % count for layer in hook.layers}:
+            return
         if hook.site in HOOK_POINTS:
             value = getattr(self, hook.site)
             setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))
@@ -139,7 +151,7 @@ class AttentionEnvoy(Envoy):
         causal = attends_causally(root._module, stack)
         layer = self._module.hook_layer
         name = f"{stack}.blocks.{layer}.{NAMES[site]}" if stack else f"blocks.{layer}.{NAMES[site]}"
-        run = None if step is None else root.run_step(step).for_rows(rows)
+        run = None if step is None else root.run_of_hook(hook, step).for_rows(rows)
         run = step_in_stack(attention_stacks(root._module)[stack], run) if stack else run
         attention_pass = rows_of_invoke = None
         if site in ("scores", "pattern"):

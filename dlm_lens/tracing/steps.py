@@ -1,7 +1,7 @@
 """`tracer.steps`: a loop over denoising steps inside a trace."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import index
 from typing import Any, NoReturn, cast
@@ -45,6 +45,7 @@ class Step(int):
     masked: Bool[Tensor, "batch position"]
     valid: Bool[Tensor, "batch position"]
     _given: tuple[StepPlan, Bool[Tensor, "batch position"], dict[Any, Any]]
+    _seen: RunStep | None
 
     def __new__(cls, plan: StepPlan, state: dict[str, Tensor], memory: dict[Any, Any] | None = None) -> "Step":
         """Build the step of a plan; an int is made in `__new__`."""
@@ -52,6 +53,7 @@ class Step(int):
         self.total, self.block, self.span = plan.total, plan.block, slice(*plan.span)
         self.tokens, self.masked, self.valid = state["tokens"], state["masked"], state["valid"]
         self._given = plan, state["answer"], {} if memory is None else memory
+        self._seen = None
         return self
 
     @cached_property
@@ -70,6 +72,18 @@ class Step(int):
             queries=plan.computed,
             memory=memory,
         )
+
+    def seen(self, now: RunStep, rows: Int[Tensor, "row"] | None) -> RunStep:
+        """The step as its forward pass sees it, on the canvas that the trace and the run's observers leave.
+
+        Args:
+            now: the run's present step, of all rows of the batch.
+            rows: those of the invoke; None for all.
+        """
+        if self._seen is None:
+            own = now if rows is None else now.of_rows(rows)
+            self._seen = replace(own, memory=self._given[2])
+        return self._seen
 
     @property
     def open(self) -> Bool[Tensor, "batch position"]:
@@ -111,9 +125,13 @@ def _checked(key: Any) -> StepKey:
 
 @dataclass
 class _LoopState:
-    """State of a worker's loops: the last step it received, whether it is in a loop's body, its hooks' memory."""
+    """State of a worker's loops: the last step it received, whether it is in a loop's body, its hooks' memory.
+
+    `ticks` counts the steps that began, which in a resumed run are fewer than the index of the next one.
+    """
 
     at: int = -1
+    ticks: int = 0
     inside: bool = False
     over: bool = False
     memory: dict[Any, Any] = field(default_factory=dict)
@@ -212,9 +230,9 @@ class Steps:
                 "another tracer.invoke()"
             )
         # The step is awaited by the number of its occurrence; inside the step, values are those that come next.
-        mediator.iteration = max(loop.at + 1, mediator.occurrence(STEP))
+        occurrence = mediator.iteration = max(loop.ticks, mediator.occurrence(STEP))
         tick = Mediator.value(STEP)
-        mediator.iteration = None
+        mediator.iteration, loop.ticks = None, occurrence + 1
         if tick is None:
             loop.over = True
             return None
@@ -260,7 +278,7 @@ class Steps:
 
     def _check_body(self, mediator: Mediator, loop: _LoopState, step: Step) -> None:
         loop.inside = False
-        if mediator.occurrence(STEP) > step + 1:
+        if mediator.occurrence(STEP) > loop.ticks:
             raise OutOfOrderError(
                 f"the body of step {int(step)} read a value that the model had already passed, and got that of a "
                 "later step: inside a step, read in the order in which the model runs (lm.canvas, layers from "

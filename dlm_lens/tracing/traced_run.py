@@ -127,7 +127,7 @@ class TracedRun(RunObserver):
         self._forward: Callable[[Tensor], Any] | None = None
         self._clean: Mapping[int, ColumnStats] | None = None
         self.state: dict[str, Tensor] = {}
-        self.editable = False
+        self.editable = self.cached = False
 
     def start(
         self,
@@ -139,6 +139,7 @@ class TracedRun(RunObserver):
         self.on_start(sampler)
         self.layout = sampler.block_layout
         self.editable = not sampler.autoregressive
+        self.cached = sampler.autoregressive and sampler.use_cache
         self.state = {"valid": content} if answer is None else {"valid": content, "answer": answer}
 
     def use_network(self, forward: Callable[[Int[Tensor, "batch position"]], Any]) -> None:
@@ -149,19 +150,23 @@ class TracedRun(RunObserver):
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
         """A step begins: pass it to the workers that wait for it, then its canvas for reading and editing."""
-        if "answer" not in self.state:
-            self.state["answer"] = masked
-        state = {"tokens": canvas, "masked": masked, **self.state}
+        state = {"answer": masked, **self.state, "tokens": canvas, "masked": masked}
         self._handle(STEP, (plan, state))
         if self.editable:
             edited: Any = self._handle(self.location, canvas)
             if edited is not canvas:
                 canvas = torch.as_tensor(edited, device=canvas.device)
+        return canvas
+
+    def see(
+        self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    ) -> None:
+        """The canvas of the step after every edit, which hooks see; what is open at the first one is the answer."""
+        self.state.setdefault("answer", masked)
         given = (canvas, masked, self.state["valid"], self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed)
         self.now = now if plan.seen is None else now.until(plan.seen, self.layout)
         self._clean = None
-        return canvas
 
     @torch.no_grad()
     def clean(self) -> Mapping[int, ColumnStats]:
@@ -188,6 +193,20 @@ class TracedRun(RunObserver):
 
     def _handle(self, location: str, value: Any) -> Any:
         return self.interleaver.handle(location, value) if self.interleaver.interleaving else value
+
+
+class LastOfTrace(RunObserver):
+    """The last observer of a traced run: shows it the canvas that the trace and the other observers leave."""
+
+    def __init__(self, run: TracedRun) -> None:
+        self.run = run
+
+    def step(
+        self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """A step begins."""
+        self.run.see(plan, canvas, masked)
+        return canvas
 
 
 class _ShapesOnly:
