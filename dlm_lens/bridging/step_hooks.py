@@ -126,6 +126,12 @@ class BridgeRun(StepObserver):
                 f"{clean[0]!r} with cache={self.sampler.cache!r}: a bridge has no keys of passes without hooks; "
                 "use dlm_lens.denoise"
             )
+        whole = [hook for hook in self._values if hook.site in ("v", "rot_k")]
+        if self.sampler.cache is not None and whole:
+            raise ValueError(
+                f"{whole[0]!r} with cache={self.sampler.cache!r}: a bridge's {whole[0].site} has the positions "
+                "that a step computes, and not the kept ones that it reads too; use dlm_lens.denoise"
+            )
         check_hooks(self._values, now)
         if self.on_start is not None:
             with self._silence():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import ablate, mask_tokens, mask_top_sinks, steer
-from dlm_lens.sampling import FinishedStep, Resumption, RunObserver, StepPlan
+from dlm_lens.hooks import ablate, at_layers, at_steps, mask_tokens, mask_top_sinks, steer, zero_value
+from dlm_lens.sampling import FinishedStep, Resumption, RunObserver, StepPlan, StoredRun
 from dlm_lens.testing import tiny
 from tests.bridging.cases import model_of
 
@@ -103,3 +103,28 @@ def test_a_resumed_run_caches_the_steps_that_it_runs() -> None:
     assert torch.equal(cache[point, 3], every[point, 3])
     with pytest.raises(ValueError, match="cache_steps has step 9, but the run has 4"):
         bridge.denoise_with_cache(PROMPT, names_filter=point, cache_steps=9, resume=kept.after(2), **SETTINGS)
+
+
+@pytest.mark.parametrize("hook", [zero_value(1), steer(torch.ones(4, 8), 0.1, site="v")], ids=["zero", "steer"])
+def test_values_that_a_step_reads_from_a_cache_are_not_in_a_bridge(hook: Any) -> None:
+    model = tiny("llada")
+    with pytest.raises(ValueError, match=r"with cache='dual': a bridge's v has the positions that a step computes"):
+        dl.bridge(model).denoise(PROMPT, hooks=[hook], cache="dual", **SETTINGS)
+
+
+@pytest.mark.parametrize("site", ["v", "k"])
+def test_an_edit_of_a_value_is_of_one_step_and_that_of_a_key_is_kept(site: Any) -> None:
+    model = tiny("llada")
+    given = {**SETTINGS, "cache": "dual", "block_length": 8}
+    # In the last layer, whose edits reach no kept key of another.
+    whole, edit = dl.denoise(model, PROMPT, **given), at_layers(ablate(site, [1]), [-1])
+    assert whole.computed[:2] == (None, (4, 12))  # position 1 is read at step 1, and not computed
+
+    def changed(at: list[int]) -> bool:
+        with torch.no_grad():
+            runs = [StoredRun(model, whole, hooks=hooks, warn=False) for hooks in ([], [at_steps(edit, at)])]
+            plain, edited = (run.states(1) for run in runs)
+        return not torch.allclose(plain, edited, **CLOSE)
+
+    assert changed([1]) == (site == "v")
+    assert changed([0]) == (site == "k")
