@@ -55,6 +55,10 @@ class FreezeSinks(ColumnHook):
         """As the mask."""
         return self.sinks.padding_safe
 
+    def first_step(self, total: int) -> int | None:
+        """The step whose sinks are hidden from then on."""
+        return self.step % total
+
     def check_run(self, run: RunStep) -> None:
         """Refuse a step that the run does not have.
 

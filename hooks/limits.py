@@ -60,6 +60,10 @@ class Limit:
     def check(self, run: RunStep, who: Hook) -> None:
         """Raise a ValueError if the run or its model lack a step, a layer or a head; by default do nothing."""
 
+    def first_step(self, total: int) -> int | None:
+        """The first of its steps in a run of so many, if it names steps that exist."""
+        return None
+
     def call(self, hook: str) -> str:
         """The limited hook as the call that makes it, from the repr of the hook inside."""
         raise NotImplementedError
@@ -89,6 +93,11 @@ class StepLimit(Limit):
                         f"{who}: step {step} is not there; the run has steps 0 to {run.total - 1} (or -{run.total} "
                         "to -1; a slice may reach beyond)"
                     )
+
+    def first_step(self, total: int) -> int | None:
+        """The first of the steps."""
+        named = self.steps if self.bounds is None else range(total)[slice(*self.bounds)]
+        return min((step % total for step in named), default=None)
 
     def call(self, hook: str) -> str:
         """The call of the limit around `hook`."""
@@ -254,6 +263,11 @@ class Limited(HookWrapper):
     def stack(self) -> str:
         """The part of the model in which it acts."""
         return self.hook.stack if self.limit.stack is None else self.limit.stack
+
+    def first_step(self, total: int) -> int | None:
+        """That of the limit or that of the hook, whichever is later."""
+        named = [each.first_step(total) for each in (self.limit, self.hook)]
+        return max((step for step in named if step is not None), default=None)
 
     def check_run(self, run: RunStep) -> None:
         """Refuse what the run or its model do not have.

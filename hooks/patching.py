@@ -61,6 +61,10 @@ class PatchFrom(Hook):
         more = [f"step={self.step}", *([] if self.from_step is None else [f"from_step={self.from_step}"])]
         return printed_call("patch_from", self.site, self.positions, f"source={self.source}", *more)
 
+    def first_step(self, total: int) -> int | None:
+        """The patched step, or the first captured one."""
+        return min(self.source.steps) if self.step is None else self.step
+
     def check_run(self, run: RunStep) -> None:
         """Refuse a step that the run does not have.
 

@@ -119,6 +119,10 @@ class MaskRandom(ColumnHook):
         """As `like`; the random numbers depend on the row's own positions only."""
         return self.like is None or self.like.padding_safe
 
+    def first_step(self, total: int) -> int | None:
+        """As `like`."""
+        return None if self.like is None else self.like.first_step(total)
+
     def check_run(self, run: RunStep) -> None:
         """Refuse what `like` refuses.
 

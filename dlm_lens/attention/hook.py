@@ -123,6 +123,10 @@ class Hook:
         for position in positions if isinstance(positions, tuple) else ():
             _check_position(position, run, self)
 
+    def first_step(self, total: int) -> int | None:
+        """The first step at which it acts in a run of so many steps, if it names steps; None if it names none."""
+        return None
+
     @property
     def remembers(self) -> bool:
         """Whether it may depend on what an earlier step left."""
@@ -247,6 +251,10 @@ class HookWrapper(Hook):
     def stack(self) -> str:
         """That of the hook inside."""
         return self.hook.stack
+
+    def first_step(self, total: int) -> int | None:
+        """That of the hook inside."""
+        return self.hook.first_step(total)
 
     def check_run(self, run: RunStep) -> None:
         """What the hook inside refuses.

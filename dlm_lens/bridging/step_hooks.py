@@ -34,7 +34,7 @@ from dlm_lens.attention import (
     visible_in,
 )
 from dlm_lens.sampling import StepPlan
-from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in
+from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in, warn_of_steps_not_reached
 
 HookFunction = Callable[[Any, Any], Any]
 FwdHook = tuple[str | Callable[[str], bool], HookFunction]
@@ -109,6 +109,11 @@ class BridgeRun(StepObserver):
                 self._begun = True
                 self._begin(rows, canvas.shape[1], self.now)
         return canvas
+
+    def stop(self) -> None:
+        """The run is over."""
+        warn_of_steps_not_reached(self._values, self.now)
+        super().stop()
 
     def record(self, hooks: Sequence[HookLike]) -> dict[str, Any]:
         """What the settings of a finished run hold about its hooks, as after `dlm_lens.denoise`."""

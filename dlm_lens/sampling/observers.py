@@ -416,6 +416,7 @@ class HookRunner(StepObserver):
         """The run is over: note what was hidden."""
         if any(isinstance(hook, ColumnHook) for hook in self.hooks):
             self.record.update(hidden_in(self._memory, self.hooks))
+        warn_of_steps_not_reached(self.hooks, self.now)
         super().stop()
 
 
@@ -449,6 +450,28 @@ def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
             int(padding.min()),
             int(padding.max()),
         )
+
+
+def warn_of_steps_not_reached(hooks: Sequence[Hook], last: RunStep | None) -> None:
+    """Warn of hooks whose steps all lie after the end of a run that ended early.
+
+    Args:
+        hooks: of the run.
+        last: its last step; None if there was none.
+    """
+    if last is None:
+        return
+    for hook in {hook.key: hook for hook in hooks}.values():
+        first = hook.first_step(last.total)
+        if first is not None and last.step < first < last.total:
+            logger.warning(
+                "%s did not act: it begins at step %d, and the run ended after %d of at most %d steps; give steps "
+                "that it has (negative ones count from the end of the longest run)",
+                hook,
+                first,
+                last.step + 1,
+                last.total,
+            )
 
 
 @contextmanager

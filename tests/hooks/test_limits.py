@@ -6,6 +6,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.attention import ColumnHook, Hook, PointContext
 from dlm_lens.hooks import (
+    ablate,
     at_heads,
     at_layers,
     at_progress,
@@ -21,6 +22,7 @@ from dlm_lens.hooks import (
     sink,
 )
 from dlm_lens.hooks.expressions import parse_hooks
+from dlm_lens.testing import tiny
 from tests.hooks.by_hand import PROMPTS, model_of, settings_of
 
 
@@ -234,3 +236,27 @@ def test_columns_are_hidden_in_the_rows_whose_progress_fits() -> None:
     for row, prompt in enumerate(prompts):
         alone = dl.denoise(model, [prompt], hooks=[hook], gen_length=8, steps=4)
         torch.testing.assert_close(together.confidence[:, row], alone.confidence[:, 0], atol=2e-5, rtol=1e-5)
+
+
+def test_a_run_that_ends_before_the_steps_of_a_hook_says_that_it_did_not_act(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny("llada")
+    early: dict[str, Any] = {"gen_length": 8, "block_length": 8, "threshold": 0.01}
+    for hook, first in (
+        (at_steps(ablate("z"), -1), 7),
+        (at_layers(at_steps(ablate("z"), [5, 2]), [0]), 2),
+        (at_steps(ablate("z"), slice(3, None)), 3),
+        (freeze_sinks(dl.TopK(1), step=4), 4),
+        (mask_random(like=at_steps(mask_top_sinks(1), [6])), 6),
+    ):
+        for denoise in (dl.denoise, lambda _, *args, **more: dl.bridge(model).denoise(*args, **more)):
+            caplog.clear()
+            run = denoise(model, [[5, 6, 7]], hooks=[hook], **early)
+            assert run.steps == 1
+            (record,) = caplog.records
+            assert f"{hook} did not act: it begins at step {first}, and the run ended after 1" in record.message
+    caplog.clear()
+    for acts in (at_steps(ablate("z"), 0), at_steps(ablate("z"), slice(0, 4)), ablate("z")):
+        dl.denoise(model, [[5, 6, 7]], hooks=[acts], **early)
+    assert not caplog.records
