@@ -151,7 +151,8 @@ class DiffusionBridge(TransformerBridge):
             ValueError: an invalid prompt, setting, site or step.
         """
         points = chosen_points(self, names_filter)
-        collector = CacheCollector(self, points, cache_steps, device, pos_slice, max_bytes)
+        edits = bool(fwd_hooks or hooks)
+        collector = CacheCollector(self, points, cache_steps, device, pos_slice, max_bytes, copies=edits)
         collect = [(name, collector) for name in points]
         run = BridgeRun(self, [*fwd_hooks, *fwd_hooks_of(self, hooks), *collect], on_start=collector.check)
         return self._denoise(run, hooks, observers, prompt, attention_mask, settings), collector.result()

@@ -179,6 +179,7 @@ class CacheCollector:
             that of the canvas.
         positions: the positions to keep, as TransformerLens's `pos_slice`.
         limit: the largest size in bytes; None for `SHARE_OF_FREE_MEMORY` of the free memory.
+        copies: whether activations are copied, since a hook that runs later may edit them in place.
     """
 
     bridge: Any
@@ -187,6 +188,7 @@ class CacheCollector:
     device: Any = None
     positions: Any = None
     limit: int | None = None
+    copies: bool = False
     steps: tuple[int, ...] = ()
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
@@ -219,7 +221,7 @@ class CacheCollector:
         """Keep the activation if the step is wanted; `hook` is a StepPoint."""
         if hook.step not in self.steps or not isinstance(tensor, Tensor):
             return
-        kept = tensor.detach()
+        kept = tensor.detach().clone() if self.copies else tensor.detach()
         if self.positions is not None and kept.ndim >= 2:
             # A copy: a view would keep all positions alive.
             dim = self.bridge._pos_slice_dim(hook.name, hook)

@@ -33,6 +33,7 @@ from dlm_lens.attention import (
     listening,
     visible_in,
 )
+from dlm_lens.printable import shown
 from dlm_lens.sampling import StepPlan
 from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in, warn_of_steps_not_reached
 
@@ -78,6 +79,12 @@ class BridgeRun(StepObserver):
         self, bridge: Any, hooks: Sequence[FwdHook], on_start: Callable[[int, int, int], None] | None = None
     ) -> None:
         super().__init__(bridge.original_model)
+        for pair in hooks:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1])):
+                raise ValueError(
+                    f"fwd_hooks takes pairs (name or filter of names, function), not {shown(pair)}; hooks of "
+                    "dlm_lens.hooks go into hooks="
+                )
         self.bridge, self.hooks, self.on_start = bridge, hooks, on_start
         # The others are plain functions, as TransformerLens takes them, which declare nothing.
         self._values = [as_hook(hook) for _, hook in hooks if is_hook(hook)]
@@ -163,6 +170,11 @@ class BridgeRun(StepObserver):
         before: dict[str, list[HookFunction]] = {}
         for name, hook in self.hooks:
             names = [name] if isinstance(name, str) else [each for each in self.bridge.hook_dict if name(each)]
+            if not names:
+                raise ValueError(
+                    f"fwd_hooks: the filter {shown(name)} of {shown(hook)} matches no hook point; see "
+                    "bridge.hook_dict for the names"
+                )
             for each in names:
                 before.setdefault(each, []).append(hook)
             # A filter and a name may meet at some points of the model.

@@ -37,7 +37,8 @@ def rerun(
     The result is what `record` gives with the same reducers, without sampling. A reducer may depend on what the
     run showed, such as its sinks. Of a guided run the conditional half is computed. Hooks of `denoise(hooks=)` run
     only if they are given here too; torch's own hooks on the model run. Steps after the end of a row are undefined
-    (NaN).
+    (NaN). Hooks that name canvas positions see the canvases as they are in the run, padded where `record` joined
+    prompts of other lengths that it ran apart; `by_row` positions are the same tokens in both.
 
     Args:
         model: the model of the run; its attention implementation may be any, and does not change.

@@ -74,7 +74,7 @@ def run_sampler(
             left, canvas = canvas, _edited(on_canvas, plan.index, canvas, rows)
             plan = sampler.planned(plan, sampler.open_positions(canvas, plan.index), canvas != left)
             network.enter(plan)
-            canvas = _observed(observing, sampler, plan, canvas)
+            canvas = _observed(observing, sampler, plan, canvas, rows)
             masked = sampler.open_positions(canvas, plan.index)
             history.start(canvas, masked)
             evaluated = (
@@ -112,15 +112,18 @@ def _finished(history: History, sampler: Sampler, canvas: Tensor) -> DenoisingRu
     return history.result()
 
 
-def _observed(observing: RunObservers, sampler: Sampler, plan: StepPlan, canvas: Tensor) -> Tensor:
+def _observed(observing: RunObservers, sampler: Sampler, plan: StepPlan, canvas: Tensor, rows: int) -> Tensor:
     """The canvas of a step after its observers, which may edit it.
 
     Raises:
-        ValueError: an edit outside what the step computes.
+        ValueError: an edit outside what the step computes, or an id that the model does not embed.
     """
     opened = partial(sampler.open_positions, step=plan.index)
     edited = observing.step(plan, canvas, opened, editable=not sampler.autoregressive)
-    if edited is not canvas and sampler.planned(plan, opened(edited), edited != canvas) != plan:
+    if edited is canvas:
+        return canvas
+    _known_ids(edited, rows, "an edit of the canvas")
+    if sampler.planned(plan, opened(edited), edited != canvas) != plan:
         raise ValueError(
             f"an observer edited step {plan.index} outside positions {plan.computed}, where the cache keeps "
             "keys and values; edit with on_canvas, which makes the step compute everything, or leave cache out"
@@ -200,12 +203,16 @@ def _resumed(resume: Resumption, history: History, noise: Stateful | None, sampl
     return resume.canvas(history)
 
 
-def _known_ids(canvas: Tensor, rows: int) -> Tensor:
-    """The canvas of `on_canvas`, whose ids have rows in the embedding."""
+def _known_ids(canvas: Tensor, rows: int, who: str) -> Tensor:
+    """The canvas that `who` edited, whose ids have rows in the embedding.
+
+    Raises:
+        ValueError: naming the first id that has none.
+    """
     outside = canvas[(canvas < 0) | (canvas >= rows)]
     if len(outside):
         raise ValueError(
-            f"on_canvas returned token id {int(outside[0])}, which has no row in the model's embedding of {rows}"
+            f"{who} wrote token id {int(outside[0])}, which has no row in the model's embedding of {rows}"
         )
     return canvas
 
@@ -215,4 +222,4 @@ def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor, rows: int) ->
         return canvas
     # The callback gets its own copy: what it does to that in place must not rewrite history.
     replaced = on_canvas(step, canvas.clone())
-    return canvas if replaced is None else _known_ids(same_shape("on_canvas", canvas, replaced), rows)
+    return canvas if replaced is None else _known_ids(same_shape("on_canvas", canvas, replaced), rows, "on_canvas")

@@ -274,7 +274,9 @@ class DiffusionLM(HuggingFaceModel):
 
 def _prompt(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(inputs) > 1:
-        raise ValueError(f"{len(inputs)} positional prompts; give one prompt, or a list of them")
+        raise ValueError(
+            f"{len(inputs)} positional arguments; give one prompt, or a list of them, and attention_mask= by name"
+        )
     return inputs[0] if inputs else kwargs.get("prompt", kwargs.get("input_ids"))
 
 

@@ -128,3 +128,44 @@ def test_an_edit_of_a_value_is_of_one_step_and_that_of_a_key_is_kept(site: Any) 
 
     assert changed([1]) == (site == "v")
     assert changed([0]) == (site == "k")
+
+
+def test_a_cached_activation_is_what_it_was_before_a_later_hook_edited_it_in_place() -> None:
+    bridge = dl.bridge(tiny("llada"))
+
+    def zeros(resid: Tensor, hook: Any) -> Tensor:
+        return resid.zero_()
+
+    name = "blocks.0.hook_resid_post"
+    edits = [("blocks.1.hook_resid_pre", zeros)]
+    cache = bridge.denoise_with_cache(PROMPT, names_filter=name, fwd_hooks=edits, **SETTINGS)[1]
+    plain = bridge.denoise_with_cache(PROMPT, names_filter=name, **SETTINGS)[1]
+    assert torch.equal(cache[name, 0], plain[name, 0])
+
+
+@pytest.mark.parametrize(
+    ("fwd_hooks", "message"),
+    [
+        ([mask_tokens("mask")], r"fwd_hooks takes pairs \(name or filter of names, function\), not mask_tokens"),
+        ([(lambda name: name == "nowhere", mask_tokens("mask"))], "matches no hook point; see bridge.hook_dict"),
+    ],
+    ids=["no pair", "no point"],
+)
+def test_hooks_without_a_point_are_refused(fwd_hooks: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dl.bridge(tiny("llada")).denoise(PROMPT, fwd_hooks=fwd_hooks, **SETTINGS)
+
+
+class Writing(RunObserver):
+    """Writes an id that no model embeds."""
+
+    def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
+        return canvas.masked_fill(masked, 999)
+
+
+def test_a_token_that_the_model_does_not_embed_is_named() -> None:
+    model, message = tiny("llada"), "an edit of the canvas wrote token id 999, which has no row in .* of 64"
+    with pytest.raises(ValueError, match=message):
+        dl.denoise(model, PROMPT, observers=[Writing()], **SETTINGS)
+    with pytest.raises(ValueError, match=message):
+        dl.bridge(model).denoise(PROMPT, observers=[Writing()], **SETTINGS)
