@@ -1,5 +1,6 @@
 """Logits from the decoder's states: the final norm, the output embedding, and the scaling of some families."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,29 +20,41 @@ def head_states(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Te
     return states if head is None else head(states)
 
 
-def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_vocab"]:
-    """Logits of states that have passed the final norm: u = W_U h, scaled as the config says; h as `head_states`.
+def logit_scaling(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """What a family does to the logits after its output embedding, or None where it changes nothing.
 
     c tanh(u / c) with the config's `final_logit_softcapping` c (Gemma 2, 2408.00118, section 2), u times
     `logit_scale` (Cohere), u divided by `logits_scaling` (Granite), u times `lm_head_multiplier` (Falcon-H1).
+    """
+    config = model.config.get_text_config()
+    factors = {
+        name: getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
+    }
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap is None and all(factor in (None, 1) for factor in factors.values()):
+        return None
+
+    def scaled(logits: Float[Tensor, "*state d_vocab"]) -> Float[Tensor, "*state d_vocab"]:
+        """The scaled logits."""
+        for name, factor in factors.items():
+            if factor is not None:
+                logits = logits / factor if name == "logits_scaling" else logits * factor
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    return scaled
+
+
+def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_vocab"]:
+    """Logits of states that have passed the final norm: u = W_U h, then `logit_scaling`; h as `head_states`.
+
     With the config's `float32_logits` (DiffusionGemma) u is scaled in float32 at least.
     `check_head` raises where a family does something else.
     """
-    config = model.config.get_text_config()
     logits: Tensor = model.get_output_embeddings()(head_states(model, states))
     if getattr(model.config, "float32_logits", False):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    multiplier = getattr(config, "lm_head_multiplier", None)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    if scale is not None:
-        logits = logits * scale
-    if divisor is not None:
-        logits = logits / divisor
-    if multiplier is not None:
-        logits = logits * multiplier
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    scaling = logit_scaling(model)
+    return logits if scaling is None else scaling(logits)
 
 
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "embedding_norm")

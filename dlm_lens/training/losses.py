@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from dlm_lens.adapters.head import head_states
+from dlm_lens.adapters.head import head_states, logit_scaling
 from dlm_lens.attention import SinkLayout
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.two_copies import two_copies
@@ -32,11 +32,12 @@ def weighted_cross_entropy(
     elements: int | None = None,
     never: int | None = None,
     tied: TiedLookup | None = None,
+    scaling: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, ""]:
-    """sum_n weights_n (logsumexp(W x_n) - (W x_n)[target_n]), in float32, a few rows of logits at a time.
+    """sum_n weights_n (logsumexp(u_n) - u_n[target_n]), u_n = s(W x_n), in float32, a few rows of logits at a time.
 
     For a plain linear head the gradient is computed in the forward pass, so that logits are computed once. Another
-    head (quantised, wrapped, or partitioned by DeepSpeed) is recomputed in the backward pass.
+    head (quantised, wrapped, or partitioned by DeepSpeed) is recomputed in the backward pass, as with `scaling`.
 
     Args:
         states: input of the head.
@@ -46,6 +47,7 @@ def weighted_cross_entropy(
         elements: logits in memory at once; None for 2**25 on a CPU and 2**28 on a GPU.
         never: an id without probability, [MASK] in the SUBS parameterisation of MDLM.
         tied: the states' lookup in the weight of a plain head, which takes its gradient; from `tied_gradient`.
+        scaling: s, from `logit_scaling`; it is given float32. None for none.
     """
     vocabulary = getattr(head, "out_features", None) or cast(Any, head).weight.shape[0]
     budget = elements or ELEMENTS.get(states.device.type, ELEMENTS["cuda"])
@@ -53,7 +55,7 @@ def weighted_cross_entropy(
     if not len(states):
         # No position was masked: a loss of zero with a gradient, because distributed ranks wait for each other's.
         return states.sum() * 0.0 + sum(parameter.sum() * 0.0 for parameter in head.parameters())
-    if _plain(head) and never is None:
+    if _plain(head) and never is None and scaling is None:
         dtype = torch.get_autocast_dtype(states.device.type) if _autocast(states) else states.dtype
         anchor, gradient = (None, None) if tied is None else (tied.anchor, tied.gradient)
         weight = cast(Tensor, head.weight)
@@ -64,13 +66,22 @@ def weighted_cross_entropy(
     for part in range(0, len(states), rows):
         piece = slice(part, part + rows)
         total = total + checkpoint(
-            _piece, head, states[piece], targets[piece], weights[piece].float(), never, use_reentrant=False
+            _piece, head, states[piece], targets[piece], weights[piece].float(), never, scaling, use_reentrant=False
         )
     return total
 
 
-def _piece(head: nn.Module, states: Tensor, targets: Tensor, weights: Tensor, never: int | None) -> Tensor:
+def _piece(
+    head: nn.Module,
+    states: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    never: int | None,
+    scaling: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
     logits = head(states).float()
+    if scaling is not None:
+        logits = scaling(logits)
     if never is not None:
         logits = logits.index_fill(-1, torch.tensor([never], device=logits.device), -torch.inf)
     losses = nn.functional.cross_entropy(logits, targets, reduction="none")
@@ -164,7 +175,8 @@ def masked_loss(
 ) -> Float[Tensor, ""]:
     """sum_n weights_n CE(logits of output n, target n): the numerator of an objective's loss.
 
-    The head runs on the requested outputs only, in chunks; learned sinks are removed before it.
+    The head runs on the requested outputs only, in chunks; learned sinks are removed before it. Its logits are
+    scaled as the model scales them (`logit_scaling`).
 
     Args:
         model: any causal LM or masked DLM of transformers' layout.
@@ -190,7 +202,7 @@ def masked_loss(
     requested = head_states(model, states.flatten(0, 1)[outputs])
     never = model.config.mask_token_id if getattr(model.config, "subs", False) else None
     head = model.get_output_embeddings()
-    return weighted_cross_entropy(requested, head, targets, weights, elements, never, tied)
+    return weighted_cross_entropy(requested, head, targets, weights, elements, never, tied, logit_scaling(model))
 
 
 @contextmanager

@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, PretrainedConfig
 
-from dlm_lens.training import weighted_cross_entropy
+from dlm_lens.training import masked_loss, weighted_cross_entropy
 
 N, WIDTH, VOCABULARY = 37, 8, 50
 
@@ -72,3 +75,37 @@ def test_no_more_logits_than_asked_for_are_held(monkeypatch: pytest.MonkeyPatch)
     weighted_cross_entropy(states, head, targets, weights, 4 * VOCABULARY)
     assert max(sizes) == 4 * VOCABULARY
     assert sum(sizes) == N * VOCABULARY
+
+
+TINY = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5, "pad_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraniteConfig(**TINY, logits_scaling=3.0),
+        Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=2.0),
+        CohereConfig(**TINY, logit_scale=0.3, bos_token_id=1, eos_token_id=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_scaled_logits_have_the_loss_and_gradient_of_transformers(config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    outputs = torch.arange(18).view(2, 9)[:, :-1].flatten()
+    model(input_ids=ids, labels=ids).loss.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    expected = float(model(input_ids=ids, labels=ids).loss.detach())
+    model.zero_grad()
+    weights = torch.full((16,), 1 / 16)
+    loss = masked_loss(model, ids, outputs, ids[:, 1:].flatten(), weights, elements=5 * VOCABULARY)
+    loss.backward()
+    # Both take the cross entropy in float32.
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        scale = float(wanted[name].abs().max())
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-5 * scale, msg=name)
