@@ -19,7 +19,7 @@ Weighting = Literal["inverse", "elbo", "uniform"]
 Normalisation = Literal["token", "sequence", "batch"]
 Masks = Literal["independent", "count"]
 
-TIMES, POSITIONS, LENGTHS, TOKENS = 0, 1, 2, 4
+TIMES, POSITIONS, LENGTHS, TOKENS, DROPOUT = 0, 1, 2, 4, 5
 """Random streams, so that one setting does not change the random numbers of another."""
 
 
@@ -81,9 +81,9 @@ def check_trained_whole(model: Any) -> None:
         )
 
 
-def random_numbers(seed: int, stream: int, sample: int) -> np.random.Generator:
-    """The random generator of a row, a pure function of its arguments."""
-    return np.random.default_rng((seed, stream, sample))
+def random_numbers(seed: int, stream: int, *place: int) -> np.random.Generator:
+    """The random generator of a row (or of another place in a run), a pure function of its arguments."""
+    return np.random.default_rng((seed, stream, *place))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from dlm_lens.training.checkpoints import (
 from dlm_lens.training.data import Batching, BatchStream, build_source, read_dataset
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
-from dlm_lens.training.objective import NextToken
+from dlm_lens.training.objective import DROPOUT, NextToken, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
@@ -56,7 +56,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     """Train a masked DLM (or, with `NextToken`, an AR baseline).
 
     Batches and noise are functions of the seed and of the sample's number: a resumed run, or one divided among
-    processes, sees the same samples as an uninterrupted run of one process. Checkpoints are written atomically, and
+    processes, sees the same samples as an uninterrupted run of one process. Dropout is a function of the seed, the
+    step, the micro-batch and the process. Checkpoints are written atomically, and
     `dlm_lens.load` opens them.
 
     Args:
@@ -105,6 +106,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         arguments.gradient_accumulation_steps = self.batching.accumulation
         self.last_cursor: Cursor | None = None
         self._reading: tuple[int, Cursor | None] = (0, None)
+        self._part = 0  # micro-batches of the step that are done
         super().__init__(model=model, args=arguments, callbacks=list(callbacks))
         self.remove_callback(PrinterCallback)
         self.add_callback(ProgressBar())
@@ -143,6 +145,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The micro-batches of a step, and the denominator of its loss over all processes."""
+        self._part = 0
         samples = [next(epoch_iterator) for _ in range(num_batches)]
         self.last_cursor = samples[-1].pop("cursor")
         total = torch.stack([batch.pop("count") for batch in samples]).sum().to(device)
@@ -169,9 +172,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         Raises:
             NonFiniteLossError: the loss is not finite.
         """
-        if getattr(self.model.config, "attention_dropout", 0.0):
-            # So that dropout is a function of the step.
-            torch.manual_seed(hash((self.settings.seed, self.state.global_step, self.batching.rank)) % 2**63)
+        part, self._part = self._part, self._part + 1
+        torch.manual_seed(dropout_seed(self.settings.seed, self.state.global_step, part, self.batching.rank))
         with SwiGLU() if self._keeps_activations() else nullcontext():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if not bool(loss.isfinite()):
@@ -327,6 +329,18 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if "loss" in logs:
             logs = {**logs, **self.stopwatch.read(self.state.global_step)}
         super().log(logs, start_time)
+
+
+def dropout_seed(seed: int, step: int, part: int, rank: int) -> int:
+    """The seed of torch's generators in one forward and backward pass, a pure function of its arguments.
+
+    Args:
+        seed: of the run.
+        step: optimiser steps that are done.
+        part: micro-batches of this step that are done.
+        rank: of the process.
+    """
+    return int(random_numbers(seed, DROPOUT, step, part, rank).integers(2**63))
 
 
 def _size(source: Source) -> int | None:

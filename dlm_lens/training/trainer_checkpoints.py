@@ -136,7 +136,7 @@ class CheckpointingTrainer(Trainer):
         own.load_state_dict(stored.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save nothing: no random number of the training depends on a generator's state."""
+        """Save nothing: every pass seeds the generators (`dropout_seed`), and no other random number needs them."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load nothing."""

@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import dlm_lens
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
     CheckpointError,
     DataSettings,
+    Example,
     MaskedDiffusionLoss,
     MaskedDiffusionTrainer,
     NextToken,
     NonFiniteLossError,
     Optimisation,
+    RowSource,
     TrainingSettings,
     evaluation_loss,
 )
@@ -121,6 +123,55 @@ def test_a_resumed_run_is_the_unbroken_one(
     assert rates == pytest.approx([e["learning_rate"] for e in whole.state.log_history if "loss" in e])
     for name, value in weights(tmp_path / "whole" / f"checkpoint-{STEPS}").items():
         assert torch.equal(value, weights(tmp_path / "broken" / f"checkpoint-{STEPS}")[name]), name
+
+
+def dropping(output: Path, **values: Any) -> MaskedDiffusionTrainer:
+    """Two steps of GPT-2 with dropout in embedding, residual stream and attention."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.2, embd_pdrop=0.2,
+        attn_pdrop=0.2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    settings = TrainingSettings(
+        output=str(output), steps=2, save_steps=1, batch_size=4, micro_batch_size=2, precision="fp32", log_steps=1,
+        data=DataSettings(length=12, column="input_ids"), optimisation=Optimisation(rate=1e-2), report_to=(),
+        objective=NextToken(),
+    )  # fmt: skip
+    rows = [{"input_ids": [(7 * i + j) % 60 for j in range(12)]} for i in range(16)]
+    return MaskedDiffusionTrainer(GPT2LMHeadModel(config), replace(settings, **values), rows)
+
+
+def test_a_resumed_run_with_dropout_is_the_unbroken_one(tmp_path: Path) -> None:
+    whole = dropping(tmp_path / "whole")
+    whole.train()
+    first = dropping(tmp_path / "broken")
+    first.train()
+    (tmp_path / "broken" / "checkpoint-2" / "run.json").unlink()  # as if it had never been finished
+    torch.manual_seed(1)
+    second = dropping(tmp_path / "broken")
+    second.train(resume_from_checkpoint=True)
+    assert losses(second) == losses(whole)
+    for name, value in weights(tmp_path / "whole" / "checkpoint-2").items():
+        assert torch.equal(value, weights(tmp_path / "broken" / "checkpoint-2")[name]), name
+
+
+def test_every_micro_batch_has_its_own_dropout(tmp_path: Path) -> None:
+    """Two micro-batches with the same rows: the same dropout would give the same loss."""
+    trainer = dropping(tmp_path, steps=1)
+    trainer.model.config.attention_dropout = 0.2  # the name in other families, GPT-2 has attn_pdrop
+    trainer.source = RowSource([0], lambda row: Example(torch.arange(12)), 12)
+    found: list[float] = []
+    usual = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = usual(*args, **kwargs)
+        found.append(float(loss.detach()))
+        return loss
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    assert len(found) == 2
+    assert found[0] != found[1]
 
 
 @pytest.mark.long
