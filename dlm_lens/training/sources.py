@@ -217,6 +217,10 @@ class RowSource:
             row = int(epoch_order(len(self.rows), seed, epoch)[index])
             yield partial(self._example, row), {"sample": sample + 1}
 
+    def once(self, seed: int) -> Iterator[Build]:
+        """The sequences of one epoch."""
+        return (build for build, _ in islice(self.read(None, seed), len(self.rows)))
+
     def _example(self, row: int) -> Example:
         return self.build(self.rows[row])
 
@@ -255,10 +259,21 @@ class PackedSource:
         Raises:
             ValueError: an epoch without a document.
         """
+        return self._sequences(cursor)
+
+    def once(self, seed: int) -> Iterator[Build]:
+        """The sequences of one epoch; the last one holds the tokens that are left, and may be short.
+
+        Raises:
+            ValueError: an epoch without a document.
+        """
+        return (build for build, _ in self._sequences(None, epochs=1))
+
+    def _sequences(self, cursor: Cursor | None, epochs: int | None = None) -> Iterator[tuple[Build, Cursor]]:
         start = dict(cursor or {"epoch": 0, "document": 0, "token": 0})
         tokens: list[int] = []
         owners: list[int] = []
-        for number, ids in self._encoded(start):
+        for number, ids in self._encoded(start, epochs):
             skipped = (
                 start["token"]
                 if (number["epoch"], number["document"]) == (start["epoch"], start["document"])
@@ -272,10 +287,14 @@ class PackedSource:
                 del tokens[: self.length], owners[: self.length]
                 cursor_after = {"epoch": number["epoch"], "document": number["document"], "token": len(ids) - left}
                 yield partial(self._example, *sequence), cursor_after
+        if tokens:  # of a last epoch, after which the source is at its beginning
+            yield partial(self._example, torch.tensor(tokens), torch.tensor(owners)), {}
 
-    def _encoded(self, start: Mapping[str, int]) -> Iterator[tuple[dict[str, int], Sequence[int]]]:
+    def _encoded(
+        self, start: Mapping[str, int], epochs: int | None = None
+    ) -> Iterator[tuple[dict[str, int], Sequence[int]]]:
         order = 0
-        for epoch in count(start["epoch"]):
+        for epoch in count(start["epoch"]) if epochs is None else range(start["epoch"], epochs):
             first = start["document"] if epoch == start["epoch"] else 0
             empty = True
             for document, text in enumerate(self.documents(epoch, first), first):
@@ -295,6 +314,17 @@ class PackedSource:
         return Example(tokens, documents=owners if self.packing == "isolated" else None, unmasked=unmasked)
 
 
-def take(source: Source, number: int, seed: int = 0) -> list[Example]:
-    """The first sequences of a source, for a probe batch or an evaluation set."""
+def take(source: Source, number: int, seed: int = 0, *, repeat: bool = True) -> list[Example]:
+    """The first sequences of a source, for a probe batch or an evaluation set.
+
+    Args:
+        source: of sequences.
+        number: of sequences, at most.
+        seed: of their order.
+        repeat: go on with a second epoch where the first has fewer sequences. Without it every token of a small
+            set comes once, and the last packed sequence may be short; a source of one's own, which has no `once`,
+            is read on in any case.
+    """
+    if not repeat and isinstance(source, RowSource | PackedSource):
+        return [build() for build in islice(source.once(seed), number)]
     return [build() for build, _ in islice(source.read(None, seed), number)]

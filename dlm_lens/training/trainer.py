@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 EVALUATION_SEED = 20_250_101
 """Seed of the evaluation masks, the same at every step and in every run."""
 
+EVALUATION_ORDER = 0
+"""Seed of the order in which evaluation rows are taken from their dataset, the same in every run."""
+
 
 class MaskedDiffusionTrainer(CheckpointingTrainer):
     """Train a masked DLM (or, with `NextToken`, an AR baseline).
@@ -64,7 +67,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         model: from `convert`, `dlm_lens.load`, or a config; its weights should be float32.
         settings: of the run.
         train_dataset: of the datasets library, a list of mappings, or a `Source`.
-        eval_dataset: likewise, for the evaluation loss; None for no evaluation.
+        eval_dataset: likewise, for the evaluation loss; its first `eval_rows` sequences are used, each once, in an
+            order that no setting changes. None for no evaluation.
         tokenizer: the model's by default.
         callbacks: of transformers.
 
@@ -93,7 +97,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
                 f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
                 "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
             )
-        self.source = self._source(train_dataset, model)
+        self.source = self._source(train_dataset, model, settings.seed)
         if getattr(model, "dtype", torch.float32) != torch.float32:
             logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)
         steps = settings.total_steps(_size(self.source))
@@ -118,18 +122,19 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.add_callback(self.stopwatch)
         self.examples = None
         if eval_dataset is not None:
-            self.examples = take(self._source(eval_dataset, model), settings.eval_rows)
+            source = self._source(eval_dataset, model, EVALUATION_ORDER)
+            self.examples = take(source, settings.eval_rows, EVALUATION_ORDER, repeat=False)
             if settings.eval_steps:
                 self.add_callback(Evaluation(self, settings.eval_steps))
         if settings.probe_steps:
             self.add_callback(SinkMetrics(self, settings.probe_steps))
 
-    def _source(self, dataset: Any, model: Any) -> Source:
+    def _source(self, dataset: Any, model: Any, seed: int) -> Source:
         if hasattr(dataset, "read") and hasattr(dataset, "length"):
             found: Source = dataset
             return found
         shift = bool(getattr(self.objective, "logit_shift", False))
-        return build_source(dataset, self.settings.data, self.tokenizer, shift=shift, seed=self.settings.seed)
+        return build_source(dataset, self.settings.data, self.tokenizer, shift=shift, seed=seed)
 
     # Data and loss
 

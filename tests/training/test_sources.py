@@ -6,7 +6,7 @@ import torch
 from dlm_lens.testing import tiny
 from dlm_lens.training import Batching, BatchStream, DataSettings, Example, MaskedDiffusionLoss, RowSource
 from dlm_lens.training.data import build_source, read_dataset
-from dlm_lens.training.sources import PackedSource
+from dlm_lens.training.sources import PackedSource, take
 
 TOKENIZER = tiny("sink_qwen").tokenizer
 EOS = TOKENIZER.eos_token_id
@@ -63,6 +63,20 @@ def test_reading_goes_on_without_encoding_what_lies_before() -> None:
     seen.clear()
     next(iter(source.read(cursor, 0)))
     assert len(seen) <= 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_evaluation_set_is_every_token_once(stream: bool) -> None:
+    source = build_source(Stream() if stream else TEXTS, DataSettings(length=8), TOKENIZER)
+    everything = sorted(token for row in TEXTS for token in encoded(row))
+    assert len(everything) % 8
+    examples = take(source, 1000, repeat=False)
+    assert [len(example.tokens) for example in examples] == [8] * (len(everything) // 8) + [len(everything) % 8]
+    assert sorted(torch.cat([example.tokens for example in examples]).tolist()) == everything
+    assert [len(example.tokens) for example in take(source, 2, repeat=False)] == [8, 8]
+    rows = RowSource(list(range(10)), lambda row: Example(torch.tensor([row, row])), 2)
+    assert sorted(int(example.tokens[0]) for example in take(rows, 64, repeat=False)) == list(range(10))
+    assert len(take(rows, 64)) == 64
 
 
 def test_rows_come_once_per_epoch_in_an_order_of_the_seed() -> None:

@@ -422,6 +422,26 @@ def test_an_autoregressive_baseline_trains_on_the_same_rows(tmp_path: Path) -> N
     assert losses(trainer)[-1] < 0.8 * losses(trainer)[0]
 
 
+def test_the_evaluation_loss_is_the_mean_over_its_set_whatever_the_seed(tmp_path: Path) -> None:
+    """Against all logits in float64, each document of the set once; for `NextToken`, which draws no noise."""
+    few = [{"text": f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4}"} for i in range(7)]  # 7 sequences of 6 tokens
+    found = []
+    for seed in (0, 1):
+        trainer = job(tmp_path, family="causal", objective=NextToken(), data=DataSettings(length=6), seed=seed,
+                      eval_dataset=few, eval_rows=10)  # fmt: skip
+        found.append(trainer.evaluate()["eval_loss"])
+    model, total = tiny("causal").double(), 0.0
+    for row in few:
+        ids = torch.tensor([[*model.tokenizer(row["text"]).input_ids, model.tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        total -= float(logits[torch.arange(5), ids[0, 1:]].sum())
+    assert found == pytest.approx([total / 35] * 2, rel=1e-5)
+    most = [job(tmp_path, seed=seed, eval_dataset=ROWS, eval_rows=5).examples for seed in (0, 1)]
+    for one, other in zip(*most, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+
+
 @pytest.mark.long
 def test_the_evaluation_loss_is_the_same_every_time_and_close_to_many_masks(tmp_path: Path) -> None:
     trainer = job(tmp_path)
