@@ -1,5 +1,6 @@
 from .checkpoints import CheckpointError as CheckpointError
 from .checkpoints import NonFiniteLossError as NonFiniteLossError
+from .checkpoints import TrainingDataError as TrainingDataError
 from .checkpoints import TrainingStoppedError as TrainingStoppedError
 from .config_files import read_settings as read_settings
 from .config_files import shipped_configs as shipped_configs

@@ -36,6 +36,10 @@ class NonFiniteLossError(TrainingStoppedError):
     """The loss, the gradient or a weight is not a finite number."""
 
 
+class TrainingDataError(TrainingStoppedError, ValueError):
+    """A text that was read during the training cannot be used."""
+
+
 class CheckpointError(TrainingStoppedError):
     """A checkpoint could not be written."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from dlm_lens.training.objective import Objective
+from dlm_lens.training.objective import Objective, check_no_mask
 from dlm_lens.training.settings import DataSettings
 from dlm_lens.training.sources import (
     Build,
@@ -82,8 +82,44 @@ def build_source(
     encode = _encoder(settings, tokenizer, bos)
     first = _bos(tokenizer) if bos else None
     return PackedSource(
-        _documents(dataset, settings, seed), encode, settings.length, settings.packing, first, _padding(tokenizer)
+        _documents(dataset, settings, seed),
+        encode,
+        settings.length,
+        settings.packing,
+        first,
+        _padding(tokenizer),
+        len(dataset) if hasattr(dataset, "__len__") else None,
     )
+
+
+CHECKED_TEXTS = 100_000
+"""The largest dataset whose texts are all looked at before the first step."""
+
+
+def check_texts(source: Source, mask_token_id: int | None) -> None:
+    """Encode every text of a source of known size, at most `CHECKED_TEXTS`, so that a bad one is known at once.
+
+    A stream, and a larger dataset, is checked while it is read. 100,000 texts of 200 tokens took 32 s on a core.
+
+    Args:
+        source: of the training.
+        mask_token_id: of the objective; None for none.
+
+    Raises:
+        ValueError: a text that holds the mask token, or cannot be made a sequence.
+    """
+    if isinstance(source, RowSource) and len(source.rows) <= CHECKED_TEXTS:
+        logger.info("checking %d rows before the first step", len(source.rows))
+        for row in range(len(source.rows)):
+            tokens = source.example(row).tokens
+            if mask_token_id is not None:
+                check_no_mask(tokens, mask_token_id, f"row {row} of the data")
+    elif isinstance(source, PackedSource) and source.size is not None and source.size <= CHECKED_TEXTS:
+        logger.info("checking %d texts before the first step", source.size)
+        for text in source.documents(0, 0):
+            ids = source.encode(text)
+            if mask_token_id is not None:
+                check_no_mask(torch.tensor(ids), mask_token_id, f"the document that begins {str(text)[:40]!r}")
 
 
 def _fine_tuning(dataset: Any, settings: DataSettings, tokenizer: Any, bos: bool) -> RowSource:

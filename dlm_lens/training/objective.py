@@ -81,6 +81,19 @@ def check_trained_whole(model: Any) -> None:
         )
 
 
+def check_no_mask(tokens: Int[Tensor, "..."], mask_token_id: int, where: str = "the text") -> None:
+    """Raise where the clean tokens hold the mask token.
+
+    Raises:
+        ValueError: they do; `where` names them.
+    """
+    if bool((tokens == mask_token_id).any()):
+        raise ValueError(
+            f"{where} holds the mask token {mask_token_id}, which would be learned as a word; choose a mask token "
+            "that the text does not contain, or leave such texts out"
+        )
+
+
 def random_numbers(seed: int, stream: int, *place: int) -> np.random.Generator:
     """The random generator of a row (or of another place in a run), a pure function of its arguments."""
     return np.random.default_rng((seed, stream, *place))
@@ -214,11 +227,7 @@ class MaskedDiffusionLoss:
         """
         if self.mask_token_id is None or self.logit_shift is None:
             raise ValueError("the objective lacks the model's mask token or shift; call `for_model` first")
-        if bool((rows.tokens[rows.visible] == self.mask_token_id).any()):
-            raise ValueError(
-                f"the text holds the mask token {self.mask_token_id}, which would be learned as a word; choose a "
-                "mask token that the text does not contain"
-            )
+        check_no_mask(rows.tokens[rows.visible], self.mask_token_id)
         weight = noised.weight[:, None].expand_as(noised.masked)
         count = float(noised.region.sum())
         if self.normalisation != "token":

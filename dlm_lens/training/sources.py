@@ -215,13 +215,14 @@ class RowSource:
         for sample in count((cursor or {}).get("sample", 0)):
             epoch, index = divmod(sample, len(self.rows))
             row = int(epoch_order(len(self.rows), seed, epoch)[index])
-            yield partial(self._example, row), {"sample": sample + 1}
+            yield partial(self.example, row), {"sample": sample + 1}
 
     def once(self, seed: int) -> Iterator[Build]:
         """The sequences of one epoch."""
         return (build for build, _ in islice(self.read(None, seed), len(self.rows)))
 
-    def _example(self, row: int) -> Example:
+    def example(self, row: int) -> Example:
+        """The sequence of a row."""
         return self.build(self.rows[row])
 
 
@@ -238,6 +239,7 @@ class PackedSource:
         packing: "joined", documents in a sequence see each other as in SMDM and LLaDA; "isolated", they do not.
         bos: the beginning-of-text id, never masked at the start of a document or sequence; None for none.
         padding: any id.
+        size: documents of an epoch; None where it is not known.
     """
 
     documents: Callable[[int, int], Iterator[Any]] = field(repr=False)
@@ -246,6 +248,7 @@ class PackedSource:
     packing: Packing = "joined"
     bos: int | None = None
     padding: int = 0
+    size: int | None = None
 
     def __post_init__(self) -> None:
         if self.packing not in get_args(Packing):

@@ -29,16 +29,17 @@ from dlm_lens.training.callbacks import (
 )
 from dlm_lens.training.checkpoints import (
     NonFiniteLossError,
+    TrainingDataError,
     check_files,
     last_checkpoint,
     read_run,
     step_of,
     tidy,
 )
-from dlm_lens.training.data import Batching, BatchStream, build_source, read_dataset
+from dlm_lens.training.data import Batching, BatchStream, build_source, check_texts, read_dataset
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
-from dlm_lens.training.objective import DROPOUT, NextToken, random_numbers
+from dlm_lens.training.objective import DROPOUT, NextToken, check_no_mask, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
@@ -74,7 +75,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
 
     Raises:
         ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, a model without
-            a mask token, probe_steps with block diffusion.
+            a mask token, evaluation data that hold it, probe_steps with block diffusion.
     """
 
     loss_is_scaled_for_ga = True
@@ -124,6 +125,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if eval_dataset is not None:
             source = self._source(eval_dataset, model, EVALUATION_ORDER)
             self.examples = take(source, settings.eval_rows, EVALUATION_ORDER, repeat=False)
+            if self._mask is not None:
+                for example in self.examples:
+                    check_no_mask(example.tokens, self._mask, "a text of the evaluation data")
             if settings.eval_steps:
                 self.add_callback(Evaluation(self, settings.eval_steps))
         if settings.probe_steps:
@@ -135,6 +139,10 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             return found
         shift = bool(getattr(self.objective, "logit_shift", False))
         return build_source(dataset, self.settings.data, self.tokenizer, shift=shift, seed=seed)
+
+    @property
+    def _mask(self) -> int | None:
+        return getattr(self.objective, "mask_token_id", None)
 
     # Data and loss
 
@@ -149,9 +157,19 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The micro-batches of a step, and the denominator of its loss over all processes."""
+        """The micro-batches of a step, and the denominator of its loss over all processes.
+
+        Raises:
+            TrainingDataError: a text cannot be used; the steps before it are saved first.
+        """
         self._part = 0
-        samples = [next(epoch_iterator) for _ in range(num_batches)]
+        try:
+            samples = [next(epoch_iterator) for _ in range(num_batches)]
+        except ValueError as error:
+            self._save_the_steps_done()
+            why = str(error).strip().splitlines()[-1]  # of a worker, its traceback is before it
+            remedy = "Mend the data, and start from that checkpoint (model.start) or anew"
+            raise TrainingDataError(self._stop_message(why, remedy)) from error
         self.last_cursor = samples[-1].pop("cursor")
         total = torch.stack([batch.pop("count") for batch in samples]).sum().to(device)
         if self.args.world_size > 1:
@@ -235,6 +253,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             TrainingStoppedError: SIGTERM.
             ValueError: the checkpoint is damaged or belongs to a run with other settings, a new run would start in
                 a directory that holds checkpoints, or another process trains there.
+            ValueError: a text of a dataset of known size (`CHECKED_TEXTS`) holds the mask token or cannot be used.
+            TrainingDataError: likewise, of a stream or a larger dataset, at the step that reads it.
             NonFiniteLossError: the loss, the gradient or a weight is not finite.
             CheckpointError: a checkpoint could not be written.
         """
@@ -252,6 +272,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             held = last_checkpoint(self.settings.output)
             if found is None and held is not None:
                 raise ValueError(f"{held} exists already; resume it, or choose another output than its directory")
+        if found is None:
+            check_texts(self.source, self._mask)
         self._reading = (0, None) if found is None else self._resumed(found)
         if found is not None and step_of(found) >= self.args.max_steps:
             logger.warning("%s is already the last step of this run", found)

@@ -39,13 +39,17 @@ class CheckpointingTrainer(Trainer):
     lr_scheduler: Any
     _partial: Path | None = None
 
-    def _stop_message(self, why: str) -> str:
+    def _stop_message(self, why: str, remedy: str = "") -> str:
         kept = last_checkpoint(self.settings.output)
         left = f"the last complete checkpoint is {kept}" if kept else "no checkpoint had been saved yet"
-        return (
-            f"step {self.state.global_step + 1}: {why}; training stopped, {left}. Lower the learning rate or the "
-            "clipping, or look at the data of this step"
-        )
+        usual = "Lower the learning rate or the clipping, or look at the data of this step"
+        return f"step {self.state.global_step + 1}: {why}; training stopped, {left}. {remedy or usual}"
+
+    def _save_the_steps_done(self) -> None:
+        """Save a checkpoint between two steps, unless there is one or there are other processes, which go on."""
+        step, kept = self.state.global_step, last_checkpoint(self.settings.output)
+        if step and self.args.world_size == 1 and (kept is None or step_of(kept) < step):
+            self._save_checkpoint(self.model, trial=None)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._partial) if self._partial is not None else super()._get_output_dir(trial)

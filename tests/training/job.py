@@ -34,7 +34,14 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def job(output: Path, *, callbacks: tuple[TrainerCallback, ...] = (), eval_dataset: Any = None, **values: Any):
+def job(
+    output: Path,
+    *,
+    callbacks: tuple[TrainerCallback, ...] = (),
+    eval_dataset: Any = None,
+    train_dataset: Any = ROWS,
+    **values: Any,
+):
     torch.set_num_threads(1)
     if values.pop("blocks", 0):
         model = tiny("a2d_qwen3", sampler="dllm_blocks", sampler_defaults={"block_length": 4})
@@ -47,7 +54,7 @@ def job(output: Path, *, callbacks: tuple[TrainerCallback, ...] = (), eval_datas
         "objective": MaskedDiffusionLoss(low_discrepancy=True, random_length_share=0.2),
     } | values  # fmt: skip
     settings = TrainingSettings(output=str(output), **settings)
-    return MaskedDiffusionTrainer(model, settings, ROWS, eval_dataset, callbacks=callbacks)
+    return MaskedDiffusionTrainer(model, settings, train_dataset, eval_dataset, callbacks=callbacks)
 
 
 def losses(trainer: MaskedDiffusionTrainer) -> list[float]:

@@ -28,7 +28,7 @@ from dlm_lens.training import (
     TrainingSettings,
     evaluation_loss,
 )
-from dlm_lens.training.checkpoints import TrainingStoppedError, checkpoints, read_run
+from dlm_lens.training.checkpoints import TrainingDataError, TrainingStoppedError, checkpoints, read_run
 from dlm_lens.training.optimizers import learning_rate
 from tests.training.job import ROWS, STEPS, job, losses
 
@@ -283,6 +283,52 @@ def test_checkpoints_come_by_the_clock(tmp_path: Path) -> None:
     trainer = job(tmp_path, save_minutes=1e-9)
     trainer.train()
     assert len(checkpoints(tmp_path)) == STEPS
+
+
+BAD = [*ROWS[:60], {"text": "w1 [MASK] w2"}, *ROWS[60:]]
+
+
+class Stream:
+    """Texts that are read in their order and whose number is not known."""
+
+    column_names = ("text",)
+
+    def __init__(self, rows: list[dict[str, str]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def test_a_mask_token_in_a_text_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the document that begins 'w1 \[MASK\] w2' holds the mask token 63"):
+        job(tmp_path, train_dataset=BAD, steps=1).train()
+    columns = DataSettings(length=12, prompt_column="q", answer_column="text")
+    pairs = [{"q": "w1", **row} for row in BAD]
+    with pytest.raises(ValueError, match="row 60 of the data holds the mask token 63"):
+        job(tmp_path, train_dataset=pairs, data=columns, steps=1).train()
+    with pytest.raises(ValueError, match="a text of the evaluation data holds the mask token 63"):
+        job(tmp_path, eval_dataset=BAD, eval_rows=1000)
+    assert not list(tmp_path.iterdir())
+    job(tmp_path, train_dataset=BAD, family="causal", objective=NextToken(), steps=1).train()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mask_token_in_a_stream_stops_after_a_checkpoint(workers: int, tmp_path: Path) -> None:
+    rows = [*ROWS[:40], {"text": "w1 [MASK] w2"}]
+    trainer = job(tmp_path, train_dataset=Stream(rows), workers=workers)
+    with pytest.raises(TrainingDataError, match=r"the text holds the mask token 63.*checkpoint-\d\. Mend") as found:
+        trainer.train()
+    (kept,) = checkpoints(tmp_path)
+    step = trainer.state.global_step
+    assert 0 < step < STEPS
+    assert kept.name == f"checkpoint-{step}"
+    assert f"step {step + 1}: " in str(found.value)
+    assert "\n" not in str(found.value)
+    whole = job(tmp_path / "whole", train_dataset=Stream(ROWS[:40]), steps=STEPS, save_steps=step)
+    whole.train()
+    for name, value in weights(tmp_path / "whole" / kept.name).items():
+        assert torch.equal(value, weights(kept)[name]), name
 
 
 def poison(trainer: MaskedDiffusionTrainer, step: int) -> None:
