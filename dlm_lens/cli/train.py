@@ -58,9 +58,18 @@ def _show_plan(settings: "TrainingSettings", device: str, devices: int | None, u
 
 
 def _rows(settings: "TrainingSettings") -> int | None:
-    """The size of the dataset, where the budget is in epochs."""
+    """The size of the dataset, where the budget is in epochs.
+
+    Raises:
+        ValueError: packed text, whose tokens are not counted here.
+    """
     if settings.epochs is None:
         return None
+    if settings.data.prompt_column is None:
+        raise ValueError(
+            f"epochs is {settings.epochs} of packed text, whose tokens only a run counts; give tokens or steps "
+            "for --dry-run"
+        )
     from dlm_lens.training.data import read_dataset
 
     dataset: Any = read_dataset(settings.data)

@@ -134,7 +134,7 @@ def plan(
         device: a name of `DEVICES`.
         devices: how many of them; by default as many as the batch divides among, 8 at most.
         utilisation: share of the peak that matrix products reach, above 0 and at most 1.
-        rows: size of the dataset, for budgets in epochs.
+        rows: sequences of the dataset, for budgets in epochs.
 
     Raises:
         ValueError: an unknown device, a number of devices or a utilisation out of range, a budget smaller than a

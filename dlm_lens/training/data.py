@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,19 @@ def build_source(
         _padding(tokenizer),
         len(dataset) if hasattr(dataset, "__len__") else None,
     )
+
+
+def sequences(source: Source) -> Fraction | None:
+    """Sequences of one epoch, tokens / length for packed documents, which are encoded to count them.
+
+    None for a stream, and for a source of one's own without `rows`.
+    """
+    if isinstance(source, PackedSource):
+        if source.size is None:
+            return None
+        return Fraction(sum(len(source.encode(text)) for text in source.documents(0, 0)), source.length)
+    rows = getattr(source, "rows", None)
+    return None if rows is None else Fraction(len(rows))
 
 
 CHECKED_TEXTS = 100_000

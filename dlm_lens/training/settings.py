@@ -1,6 +1,8 @@
 """Settings of a training run; a checkpoint stores those that determine the result."""
 
+import math
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from dlm_lens.attention import Placement
@@ -140,7 +142,7 @@ class TrainingSettings:
         micro_batch_size: sequences per forward pass and device.
         tokens: budget; steps = tokens // (batch_size * length).
         steps: optimiser steps.
-        epochs: passes over a dataset of known size.
+        epochs: passes over a dataset of known size; packed text is encoded once before the run, to count it.
         seed: of new weights, the order of the data, and noise.
         precision: "bf16" (autocast, weights stay in float32) or "fp32".
         compile: torch.compile the layers.
@@ -195,15 +197,18 @@ class TrainingSettings:
                 f"{' and '.join(given) or 'nothing'} given as the length of the run; give one "
                 "of tokens, steps, epochs"
             )
-        if getattr(self, given[0]) <= 0:
-            raise ValueError(f"{given[0]} is {getattr(self, given[0])}; a run has at least one step")
+        if not 0 < getattr(self, given[0]) < math.inf:
+            raise ValueError(f"{given[0]} is {getattr(self, given[0])}; a run has at least one step, and an end")
         rows = ("batch_size", "micro_batch_size", "probe_rows", "eval_rows", "eval_samples")
         for name in (*rows, "save_minutes", "keep", "log_steps"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
-    def total_steps(self, rows: int | None = None) -> int:
-        """Optimiser steps of the run; `rows` is the size of the dataset, where it is known.
+    def total_steps(self, rows: int | Fraction | None = None) -> int:
+        """Optimiser steps of the run: those of whole batches that the budget holds.
+
+        Args:
+            rows: sequences of the dataset, where their number is known; of packed text its tokens / length.
 
         Raises:
             ValueError: the budget is smaller than one batch, or it is in epochs of a stream.
@@ -221,7 +226,14 @@ class TrainingSettings:
             return steps
         if rows is None:
             raise ValueError("epochs needs a dataset of known size; give tokens or steps for a stream")
-        return max(1, int((self.epochs or 0) * rows / self.batch_size))
+        # As the decimal number that was given: 0.29 * 100 is less than 29 in floats.
+        steps = int(Fraction(str(self.epochs)) * rows // self.batch_size)
+        if steps < 1:
+            raise ValueError(
+                f"epochs is {self.epochs} of {float(rows):,.6g} sequences, which is less than one batch of "
+                f"{self.batch_size}; raise epochs or lower batch_size"
+            )
+        return steps
 
     def identity(self) -> dict[str, Any]:
         """The settings that a resumed run must share with the earlier one."""

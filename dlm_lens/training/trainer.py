@@ -36,7 +36,7 @@ from dlm_lens.training.checkpoints import (
     step_of,
     tidy,
 )
-from dlm_lens.training.data import Batching, BatchStream, build_source, check_texts, read_dataset
+from dlm_lens.training.data import Batching, BatchStream, build_source, check_texts, read_dataset, sequences
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
 from dlm_lens.training.objective import DROPOUT, NextToken, check_no_mask, random_numbers
@@ -101,7 +101,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.source = self._source(train_dataset, model, settings.seed)
         if getattr(model, "dtype", torch.float32) != torch.float32:
             logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)
-        steps = settings.total_steps(_size(self.source))
+        steps = settings.total_steps(None if settings.epochs is None else sequences(self.source))
         arguments = training_arguments(settings, steps)
         if arguments.use_cpu and arguments.bf16 and emulates_bfloat16():
             logger.warning("this CPU has no bfloat16 instructions; a step is faster with precision='fp32'")
@@ -368,11 +368,6 @@ def dropout_seed(seed: int, step: int, part: int, rank: int) -> int:
         rank: of the process.
     """
     return int(random_numbers(seed, DROPOUT, step, part, rank).integers(2**63))
-
-
-def _size(source: Source) -> int | None:
-    rows = getattr(source, "rows", None)
-    return len(rows) if rows is not None else None
 
 
 def training_arguments(settings: TrainingSettings, steps: int) -> TrainingArguments:

@@ -77,6 +77,15 @@ def test_a_dry_run_builds_nothing(config: Path) -> None:
     assert not (config.parent / "run").exists()
 
 
+def test_a_dry_run_does_not_take_documents_for_sequences(config: Path) -> None:
+    asked = ["train", str(config), "--dry-run", "--set", "steps=null", "--set", "epochs=2"]
+    refused = RUN.invoke(app, asked)
+    assert "epochs is 2.0 of packed text, whose tokens only a run counts; give tokens" in str(refused.exception)
+    pairs = ["--set", "data.prompt_column=text", "--set", "data.answer_column=text"]
+    rows = RUN.invoke(app, [*asked, *pairs], catch_exceptions=False)
+    assert "optimiser steps             12\n" in rows.output  # 2 * 50 // 8
+
+
 def test_a_dry_run_of_the_laptop_config_needs_no_options_and_no_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -427,6 +427,20 @@ def test_budgets() -> None:
     assert TrainingSettings(epochs=10, batch_size=256).total_steps(769_240) == 30_048
     with pytest.raises(ValueError, match="epochs needs a dataset of known size"):
         TrainingSettings(epochs=1).total_steps()
+    assert TrainingSettings(epochs=0.29, batch_size=1).total_steps(100) == 29
+    assert TrainingSettings(epochs=0.58, batch_size=2).total_steps(100) == 29
+    with pytest.raises(ValueError, match="epochs is 1 of 10 sequences, which is less than one batch of 64; raise"):
+        TrainingSettings(epochs=1, batch_size=64).total_steps(10)
+    with pytest.raises(ValueError, match="epochs is nan; a run has at least one step"):
+        TrainingSettings(epochs=float("nan"))
+
+
+def test_epochs_of_packed_texts_are_counted_in_tokens(tmp_path: Path) -> None:
+    tokens = sum(len(row["text"].split()) + 1 for row in ROWS)  # a word is a token, and every text has an end
+    trainer = job(tmp_path, steps=None, epochs=2.5)
+    assert trainer.args.max_steps == int(2.5 * tokens / 12 / 8)
+    with pytest.raises(ValueError, match="epochs needs a dataset of known size; give tokens or steps for a stream"):
+        job(tmp_path, train_dataset=Stream(ROWS), steps=None, epochs=2.5)
 
 
 @pytest.mark.parametrize(
