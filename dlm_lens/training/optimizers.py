@@ -13,11 +13,16 @@ from dlm_lens.training.settings import Optimisation
 
 
 def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
-    """Rate of a step (from 0): linear warm-up, then a cosine from `rate` down to `min_rate`."""
+    """Rate of a step (from 0): linear warm-up, then a cosine from `rate` to `min_rate` at step `steps` - 1.
+
+    With w = max(1, round(warm_up * steps)): rate (step + 1) / w for step < w, and from step w on
+    min_rate + (rate - min_rate) (1 + cos(pi (step - w) / (steps - 1 - w))) / 2. The last step has min_rate also
+    where it is the only one after the warm-up.
+    """
     warm_up = max(1, round(settings.warm_up * steps))
     if step < warm_up:
         return settings.rate * (step + 1) / warm_up
-    done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+    done = 1.0 if step >= steps - 1 else (step - warm_up) / (steps - 1 - warm_up)
     return settings.min_rate + (settings.rate - settings.min_rate) * 0.5 * (1 + math.cos(math.pi * done))
 
 

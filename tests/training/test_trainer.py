@@ -471,8 +471,11 @@ def test_the_learning_rate_warms_up_and_falls_to_its_least() -> None:
     rates = [learning_rate(step, 1000, settings) for step in range(1001)]
     assert rates[0] == pytest.approx(1e-5)
     assert max(rates) == rates[10] == pytest.approx(1e-4)
-    assert rates[505] == pytest.approx(5.5e-5)
-    assert rates[1000] == pytest.approx(1e-5)
+    assert (rates[504] + rates[505]) / 2 == pytest.approx(5.5e-5)  # the middle of steps 10 to 999
+    assert rates[998] > rates[999] == rates[1000] == pytest.approx(1e-5)
+    few = replace(settings, rate=1.0, min_rate=0.0)
+    assert [learning_rate(step, 5, few) for step in range(5)] == pytest.approx([1.0, 1.0, 0.75, 0.25, 0.0])
+    assert [learning_rate(step, 2, few) for step in range(2)] == [1.0, 0.0]
 
 
 @pytest.mark.long
