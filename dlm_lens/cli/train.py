@@ -18,25 +18,36 @@ def train_command(
         list[str] | None, typer.Option("--set", help="A setting, such as optimisation.rate=2e-4; repeatable.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run costs, and stop.")] = False,
-    device: Annotated[str, typer.Option(help="For --dry-run: a100, h100, h200, l40s or rtx4090.")] = "h100",
+    device: Annotated[
+        str | None, typer.Option(help="For --dry-run: a100, h100 (the default), h200, l40s or rtx4090.")
+    ] = None,
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="For --dry-run: how many; by default as the batch divides, 8 at most."),
     ] = None,
     utilisation: Annotated[
-        float, typer.Option(help="For --dry-run: share of the peak FLOP/s that the training reaches.")
-    ] = 0.4,
+        float | None,
+        typer.Option(help="For --dry-run: share of the peak FLOP/s that the training reaches; by default 0.4."),
+    ] = None,
 ) -> None:
     """Train a masked DLM; the same command continues an interrupted run."""
     from dlm_lens.training.config_files import read_settings
     from dlm_lens.training.gpus import DEVICES
 
-    one_of("--device", device, DEVICES)
-    if not 0 < utilisation <= 1:
+    if device is not None:
+        one_of("--device", device, DEVICES)
+    if utilisation is not None and not 0 < utilisation <= 1:
         raise ValueError(f"--utilisation is {utilisation}; it must be above 0 and at most 1")
+    given = {"--device": device, "--devices": devices, "--utilisation": utilisation}
+    unused = [f"{option} {value}" for option, value in given.items() if value is not None]
+    if unused and not dry_run:
+        raise ValueError(
+            f"{' and '.join(unused)} apply to --dry-run alone; leave them out, or add --dry-run (a training uses "
+            "the GPU that it finds, and all of them with torchrun or accelerate launch)"
+        )
     settings = read_settings(config, overrides or ())
     if dry_run:
-        _show_plan(settings, device, devices, utilisation)
+        _show_plan(settings, device or "h100", devices, 0.4 if utilisation is None else utilisation)
         return
     from dlm_lens.training.checkpoints import TrainingStoppedError
     from dlm_lens.training.trainer import run_training

@@ -62,7 +62,7 @@ class DataSettings:
         bos: begin every document with a token that is never masked; None: where the outputs are shifted, so that
             every masked position has a predecessor.
         shuffle_buffer: documents among which a stream is shuffled; 0 for its own order.
-        eval_split: for the evaluation loss.
+        eval_split: for the evaluation loss, every `eval_steps` steps.
 
     Raises:
         ValueError: a length below 2, or one of the fine-tuning columns without the other.
@@ -160,7 +160,7 @@ class TrainingSettings:
         workers: processes that prepare batches; at most one per training process is used.
 
     Raises:
-        ValueError: not exactly one budget, or a count out of its range.
+        ValueError: not exactly one budget, a count out of its range, or data.eval_split without eval_steps.
     """
 
     output: str = "runs/training"
@@ -203,6 +203,15 @@ class TrainingSettings:
         for name in (*rows, "save_minutes", "keep", "log_steps"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("seed", "save_steps", "eval_steps", "probe_steps", "workers"):
+            if getattr(self, name) < 0:
+                none = "" if name == "seed" else ", and 0 for none"
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative{none}")
+        if self.data.eval_split is not None and not self.eval_steps:
+            raise ValueError(
+                f"data.eval_split is {self.data.eval_split!r} and eval_steps is 0, so that no evaluation loss "
+                "would be computed; set eval_steps, or data.eval_split to null"
+            )
 
     def total_steps(self, rows: int | Fraction | None = None) -> int:
         """Optimiser steps of the run: those of whole batches that the budget holds.
@@ -236,8 +245,9 @@ class TrainingSettings:
         return steps
 
     def identity(self) -> dict[str, Any]:
-        """The settings that a resumed run must share with the earlier one."""
+        """The settings that a resumed run must share with the earlier one: all but `FREE` and data.eval_split."""
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
+        del values["data"]["eval_split"]
         return values | {"objective": {"kind": type(self.objective).__name__, **values["objective"]}}
 
 

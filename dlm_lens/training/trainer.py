@@ -292,6 +292,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         record = read_run(found)
         if self.args.process_index == 0:
             check_files(found, record)
+        record["settings"].get("data", {}).pop("eval_split", None)  # of earlier versions; it may change
         changed = differences(record["settings"], json_values(self.settings.identity()))
         if changed:
             raise ValueError(

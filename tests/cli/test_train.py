@@ -77,6 +77,13 @@ def test_a_dry_run_builds_nothing(config: Path) -> None:
     assert not (config.parent / "run").exists()
 
 
+def test_options_of_a_dry_run_are_refused_without_it(config: Path) -> None:
+    refused = RUN.invoke(app, ["train", str(config), "--device", "a100", "--devices", "7", "--utilisation", "0.5"])
+    said = "--device a100 and --devices 7 and --utilisation 0.5 apply to --dry-run alone"
+    assert str(refused.exception).startswith(said)
+    assert not (config.parent / "run").exists()
+
+
 def test_a_dry_run_does_not_take_documents_for_sequences(config: Path) -> None:
     asked = ["train", str(config), "--dry-run", "--set", "steps=null", "--set", "epochs=2"]
     refused = RUN.invoke(app, asked)

@@ -81,6 +81,12 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
         ("objective.kind=gan", r"objective\.kind is 'gan'; it must be one of 'masked_diffusion', 'next_token'"),
         ("seed", r"'seed' is not key=value"),
         ("tokens=5", r"tokens and steps given as the length"),
+        ("seed=-1", r"seed is -1; it must not be negative$"),
+        ("eval_steps=-1", r"eval_steps is -1; it must not be negative, and 0 for none"),
+        ("save_steps=-1", r"save_steps is -1; it must not be negative, and 0 for none"),
+        ("probe_steps=-1", r"probe_steps is -1; it must not be negative"),
+        ("workers=-1", r"workers is -1; it must not be negative"),
+        ("data.eval_split=test", r"data\.eval_split is 'test' and eval_steps is 0, so that no evaluation loss"),
         ("steps.more=5", r"goes below steps, which is a value"),
     ],
 )

@@ -409,8 +409,9 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
         other.train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="exists already"):
         job(directory).train()
-    # How a batch is divided does not change what is learned.
-    again = job(directory, micro_batch_size=2)
+    # How a batch is divided does not change what is learned, nor does the evaluation.
+    split = DataSettings(length=12, eval_split="test")
+    again = job(directory, micro_batch_size=2, data=split, eval_steps=2)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == STEPS
 
