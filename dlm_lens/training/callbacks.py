@@ -110,20 +110,22 @@ class SinkMetrics(TrainerCallback):
         self.before: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure before the first step."""
-        self._log()
+        """Measure before the first step; after a resume for the next change alone, since the log has its entry."""
+        logged = any("sink/main_share" in entry for entry in state.log_history)
+        self._measure(log=not logged)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure where it is due."""
         if state.global_step % self.steps == 0 or state.global_step == state.max_steps:
             with _keeping_log_request(control):
-                self._log()
+                self._measure()
 
-    def _log(self) -> None:
+    def _measure(self, *, log: bool = True) -> None:
         if self.batch is None:
             self.batch = self.trainer.probe_canvases()
         found = sink_statistics(self.trainer.model, self.batch, self.trainer.wrapped_forward(for_probe=True))
-        self.trainer.log(found.metrics(self.before))
+        if log:
+            self.trainer.log(found.metrics(self.before))
         self.before = found
 
 

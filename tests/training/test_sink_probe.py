@@ -2,16 +2,18 @@
 
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from dlm_lens.testing import tiny
-from dlm_lens.training import Example, MaskedDiffusionLoss, probe_batch, sink_statistics
+from dlm_lens.training import Example, MaskedDiffusionLoss, MaskedDiffusionTrainer, probe_batch, sink_statistics
 from dlm_lens.training.sink_probe import LEVELS
 from dlm_lens.viz import sink_emergence
 from tests.reference import forward64
+from tests.training.job import job
 
 
 class Place:
@@ -126,3 +128,18 @@ def test_a_history_without_probes_is_refused(tmp_path) -> None:
         sink_emergence([{"step": 1, "loss": 2.0}])
     with pytest.raises(FileNotFoundError, match=r"trainer_state\.json does not exist"):
         sink_emergence(tmp_path)
+
+
+def test_a_resumed_run_logs_every_probe_once(tmp_path: Path) -> None:
+    def probes(trainer: MaskedDiffusionTrainer) -> list[dict[str, float]]:
+        return [entry for entry in trainer.state.log_history if "sink/main_share" in entry]
+
+    whole = job(tmp_path / "whole", steps=4, probe_steps=2)
+    whole.train()
+    first = job(tmp_path / "broken", steps=4, save_steps=2, probe_steps=2)
+    first.train()
+    (tmp_path / "broken" / "checkpoint-4" / "run.json").unlink()  # as if it had never been finished
+    second = job(tmp_path / "broken", steps=4, save_steps=2, probe_steps=2)
+    second.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in probes(whole)] == [0, 2, 4]
+    assert probes(second) == probes(whole)
