@@ -61,12 +61,13 @@ def step_of(path: Path) -> int:
 
 
 class RunRecord(Document):
-    """run.json of a checkpoint; `files` holds the digests of the other files."""
+    """run.json of a checkpoint; `files` holds the digests of the other files, `data` is of `data_record`."""
 
     step: int
     total_steps: int | None = None
     cursor: Any = None
     settings: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
     seconds: float = 0.0
     versions: dict[str, str] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)

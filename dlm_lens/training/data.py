@@ -1,5 +1,7 @@
 """From a dataset to the batches of a step: `read_dataset`, `build_source`, `BatchStream`."""
 
+import glob
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -107,7 +110,41 @@ def sequences(source: Source) -> Fraction | None:
 
 
 CHECKED_TEXTS = 100_000
-"""The largest dataset whose texts are all looked at before the first step."""
+"""The largest dataset whose texts are all looked at before the first step, and when a run is resumed."""
+
+
+def data_record(dataset: Any, settings: DataSettings) -> dict[str, Any]:
+    """What identifies the training data, for run.json; empty where nothing is known cheaply.
+
+    Of a dataset of known size its rows and the first 16 digits of a SHA-256 of the columns that are read, over all
+    rows, or over at most `CHECKED_TEXTS` evenly spaced ones of a larger dataset; of local files that are streamed
+    their sizes in bytes; of a `Source` of one's own the rows, where it has them.
+    """
+    if hasattr(dataset, "read") and hasattr(dataset, "length"):
+        own = getattr(dataset, "rows", None)
+        return {} if own is None else {"rows": len(own)}
+    if hasattr(dataset, "__len__"):
+        rows, digest = len(dataset), hashlib.sha256()
+        columns = [name for name in (settings.prompt_column, settings.answer_column) if name is not None]
+        for row in range(0, rows, -(-rows // CHECKED_TEXTS) or 1):
+            values = dataset[row]
+            for column in columns or [settings.column]:
+                part = _bytes(values[column])
+                digest.update(len(part).to_bytes(8, "little") + part)
+        return {"rows": rows, "sha256": digest.hexdigest()[:16]}
+    if Path(settings.path).suffix in READERS:
+        found = sorted(glob.glob(settings.path, recursive=True))
+        return {"bytes": {name: Path(name).stat().st_size for name in found}}
+    return {}
+
+
+def _bytes(value: Any) -> bytes:
+    """A text, or ids as 64-bit integers whatever holds them; nothing where the value is missing."""
+    if value is None:
+        return b""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    return np.asarray(value, np.int64).tobytes()
 
 
 def check_texts(source: Source, mask_token_id: int | None) -> None:

@@ -98,6 +98,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
                 f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
                 "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
             )
+        self.train_data = train_dataset
         self.source = self._source(train_dataset, model, settings.seed)
         if getattr(model, "dtype", torch.float32) != torch.float32:
             logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)
@@ -251,8 +252,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         Raises:
             KeyboardInterrupt: Ctrl-C.
             TrainingStoppedError: SIGTERM.
-            ValueError: the checkpoint is damaged or belongs to a run with other settings, a new run would start in
-                a directory that holds checkpoints, or another process trains there.
+            ValueError: the checkpoint is damaged or belongs to a run with other settings or data, a new run would
+                start in a directory that holds checkpoints, or another process trains there.
             ValueError: a text of a dataset of known size (`CHECKED_TEXTS`) holds the mask token or cannot be used.
             TrainingDataError: likewise, of a stream or a larger dataset, at the step that reads it.
             NonFiniteLossError: the loss, the gradient or a weight is not finite.
@@ -298,6 +299,13 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             raise ValueError(
                 f"{found} belongs to a run with other settings: {'; '.join(changed)}. Resume with the old "
                 "settings, or choose another output"
+            )
+        known, now = record["data"], self.data_record
+        other = differences(known, now) if known and now else []
+        if other:
+            raise ValueError(
+                f"{found} belongs to a run with other training data: {'; '.join(other)}. Resume with the old data, "
+                "or choose another output (model.start takes the weights of a checkpoint)"
             )
         self.stopwatch.before = record["seconds"]
         return step_of(found), record["cursor"]

@@ -1,6 +1,7 @@
 """`CheckpointingTrainer`: a Trainer that writes complete checkpoints atomically and reads no pickles."""
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dlm_lens.training.checkpoints import (
     step_of,
     tidy,
 )
+from dlm_lens.training.data import data_record
 from dlm_lens.training.optimizers import learning_rate, optimizer_tensors, restore_optimizer
 from dlm_lens.training.settings import TrainingSettings
 from dlm_lens.training.sources import Cursor
@@ -35,6 +37,7 @@ class CheckpointingTrainer(Trainer):
     tokenizer: Any
     stopwatch: Stopwatch
     last_cursor: Cursor | None
+    train_data: Any
     optimizer: Any
     lr_scheduler: Any
     _partial: Path | None = None
@@ -88,9 +91,15 @@ class CheckpointingTrainer(Trainer):
             "total_steps": self.args.max_steps,
             "cursor": self.last_cursor,
             "settings": json_values(self.settings.identity()),
+            "data": self.data_record,
             "seconds": self.stopwatch.seconds(),
             "versions": {"torch": torch.__version__},
         }
+
+    @cached_property
+    def data_record(self) -> dict[str, Any]:
+        """What identifies the training data."""
+        return data_record(self.train_data, self.settings.data)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model as `dlm_lens.load` reads it, and its tokenizer; nothing is pickled."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,6 +30,7 @@ from dlm_lens.training import (
     evaluation_loss,
 )
 from dlm_lens.training.checkpoints import TrainingDataError, TrainingStoppedError, checkpoints, read_run
+from dlm_lens.training.data import read_dataset
 from dlm_lens.training.optimizers import learning_rate
 from tests.training.job import ROWS, STEPS, job, losses
 
@@ -414,6 +416,34 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
     again = job(directory, micro_batch_size=2, data=split, eval_steps=2)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == STEPS
+
+
+def test_a_resume_with_other_data_is_refused(unbroken: MaskedDiffusionTrainer) -> None:
+    directory = Path(unbroken.settings.output)
+    assert read_run(directory / "checkpoint-2")["data"]["rows"] == 64
+    with pytest.raises(ValueError, match=r"other training data: rows was 64 and is 63; sha256 was '\w+' and is"):
+        job(directory, train_dataset=ROWS[:-1]).train(resume_from_checkpoint=True)
+    edited = [*ROWS[:20], {"text": ROWS[20]["text"] + " w1"}, *ROWS[21:]]
+    with pytest.raises(
+        ValueError, match=r"other training data: sha256 was '\w+' and is '\w+'\. Resume with the old"
+    ):
+        job(directory, train_dataset=edited).train(resume_from_checkpoint=True)
+    same = datasets.Dataset.from_list([{**row, "other": 1} for row in ROWS])  # other columns are not read
+    job(directory, train_dataset=same).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_with_another_streamed_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = DataSettings(length=12, path=str(file))
+    job(tmp_path / "run", train_dataset=read_dataset(data), data=data, steps=1).train()
+    job(tmp_path / "run", train_dataset=read_dataset(data), data=data, steps=1).train(resume_from_checkpoint=True)
+    size = file.stat().st_size
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"text": "w1"}]))
+    with pytest.raises(ValueError, match=rf"bytes\.\S*text\.jsonl was {size} and is {size + 15}\. Resume"):
+        job(tmp_path / "run", train_dataset=read_dataset(data), data=data, steps=1).train(
+            resume_from_checkpoint=True
+        )
 
 
 def test_budgets() -> None:
