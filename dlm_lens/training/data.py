@@ -30,6 +30,9 @@ from dlm_lens.training.sources import (
 
 logger = logging.getLogger(__name__)
 
+IDS = "input_ids"
+"""The name of a column of ids; every other one holds texts."""
+
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text", ".csv": "csv"}
 
 
@@ -77,7 +80,7 @@ def build_source(
         seed: of a stream's shuffling.
 
     Raises:
-        ValueError: a missing column, an empty dataset, or texts without a tokenizer.
+        ValueError: a missing column, an empty dataset, or texts without a tokenizer or its end-of-text token.
     """
     bos = shift if settings.bos is None else settings.bos
     if settings.prompt_column is not None and settings.answer_column is not None:
@@ -181,19 +184,19 @@ def _fine_tuning(dataset: Any, settings: DataSettings, tokenizer: Any, bos: bool
         required_column(dataset, str(column))
     if not hasattr(dataset, "__len__"):
         raise ValueError("fine-tuning needs a dataset of known size; set data.streaming to false")
-    begin = [_bos(tokenizer)] if bos else []
+    begin, end = ([_bos(tokenizer)] if bos else []), _eos(tokenizer)
 
     def build(row: Mapping[str, Any]) -> Example:
         """The sequence of a row."""
-        prompt = begin + _ids(tokenizer, row[str(settings.prompt_column)])
-        answer = _ids(tokenizer, row[str(settings.answer_column)])
+        prompt = begin + _ids(tokenizer, _value(row, str(settings.prompt_column)))
+        answer = _ids(tokenizer, _value(row, str(settings.answer_column)))
         if len(prompt) >= settings.length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens leaves no room for its answer in {settings.length} positions; "
                 "raise data.length or leave such rows out"
             )
         ids = (prompt + answer)[: settings.length]
-        ids += [tokenizer.eos_token_id] * (settings.length - len(ids))
+        ids += [end] * (settings.length - len(ids))
         unmasked = torch.zeros(settings.length, dtype=torch.bool)
         unmasked[: len(begin)] = True
         return Example(torch.tensor(ids), len(prompt), unmasked=unmasked)
@@ -211,12 +214,37 @@ def _documents(dataset: Any, settings: DataSettings, seed: int) -> Callable[[int
             ordered = dataset
             if settings.shuffle_buffer:
                 ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
-            rows = iter(ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped))
+            rows = ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped)
+            numbered: Iterator[tuple[int, Any]] = enumerate(rows, skipped)
         else:
-            rows = (dataset[int(i)] for i in epoch_order(len(dataset), seed, epoch)[skipped:])
-        return (row[settings.column] for row in rows)
+            order = epoch_order(len(dataset), seed, epoch)[skipped:]
+            numbered = ((int(row), dataset[int(row)]) for row in order)
+        return (_document(row, settings.column, number) for number, row in numbered)
 
     return documents
+
+
+def _document(row: Mapping[str, Any], column: str, number: int) -> Any:
+    try:
+        return _value(row, column)
+    except ValueError as error:
+        raise ValueError(f"row {number} of the data: {error}") from error
+
+
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    """A column of a row: ids where it is called input_ids, else a text.
+
+    Raises:
+        ValueError: neither, naming the column.
+    """
+    value = row.get(column)
+    if value is None or isinstance(value, str) == (column == IDS):
+        kind = "a list of ids" if column == IDS else "a text"
+        raise ValueError(
+            f"the column {column!r} holds {str(value)[:40]!r}, which is not {kind}; leave such rows out, or mend "
+            "them"
+        )
+    return value
 
 
 def _skipped(rows: Iterator[Any], number: int) -> Iterator[Any]:
@@ -226,14 +254,14 @@ def _skipped(rows: Iterator[Any], number: int) -> Iterator[Any]:
 
 
 def _encoder(settings: DataSettings, tokenizer: Any, bos: bool) -> Callable[[Any], Sequence[int]]:
-    if settings.column == "input_ids":
+    if settings.column == IDS:
         return list
     if tokenizer is None:
         raise ValueError(
             f"the column {settings.column!r} holds text and the model has no tokenizer; set model.tokenizer, or "
             "give a dataset with a column input_ids"
         )
-    begin, end = ([_bos(tokenizer)] if bos else []), [tokenizer.eos_token_id]
+    begin, end = ([_bos(tokenizer)] if bos else []), [_eos(tokenizer)]
     return lambda text: begin + _ids(tokenizer, text) + end
 
 
@@ -251,6 +279,20 @@ def _bos(tokenizer: Any) -> int:
             "the tokenizer has neither a beginning-of-text nor an end-of-text token; set data.bos to false"
         )
     return int(found)
+
+
+def _eos(tokenizer: Any) -> int:
+    """The end-of-text token.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        raise ValueError(
+            "the tokenizer has no end-of-text token, which ends every document and fills the rows of fine-tuning; "
+            "set its eos_token"
+        )
+    return int(tokenizer.eos_token_id)
 
 
 def _padding(tokenizer: Any) -> int:

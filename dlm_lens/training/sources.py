@@ -222,8 +222,15 @@ class RowSource:
         return (build for build, _ in islice(self.read(None, seed), len(self.rows)))
 
     def example(self, row: int) -> Example:
-        """The sequence of a row."""
-        return self.build(self.rows[row])
+        """The sequence of a row.
+
+        Raises:
+            ValueError: naming the row, of which no sequence can be made.
+        """
+        try:
+            return self.build(self.rows[row])
+        except ValueError as error:
+            raise ValueError(f"row {row} of the data: {error}") from error
 
 
 @dataclass(frozen=True)

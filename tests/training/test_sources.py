@@ -1,3 +1,4 @@
+import copy
 from itertools import islice
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 
 from dlm_lens.testing import tiny
 from dlm_lens.training import Batching, BatchStream, DataSettings, Example, MaskedDiffusionLoss, RowSource
-from dlm_lens.training.data import build_source, read_dataset
+from dlm_lens.training.data import build_source, check_texts, read_dataset
 from dlm_lens.training.sources import PackedSource, take
 
 TOKENIZER = tiny("sink_qwen").tokenizer
@@ -171,7 +172,43 @@ def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(ValueError, match="a multiple of 6"):
         Batching(8, 3, 2)
     settings = DataSettings(length=3, prompt_column="q", answer_column="a")
-    with pytest.raises(ValueError, match="a prompt of 3 tokens leaves no room"):
+    with pytest.raises(ValueError, match="row 0 of the data: a prompt of 3 tokens leaves no room"):
         built(build_source([{"q": "w1 w2 w3", "a": "w4"}], settings, TOKENIZER), 1)
     with pytest.raises(ValueError, match=r"set data\.streaming to false"):
         build_source(Stream(), DataSettings(prompt_column="text", answer_column="text"), TOKENIZER)
+
+
+@pytest.mark.parametrize("tune", [True, False])
+def test_a_tokenizer_without_an_end_is_refused(tune: bool) -> None:
+    endless = copy.deepcopy(TOKENIZER)
+    endless.eos_token = None
+    settings = DataSettings(length=8, **({"prompt_column": "text", "answer_column": "text"} if tune else {}))
+    with pytest.raises(ValueError, match=r"the tokenizer has no end-of-text token, .*; set its eos_token$"):
+        build_source(TEXTS, settings, endless)
+
+
+def test_a_row_without_its_text_is_named() -> None:
+    settings = DataSettings(length=8, prompt_column="q", answer_column="a")
+    for bad, value in (({"q": None, "a": "w1"}, None), ({"a": "w1"}, None), ({"q": 3, "a": "w1"}, 3)):
+        pairs = build_source([{"q": "w1", "a": "w2"}, bad], settings, TOKENIZER)
+        with pytest.raises(
+            ValueError, match=f"row 1 of the data: the column 'q' holds '{value}', which is not a text"
+        ):
+            check_texts(pairs, 63)
+    texts = [*TEXTS[:2], {"text": None}, *TEXTS[2:]]
+    with pytest.raises(
+        ValueError, match="row 2 of the data: the column 'text' holds 'None', which is not a text; "
+    ):
+        check_texts(build_source(texts, DataSettings(length=8), TOKENIZER), 63)
+
+    class Late(Stream):
+        def __iter__(self):
+            return iter(texts)
+
+    with pytest.raises(
+        ValueError, match="row 2 of the data: the column 'text' holds 'None', which is not a text; "
+    ):
+        built(build_source(Late(), DataSettings(length=8), TOKENIZER), 9)
+    ids = build_source([{"input_ids": [1, 2]}, {"input_ids": "w1"}], DataSettings(column="input_ids"), None)
+    with pytest.raises(ValueError, match=r"row 1 of the data: the column 'input_ids' holds 'w1', .* a list of ids"):
+        check_texts(ids, 63)
