@@ -92,6 +92,8 @@ def run_sampler(
             except NonFiniteLogitsError as error:
                 error.partial = history.result()
                 raise
+            if sampler.proposes_all:
+                _known_ids(canvas, rows, "a proposal that was assigned")
             # A trace may choose others, which have no proposal: they stay as they are.
             unmasked = chosen & masked & evaluated
             after = sampler.open_positions(canvas, plan.index + 1)

@@ -195,3 +195,17 @@ def test_a_resumed_run_has_the_steps_that_are_left() -> None:
             third = lm.layers[0].output.save()
     torch.testing.assert_close(third, last[1])
     assert not torch.allclose(last[0], last[1])
+
+
+@pytest.mark.parametrize("what", ["canvas", "proposal"])
+def test_a_token_that_the_model_does_not_embed_is_named(what: str) -> None:
+    lm = dl.DiffusionLM(tiny("llada"), check=False)
+    with (
+        pytest.raises(ValueError, match=r"wrote token id 999, which has no row in the model's embedding of 64"),
+        lm.generate(PROMPT, **SETTINGS) as tracer,
+    ):
+        for step in tracer.steps[1]:
+            if what == "canvas":
+                lm.canvas[:, -1] = 999
+            else:
+                lm.sampler.proposal = torch.full_like(step.tokens, 999)
