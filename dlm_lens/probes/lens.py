@@ -259,7 +259,7 @@ def logit_lens(
     if tuned is not None:
         tuned.check(model)
     learned = SinkLayout.of(model).count
-    places = choose_positions(run, positions, wanted, chosen, learned, controls, seed)
+    places = choose_positions(stored, positions, wanted, chosen, learned, controls, seed)
     entries = _Entries(stored, hooked, head, places, chosen, top, tuned)
     found = [entries.at(step) for step in tqdm(wanted, desc="logit lens", unit="step", disable=not progress)]
     joined = {name: torch.cat([part[name] for part in found]) for name in found[0]}
@@ -317,7 +317,7 @@ class _Entries:
         # An AR step has the prefix only, with blocks a row ends with its own, with a cache a step has its span.
         seen = self.stored.computes(step)[places.batch, places.position.clamp(max=canvas - 1)]
         here = (places.step == step) & (seen | (places.position >= canvas))
-        here &= run.row_steps[places.batch] > step
+        here &= run.row_ends[places.batch] > step
         names = ("step", "batch", "position", "sink", "sink_layer")
         place = {name: getattr(places, name)[here] for name in names}
         batch, position = place["batch"], place["position"]
@@ -327,7 +327,7 @@ class _Entries:
         # Under uniform noise the loss covers the whole answer, open or decided.
         trained = run.answer.expand_as(run.masked) if run.uniform_noise else run.masked
         predicted = trained[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
-        if run.computed:
+        if run.computed or self.stored.sampler.block_layout is not None:
             reach = self.stored.sampler.reach(run.masked[step].to(self.stored.device), self.stored.plan(step))
             predicted &= reach.cpu()[batch, predicts.clamp(min=0)]
         written = run.tokens[batch, predicts.clamp(min=0)]

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling import DenoisingRun, StoredCanvases
 from dlm_lens.sinks import Sinks
 
 
@@ -31,7 +31,7 @@ class LensPositions:
 
 
 def choose_positions(
-    run: DenoisingRun,
+    stored: StoredCanvases,
     positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None,
     steps: Sequence[int],
     layers: tuple[int, ...],
@@ -42,7 +42,7 @@ def choose_positions(
     """The entries to read, in the order of steps, rows and positions; controls come after all sinks.
 
     Args:
-        run: the run whose canvases are read.
+        stored: the run whose canvases are read, with its network.
         positions: sinks, canvas positions, a mask of them, or None for all.
         steps: the steps to read.
         layers: the layers to read.
@@ -53,8 +53,9 @@ def choose_positions(
     Raises:
         ValueError: a position that does not exist, or sinks of another run.
     """
+    run = stored.run
     if isinstance(positions, Sinks):
-        return _of_sinks(run, positions, steps, layers, controls, seed)
+        return _of_sinks(stored, positions, steps, layers, controls, seed)
     canvas = run.tokens.shape[1]
     if isinstance(positions, Tensor):
         return _given(run, positions, steps, layers, canvas + learned)
@@ -89,8 +90,14 @@ def _given(
 
 
 def _of_sinks(
-    run: DenoisingRun, sinks: Sinks, steps: Sequence[int], layers: tuple[int, ...], controls: bool, seed: int
+    stored: StoredCanvases,
+    sinks: Sinks,
+    steps: Sequence[int],
+    layers: tuple[int, ...],
+    controls: bool,
+    seed: int,
 ) -> LensPositions:
+    run = stored.run
     if sinks.dims[:2] != ("step", "batch") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; a run of {run.steps} steps and "
@@ -107,10 +114,16 @@ def _of_sinks(
     else:
         anywhere = found
         by_layer = found[:, :, None].expand(-1, -1, len(layers), -1)
+    # Of the positions that a step computes, which alone have states to read: sinks, and so many controls.
+    computed = torch.stack([stored.computes(step) for step in steps])
+    computed &= (run.row_ends > torch.tensor(list(steps))[:, None])[..., None]
+    found = (
+        found & torch.nn.functional.pad(computed.byte(), (0, found.shape[-1] - computed.shape[-1]), value=1).bool()
+    )
     entries = _entries(found, steps, by_layer)
     if not controls:
         return entries
-    chosen = _controls(run, found, anywhere, steps, seed)
+    chosen = _controls(run, found, anywhere, computed, steps, seed)
     others = _entries(chosen, steps, torch.zeros_like(by_layer))
     sinks_first = {
         name: torch.cat([getattr(entries, name), getattr(others, name)])
@@ -123,6 +136,7 @@ def _controls(
     run: DenoisingRun,
     found: Bool[Tensor, "step batch key"],
     anywhere: Bool[Tensor, "step batch key"],
+    computed: Bool[Tensor, "step batch position"],
     steps: Sequence[int],
     seed: int,
 ) -> Bool[Tensor, "step batch key"]:
@@ -130,7 +144,7 @@ def _controls(
     canvas = run.tokens.shape[1]
     masked, chosen = run.masked[list(steps)], torch.zeros_like(found)
     draws = torch.rand(masked.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-    content = _content(run, 0).expand(masked.shape)
+    content = _content(run, 0) & computed
     if run.autoregressive:
         content, masked = content & ~masked, torch.zeros_like(masked)
     for kind in (masked, ~masked):

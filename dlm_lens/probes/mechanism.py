@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import Hook, exclusive
+from dlm_lens.attention import Hook, exclusive, predicting_position
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import mask_random, mask_sinks
 from dlm_lens.probes.replays import Replay, replay
@@ -208,7 +208,7 @@ def sink_mechanism(
     others = [compared(mask_random(like=own, seed=s)) for s in controls]
     return SinkMechanism(
         run=plain,
-        dependence=mass.mean((2, 3)),
+        dependence=_of_predictions(model, plain, mass.mean((2, 3))),
         predicted=without.predicted,
         confidence=without.confidence_change,
         confidence_control=torch.stack(
@@ -220,6 +220,15 @@ def sink_mechanism(
         rule=sinks.rule,
         controls=tuple(controls),
     )
+
+
+def _of_predictions(
+    model: Any, run: DenoisingRun, mass: Float[Tensor, "step batch position"]
+) -> Float[Tensor, "step batch position"]:
+    """The mass of the query that predicts each position: with a logit shift and in AR runs the one before."""
+    if not (run.autoregressive or getattr(model.config, "logit_shift", False)):
+        return mass
+    return mass.gather(-1, predicting_position(run.attention_mask).expand(mass.shape))
 
 
 def _mean_changed(runs: Sequence[Comparison]) -> Tensor:

@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     attention_blocks,
     checked,
     exclusive,
+    predicting_position,
 )
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_layers
@@ -327,9 +328,15 @@ class _Passes:
             return _Pass(stored.states(step), reader)
 
     def _sources(self, step: int) -> Bool[Tensor, "batch position"]:
-        """Where the residual stream is compared: the predicted positions; in an AR run the one that predicts."""
+        """Where the residual stream is compared: the outputs that predict; with a logit shift, those before."""
         predicted = self.stored.predicted(step)
-        return predicted.roll(-1, 1) if self.stored.autoregressive else predicted
+        if not (self.stored.autoregressive or getattr(self.stored.model.config, "logit_shift", False)):
+            return predicted
+        row, position = predicted.nonzero(as_tuple=True)
+        sources = torch.zeros_like(predicted)
+        sources[row, predicting_position(self.stored.content)[row, position]] = True
+        # A cached pass may not have the output before its span (`CachedLogits`, `alone`).
+        return sources & self.stored.computes(step).to(sources.device)
 
     def _per_position(
         self, predicted: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor

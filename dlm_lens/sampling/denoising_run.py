@@ -287,6 +287,22 @@ class DenoisingRun(ShowsItself):
         rows = len(self.attention_mask)
         return torch.tensor([self.steps] * rows if self.rows_ran is None else self.rows_ran, dtype=torch.long)
 
+    @cached_property
+    def row_ends(self) -> Int[Tensor, "batch"]:
+        """After how many steps each row was over: `row_steps`, or fewer where its text ended before others'.
+
+        An AR row ends with the step that decides its first end of text. In block diffusion a row whose text has
+        ended keeps open positions; its last step is the one that decided or rewrote something last.
+        """
+        ends = torch.tensor([*self.eos_token_ids, *_other_ends(self.settings)], dtype=torch.long)
+        if self.autoregressive:
+            wrote = self.unmasked & torch.isin(self.tokens, ends)
+            ended, last = wrote.any(-1).any(0), wrote.any(-1).int().cumsum(0).eq(0).sum(0) + 1
+        else:
+            left, last = self.masked[-1], 1 + self._last_step(self.unmasked | self.revised).amax(-1)
+            ended = (torch.isin(self.tokens, ends) & self.answer & ~left).any(-1) & left.any(-1) & (last > 0)
+        return torch.where(ended, last, self.steps).minimum(self.row_steps)
+
     def first_steps(self, count: int) -> "DenoisingRun":
         """The first `count` steps; the canvas after them becomes the result."""
         if count >= self.steps:
@@ -364,6 +380,13 @@ class DenoisingRun(ShowsItself):
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; read .tokens, or set model.tokenizer before denoising")
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+def _other_ends(settings: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a row by settings of its sampler (MMaDA's, SDAR's)."""
+    given = [settings.get("eot_token"), settings.get("stop_tokens")]
+    ids = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
+    return [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
 
 
 def holds_random_tokens(

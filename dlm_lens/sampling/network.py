@@ -258,12 +258,12 @@ class PrefixLogits:
 
     def states(
         self, canvas: Int[Tensor, "batch prefix"], needed: Bool[Tensor, "batch position"]
-    ) -> Float[Tensor, "1 batch d_model"]:
-        """The input of the head for the position after the prefix, of every row."""
+    ) -> Float[Tensor, "1 needed d_model"]:
+        """The input of the head for the position after the prefix, of every row that needs it."""
         last: Tensor = self.forward(canvas).last_hidden_state[:, -1]
-        return last[None].to(canvas.device)
+        return last[needed.any(-1).to(last.device)][None].to(canvas.device)
 
-    def head(self, states: Float[Tensor, "1 batch d_model"]) -> Float[Tensor, "batch d_vocab"]:
+    def head(self, states: Float[Tensor, "1 needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
         """Logits of (some of) these states."""
         logits: Tensor = head_logits(self.model, states[0])
         return logits.to(states.device)

@@ -88,6 +88,15 @@ def test_the_penalty_is_chosen_by_the_error_on_the_other_half() -> None:
         assert best_ridge(halves, ridges) == ridges[int(np.argmin(errors))] == (1000.0 if not strength else 1e-1)
 
 
+def ended_after(run: dl.DenoisingRun, row: int) -> int:
+    """The number of steps after which the row changes no more, if its text ended; else all."""
+    answer = run.tokens[row][run.masked[0, row] & ~run.masked[-1, row]].tolist()
+    if not bool(run.masked[-1, row].any()) or not set(answer) & set(run.eos_token_ids):
+        return run.steps
+    changed = [step for step in range(run.steps) if bool(run.unmasked[step, row].any())]
+    return changed[-1] + 1
+
+
 def all_states(model: Any, run: DenoisingRun, name: str, layer: int) -> tuple[Any, Any, Any]:
     """The states of a class of positions at a layer, their times and rows, from captured activations."""
     kept = capture(model, run, "resid", layers=[layer])
@@ -98,8 +107,10 @@ def all_states(model: Any, run: DenoisingRun, name: str, layer: int) -> tuple[An
         tensor = kept["resid", layer, step]
         tensor = tensor[: len(run.tokens), layout.canvas(tensor.shape[1])]
         for row, position in there.nonzero().tolist():
+            if step >= ended_after(run, row):
+                continue
             states.append(tensor[row, position].double().numpy())
-            times.append(step / run.steps)
+            times.append(step / ended_after(run, row))
             rows.append(row)
     return np.array(states), np.array(times), np.array(rows)
 
@@ -128,7 +139,8 @@ def test_the_clock_is_that_of_all_states(name: str) -> None:
         found = clock.reading.r2(kind, 1)
         assert found.value == pytest.approx(wanted, abs=1e-5)
         assert found.low <= found.value <= found.high
-        assert clock.reading.mae(kind, 1).value == pytest.approx(np.abs(error).mean() * run.steps, abs=1e-5)
+        steps = np.array([ended_after(run, int(row)) for row in rows[scored]])
+        assert clock.reading.mae(kind, 1).value == pytest.approx((np.abs(error) * steps).mean(), abs=1e-5)
         bins = np.floor(y[~scored] * 4 + 1e-9)
         for number in set(bins.astype(int).tolist()):
             mean = clock.curve[POSITIONS.index(kind), place, number].numpy()

@@ -1,0 +1,67 @@
+"""A row whose text ends before those beside it: probes read what they read of the row alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens import probes
+from dlm_lens.hooks import ablate
+from dlm_lens.testing import tiny
+
+PROMPTS = ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w4 w1 w1"]
+
+
+def pair(family: str, **settings: Any) -> tuple[Any, dl.DenoisingRun, dl.DenoisingRun]:
+    """A model whose first row ends early, the run of that row alone, and the run of both rows."""
+    model = tiny(family)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    settings = {"gen_length": 16, "temperature": 0.0, **settings}
+    first = dl.denoise(model, PROMPTS, **settings)
+    end = int(first.tokens[0, first.prompt_length + 2])
+    assert end not in first.tokens[1].tolist()
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    return model, dl.denoise(model, PROMPTS[:1], **settings), dl.denoise(model, PROMPTS, **settings)
+
+
+CASES: dict[str, Any] = {"llada2": {"block_length": 4}, "sdar": {"block_length": 4}, "causal": {}}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_probes_read_what_they_read_of_the_row_alone(family: str) -> None:
+    model, alone, both = pair(family, **CASES[family])
+    assert alone.steps < both.steps
+    ends = int(alone.steps)
+    assert both.row_ends.tolist() == [ends, both.steps]
+    assert alone.row_ends.tolist() == [ends]
+    shared = slice(0, alone.tokens.shape[1])
+    hook = [ablate("resid", dims=[0])]
+    one, two = (probes.replay(model, run, hook, attention=False) for run in (alone, both))
+    assert torch.equal(one.predicted[:, 0], two.predicted[:ends, 0, shared])
+    assert not bool(two.predicted[ends:, 0].any())
+    assert bool(two.predicted[ends:, 1].any())
+    torch.testing.assert_close(one.kl[:, 0], two.kl[:ends, 0, shared], rtol=1e-3, atol=1e-5, equal_nan=True)
+    lens = dl.logit_lens(model, both)
+    assert not bool(((lens.batch == 0) & (lens.step >= ends)).any())
+    found = [probes.commitment(model, run) for run in (alone, both)]
+    assert torch.equal(found[0].committed_at[0], found[1].committed_at[0, shared])
+    assert not bool((found[1].token[ends:, 0] >= 0).any())
+    # The other row's predictions are its own, not those of the row that ended.
+    right = found[1].token[both.step_of[1].clamp(min=0), 1, torch.arange(both.tokens.shape[1])]
+    decided = (both.step_of[1] >= 0) & (right >= 0)
+    assert bool(decided.any())
+    assert torch.equal(right[decided], both.tokens[1][decided])
+    proposed = probes.proposed_commitment(both)
+    assert not bool((proposed.token[ends:, 0] >= 0).any())
+
+
+def test_a_row_without_an_end_is_over_with_the_run() -> None:
+    run = dl.denoise(tiny("llada"), PROMPTS, steps=4, gen_length=8)
+    assert run.row_ends.tolist() == [4, 4]
+    joined = dl.record(tiny("causal"), PROMPTS, gen_length=5, batch_size=1).run
+    assert joined.row_ends.tolist() == joined.row_steps.tolist()
