@@ -21,6 +21,7 @@ from dlm_lens.attention import (
     as_hook,
     run_of,
 )
+from dlm_lens.hooks.schedules import shown_schedule
 
 Active = bool | Bool[Tensor, "row"]
 """Whether the hook acts: at all, or in which rows."""
@@ -194,7 +195,8 @@ class ProgressLimit(Limit):
 
     def call(self, hook: str) -> str:
         """The call of the limit around `hook`."""
-        return f"at_progress({hook}, {(self.low, self.high) if self.chosen is None else self.chosen})"
+        chosen = (self.low, self.high) if self.chosen is None else shown_schedule(self.chosen)
+        return f"at_progress({hook}, {chosen})"
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def check_schedule(schedule: Any, who: str) -> None:
         raise ValueError(f"{who}: schedule is {schedule!r}; give (lo, hi), a number, or a function of progress")
 
 
-def shown_schedule(schedule: Schedule) -> str:
-    """A schedule in a hook's repr."""
+def shown_schedule(schedule: Schedule | Callable[..., Any]) -> str:
+    """A schedule, or another function, in a hook's repr: a function's own has an address."""
     return getattr(schedule, "__name__", type(schedule).__name__) if callable(schedule) else repr(schedule)
 
 

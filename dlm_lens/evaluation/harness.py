@@ -15,6 +15,7 @@ from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import checked, is_hook, refuse_row_lists
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
+from dlm_lens.evaluation.hook_identity import identity_of
 from dlm_lens.evaluation.likelihood_requests import Around, ItemMaker, Likelihoods, check_likelihood_hooks
 from dlm_lens.evaluation.request_recordings import (
     INDEX,
@@ -25,7 +26,7 @@ from dlm_lens.evaluation.request_recordings import (
     RequestRecordings,
     read_record,
 )
-from dlm_lens.evaluation.responses import Responses, fingerprint, identity_of
+from dlm_lens.evaluation.responses import Responses, fingerprint
 from dlm_lens.evaluation.settings import (
     GenerationSettings,
     LikelihoodSettings,
@@ -131,7 +132,8 @@ class HarnessLM(SharedLM):
         **loading: further arguments of `dlm_lens.load`, for a model given by name.
 
     Raises:
-        ValueError: invalid settings, before anything is computed.
+        ValueError: invalid settings, before anything is computed; or a hook that holds an object by
+            which stored answers cannot be identified, such as an open file.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class HarnessLM(SharedLM):
             raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
         self.model, self.seed = model, int(seed)
         self._device, self.around = input_device(model), around
+        self._stores = responses is not None or recorded is not None
         self.encoder = Encoder(model, add_bos=add_bos, max_length=max_length)
         self.jobs = JobMaker(model, self.encoder, self.generation, self.seed)
         self.items = ItemMaker(self.encoder, self.likelihood, self.seed)
@@ -192,7 +195,7 @@ class HarnessLM(SharedLM):
             "dlm_lens": {
                 "model": name_of(self.model),
                 "fingerprint": fingerprint(self.model),
-                "hooks": [identity_of(hook) for hook in self.hooks],
+                "hooks": [self._identity("hooks", hook) for hook in self.hooks],
                 "likelihood": changed(self.likelihood),
                 "generation": changed(self.generation),
                 "seed": self.seed,
@@ -200,6 +203,20 @@ class HarnessLM(SharedLM):
                 "max_length": self.encoder.max_length,
             }
         }
+
+    def _identity(self, name: str, value: Any) -> str:
+        """What tells the value of the argument `name` apart from others, where answers are stored.
+
+        Raises:
+            ValueError: nothing does.
+        """
+        try:
+            return identity_of(value, strict=self._stores)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} holds {value!r:.120}, in which {error}, so that its answers cannot be stored; leave out "
+                "`responses` and `record_to`, or give a function of plain values"
+            ) from None
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The tokenizer's chat template, for the harness's records."""

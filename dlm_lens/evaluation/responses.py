@@ -5,15 +5,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
-from dlm_lens.attention import is_hook
 from dlm_lens.files.atomic_writes import append, open_to_append
 from dlm_lens.files.locks import lock
 from dlm_lens.files.sealed_json import (
@@ -183,40 +179,6 @@ def fingerprint(model: Any) -> str:
         some = entries_at(weight, places).float().cpu()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
     return digest.hexdigest()[:16]
-
-
-def identity_of(hook: Any) -> str:
-    """A hook's repr, with a digest of its tensors, which the repr does not distinguish."""
-    tensors = list(_tensors(hook, set()))
-    if not tensors:
-        return repr(hook)
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(plain.shape)} {plain.dtype} ".encode())
-        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    return f"{hook!r} #{digest.hexdigest()[:16]}"
-
-
-def _tensors(value: Any, seen: set[int], name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a value and their paths: in modules, mappings, lists, and fields of dataclasses and hooks."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    inside: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, torch.nn.Module):
-        inside = value.state_dict().items()
-    elif isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, list | tuple):
-        inside = enumerate(value)
-    elif not isinstance(value, type) and (is_dataclass(value) or is_hook(value)):
-        inside = getattr(value, "__dict__", {}).items()
-    for key, one in inside:
-        yield from _tensors(one, seen, f"{name}.{key}")
 
 
 def _plain(config: Any) -> dict[str, str]:

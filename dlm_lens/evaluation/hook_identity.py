@@ -1,0 +1,210 @@
+"""`identity_of`: what a hook or a function computes, as text that is the same in every process."""
+
+import dis
+import hashlib
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cached_property, partial
+from pathlib import Path, PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dlm_lens.attention import is_hook
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""What Python's default repr says of an object: its place in memory, which differs between processes."""
+
+LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+"""Folders of installed code, whose functions are identified without the globals that they read."""
+
+PLAIN = (bool, int, float, complex, str, bytes, range, slice, Enum, PurePath, np.generic, torch.dtype, torch.device)
+"""Values that their repr describes wholly, as it does None."""
+
+
+def identity_of(value: Any, *, strict: bool = True) -> str:
+    """A value's repr without addresses, with a digest of the tensors and functions that it holds.
+
+    The repr of a hook shows neither a tensor's entries nor a function's code. A tensor is identified by its bytes;
+    a function by its module, qualified name, bytecode, constants and defaults, and by the values of its closure and
+    of the globals that it reads; a module of torch.nn by its class, weights, and public attributes; any other
+    object by its class and attributes; a class of the user's own also by the bytecode of its methods. Bytecode
+    differs between versions of Python.
+
+    Args:
+        value: a hook or a function.
+        strict: False to leave out what has no identity.
+
+    Raises:
+        ValueError: the value holds an object that only its place in memory distinguishes, such as an open file.
+    """
+    shown = ADDRESS.sub("", repr(value))
+    parts = list(_parts(value, "", not ADDRESS.search(repr(value)), strict, set()))
+    if not parts:
+        return shown
+    digest = hashlib.sha256()
+    for part in parts:
+        # With their lengths, so that no two lists of parts have the same bytes.
+        for content in (part.name.encode(), part.content):
+            digest.update(b"%d " % len(content) + content)
+    return f"{shown} #{digest.hexdigest()[:16]}"
+
+
+class Part(NamedTuple):
+    """The path of a part in a value, and what identifies it."""
+
+    name: str
+    content: bytes
+
+
+Inside = Iterable[tuple[Any, Any]]
+"""The values in a value, by the last name of their paths."""
+
+
+def _parts(value: Any, name: str, shown: bool, strict: bool, seen: set[int]) -> Iterator[Part]:
+    """What identifies a value, beside its repr if `shown` (the repr of the whole contains it)."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
+        yield Part(name, _tensor_bytes(torch.as_tensor(value)))
+        return
+    if value is None or isinstance(value, (*PLAIN, type, ModuleType)):
+        if not shown:
+            yield Part(name, _plain_text(value).encode())
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    text, inside, shown = _opened(value, name, shown, strict)
+    if text:
+        yield Part(name, text.encode())
+    for key, one in inside:
+        yield from _parts(one, f"{name}.{key}", shown, strict, seen)
+
+
+def _opened(value: Any, name: str, shown: bool, strict: bool) -> tuple[str, Inside, bool]:
+    """What identifies a value beside the values in it; these; and whether the whole's repr contains them."""
+    kind = type(value)
+    if isinstance(value, Mapping):
+        return "" if shown else f"{kind.__name__} {len(value)}", value.items(), shown
+    if isinstance(value, list | tuple):
+        return "" if shown else f"{kind.__name__} {len(value)}", enumerate(value), shown
+    if isinstance(value, set | frozenset):
+        return "" if shown else f"{kind.__name__} {len(value)}", enumerate(sorted(value, key=repr)), shown
+    if isinstance(value, FunctionType):
+        return f"function {_function_text(value)}", _function_values(value), False
+    if isinstance(value, MethodType):
+        return "method", (("self", value.__self__), ("function", value.__func__)), False
+    if isinstance(value, partial):
+        return "partial", (("function", value.func), ("args", value.args), ("keywords", value.keywords)), False
+    if isinstance(value, BuiltinFunctionType):
+        owner = () if isinstance(value.__self__, ModuleType | type(None)) else (("self", value.__self__),)
+        return f"builtin {value.__module__}.{value.__qualname__}", owner, False
+    attributes = _attributes(value)
+    text = f"{_class_text(kind)} {ADDRESS.sub('', repr(value))}"
+    if isinstance(value, torch.nn.Module):
+        public = ((key, one) for key, one in attributes if not key.startswith("_"))
+        return text, (*value.state_dict().items(), *public), False
+    has_address = bool(ADDRESS.search(repr(value)))
+    if is_dataclass(value) or is_hook(value):
+        return "" if shown and _is_installed(kind) else _class_text(kind), attributes, shown and not has_address
+    if not has_address:
+        return "" if shown and not callable(value) else text, (), shown
+    # What is implemented in C keeps its state outside of its attributes.
+    in_python = not _is_installed(kind) or isinstance(kind.__init__, FunctionType)
+    if strict and not (in_python and hasattr(value, "__dict__")):
+        raise ValueError(
+            f"{name.lstrip('.') or 'it'} is {ADDRESS.sub('', repr(value))}, which has no identity that a later "
+            "process could compare"
+        )
+    return _class_text(kind), attributes, False
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """The fields and attributes of an object, without those that a cached property computed."""
+    names = [one.name for one in fields(value)] if is_dataclass(value) else []
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
+    computed = {name for name in found if isinstance(getattr(type(value), name, None), cached_property)}
+    return [(name, one) for name, one in found.items() if name not in computed]
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    return _class_text(value) if isinstance(value, type) else f"{type(value).__name__} {value!r}"
+
+
+def _class_text(kind: type) -> str:
+    """The name of a class, with the bytecode of its methods where it is the user's own."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if _is_installed(kind):
+        return name
+    methods = sorted((key, one) for key, one in vars(kind).items() if isinstance(one, FunctionType))
+    return " ".join([name, *(f"{key} {_code_text(one.__code__)}" for key, one in methods)])
+
+
+def _is_installed(what: type | FunctionType) -> bool:
+    """Whether a class or function is of this library or an installed one, which the versions identify."""
+    root = what.__module__.partition(".")[0]
+    if root == "__main__":
+        return False
+    if root in sys.stdlib_module_names or root == "dlm_lens":
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None)
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+
+
+def _function_text(function: FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__} {_code_text(function.__code__)}"
+
+
+def _function_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The defaults, the attributes, the closure and the globals of a function."""
+    yield "defaults", function.__defaults__
+    yield "keyword defaults", function.__kwdefaults__
+    yield from vars(function).items()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a variable without a value yet
+            continue
+    if not _is_installed(function):
+        for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
+            yield name, function.__globals__[name]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _global_names(code: CodeType) -> set[str]:
+    reads = ("LOAD_GLOBAL", "LOAD_NAME")
+    return {str(one.argval) for part in _codes(code) for one in dis.get_instructions(part) if one.opname in reads}
+
+
+def _code_text(code: CodeType) -> str:
+    """Bytecode, names and constants; neither the file nor the lines."""
+    constants = [_constant_text(one) for part in _codes(code) for one in part.co_consts]
+    names = [(part.co_code.hex(), part.co_names, part.co_varnames, part.co_freevars) for part in _codes(code)]
+    return f"{names} {constants}"
+
+
+def _constant_text(constant: Any) -> str:
+    """A constant of a function; its repr, but for sets, whose order differs between processes, and for code."""
+    if isinstance(constant, CodeType):
+        return constant.co_qualname
+    return str(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous()
+    head = f"{tuple(plain.shape)} {plain.dtype} ".encode()
+    return head + plain.flatten().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,158 @@
+"""Stored answers belong to what an intervention computes, whatever its place in memory."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation.hook_identity import identity_of
+from dlm_lens.hooks import at_progress, mask_positions, splice, steer
+from tests.evaluation.conftest import ask, counted
+
+LIMIT = 0.5
+EDITS = {"cos": torch.cos, "sin": torch.sin}
+
+
+def limited(by: float) -> Callable[[Any], Any]:
+    return lambda p: p < by
+
+
+def with_default(p: Any, by: float = 0.5) -> Any:
+    return p < by
+
+
+def with_global(p: Any) -> Any:
+    return p < LIMIT
+
+
+def calls_another(p: Any) -> Any:
+    return with_global(p)
+
+
+class Below:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, p: Any) -> Any:
+        return p < self.by
+
+    def method(self, p: Any) -> Any:
+        return p < self.by
+
+
+def in_half(code: str) -> Any:
+    """A function from its source, as a notebook's cell defines it."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, space)  # noqa: S102
+    return space["f"]
+
+
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "constant": (lambda p: p < 0.5, lambda p: p < 0.9),
+    "operator": (in_half("f = lambda p: p < .5"), in_half("f = lambda p: p > .5")),
+    "closure": (limited(0.5), limited(0.9)),
+    "default": (with_default, partial(with_default, by=0.9)),
+    "global": (in_half("A = 1\nf = lambda p: p < A"), in_half("A = 2\nf = lambda p: p < A")),
+    "global function": (
+        in_half("g = lambda p: p < 1\nf = lambda p: g(p)"),
+        in_half("g = lambda p: p < 2\nf = lambda p: g(p)"),
+    ),
+    "inner function": (
+        in_half("f = lambda p: (lambda q: q < 1)(p)"),
+        in_half("f = lambda p: (lambda q: q < 2)(p)"),
+    ),
+    "name of a builtin": (in_half("f = lambda p: min(p)"), in_half("f = lambda p: max(p)")),
+    "callable object": (Below(0.5), Below(0.9)),
+    "method": (Below(0.5).method, Below(0.9).method),
+    "class of the user's": (
+        in_half("class F:\n def __call__(self, p): return p < 1\nf = F()"),
+        in_half("class F:\n def __call__(self, p): return p < 2\nf = F()"),
+    ),
+    "array in the closure": (limited(np.ones(2000)), limited(np.arange(2000.0))),  # type: ignore[arg-type]
+    "tensor in the closure": (limited(torch.ones(2000)), limited(torch.zeros(2000))),  # type: ignore[arg-type]
+    "builtin": (torch.sin, torch.cos),
+    "module": (torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_functions_that_compute_something_else_are_told_apart(case: str) -> None:
+    one, other = DIFFERENT[case]
+    found = [identity_of(at_progress(mask_positions(1), each)) for each in (one, other)]
+    assert found[0] != found[1]
+    assert found[0] == identity_of(at_progress(mask_positions(1), one))
+    edited = [identity_of(splice(each)) for each in (one, other)]
+    assert edited[0] != edited[1]
+    assert not any("0x" in text for text in (*found, *edited))
+
+
+def test_equal_functions_have_one_identity() -> None:
+    assert limited(0.5) is not limited(0.5)
+    for make in (limited, Below):
+        assert len({identity_of(at_progress(mask_positions(1), make(0.5))) for _ in range(3)}) == 1
+    line = "f = lambda p: p in {'a', 'b', 'c'}"
+    assert identity_of(in_half(line)) == identity_of(in_half("\n\n" + line))
+    assert identity_of(calls_another) == identity_of(calls_another)
+
+
+def test_a_tensor_in_the_closure_is_identified_by_its_numbers() -> None:
+    made = [limited(torch.arange(3.0)) for _ in range(2)]  # type: ignore[arg-type]
+    assert identity_of(made[0]) == identity_of(made[1])
+
+
+SCRIPT = """
+import sys
+from dlm_lens.evaluation.hook_identity import identity_of
+from dlm_lens.hooks import at_progress, mask_positions
+hold = [object() for _ in range(int(sys.argv[1]))]
+def make(by, names):
+    def chosen(p):
+        return (p < by) & (len({"a", "b", "c"} & names) > 0)
+    return chosen
+print(identity_of(at_progress(mask_positions(1), make(0.5, frozenset("abcdef")))))
+"""
+
+
+def test_an_identity_is_the_same_in_every_process() -> None:
+    found = set()
+    for number in ("1", "100000"):
+        done = subprocess.run([sys.executable, "-c", SCRIPT, number], capture_output=True, text=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_an_object_that_only_its_address_distinguishes_is_refused(llada: Any, tmp_path: Path) -> None:
+    file = (one for one in [1])
+    hook = at_progress(mask_positions(1), lambda p: p < next(file))
+    match = "hooks holds .*file is <generator object .*leave out `responses` and `record_to`"
+    with pytest.raises(ValueError, match=match) as caught:
+        HarnessLM(llada, hooks=[hook], responses=tmp_path / "a.jsonl")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "a.jsonl").exists()
+    with pytest.raises(ValueError, match="hooks holds"):
+        HarnessLM(llada, hooks=[hook], record_to=tmp_path / "recordings")
+    assert not (tmp_path / "recordings").exists()
+    # Without stored answers there is nothing to identify.
+    assert HarnessLM(llada, hooks=[hook]).get_model_info()["dlm_lens"]["hooks"]
+
+
+def test_stored_answers_of_another_function_are_not_returned(llada: Any, tmp_path: Path) -> None:
+    path, requests = tmp_path / "a.jsonl", ask("generate_until", ("w1 w2", {"until": []}))
+
+    def evaluated(by: float) -> list[str]:
+        hooks = [at_progress(steer(torch.ones(32), 50.0), limited(by))]
+        return HarnessLM(llada, hooks=hooks, responses=path).generate_until(requests)
+
+    first = evaluated(0.5)
+    with counted(llada) as none:
+        assert evaluated(0.5) == first
+    assert none == []
+    with pytest.raises(ValueError, match="holds answers with hooks="):
+        evaluated(0.9)
