@@ -124,7 +124,7 @@ class HarnessLM(SharedLM):
             attention that is recorded. The same call with the same directory resumes. Requests are then computed
             one by one.
         around: takes the model and returns a context manager for every chunk of likelihoods and every generation,
-            such as a recording of your own.
+            such as a recording of your own. With `responses`, its code identifies it, as `identity_of` says.
         add_bos: prepend the beginning-of-text token to every text (as Dream's authors do).
         max_length: positions of a canvas; None for the model's.
         device: where to load a model that is given by name.
@@ -132,7 +132,7 @@ class HarnessLM(SharedLM):
         **loading: further arguments of `dlm_lens.load`, for a model given by name.
 
     Raises:
-        ValueError: invalid settings, before anything is computed; or a hook that holds an object by
+        ValueError: invalid settings, before anything is computed; or a hook, or `around`, that holds an object by
             which stored answers cannot be identified, such as an open file.
     """
 
@@ -196,6 +196,7 @@ class HarnessLM(SharedLM):
                 "model": name_of(self.model),
                 "fingerprint": fingerprint(self.model),
                 "hooks": [self._identity("hooks", hook) for hook in self.hooks],
+                "around": None if self.around is None else self._identity("around", self.around),
                 "likelihood": changed(self.likelihood),
                 "generation": changed(self.generation),
                 "seed": self.seed,

@@ -1,8 +1,10 @@
 """Stored answers belong to what an intervention computes, whatever its place in memory."""
 
+import io
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,33 @@ def test_stored_answers_of_another_function_are_not_returned(llada: Any, tmp_pat
     assert none == []
     with pytest.raises(ValueError, match="holds answers with hooks="):
         evaluated(0.9)
+
+
+@contextmanager
+def adding(model: Any, number: float) -> Iterator[None]:
+    """Hooks of the user's own: the logits of token 3 plus a number."""
+    head = model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, inputs, out: out + number * torch.eye(out.shape[-1])[3])
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_stored_answers_without_around_are_not_returned_under_it(llada: Any, tmp_path: Path) -> None:
+    path, requests = tmp_path / "a.jsonl", ask("loglikelihood", ("w1 w2", " w3"))
+    settings = {"likelihood": {"method": "chain_rule", "is_greedy": False}, "responses": path}
+    plain = HarnessLM(llada, **settings).loglikelihood(requests)
+    with pytest.raises(ValueError, match="holds answers with around=None, this evaluation has '<function"):
+        HarnessLM(llada, **settings, around=partial(adding, number=2.0).func)
+    settings["responses"] = tmp_path / "b.jsonl"
+    edited = HarnessLM(llada, **settings, around=partial(adding, number=2.0)).loglikelihood(requests)
+    assert edited != plain
+    with counted(llada) as none:
+        assert HarnessLM(llada, **settings, around=partial(adding, number=2.0)).loglikelihood(requests) == edited
+    assert none == []
+    with pytest.raises(ValueError, match="holds answers with around="):
+        HarnessLM(llada, **settings, around=partial(adding, number=3.0))
+    kept = io.StringIO()
+    with pytest.raises(ValueError, match=r"around holds .*_io\.StringIO"):
+        HarnessLM(llada, responses=tmp_path / "c.jsonl", around=lambda model: adding(model, float(kept.read())))
