@@ -1,18 +1,23 @@
-"""What identifies a model in a recording beside its name: versions of the packages, a digest of its weights."""
+"""What identifies a model beside its name: versions of the packages, a digest of its weights."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from dlm_lens.placement import dequantised, named_weights
 
-SAMPLED = 64
-"""Entries of every weight that go into the digest."""
+SPAN = 2**16
+"""32-bit words that go into one sum of the digest."""
+
+ENTRIES = 2**20
+"""Entries of a weight that are converted to 32-bit words at a time, which bounds the memory."""
 
 
 @cache
@@ -24,32 +29,47 @@ def versions() -> dict[str, str]:
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of some entries of every weight, which distinguishes checkpoints without reading all of them."""
+    """A digest of every entry of every weight, the same on every device and in every layout.
+
+    The entries of a floating-point weight are taken in float32 (of a float64 weight in float64, of an integer one
+    in int64) and read as 32-bit words w_i. Every `SPAN` words are summed modulo 2^64 with fixed random 64-bit
+    multipliers m_i, sum_i m_i w_i (multilinear hashing: Lemire and Kaser 2014, "Strongly universal string hashing
+    is fast", Theorem 3.1), and the sums go into SHA-256 with the weight's name and shape. Integer sums do not
+    depend on their order, so they are computed where the weight is. The sums of two weights are equal with a
+    probability of at most 2^-33 over the multipliers. A weight on "meta" counts by its name and shape alone.
+    """
     found = hashlib.sha256()
-    for name, weight in named_weights(model):
+    for name, weight in named_weights(model, by_name=True):
         found.update(f"{name} {tuple(weight.shape)}".encode())
-        found.update(_sample(weight))
+        for part in _parts(dequantised(weight.detach())):
+            found.update(_sums(part).cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
-def _sample(weight: Tensor) -> bytes:
-    if not weight.is_floating_point() or weight.device.type == "meta" or not weight.numel():
-        return b""
-    return entries_at(weight, sampled_places(weight.numel())).double().cpu().numpy().tobytes()
+def _parts(weight: Tensor) -> Iterator[Shaped[Tensor, "n"]]:
+    """Consecutive entries of a weight, without flattening it as a whole: that may copy gigabytes."""
+    if weight.device.type == "meta" or not weight.numel():
+        return
+    if weight.ndim < 2:
+        yield from weight.reshape(-1).split(ENTRIES)
+        return
+    for rows in weight.split(max(1, ENTRIES // weight[0].numel())):
+        # One row may be larger than the bound.
+        yield from rows.reshape(-1).split(ENTRIES)
 
 
-def entries_at(weight: Tensor, places: Sequence[int]) -> Tensor:
-    """The entries of a weight at indices of its flattened form, without flattening: that may copy gigabytes."""
-    plain = dequantised(weight.detach())
-    if plain.ndim < 2 or not plain.numel():
-        return plain.reshape(-1)[list(places)]
-    return plain[torch.unravel_index(torch.tensor(places, device=plain.device), plain.shape)]
+def _sums(entries: Shaped[Tensor, "n"]) -> Int[Tensor, "span"]:
+    """The sums of the digest over some entries, padded with zeros to whole spans."""
+    if entries.is_complex():
+        entries = torch.view_as_real(entries).reshape(-1)
+    if entries.dtype != torch.float64:
+        entries = entries.float() if entries.is_floating_point() else entries.to(torch.int64)
+    words = entries.contiguous().view(torch.int32)
+    words = torch.nn.functional.pad(words, (0, -len(words) % SPAN)).view(-1, SPAN)
+    return words.to(torch.int64).mul_(torch.from_numpy(_multipliers()).to(words.device)).sum(-1)
 
 
-def sampled_places(entries: int) -> list[int]:
-    """Up to `SAMPLED` evenly spaced indices of so many entries, with the first and the last.
-
-    In integers: the float32 numbers of torch.linspace are rounded above 2^24, past the last entry.
-    """
-    count = min(SAMPLED, entries)
-    return [place * (entries - 1) // max(1, count - 1) for place in range(count)]
+@cache
+def _multipliers() -> Int[np.ndarray, "span"]:
+    """`SPAN` random numbers; the raw numbers of a bit generator are the same in every version of numpy."""
+    return np.random.PCG64(0).random_raw(SPAN).view(np.int64)

@@ -1,10 +1,14 @@
-"""What identifies a model, also where a weight is larger than float32 counts."""
+"""What identifies a model: every entry of its weights."""
 
+import hashlib
+import itertools
 import math
+import operator
+import struct
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,38 +17,107 @@ from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.responses import fingerprint
 from dlm_lens.probes import TunedLens, train_tuned_lens
 from dlm_lens.recording import Recording, record
-from dlm_lens.recording.model_identity import SAMPLED, sampled_places, weights_digest
+from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask
 from tests.recording.reference import PROMPTS
 
-LLADA = (126_464, 4_096)
-"""LLaDA-8B's embedding: 518 million entries, of which float32 tells only every 32nd apart."""
+LARGE = (4_112, 4_096)
+"""16.8 million entries: more than float32 can count, and 17 parts of the digest."""
 
 
 def weights() -> Iterator[tuple[str, nn.Parameter]]:
     """Weights of that size that take no memory."""
-    yield "expanded", nn.Parameter(torch.tensor(0.5).expand(LLADA))
-    yield "expanded row", nn.Parameter(torch.arange(4096.0).expand(LLADA))
-    yield "transposed", nn.Parameter(torch.arange(4096.0)[:, None].expand(LLADA[::-1]).T)
-    yield "meta", nn.Parameter(torch.empty(LLADA, device="meta"))
-    yield "flat", nn.Parameter(torch.tensor(0.5).expand(math.prod(LLADA)))
+    yield "expanded", nn.Parameter(torch.tensor(0.5).expand(LARGE))
+    yield "expanded row", nn.Parameter(torch.arange(4096.0).expand(LARGE))
+    yield "transposed", nn.Parameter(torch.arange(4096.0)[:, None].expand(LARGE[::-1]).T)
+    yield "meta", nn.Parameter(torch.empty(LARGE, device="meta"))
+    yield "flat", nn.Parameter(torch.tensor(0.5).expand(math.prod(LARGE)))
 
 
-@pytest.mark.parametrize(
-    "entries", [1, 2, 63, 64, 65, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, math.prod(LLADA), 2**31 + 5, 10**12]
-)
-def test_places_are_within_the_weight_evenly_spaced_and_hold_both_ends(entries: int) -> None:
-    places = sampled_places(entries)
-    assert places[0] == 0
-    assert places[-1] == entries - 1
-    assert len({*places}) == len(places) == min(SAMPLED, entries)
-    step = Fraction(entries - 1, max(1, len(places) - 1))
-    assert all(0 <= step * number - place < 1 for number, place in enumerate(places))
+def expected_digest(model: nn.Module) -> str:
+    """The digest in Python's integers: float32 entries as signed 32-bit words, in sums of 2^16 products."""
+    multipliers = list(map(int, np.random.PCG64(0).random_raw(2**16)))
+    found = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        found.update(f"{name} {tuple(weight.shape)}".encode())
+        data = weight.detach().float().numpy().tobytes()
+        words = [number for (number,) in struct.iter_unpack("<i", data)]
+        for start in range(0, len(words), 2**16):
+            part = words[start : start + 2**16]
+            total = sum(map(operator.mul, part, multipliers)) % 2**64
+            found.update(total.to_bytes(8, "little"))
+    return found.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_digest_of_weights_is_that_of_its_formula(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # 300 * 501 words are two spans and a part of one.
+    model = nn.ModuleDict({"b": nn.Linear(501, 300, dtype=dtype), "a": nn.Linear(3, 1, dtype=dtype)})
+    assert weights_digest(model) == expected_digest(model)
+
+
+def digest_of(weight: torch.Tensor) -> str:
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+    return weights_digest(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8])
+def test_every_entry_of_a_weight_counts(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight = (10 * torch.randn(70, 33, generator=draw)).to(dtype)
+    found = {digest_of(weight)}
+    for row, column in itertools.product(range(70), range(0, 33, 4)):
+        edited = weight.clone()
+        edited[row, column] = edited[row, column] + 1
+        found.add(digest_of(edited))
+    assert len(found) == 1 + 70 * 9
+
+
+def test_edits_of_weights_that_leave_their_sums_are_seen() -> None:
+    """An ablated head, exchanged rows, columns or entries, opposite changes, and signs; also in several parts."""
+    for shape in ((64, 64), (2100, 2100)):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        edits = [weight.clone() for _ in range(7)]
+        edits[0][8:16] = 0
+        edits[1][[3, 50]] = weight[[50, 3]]
+        edits[2][:, [3, 50]] = weight[:, [50, 3]]
+        edits[3][[3, 50], [7, 9]] = weight[[50, 3], [9, 7]]
+        edits[4][5, [1, 2]] += torch.tensor([0.5, -0.5])
+        edits[5][5] = -weight[5]
+        edits[6][:, [4, 9]] = -weight[:, [4, 9]]
+        assert len({digest_of(one) for one in [weight, *edits]}) == 8
+
+
+def test_a_digest_does_not_depend_on_layout_or_precision() -> None:
+    weight = torch.randn(2100, 2101, generator=torch.Generator().manual_seed(0)).bfloat16()
+    same = [weight, weight.T.contiguous().T, weight.float(), weight[None][:, :, :].squeeze(0)]
+    assert len({digest_of(one) for one in same}) == 1
+    assert digest_of(weight.T) != digest_of(weight)
+    assert digest_of(torch.empty(4, 0)) != digest_of(torch.empty(0, 4))
+
+
+def test_edited_weights_do_not_get_the_recording_or_the_answers_of_others(tmp_path: Path) -> None:
+    model = tiny("llada")
+    before = weights_digest(model), fingerprint(model)
+    path = tmp_path / "responses.jsonl"
+    HarnessLM(model, responses=path)
+    record(model, PROMPTS, to=tmp_path / "recording", steps=2, gen_length=4)
+    # One head's output is ablated, all but the entries at the beginning, in the middle and at the end.
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[3:13, 1:7] = 0
+    assert weights_digest(model) != before[0]
+    assert fingerprint(model) != before[1]
+    with pytest.raises(ValueError, match="holds answers with fingerprint="):
+        HarnessLM(model, responses=path)
+    with pytest.raises(ValueError, match="weights"):
+        record(model, PROMPTS, to=tmp_path / "recording", steps=2, gen_length=4)
 
 
 @pytest.mark.parametrize("weight", [weight for _, weight in weights()], ids=[name for name, _ in weights()])
-def test_a_model_with_a_weight_of_lladas_size_is_recorded_evaluated_and_tuned(
+def test_a_model_with_a_weight_of_that_size_is_recorded_evaluated_and_tuned(
     weight: nn.Parameter, tmp_path: Path
 ) -> None:
     model = tiny("llada")
@@ -74,15 +147,14 @@ def test_an_embedding_above_2_to_24_entries_in_use(tmp_path: Path) -> None:
     assert Recording.load(tmp_path).run.steps == 2
 
 
-@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize("place", [0, 1, 1000, -1])
 def test_both_digests_see_entries_of_any_layout_without_copying_it(place: int) -> None:
     one, other, model = torch.arange(4096.0), torch.arange(4096.0), tiny("llada")
     other[place] += 1
     found = []
     for row in (one, other, one.clone()):
-        model.register_parameter("large", nn.Parameter(row[:, None].expand(LLADA[::-1]).T))
+        model.register_parameter("large", nn.Parameter(row[:, None].expand(LARGE[::-1]).T))
         found.append((weights_digest(model), fingerprint(model)))
     assert found[0] == found[2]
-    if place != 1:  # 64 of 518 million entries: the ends are always among them
-        assert found[0][0] != found[1][0]
+    assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
