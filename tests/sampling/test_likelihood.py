@@ -216,6 +216,35 @@ def test_the_mask_is_written_only_where_the_reference_is_asked_for() -> None:
     assert theirs.completions[0].tolist() == [MASK, MASK]
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_completion_of_subs_gives_the_mask_no_probability(seed: int) -> None:
+    """MDLM, 2406.07524: the logit of [MASK] is -inf, so that it does not change which position is the surest."""
+    model, draw = tiny("mdlm", seed=seed), torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=draw))
+        head.weight[MASK] *= 3
+    canvas = torch.tensor([3, 14, 15] + [MASK] * 6)
+    orders: dict[bool, list[int]] = {True: [], False: []}
+    for subs, order in orders.items():
+        filled = canvas.clone()
+        while (filled == MASK).any():
+            logits = model(input_ids=filled[None]).logits[0].detach().double()
+            logits[:, MASK] = -torch.inf if subs else logits[:, MASK]
+            likely = logits.softmax(-1)[:, :MASK].max(-1)
+            holes = (filled == MASK).nonzero().squeeze(-1)
+            here = holes[likely.values[holes].argmax()]
+            filled[here] = likely.indices[here]
+            order.append(int(here))
+        orders[subs] = [*order, *filled[3:].tolist()]
+    assert orders[True] != orders[False]
+    written = orders[True][6:]
+    for quirks in (False, True):
+        got = dlm_lens.log_likelihood(model, [3, 14, 15], written, "greedy_completion", reference_quirks=quirks)
+        assert got.completions[0].tolist() == written
+    assert got.is_greedy.tolist() == [True]
+
+
 def count(model: PreTrainedModel) -> dict[str, list[int]]:
     seen: dict[str, list[int]] = {"rows": [], "positions": [], "canvases": []}
     model.lm_head.register_forward_hook(lambda _m, _a, out: seen["rows"].append(out.shape[:-1].numel()))

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, shared
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, decodable, shared
 from dlm_lens.sampling.prompts import padding_id
 
 
@@ -20,7 +20,7 @@ def greedy_completions(
     One token per forward: the argmax of the position whose argmax is the most probable (ML-GSAI/SMDM,
     evaluate_diff.py), in block diffusion among the first block's that is not finished; of an AR model, the next
     one. Answers of one length to one prompt are one completion.
-    `allow_mask` lets [MASK] be decoded, as in the reference.
+    `allow_mask` lets [MASK] be decoded, as in the reference; in models of SUBS it has no probability (`decodable`).
 
     Raises:
         NonFiniteLogitsError: naming the item and the position.
@@ -49,7 +49,7 @@ def _complete(
         if blocks is not None:
             present = blocks.masked_fill(~left, canvas.shape[1]).amin(-1, keepdim=True)
             needed = left & (blocks == present)
-        logits = network.at(canvas, needed)
+        logits = decodable(network.at(canvas, needed), model.config)
         check_items(logits, needed, content, queries)
         token, confidence = (part.to(canvas.device) for part in _choose(logits, never))
         scores = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device).masked_scatter(

@@ -153,10 +153,7 @@ class Scorer:
         if rows[0].sigma is not None:
             sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32, device=batch.canvas.device)
             network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
-        logits = network.at(batch.canvas, batch.scored)
-        config = self.model.config
-        if getattr(config, "subs", False):
-            logits = logits.index_fill(-1, torch.tensor([config.mask_token_id], device=logits.device), -torch.inf)
+        logits = decodable(network.at(batch.canvas, batch.scored), self.model.config)
         check_items(logits, batch.scored, batch.content, rows)
         where, targets = _scored_tokens(rows)
         # With a device map the head may be on another device than the embedding.
@@ -164,6 +161,13 @@ class Scorer:
         queries = [query for row in rows for query in row.queries]
         losses = (-logs).double().cpu().split([int(query.scored.sum()) for query in queries])
         yield from zip(queries, losses, strict=True)
+
+
+def decodable(logits: Float[Tensor, "n d_vocab"], config: Any) -> Float[Tensor, "n d_vocab"]:
+    """The logits, with -inf for [MASK] in models in which it has no probability (SUBS: 2406.07524, Sec. 3.2.3)."""
+    if not getattr(config, "subs", False):
+        return logits
+    return logits.index_fill(-1, torch.tensor([config.mask_token_id], device=logits.device), -torch.inf)
 
 
 def shared(queries: Iterable[Query], *, clean: bool = False) -> Iterator[Row]:
