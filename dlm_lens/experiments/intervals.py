@@ -61,8 +61,43 @@ def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0) -> Int
         return Interval(value, math.nan, math.nan, n)
     draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
     sums = bottom[draws].sum(1)
-    low, high = np.quantile(top[draws].sum(1)[sums > 0] / sums[sums > 0], (0.025, 0.975))
+    return bootstrapped(value, top[draws].sum(1)[sums > 0] / sums[sums > 0], n)
+
+
+def bootstrapped(value: float, drawn: Any, n: int) -> Interval:
+    """A statistic with the percentile interval of its values in a bootstrap that draws n prompts (or groups)."""
+    low, high = np.quantile(np.asarray(drawn, float), (0.025, 0.975))
     return Interval(value, float(low), float(high), n)
+
+
+def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int = 0) -> Interval:
+    """The ratio of sums of `one` minus that of `other` over the same prompts, with a bootstrap that draws both.
+
+    To compare a ratio with the end of another one's interval is no test of their difference: it counts neither what
+    they have in common nor the first one's share of the error.
+
+    Args:
+        one: numerators and denominators, one of each per prompt.
+        other: those of the same prompts.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: the two have different numbers of prompts.
+    """
+    (top, bottom), (others, below) = (tuple(np.asarray(part, float) for part in pair) for pair in (one, other))
+    n = len(top)
+    if len({*map(len, (top, bottom, others, below))}) > 1:
+        raise ValueError(f"{n} and {len(others)} prompts cannot be paired; give the same prompts of both")
+    if n == 0 or not bottom.sum() or not below.sum():
+        return _unknown(n)
+    value = float(top.sum() / bottom.sum() - others.sum() / below.sum())
+    if n < 2:
+        return Interval(value, math.nan, math.nan, n)
+    draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
+    first, second = bottom[draws].sum(1), below[draws].sum(1)
+    known = (first > 0) & (second > 0)
+    drawn = top[draws].sum(1)[known] / first[known] - others[draws].sum(1)[known] / second[known]
+    return bootstrapped(value, drawn, n)
 
 
 def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -> Interval:
@@ -186,3 +221,8 @@ def plus_minus(interval: Interval, digits: int = 3, sign: bool = False) -> str:
     """`0.680 ± 0.042`, or the number alone for a single seed."""
     value = f"{interval.value:{'+' if sign else ''}.{digits}f}"
     return value if math.isnan(interval.low) else f"{value} ± {interval.high - interval.value:.{digits}f}"
+
+
+def signed(interval: Interval, digits: int = 3) -> str:
+    """A difference with its sign: `+0.042 [+0.010, +0.074]`."""
+    return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"

@@ -13,7 +13,7 @@ from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
 from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt, rounded
 from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, over_networks
+from dlm_lens.experiments.intervals import Interval, over_networks, signed
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_below
@@ -134,8 +134,8 @@ def render(results: Results) -> Rendering:
                 flips(results, model, kind, "first_flipped", "first"),
             ]
             rows.append([
-                model, kind, *map(str, shares), _signed(spared(results, model, kind)),
-                _signed(rechosen(results, model, kind)), _signed(lost(results, model, kind)), str(shares[0].n),
+                model, kind, *map(str, shares), signed(spared(results, model, kind)),
+                signed(rechosen(results, model, kind)), signed(lost(results, model, kind)), str(shares[0].n),
             ])  # fmt: skip
             curves[f"{model}, {kind}"], styles[f"{model}, {kind}"] = list(enumerate(shares)), (number, line)
     head = ["model", "hidden", "flipped: open positions", "surest without the mask", "surest under it",
@@ -149,10 +149,6 @@ def render(results: Results) -> Rendering:
         ticks=["open positions", "surest without the mask", "surest under the mask"],
     )  # fmt: skip
     return Rendering([table], {"flips": figure}, list(findings(results)))
-
-
-def _signed(found: Interval) -> str:
-    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
 
 
 def _over(
@@ -210,8 +206,8 @@ def in_words(results: Results, model: str) -> str:
     return (
         f"With a sink hidden, {everywhere} of {model}'s predictions in the block flip, {first} of the surest ones, "
         "which are written next. Sure predictions flip less under any mask: against open positions that were as "
-        f"sure without it the difference is {_signed(less)}, with random columns of the same mass hidden "
-        f"{_signed(control)}. Where the model would have written without the mask, {before} flip."
+        f"sure without it the difference is {signed(less)}, with random columns of the same mass hidden "
+        f"{signed(control)}. Where the model would have written without the mask, {before} flip."
     )
 
 
@@ -227,28 +223,28 @@ def findings(results: Results) -> Iterator[Finding]:
         change, control = lost(results, model, "sinks"), lost(results, model, KINDS[2])
         yield Finding.of(
             "(hypothesis) the model becomes less confident about the tokens that the sink affects",
-            f"{model}: where the prediction flips, the confidence changes by {_signed(change)} more than at "
+            f"{model}: where the prediction flips, the confidence changes by {signed(change)} more than at "
             "positions that were as sure and keep theirs",
             is_below(change, 0),
             why="agreement: below 0 at equal confidence without the mask",
-            null=f"0; random columns of the same mass: {_signed(control)}",
+            null=f"0; random columns of the same mass: {signed(control)}",
         )
         less, control = spared(results, model, "sinks"), spared(results, model, KINDS[2])
         yield Finding.of(
             "(hypothesis) and does not write there",
             f"{model}: {first} of the predictions written next flip, of all open ones {everywhere}; against open "
-            f"ones that were as sure without the mask: {_signed(less)}",
+            f"ones that were as sure without the mask: {signed(less)}",
             is_below(less, 0),
             why="agreement: fewer flips than of other positions with the same confidence without the mask",
             null=f"0: sure predictions flip less, whatever is hidden; random columns of the same mass: "
-            f"{_signed(control)}",
+            f"{signed(control)}",
         )
         saved = rechosen(results, model, "sinks")
         plain = flips(results, model, "sinks", "plain_first_flipped", "first")
         yield Finding.of(
             "(hypothesis) choosing again what to write is what protects a DLM",
             f"{model}: {first} flip where it writes under the mask, {plain} where it would have written: "
-            f"{_signed(saved)}",
+            f"{signed(saved)}",
             is_below(saved, 0),
             why="agreement: fewer flips where the model writes under the mask than where it would have written",
             null="0: the choice does not depend on the mask, as in an AR model",
@@ -256,7 +252,7 @@ def findings(results: Results) -> Iterator[Finding]:
         others = flips(results, model, KINDS[2], "flipped", "open")
         yield Finding(
             "nothing says that this is about sinks",
-            f"{model}: the difference at equal confidence is {_signed(more_than_control(results, model))} larger "
+            f"{model}: the difference at equal confidence is {signed(more_than_control(results, model))} larger "
             "with sinks hidden than with random columns of the same mass",
             "no counterpart",
             "below 0: positions written next are spared more from hidden sinks than from other columns; of all "

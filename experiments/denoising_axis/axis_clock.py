@@ -10,7 +10,7 @@ from typing import Any
 from dlm_lens.experiments.attention_sinks.problems import chat, problems
 from dlm_lens.experiments.attention_sinks.recorded_runs import rounded
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts, signed
 from dlm_lens.experiments.results import Item, Record, Results, Settings
 from dlm_lens.experiments.verdicts import all_of, is_above, is_below, is_within
 
@@ -288,17 +288,13 @@ def _steering_table(results: Results) -> Table:
     for model, trained, _ in _pairs(results):
         for one in trained.value.get("steering", []):
             cells = [
-                _signed(change(trained, one["by"], name, one["direction"]))
+                signed(change(trained, one["by"], name, one["direction"]), 4)
                 for name in ("confidence", "entropy", "kl", "flipped", "read")
             ]
             rows.append([model, str(trained.value["layer"]), f"{one['by']:+g}", one["direction"], *cells])
     head = ["model", "layer", "by", "direction", "confidence", "entropy, nats", "KL, nats", "flipped",
             "read in the last layer"]  # fmt: skip
     return Table("Changes under shifts of one layer's output at open positions", head, rows)
-
-
-def _signed(found: Interval) -> str:
-    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
 def _layers_figure(results: Results) -> Any:
@@ -352,7 +348,7 @@ def findings(results: Results) -> Iterator[Finding]:
             gain = gain_of_training(trained, other, name)
             yield Finding.of(
                 f"the model has learned to encode it, {name} positions",
-                f"{model}: R^2 is {_signed(gain)} larger than with permuted weights, mean over layers",
+                f"{model}: R^2 is {signed(gain, 4)} larger than with permuted weights, mean over layers",
                 is_above(gain, 0),
                 why="agreement: above 0; attention that averages over keys shows the share of masks untrained",
                 null="0; the twin with permuted weights",
@@ -394,7 +390,7 @@ def _other_runs(model: str, trained: Record) -> Iterator[Finding]:
     step = nearer(trained, "fewer steps", "progress", "step")
     yield Finding.of(
         "what is read is progress, not the number of the step",
-        f"{model}: with half as many steps the squared distance from the step number is {_signed(step)} larger "
+        f"{model}: with half as many steps the squared distance from the step number is {signed(step, 4)} larger "
         "than from progress",
         is_above(step, 0),
         why="agreement: above 0",
@@ -404,8 +400,8 @@ def _other_runs(model: str, trained: Record) -> Iterator[Finding]:
     share = nearer(trained, "longer answer", "progress", "open share of the canvas")
     yield Finding.of(
         "what is read is progress, not a count of masks",
-        f"{model}: with a longer answer the squared distance from the count of open positions is {_signed(count)} "
-        f"larger than from progress, from their share of the canvas {_signed(share)}",
+        f"{model}: with a longer answer the squared distance from the count of open positions is "
+        f"{signed(count, 4)} larger than from progress, from their share of the canvas {signed(share, 4)}",
         all_of(is_above(count, 0), is_above(share, 0)),
         why="agreement: both above 0",
         null="0: no difference",
@@ -418,17 +414,17 @@ def _steering_findings(model: str, trained: Record) -> Iterator[Finding]:
     lower, higher = change(trained, on, "entropy"), change(trained, back, "entropy")
     yield Finding.of(
         "steering the time changes confidence and entropy predictably: later is surer",
-        f"{model}: the entropy changes by {_signed(lower)} nats for {on:+g}, {_signed(higher)} for {back:+g}",
+        f"{model}: the entropy changes by {signed(lower, 4)} nats for {on:+g}, {signed(higher, 4)} for {back:+g}",
         all_of(is_below(lower, 0), is_above(higher, 0)),
         why="agreement: entropy falls when time is moved on and rises when it is moved back",
-        null=f"as long, orthogonal to time: {_signed(change(trained, on, 'entropy', 'orthogonal'))}, "
-        f"{_signed(change(trained, back, 'entropy', 'orthogonal'))}",
+        null=f"as long, orthogonal to time: {signed(change(trained, on, 'entropy', 'orthogonal'), 4)}, "
+        f"{signed(change(trained, back, 'entropy', 'orthogonal'), 4)}",
     )
     more = [beyond_control(trained, by, "kl", "orthogonal") for by in (back, on)]
     yield Finding.of(
         "the direction of time matters more to the predictions than others",
-        f"{model}: KL is {_signed(more[1])} nats larger than for as long shifts orthogonal to time for {on:+g}, "
-        f"{_signed(more[0])} for {back:+g}",
+        f"{model}: KL is {signed(more[1], 4)} nats larger than for as long shifts orthogonal to time for {on:+g}, "
+        f"{signed(more[0], 4)} for {back:+g}",
         all_of(*(is_above(each, 0) for each in more)),
         why="agreement: above 0 in both directions",
         null="0: directions of the states' own variation, orthogonal to the probe and to three components of time",

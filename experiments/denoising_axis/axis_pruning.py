@@ -6,7 +6,7 @@ from typing import Any
 from dlm_lens.experiments.attention_sinks.charts import line_panels
 from dlm_lens.experiments.attention_sinks.problems import is_right, problems
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference
+from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference, signed
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above
 
@@ -154,8 +154,8 @@ def findings(results: Results) -> Iterator[Finding]:
             right = difference(results, model, sparsity, "right", METHODS[1])
             yield Finding.of(
                 "(2602.17664) discounting the activations of sinks makes Wanda's pruning better",
-                f"{model}, sparsity {sparsity:g}: {_signed(beyond)} nats per token against the control, "
-                f"{_signed(gain)} against Wanda; exact match {_signed(right)} against Wanda",
+                f"{model}, sparsity {sparsity:g}: {signed(beyond)} nats per token against the control, "
+                f"{signed(gain)} against Wanda; exact match {signed(right)} against Wanda",
                 is_above(beyond, 0.0),
                 why="agreement: a higher likelihood of held-out solutions than with as many random positions "
                 "discounted",
@@ -165,16 +165,12 @@ def findings(results: Results) -> Iterator[Finding]:
         wanda = difference(results, model, largest, "likelihood", METHODS[0], METHODS[1])
         yield Finding.of(
             "(2306.11695) Wanda's score is better than magnitude",
-            f"{model}, sparsity {largest:g}: {_signed(wanda)} nats per token",
+            f"{model}, sparsity {largest:g}: {signed(wanda)} nats per token",
             is_above(wanda, 0.0),
             why="agreement: a higher likelihood of held-out solutions; shows that the measurement can tell methods "
             "apart",
             null="0: the inputs' norms tell nothing",
         )
-
-
-def _signed(found: Interval) -> str:
-    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
 
 
 EXPERIMENT = Experiment(
