@@ -297,8 +297,9 @@ def said(name: str, found: Interval) -> str:
 def noise(results: Results) -> str:
     """The null of a paired difference, and how much the plain network's loss varies."""
     own = list(losses(results, "plain").values())
-    spread = f"; the plain network's losses have a standard deviation of {stdev(own):.3f} between seeds"
-    return "0" + (spread if len(own) > 1 else "")
+    if len(own) < 2:
+        return "0"
+    return f"0; the plain network's losses have a standard deviation of {stdev(own):.3f} between seeds"
 
 
 def forest(results: Results, baseline: str) -> "Figure":

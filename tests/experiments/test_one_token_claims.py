@@ -10,9 +10,12 @@ import pytest
 import torch
 from scipy import stats
 
+from dlm_lens.experiments.experiment import find_experiment
 from dlm_lens.experiments.one_token.page import PAGE, RESULTS, committed, on_text, page
 from dlm_lens.experiments.one_token.text_corpus import read_text
 from dlm_lens.experiments.one_token.text_rows import encoded
+from dlm_lens.experiments.rendering import load_results
+from dlm_lens.experiments.results import Results
 
 TABLES = [f"table{number}" for number in range(1, 6)]
 ENGLISH = "-text"
@@ -431,3 +434,16 @@ def test_nothing_in_the_results_is_of_an_unfinished_run() -> None:
 def test_the_results_are_small() -> None:
     size = sum(path.stat().st_size for path in Path(RESULTS).rglob("*") if path.is_file())
     assert size < 4_000_000
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_table_of_one_seed_renders(number: int) -> None:
+    experiment = find_experiment(f"one-token-table{number}")
+    results = load_results(experiment, RESULTS / experiment.name)
+    kept = [place for place, record in enumerate(results.records) if record.item["seed"] == 0]
+    assert len(kept) >= 3
+    one = Results(results.config, [results.records[place] for place in kept])
+    rendering = experiment.render(one)
+    assert rendering.findings
+    assert all("standard deviation" not in finding.null for finding in rendering.findings)
+    assert any("standard deviation" in finding.null for finding in experiment.render(results).findings)
