@@ -108,8 +108,8 @@ def section(one: Entry, pictures: Mapping[str, str], after: Mapping[Finding, flo
         seen = rendering.captions.get(name, "")
         yield f"![{experiment.name}: {name}]({path})" + (f"\n\n*{seen}*" if seen else "")
     yield from seen_first
-    if results.missing:
-        yield f"**Unfinished: {results.missing} of {len(results.records) + results.missing} items are missing.**"
+    if results.unfinished:
+        yield f"**{results.unfinished}**"
     if rendering.findings:
         yield findings_table(rendering.findings, after)
     yield f"```bash\n{command(experiment, results)}\n```"

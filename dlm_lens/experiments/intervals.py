@@ -213,12 +213,15 @@ def over_seeds(values: Sequence[float]) -> Interval:
 
 
 def paired_over_seeds(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
-    """Mean of one - other over the seeds that both have, with Student's t."""
-    return over_seeds([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+    """Mean of one - other over the seeds that both have, with Student's t; NaN where they share none."""
+    seeds = sorted(one.keys() & other.keys())
+    return over_seeds([one[seed] - other[seed] for seed in seeds]) if seeds else _unknown(0)
 
 
 def plus_minus(interval: Interval, digits: int = 3, sign: bool = False) -> str:
-    """`0.680 ± 0.042`, or the number alone for a single seed."""
+    """`0.680 ± 0.042`, or the number alone for a single seed; `-` where nothing is known."""
+    if math.isnan(interval.value):
+        return "-"
     value = f"{interval.value:{'+' if sign else ''}.{digits}f}"
     return value if math.isnan(interval.low) else f"{value} ± {interval.high - interval.value:.{digits}f}"
 

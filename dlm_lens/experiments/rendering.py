@@ -30,16 +30,24 @@ def render_experiment(experiment: Experiment, out: str | Path) -> Path:
 
 
 def load_results(experiment: Experiment, directory: Path) -> Results:
-    """The results of a run, in the order of its items.
+    """The results of a run, in the order of its items; of an unfinished run those with shared prompts.
 
     Raises:
         FileNotFoundError: the directory holds no results.
-        ValueError: the results are of another experiment, or no item is finished.
+        ValueError: the results are of another experiment, no item is finished, or no prompt is shared.
     """
     found = read_results(directory, lambda config: _items(experiment, config, directory))
     if not found.records:
         raise ValueError(f"{directory} holds no finished item of {experiment.name} yet")
-    return found
+    if not found.missing:
+        return found
+    shared = found.with_shared_prompts(_items(experiment, found.config, directory))
+    if not shared.records:
+        raise ValueError(
+            f"{directory} holds {len(found.records)} finished items of {experiment.name}, and no prompt that all "
+            f"networks and conditions of a model have; let the run go on, {found.missing} items are missing"
+        )
+    return shared
 
 
 def _items(experiment: Experiment, config: Mapping[str, Any], directory: Path) -> list[Item]:
@@ -51,8 +59,8 @@ def _items(experiment: Experiment, config: Mapping[str, Any], directory: Path) -
 def describe(experiment: Experiment, results: Results, rendering: Rendering) -> Iterable[str]:
     """Paragraphs of a run's own page: metric, scale, verdicts, measured tables, the paper's tables, notes."""
     yield f"Metric: {experiment.metric}. {scale_of(results)}"
-    if results.missing:
-        yield f"**Unfinished: {results.missing} of {len(results.records) + results.missing} items are missing.**"
+    if results.unfinished:
+        yield f"**{results.unfinished}**"
     if rendering.findings:
         yield findings_table(rendering.findings)
     yield from number_tables(experiment, rendering)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class Results:
         config: experiment, scale and settings.
         records: finished items.
         missing: how many are not finished.
+        left_out: how many are finished and left out, because another network or condition lacks their prompts.
         sessions: versions and machine of every start.
         weights: digest of every model's weights.
         causal: whether each model is autoregressive; older results do not record it.
@@ -112,6 +113,7 @@ class Results:
     sessions: Sequence[Mapping[str, Any]] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
     causal: Mapping[str, bool] = field(default_factory=dict)
+    left_out: int = 0
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -147,9 +149,51 @@ class Results:
             if all(record.item.get(name) == value for name, value in wanted.items())
         ]
 
+    @property
+    def unfinished(self) -> str:
+        """How much of an unfinished run is missing or left out, in a sentence; empty for a finished run."""
+        if not self.missing:
+            return ""
+        every = len(self.records) + self.left_out + self.missing
+        lacking = (
+            f"; of the finished ones {self.left_out} are left out, because another network or condition of the "
+            "same model does not have their prompts yet"
+            if self.left_out
+            else ""
+        )
+        return f"Unfinished: {self.missing} of {every} items are missing{lacking}."
+
+    def with_shared_prompts(self, planned: Sequence[Item]) -> "Results":
+        """The results with, for every model, only the prompts that all of its networks and conditions have.
+
+        Prompts are those of an item, named by `start`; what else an item has is its network and condition. Those
+        with no finished item are not begun, and take no prompt from the others. In a finished run nothing changes.
+
+        Args:
+            planned: all items of the run.
+        """
+        begun = {(_group(record.item), _condition(record.item)) for record in self.records}
+        done = {key_of(record.item) for record in self.records}
+        lacking = {
+            (_group(item), item["start"])
+            for item in planned
+            if "start" in item and (_group(item), _condition(item)) in begun and key_of(item) not in done
+        }
+        kept = [one for one in self.records if (_group(one.item), one.item.get("start")) not in lacking]
+        return replace(self, records=kept, left_out=len(self.records) - len(kept))
+
     def listed(self, name: str, **wanted: Any) -> list[Any]:
         """The concatenated lists of one value, over the records whose items match."""
         return [entry for record in self.where(**wanted) for entry in record.value[name]]
+
+
+def _group(item: Item) -> str:
+    """The items whose values are compared prompt by prompt."""
+    return key_of({name: value for name, value in item.items() if name in ("model", "measure")})
+
+
+def _condition(item: Item) -> str:
+    return key_of({name: value for name, value in item.items() if name != "start"})
 
 
 class ResultsFile:

@@ -181,19 +181,25 @@ def lost(results: Results, model: str, kind: str) -> Interval:
 
 def more_than_control(results: Results, model: str) -> Interval:
     """`spared` with sinks hidden minus that with random columns of the same mass, a mean over prompts."""
-    sinks, control = (
-        recorded_runs.per_network(results, "flips", model=model, hidden=kind) for kind in (KINDS[0], KINDS[2])
-    )
+    sinks, control = (_by_network(results, model, kind) for kind in (KINDS[0], KINDS[2]))
     networks: list[tuple[list[float], list[float]]] = []
-    for pair in zip(sinks, control, strict=True):
+    for number in sorted(sinks.keys() & control.keys()):
         tops: list[float] = []
         bottoms: list[float] = []
-        for both in zip(*pair, strict=True):
+        for both in zip(sinks[number], control[number], strict=True):
             (a, n), (b, m) = (at_equal_confidence(one, "first", "others", " flipped") for one in both)
             tops.append(a / n - b / m if n and m else 0.0)
             bottoms.append(float(bool(n and m)))
         networks.append((tops, bottoms))
-    return over_networks(networks, bounds=(-2, 2))
+    return over_networks(networks or [([], [])], bounds=(-2, 2))
+
+
+def _by_network(results: Results, model: str, kind: str) -> dict[int, list[Counts]]:
+    """The counts of all prompts of every network."""
+    found: dict[int, list[Counts]] = {}
+    for record in results.where(model=model, hidden=kind):
+        found.setdefault(record.item.get("network", 0), []).extend(record.value["flips"])
+    return found
 
 
 def in_words(results: Results, model: str) -> str:

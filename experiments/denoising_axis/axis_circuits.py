@@ -149,16 +149,21 @@ def render(results: Results) -> Rendering:
     findings: list[Finding] = []
     depth: dict[tuple[str, str], Interval] = {}
     shared: dict[tuple[str, str], Overlap] = {}
+    notes: list[str] = []
     for task in TASKS:
         records = {label(one.item): one.value for one in results.where(task=task)}
-        parent = records[PARENT]
+        needed = (PARENT, "toy", last_conversion(settings))
+        if lacking := [name for name in needed if name not in records]:
+            notes.append(f"{task}: no comparison with the paper; no results of {', '.join(lacking)}.")
+        parent = records.get(PARENT)
         for name, value in records.items():
             faithful_rows.append(_faithful(task, name, value, settings))
             depth[task, name] = early_share(value)
-            if name != PARENT:
+            if name != PARENT and parent is not None:
                 shared[task, name] = overlap(parent, value, edges)
                 overlap_rows.append(_overlap_row(task, name, shared[task, name]))
-        findings += _findings(task, records, settings, shared, depth)
+        if not lacking:
+            findings += _findings(task, records, settings, shared, depth)
     tables = [
         Table(
             f"overlap with the circuit of {PARENT}, the {edges} strongest edges on paths; intervals over groups of "
@@ -179,7 +184,8 @@ def render(results: Results) -> Rendering:
         for name, value in ((label(one.item), one.value) for one in results.where(task=task))
     }
     figure = line_chart(curves, x="edges chosen by EAP-IG", y="faithfulness")
-    return Rendering(tables, {"circuits": figure}, findings, captions={"circuits": "Whole networks are at 1."})
+    captions = {"circuits": "Whole networks are at 1."}
+    return Rendering(tables, {"circuits": figure}, findings, notes, captions)
 
 
 def _faithful(task: str, name: str, value: Any, settings: Settings) -> list[str]:
@@ -285,8 +291,13 @@ def _early(value: Any) -> tuple[Any, Any]:
     return scores[:, early].sum(1), scores.sum(1)
 
 
+def last_conversion(settings: Settings) -> str:
+    """The label of the network that was converted for the most steps."""
+    return f"{PARENT} converted, {max(settings['conversion_steps'])} steps"
+
+
 def _findings(task: str, records: Any, settings: Settings, overlaps: Any, depth: Any) -> Iterator[Finding]:
-    last = f"{PARENT} converted, {max(settings['conversion_steps'])} steps"
+    last = last_conversion(settings)
     right = records[last]["right"]
     keeps = "after conversion masked models largely keep the AR model's circuit where a task is local (2601.14758)"
     if sum(right) < len(right) / 2:

@@ -109,6 +109,8 @@ def render(results: Results) -> Rendering:
             for method in METHODS:
                 pair = [scores(results, model, sparsity, method, name) for name in ("right", "likelihood")]
                 records = [r for r in results.records if r.item["method"] == method and r.item["model"] == model]
+                if not pair[0]:  # an unfinished run
+                    continue
                 weight = records[0].value["discounted"]
                 cells = ["-" if weight is None else f"{weight:.2f}", *(str(mean_over_prompts(one)) for one in pair)]
                 rows.append([model, f"{sparsity:g}", method, *cells, str(len(pair[0]))])
@@ -116,8 +118,9 @@ def render(results: Results) -> Rendering:
             panels[f"{model}: {title}"] = {
                 method: [(0.0, whole[name])]
                 + [
-                    (sparsity, mean_over_prompts(scores(results, model, sparsity, method, name)))
+                    (sparsity, mean_over_prompts(known))
                     for sparsity in results.settings["sparsities"]
+                    if (known := scores(results, model, sparsity, method, name))
                 ]
                 for method in METHODS
             }
@@ -145,10 +148,20 @@ def difference(
     return paired_difference(one, two)
 
 
+def has(results: Results, model: str, sparsity: float, *methods: str) -> bool:
+    """Whether there are results of all these methods."""
+    return all(results.where(model=model, sparsity=sparsity, method=method) for method in methods)
+
+
 def findings(results: Results) -> Iterator[Finding]:
-    """The paper's claim against Wanda, and against the control, at every sparsity, on the likelihood."""
+    """The paper's claim against Wanda, and against the control, at every sparsity, on the likelihood.
+
+    Those whose methods are not all computed yet are left out.
+    """
     for model in results.models:
         for sparsity in results.settings["sparsities"]:
+            if not has(results, model, sparsity, *METHODS[1:]):
+                continue
             gain = difference(results, model, sparsity, "likelihood", METHODS[1])
             beyond = difference(results, model, sparsity, "likelihood", METHODS[3])
             right = difference(results, model, sparsity, "right", METHODS[1])
@@ -162,6 +175,8 @@ def findings(results: Results) -> Iterator[Finding]:
                 null="0: any discounted positions do as well",
             )
         largest = max(results.settings["sparsities"])
+        if not has(results, model, largest, *METHODS[:2]):
+            continue
         wanda = difference(results, model, largest, "likelihood", METHODS[0], METHODS[1])
         yield Finding.of(
             "(2306.11695) Wanda's score is better than magnitude",

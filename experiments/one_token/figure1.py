@@ -158,8 +158,9 @@ def render(results: Results) -> Rendering:
             for step, pattern in zip(place["steps"], place["patterns"], strict=True):
                 panels[f"{title(model)}, layer {place['layer']}, head {place['head']}, step {step}"] = pattern
         curves |= _distribution(results, model)
-        held = next(one.value["pairs"] for one in results.where(model=model) if "pairs" in one.value)
-        clouds[title(model)] = {name: list(enumerate(norms)) for name, norms in zip(KINDS, held, strict=True)}
+        # An unfinished run may lack the item that has them.
+        for held in [one.value["pairs"] for one in results.where(model=model) if "pairs" in one.value][:1]:
+            clouds[title(model)] = {name: list(enumerate(norms)) for name, norms in zip(KINDS, held, strict=True)}
     head = ["model", "networks", "pairs", "value norm of sinks", "of others", "ratio",
             "ratio, others in the same state", "ratio, sinks on column sums",
             "main sink moved, of maps with one first and last"]  # fmt: skip
