@@ -44,15 +44,64 @@ def wilson(correct: Sequence[Any], z: float = Z) -> Interval:
     return Interval(p, 0.0 if not successes else centre - half, 1.0 if successes == n else centre + half, n)
 
 
-def mean_over_prompts(values: Sequence[float | None], seed: int = 0) -> Interval:
-    """Mean of one number per prompt, with the percentile interval of a bootstrap over prompts; None is left out."""
+def bounded_share(found: Interval, cases: float | None = None) -> Interval:
+    """A share; where all prompts have 0 or all have 1, a bootstrap has no spread, and Wilson's interval is given.
+
+    Args:
+        found: the share, with an interval over prompts.
+        cases: of Wilson's interval, such as `two_scales.effective_cases`; None for one case per prompt, as if all
+            that is counted in a prompt were equal.
+    """
+    if found.value in (0.0, 1.0) and not math.isnan(found.low):
+        wide = wilson([found.value == 1.0] * int(found.n if cases is None else max(found.n, cases)))
+        return wide._replace(n=found.n) if cases is None else wide
+    return found
+
+
+def mean_over_prompts(values: Sequence[float | None], seed: int = 0, *, most: float = 0.0) -> Interval:
+    """As `ratio_over_prompts`, the mean of one number per prompt; None and NaN are left out."""
     known = np.asarray([value for value in values if value is not None and not math.isnan(value)], float)
-    return ratio_over_prompts(known, np.ones(len(known)), seed)
+    return ratio_over_prompts(known, np.ones(len(known)), seed, most=most)
 
 
-def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0) -> Interval:
-    """Ratio of sums over prompts, with the percentile interval of a bootstrap that draws whole prompts."""
+def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0, *, most: float = 0.0) -> Interval:
+    """Ratio of sums over prompts, with the percentile interval of a bootstrap that draws whole prompts.
+
+    Where the prompts have none of their cases, or all have all, it has Wilson's interval (`bounded_share`).
+
+    Args:
+        numerators: one per prompt.
+        denominators: one per prompt.
+        seed: of the bootstrap.
+        most: of a difference of shares, its largest size. Where all are 0, its interval is then that which
+            `paired_difference` has.
+    """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
+    found = _bootstrap(top, bottom, seed)
+    return _at_bound(found, top, bottom, bottom > 0, most) if len(top) > 1 else found
+
+
+def _at_bound(found: Interval, top: Any, bottom: Any, cases: Any, most: float) -> Interval:
+    """An interval, with Wilson's where all prompts (of all networks) have 0 of their cases, or all have all.
+
+    Args:
+        found: the interval over n prompts.
+        top: numerators.
+        bottom: denominators; only where they are whole numbers do they count cases.
+        cases: whether each prompt has any.
+        most: as for `ratio_over_prompts`.
+    """
+    n, none = int(cases.sum()), bool((top == 0).all())
+    if not n or not (bottom == np.round(bottom)).all() or not (none or (not most and (top == bottom).all())):
+        return found
+    if not most:
+        return wilson([not none] * n)._replace(n=found.n)
+    half = most * Z**2 / (n + Z**2)
+    return Interval(0.0, -half, half, found.n)
+
+
+def _bootstrap(top: Any, bottom: Any, seed: int) -> Interval:
+    """As `ratio_over_prompts`, of numbers that are no shares of cases, such as differences."""
     n = len(top)
     if n == 0 or bottom.sum() == 0:
         return _unknown(n)
@@ -113,7 +162,8 @@ def paired_difference(one: Sequence[Any], other: Sequence[Any], seed: int = 0) -
     if len(one) != len(other):
         raise ValueError(f"{len(one)} and {len(other)} values cannot be paired; give as many of both")
     differences = [float(a) - float(b) for a, b in zip(one, other, strict=True)]
-    found, values = mean_over_prompts(differences, seed), {*map(float, one), *map(float, other)}
+    known = np.asarray([value for value in differences if not math.isnan(value)])
+    found, values = _bootstrap(known, np.ones(len(known)), seed), {*map(float, one), *map(float, other)}
     if len(differences) < 2 or len({*differences}) > 1 or not values <= {-1.0, 0.0, 1.0}:
         return found
     unseen, most = Z**2 / (len(differences) + Z**2), 2 if -1.0 in values else 1
@@ -156,20 +206,23 @@ def over_networks(
     s^2 the variance of theta_m between the networks, v_P the variance of theta in a bootstrap that draws prompts,
     the same for all networks. The part of v that is due to both together is counted twice, which widens the
     interval. Half its width is t(nu) sqrt(v), with Welch and Satterthwaite's nu = v^2 / ((s^2 / M)^2 / (M - 1) +
-    v_P^2 / (n - 1)). With one network it is `ratio_over_prompts`, which says nothing about other networks.
+    v_P^2 / (n - 1)). Where all values are at a bound of a share, it has Wilson's interval over the prompts
+    (`bounded_share`). With one network it is `ratio_over_prompts`, which says nothing about other networks.
 
     Args:
         per_network: per network its numerators a and denominators b, one of each per prompt.
         seed: of the bootstrap.
-        bounds: the smallest and largest possible value; the interval is cut there.
+        bounds: the smallest and largest possible value; the interval is cut there. A difference has a negative
+            smallest value.
 
     Raises:
         ValueError: no network, or networks with different numbers of prompts.
     """
     if not per_network:
         raise ValueError("an interval over networks needs at least one, got none")
+    most = 0.0 if bounds is None or bounds[0] >= 0 else bounds[1]
     if len(per_network) == 1:
-        return ratio_over_prompts(*per_network[0], seed)
+        return ratio_over_prompts(*per_network[0], seed, most=most)
     lengths = sorted({len(part) for network in per_network for part in network})
     if len(lengths) > 1:
         raise ValueError(f"the networks have {lengths[0]} and {lengths[-1]} prompts; give each the same prompts")
@@ -177,7 +230,8 @@ def over_networks(
     known = bottom.sum(1) > 0
     networks, n = int(known.sum()), lengths[0]
     if networks < 2:
-        return ratio_over_prompts(top[known].sum(0), bottom[known].sum(0), seed) if networks else _unknown(n)
+        only = (top[known].sum(0), bottom[known].sum(0))
+        return ratio_over_prompts(*only, seed, most=most) if networks else _unknown(n)
     top, bottom = top[known], bottom[known]
     each = top.sum(1) / bottom.sum(1)
     value, between = float(each.mean()), float(each.var(ddof=1)) / networks
@@ -187,7 +241,8 @@ def over_networks(
         within = float(np.nanvar((top[:, draws].sum(-1) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
     spread = between**2 / (networks - 1) + (within**2 / (n - 1) if n > 1 else 0.0)
     if not spread:
-        return Interval(value, value, value, n)
+        # All networks see the same prompts, which are no further cases.
+        return _at_bound(Interval(value, value, value, n), top, bottom, (bottom > 0).any(0), most)
     half = student_quantile((between + within) ** 2 / spread) * math.sqrt(between + within)
     least, most = bounds or (-math.inf, math.inf)
     return Interval(value, max(least, value - half), min(most, value + half), n)

@@ -18,7 +18,6 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     NAMED,
     PLOTTED,
     SCALES,
-    bounded_share,
     effective_cases,
     followed,
     moving_at_random_times,
@@ -26,7 +25,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     uniform_attention,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, unpaired_difference
+from dlm_lens.experiments.intervals import Interval, bounded_share, unpaired_difference
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above
 

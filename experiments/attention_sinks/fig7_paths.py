@@ -11,7 +11,6 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     NAMED,
     PLOTTED,
     SCALES,
-    bounded_share,
     cost_of_every_order,
     drift_of_random_positions,
     followed,
@@ -20,7 +19,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     static_at_random_keys,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import Interval, bounded_share
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 

@@ -19,7 +19,6 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     PLOTTED,
     SCALES,
     aligned,
-    bounded_share,
     cost_of_every_order,
     followed,
     orders_of,
@@ -27,7 +26,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     uniform_attention,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import Interval, bounded_share
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 

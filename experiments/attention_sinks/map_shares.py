@@ -7,9 +7,8 @@ attention and the same mask); a reading is a class of queries and a scale.
 from collections.abc import Iterator, Mapping, Sequence
 
 from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt
-from dlm_lens.experiments.attention_sinks.two_scales import bounded_share
 from dlm_lens.experiments.experiment import Finding
-from dlm_lens.experiments.intervals import Interval, unpaired_difference
+from dlm_lens.experiments.intervals import Interval, bounded_share, unpaired_difference
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.verdicts import is_above, is_within
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import PromptRun, record_prompts
 from dlm_lens.experiments.experiment import Cost
-from dlm_lens.experiments.intervals import Interval, Z, wilson
+from dlm_lens.experiments.intervals import Interval, Z
 from dlm_lens.experiments.results import Item, Results, Settings
 
 if TYPE_CHECKING:
@@ -86,19 +86,6 @@ BESIDE = (
     "these DLMs in more than the kind of model."
 )
 """A note for pages that compare DLMs with AR models."""
-
-
-def bounded_share(found: Interval, cases: float | None = None) -> Interval:
-    """A share; where all prompts have 0 or all have 1, a bootstrap has no spread, and Wilson's interval is given.
-
-    Args:
-        found: the share, with an interval over prompts.
-        cases: of Wilson's interval, `effective_cases`; None for one case per prompt, as if all patterns of a prompt
-            were equal.
-    """
-    if found.n and found.low == found.high and found.value in (0.0, 1.0):
-        return wilson([found.value == 1.0] * int(found.n if cases is None else max(found.n, cases)))
-    return found
 
 
 def effective_cases(patterns: int, related: Interval) -> float:

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, mean_match, mean_ratio
 from dlm_lens.experiments.attention_sinks.recorded_runs import average, ratio
-from dlm_lens.experiments.intervals import over_networks, ratio_over_prompts
+from dlm_lens.experiments.intervals import mean_over_prompts, over_networks, paired_difference, ratio_over_prompts
 from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.verdicts import is_below, p_value
 
 
 def drawn(rng: np.random.Generator, networks: int, prompts: int, between: float, shared: float) -> np.ndarray:
@@ -30,6 +32,66 @@ def test_without_noise_of_prompts_it_is_student_s_t_over_networks() -> None:
     found = over_networks([([mean] * 6, [1.0] * 6) for mean in means])
     low, high = stats.t.interval(0.95, 2, np.mean(means), stats.sem(means))
     assert found == pytest.approx((np.mean(means), low, high, 6), rel=1e-9)
+
+
+def wilson_bound(n: int) -> float:
+    """Wilson's upper bound of 0 of n, from scipy."""
+    return float(stats.binomtest(0, n).proportion_ci(method="wilson").high)
+
+
+@pytest.mark.parametrize("n", [2, 6, 48])
+def test_shares_at_a_bound_have_wilson_s_interval(n: int) -> None:
+    none, every = [0.0] * n, [3.0] * n
+    high = wilson_bound(n)
+    zero = (pytest.approx(0.0), pytest.approx(0.0), pytest.approx(high, rel=1e-6), n)
+    one = (pytest.approx(1.0), pytest.approx(1 - high, rel=1e-6), pytest.approx(1.0), n)
+    assert ratio_over_prompts(none, every) == zero
+    assert ratio_over_prompts(every, every) == one
+    assert mean_over_prompts(none) == zero
+    networks = [(none, every)] * 3
+    for bounds in (None, (0.0, 1.0), (0.0, math.inf)):
+        assert over_networks(networks, bounds=bounds) == zero
+        assert over_networks([(every, every)] * 3, bounds=bounds) == one
+    wrong: dict[Prompt, float] = {("a", place): 0.0 for place in range(n)}
+    right: dict[Prompt, float] = dict.fromkeys(wrong, 1.0)
+    assert mean_match(dict.fromkeys(range(3), wrong)) == zero
+    assert mean_match(dict.fromkeys(range(3), right)) == one
+    assert mean_ratio(dict.fromkeys(range(3), wrong), dict.fromkeys(range(3), right)) == zero
+    assert mean_ratio({0: wrong}, {0: right}) == zero
+    assert mean_ratio({0: right}, {0: right}) == one
+
+
+def test_no_verdict_is_certain_from_two_prompts_that_agree() -> None:
+    found = ratio_over_prompts([0.0, 0.0], [1.0, 1.0])
+    assert is_below(found, 0.5).verdict == "undecided"
+    p = p_value(found, 0.5)
+    assert p is not None
+    assert p > 0.05
+    assert is_below(ratio_over_prompts([0.0] * 96, [1.0] * 96), 0.1).verdict == "agrees"
+
+
+def test_prompts_without_cases_are_no_cases() -> None:
+    assert ratio_over_prompts([0, 0, 0, 0], [2, 0, 0, 5]).high == pytest.approx(wilson_bound(2), rel=1e-6)
+    found = over_networks([([0, 0, 0], [2, 0, 0]), ([0, 0, 0], [0, 0, 5])])
+    assert found.high == pytest.approx(wilson_bound(2), rel=1e-6)
+
+
+def test_differences_and_sums_at_zero_are_no_shares() -> None:
+    # Equal log-likelihoods, and errors that equal the spread in every prompt.
+    assert paired_difference([0.25, -3.5], [0.25, -3.5])[:3] == (0.0, 0.0, 0.0)
+    assert ratio_over_prompts([0.3, 1.7], [0.3, 1.7])[:3] == (1.0, 1.0, 1.0)
+
+
+def test_differences_of_shares_that_are_0_may_have_either_sign() -> None:
+    high = wilson_bound(4)
+    expected = (0.0, pytest.approx(-high, rel=1e-6), pytest.approx(high, rel=1e-6), 4)
+    assert paired_difference([0, 1, 1, 0], [0, 1, 1, 0]) == expected
+    assert ratio_over_prompts([0.0] * 4, [1.0] * 4, most=1.0) == expected
+    assert mean_over_prompts([0.0] * 4, most=1.0) == expected
+    for networks in (1, 2):
+        assert over_networks([([0.0] * 4, [1.0] * 4)] * networks, bounds=(-1.0, 1.0)) == expected
+        twice = over_networks([([0.0] * 4, [1.0] * 4)] * networks, bounds=(-2.0, 2.0))
+        assert twice.high == pytest.approx(2 * high, rel=1e-6)
 
 
 def test_bounds_cut_the_interval() -> None:

@@ -12,7 +12,6 @@ import dlm_lens as dl
 from dlm_lens.experiments.attention_sinks import fig8_static, two_scales
 from dlm_lens.experiments.attention_sinks.two_scales import (
     aligned,
-    bounded_share,
     differ_in_random_order,
     drift_of_random_positions,
     effective_cases,
@@ -21,7 +20,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     static_at_random_keys,
     uniform_attention,
 )
-from dlm_lens.experiments.intervals import Interval, ratio_over_prompts, unpaired_difference
+from dlm_lens.experiments.intervals import Interval, bounded_share, ratio_over_prompts, unpaired_difference
 from dlm_lens.sinks import Received
 
 RULE = dl.AboveMean(3.0)
