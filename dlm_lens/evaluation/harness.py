@@ -16,7 +16,13 @@ from dlm_lens.attention import checked, is_hook, refuse_row_lists
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
 from dlm_lens.evaluation.hook_identity import identity_of
-from dlm_lens.evaluation.likelihood_requests import Around, ItemMaker, Likelihoods, check_likelihood_hooks
+from dlm_lens.evaluation.likelihood_requests import (
+    Around,
+    ItemMaker,
+    Likelihoods,
+    check_likelihood_hooks,
+    of_every_token,
+)
 from dlm_lens.evaluation.request_recordings import (
     INDEX,
     RecordedGenerator,
@@ -256,7 +262,8 @@ class HarnessLM(SharedLM):
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-likelihood ln p(text) of every request, in nats.
 
-        A text longer than the model's context is cut into windows, each given the tokens before it.
+        A text longer than the model's context is cut into windows, each given the tokens before it. Every token is
+        scored once, also the last one of a window, which Dream's masks spare elsewhere (`of_every_token`).
         """
         batch = RequestBatch(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
 
@@ -266,7 +273,8 @@ class HarnessLM(SharedLM):
             items = [item._replace(place=number) for number, item in enumerate(windows)]
             owners = [item.place for item in windows]
             waiting, totals = Counter(owners), dict.fromkeys(left, 0.0)
-            for answers in self._likelihoods(batch.at(owners)).run(items):
+            every = of_every_token(self.model, self.likelihood)
+            for answers in self._likelihoods(batch.at(owners), every).run(items):
                 for answer in answers:
                     totals[owners[answer.place]] += answer.value
                     waiting[owners[answer.place]] -= 1
@@ -334,11 +342,14 @@ class HarnessLM(SharedLM):
             self.cache_hook.add_partial(kind, batch.requests[index].args, whole)
         return named
 
-    def _likelihoods(self, batch: RequestBatch) -> Likelihoods | RecordedLikelihoods:
+    def _likelihoods(
+        self, batch: RequestBatch, likelihood: LikelihoodSettings | None = None
+    ) -> Likelihoods | RecordedLikelihoods:
+        given = self.likelihood if likelihood is None else likelihood
         settings: dict[str, Any] = {"batch_size": self.batch_size, "hooks": self.hooks}
         if self.recordings is None:
-            return Likelihoods(self.model, self.likelihood, **settings, around=self.around)
-        return RecordedLikelihoods(self.recordings, batch, self.likelihood, **settings)
+            return Likelihoods(self.model, given, **settings, around=self.around)
+        return RecordedLikelihoods(self.recordings, batch, given, **settings)
 
     def _generator(self, batch: RequestBatch) -> Generator | RecordedGenerator:
         if self.recordings is None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
 from dlm_lens.hooks import attach_hooks
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import log_likelihood
+from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.scoring import Scorer
@@ -31,6 +32,18 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 def together(hooks: Sequence[Any], around: Around | None) -> bool:
     """Whether requests of unequal length may share a forward pass without changing each other's result."""
     return around is None and all(hook.padding_safe for hook in hooks)
+
+
+def of_every_token(model: Any, settings: LikelihoodSettings) -> LikelihoodSettings:
+    """The settings for the windows of a text, of which every token is scored.
+
+    Dream's masks spare the last position of a text (`protect_ends`), which would leave out one token of every
+    window; here they spare none.
+    """
+    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    if settings.method not in (None, "mc") or not hasattr(algorithm.corruption, "protect_ends"):
+        return settings
+    return replace(settings, options={**settings.options, "protect_ends": False})
 
 
 class Item(NamedTuple):
@@ -177,11 +190,15 @@ class ItemMaker:
         return Item(place, self.encoder.fitted(before, len(after)), after, request_seed(self.seed, context), greedy)
 
     def windows(self, place: int, text: str) -> list[Item]:
-        """A text as windows that each see the tokens before them; every token is scored once."""
+        """A text as windows that each see the tokens before them; every token is scored once.
+
+        With `append_eos` the text ends with the end-of-text token.
+        """
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         ids = self.encoder.text(text)
         ids = ids[1:] if ids[:1] == [self.encoder.prefix] else ids
+        ids = [*ids, int(self.encoder.eos)] if self.settings.append_eos else ids
         # The harness counts an AR model's inputs, which lack the last token; a canvas holds it.
         windows = get_rolling_token_windows(ids, self.encoder.prefix, self.encoder.max_length - 1, context_len=1)
         return [

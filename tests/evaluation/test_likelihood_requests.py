@@ -9,6 +9,8 @@ import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import attach_hooks, keep_only, mask_positions, mask_random, mask_sinks, mask_top_sinks
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted, ids, texts, words
 from tests.reference import forward64
@@ -258,6 +260,40 @@ class TestRolling:
         assert values == pytest.approx(
             [chain64(llada, [llada.config.eos_token_id], one) for one in ([3, 1, 4], [5, 9])], abs=1e-4
         )
+
+    @pytest.mark.parametrize("append_eos", [False, True])
+    @pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16])
+    def test_dreams_windows_score_every_token_once(self, count: int, append_eos: bool) -> None:
+        """By hand: the mean over the masks of each window of the losses over their rates, none of them spared."""
+        model = tiny("dream")
+        settings = {"samples": 8, "strata": 8, "append_eos": append_eos}
+        lm = HarnessLM(model, max_length=8, likelihood=settings, seed=1)
+        numbers = [1 + place % 50 for place in range(count)]
+        text = words(*numbers)
+        windows = lm.items.windows(0, text)
+        ids = [*numbers, model.config.eos_token_id] if append_eos else numbers
+        assert [token for item in windows for token in item.continuation] == ids
+        expected = 0.0
+        for number, item in enumerate(windows):
+            draw = torch.Generator().manual_seed(request_seed(1, text, number))
+            whole = torch.tensor([*item.context, *item.continuation])
+            masks = RateCorruption(eps=1e-3).draw(
+                Pair(whole[: len(item.context)], whole[len(item.context) :]), 8, draw
+            )
+            for masked, rate in zip(masks.masked, masks.rate, strict=True):
+                logits = forward64(model, whole.masked_fill(masked, model.config.mask_token_id)[None])["logits"][0]
+                logits = torch.cat([logits[:1], logits[:-1]])
+                logs = logits.log_softmax(-1)[range(len(whole)), whole]
+                expected += float(logs[masked].sum()) / float(rate) / 8
+        (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))
+        assert value == pytest.approx(expected, rel=1e-4)
+
+    def test_the_authors_settings_of_dream_are_scored_too(self) -> None:
+        settings = {"samples": 4, "append_eos": True, "options": {"protect_ends": True, "scope": "answer"}}
+        lm = HarnessLM(tiny("dream"), max_length=8, likelihood=settings)
+        given = HarnessLM(tiny("dream"), max_length=8, likelihood={"samples": 4, "append_eos": True})
+        requests = ask("loglikelihood_rolling", (words(*range(1, 9)),))
+        assert lm.loglikelihood_rolling(requests) == given.loglikelihood_rolling(requests)
 
 
 def span64(model: Any, tokens: list[int], scored: int) -> float:
