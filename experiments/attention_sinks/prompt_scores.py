@@ -46,13 +46,15 @@ def exact_match(found: Mapping[Prompt, float]) -> Interval:
     values = list(found.values())
     if not values:  # an unfinished run
         return mean_over_prompts([])
-    return wilson(values) if {*values} <= {0.0, 1.0} else mean_over_prompts(values)
+    return wilson(values) if {*values} <= {0.0, 1.0} else mean_over_prompts(values, bounds=(0.0, 1.0))
 
 
-def difference(one: Mapping[Prompt, float], other: Mapping[Prompt, float]) -> Interval:
-    """Mean of one - other over the prompts that both have."""
+def difference(
+    one: Mapping[Prompt, float], other: Mapping[Prompt, float], bounds: tuple[float, float] = (-1.0, 1.0)
+) -> Interval:
+    """Mean of one - other over the prompts that both have; `bounds` as for `mean_change`."""
     both = [prompt for prompt in one if prompt in other]
-    return paired_difference([one[prompt] for prompt in both], [other[prompt] for prompt in both])
+    return paired_difference([one[prompt] for prompt in both], [other[prompt] for prompt in both], bounds=bounds)
 
 
 def change_by_prompt(one: Mapping[Prompt, float], other: Mapping[Prompt, float]) -> dict[Prompt, float]:
@@ -89,12 +91,13 @@ def mean_change(one: Answers, other: Answers, bounds: tuple[float, float] = (-1.
     one, other = _as_many(one, other)
     numbers = [number for number in one if number in other]
     if len(numbers) < 2:
-        return difference(*(next((side[n] for n in numbers), {}) for side in (one, other)))
+        first, second = (next((side[n] for n in numbers), {}) for side in (one, other))
+        return difference(first, second, bounds)
     found = changes(one, other)
     prompts = _shared(found)
     per_network = [[found[number][prompt] for prompt in prompts] for number in numbers]
     if len({value for values in per_network for value in values}) < 2:
-        return difference(one[numbers[0]], other[numbers[0]])
+        return difference(one[numbers[0]], other[numbers[0]], bounds)
     return over_networks([(values, [1.0] * len(prompts)) for values in per_network], bounds=bounds)
 
 

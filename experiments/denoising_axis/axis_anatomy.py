@@ -100,9 +100,12 @@ def prompts_of(results: Results, model: str, name: str) -> list[Any]:
 
 
 def _ratio(
-    counts: Sequence[Any], top: Callable[[Any], float], bottom: Callable[[Any], float], most: float = 0.0
+    counts: Sequence[Any],
+    top: Callable[[Any], float],
+    bottom: Callable[[Any], float],
+    bounds: tuple[float, float] | None = None,
 ) -> Interval:
-    return ratio_over_prompts([top(one) for one in counts], [bottom(one) for one in counts], most=most)
+    return ratio_over_prompts([top(one) for one in counts], [bottom(one) for one in counts], bounds=bounds)
 
 
 def cause_share(counts: Sequence[Any], cause: str) -> Interval:
@@ -123,7 +126,7 @@ def beyond_chance(results: Results, model: str, pattern: str) -> Interval:
         prompts_of(results, model, "sinks"),
         lambda one: one["survive"][pattern] - one["chance"][pattern],
         lambda one: one["sinks"],
-        most=1.0,
+        bounds=(-1.0, 1.0),
     )
 
 
@@ -139,7 +142,7 @@ def best_head(results: Results, model: str) -> tuple[int, int, Interval, Interva
     layer, head = max(places, key=lambda place: total(place, 1) / max(1, total(place, 0)))
     cells = [one[layer][head] for one in tested]
     score = _ratio(cells, lambda one: one[1], lambda one: one[0])
-    return layer, head, score, _ratio(cells, lambda one: one[1] - one[3], lambda one: one[0], most=1.0)
+    return layer, head, score, _ratio(cells, lambda one: one[1] - one[3], lambda one: one[0], bounds=(-1.0, 1.0))
 
 
 def removed(results: Results, model: str, measure: int, kind: int) -> Interval:
@@ -155,7 +158,7 @@ def more_than_random(results: Results, model: str, measure: int) -> Interval:
     for kinds in prompts_of(results, model, "removal"):
         (a, n), (b, m) = (kinds[kind][measure] for kind in (0, 1))
         values.append(a / n - b / m if n and m else None)
-    return mean_over_prompts(values, most=1.0)
+    return mean_over_prompts(values, bounds=(-1.0, 1.0))
 
 
 def render(results: Results) -> Rendering:

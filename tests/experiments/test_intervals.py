@@ -8,7 +8,13 @@ from scipy import stats
 
 from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, mean_match, mean_ratio
 from dlm_lens.experiments.attention_sinks.recorded_runs import average, ratio
-from dlm_lens.experiments.intervals import mean_over_prompts, over_networks, paired_difference, ratio_over_prompts
+from dlm_lens.experiments.intervals import (
+    difference_of_ratios,
+    mean_over_prompts,
+    over_networks,
+    paired_difference,
+    ratio_over_prompts,
+)
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.experiments.verdicts import is_below, p_value
 
@@ -86,8 +92,8 @@ def test_differences_of_shares_that_are_0_may_have_either_sign() -> None:
     high = wilson_bound(4)
     expected = (0.0, pytest.approx(-high, rel=1e-6), pytest.approx(high, rel=1e-6), 4)
     assert paired_difference([0, 1, 1, 0], [0, 1, 1, 0]) == expected
-    assert ratio_over_prompts([0.0] * 4, [1.0] * 4, most=1.0) == expected
-    assert mean_over_prompts([0.0] * 4, most=1.0) == expected
+    assert ratio_over_prompts([0.0] * 4, [1.0] * 4, bounds=(-1.0, 1.0)) == expected
+    assert mean_over_prompts([0.0] * 4, bounds=(-1.0, 1.0)) == expected
     for networks in (1, 2):
         assert over_networks([([0.0] * 4, [1.0] * 4)] * networks, bounds=(-1.0, 1.0)) == expected
         twice = over_networks([([0.0] * 4, [1.0] * 4)] * networks, bounds=(-2.0, 2.0))
@@ -149,3 +155,58 @@ def test_results_are_grouped_by_network() -> None:
 
 def _without_none(record: Record) -> Record:
     return Record(record.item, {name: values[:2] for name, values in record.value.items()}, 0.0)
+
+
+@pytest.mark.parametrize("n", [6, 12, 48])
+@pytest.mark.parametrize("kind", ["mean", "ratio", "difference", "difference of ratios", "networks"])
+def test_intervals_over_few_prompts_cover_the_truth(n: int, kind: str) -> None:
+    """A percentile interval covers 85% at n = 6 and 91% at n = 12."""
+    rng, hits, runs = np.random.default_rng(11), 0, 600
+    for _ in range(runs):
+        values, bottoms = rng.normal(size=(2, n)), rng.uniform(1, 2, size=(2, n))
+        if kind == "mean":
+            found = mean_over_prompts(values[0].tolist())
+        elif kind == "ratio":
+            found = ratio_over_prompts(values[0] * bottoms[0], bottoms[0])
+        elif kind == "difference":
+            found = paired_difference(values[0].tolist(), values[1].tolist())
+        elif kind == "difference of ratios":
+            found = difference_of_ratios(*((values[i] * bottoms[i], bottoms[i]) for i in range(2)))
+        else:
+            found = over_networks([(row.tolist(), [1.0] * n) for row in values])
+        hits += found.low <= 0 <= found.high
+    # The standard deviation of the share is 0.009.
+    assert hits / runs >= 0.93
+
+
+@pytest.mark.parametrize("n", [2, 6, 12, 48])
+def test_the_interval_of_a_mean_is_near_student_s(n: int) -> None:
+    values = np.random.default_rng(n).normal(3, 1, size=n)
+    found = mean_over_prompts(values.tolist())
+    low, high = stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values))
+    # A bootstrap of two values has but three means.
+    assert found.high - found.low == pytest.approx(high - low, rel=0.42 if n == 2 else 0.12)
+    wider = stats.t.ppf(0.975, n - 1) / stats.norm.ppf(0.975) * math.sqrt(n / (n - 1))
+    drawn = values[np.random.default_rng(0).integers(n, size=(2000, n))].mean(1)
+    expected = values.mean() + wider * (np.quantile(drawn, (0.025, 0.975)) - values.mean())
+    np.testing.assert_allclose(found[1:3], expected, rtol=1e-6)
+
+
+def test_p_is_below_a_twentieth_exactly_where_the_bootstrap_interval_excludes_the_bound() -> None:
+    rng = np.random.default_rng(5)
+    decided = 0
+    for _ in range(300):
+        found = mean_over_prompts(rng.normal(0.8, 1, size=6).tolist())
+        p = p_value(found, 0.0)
+        assert p is not None
+        assert (p < 0.05) == (found.low > 0 or found.high < 0) == (is_below(found, 0.0).verdict != "undecided")
+        decided += p < 0.05
+    assert 50 < decided < 250
+
+
+def test_counts_stay_within_0_and_1_and_one_prompt_has_no_interval() -> None:
+    found = ratio_over_prompts([5, 5, 5, 4], [5, 5, 5, 5])
+    assert found.high == 1.0
+    assert mean_over_prompts([0.9, 0.9, 0.2]).high > 0.9
+    assert math.isnan(ratio_over_prompts([0, 3, 0], [0, 4, 0]).low)
+    assert over_networks([([0.9, 0.9, 0.2], [1.0] * 3)], bounds=(0.0, 1.0)).high == 1.0

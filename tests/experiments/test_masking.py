@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 
 import dlm_lens as dl
 from dlm_lens.experiments import Bench, find_experiment, run_experiment
@@ -174,9 +175,10 @@ def test_differences_are_paired_by_prompt() -> None:
     # (0, -1, 0, 0) - (-1, -1, 0, 0)
     beside = masking_findings.change_beside(found, "toy", "toy-ar")
     assert beside.value == 0.25
-    # Draws of four differences 1, 0, 0, 0 go from none of the 1 to two or three of it.
-    assert beside.low == 0
-    assert 0.5 <= beside.high <= 0.75
+    # Draws of four differences 1, 0, 0, 0 go from none of the 1 to two or three of it; widened for four prompts.
+    wider = stats.t.ppf(0.975, 3) / stats.norm.ppf(0.975) * (4 / 3) ** 0.5
+    assert beside.low == pytest.approx(0.25 - wider * 0.25, rel=1e-6)
+    assert 0.25 + wider * 0.25 <= beside.high <= 0.25 + wider * 0.5 + 1e-6
     told = {finding.here: finding for finding in masking_findings.findings(found)}
     text = next(here for here in told if here.startswith("one sink per head"))
     assert told[text].verdict == "undecided"
@@ -195,9 +197,9 @@ def test_draws_of_one_prompt_are_one_case() -> None:
     found = Results({"settings": {"columns": [1], "variants": [], "varied": [1], "task": "t"}}, records)
     # Two prompts, not 16 cases: all right, all right half of the time.
     assert masking_findings.accuracy(found, "toy", 0) == wilson([True, True])
-    assert masking_findings.accuracy(found, "toy", 1)[:4] == (0.75, 0.5, 1.0, 2)
+    assert masking_findings.accuracy(found, "toy", 1)[:4] == (0.75, 0.0, 1.0, 2)  # nothing is known of two
     lost = masking_findings.change(found, "toy", 1)
-    assert lost[:4] == (-0.25, -0.5, 0.0, 2)
+    assert lost[:4] == (-0.25, -1.0, 1.0, 2)
     assert [row[-1] for row in table1.rows_of(found, "toy", conditions(found.settings))] == ["2", "2"]
 
 
