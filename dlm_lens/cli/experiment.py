@@ -47,6 +47,9 @@ def experiment_command(
     from dlm_lens.experiments.experiment import check_experiment, read_setting
 
     check_experiment(name)
+    if render and (models or settings):
+        given_too = " and ".join(option for option, used in (("--models", models), ("--set", settings)) if used)
+        raise ValueError(f"--render reads the settings that are stored in --out; leave out {given_too}")
     chosen_models = words("--models", models) if models else []
     for model in chosen_models:
         check_model_name(model)

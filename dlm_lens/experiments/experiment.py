@@ -202,6 +202,7 @@ class Experiment:
             mapped = "models" in settings and is_by_model(name, given[name])
             for value in given[name].values() if mapped else (given[name],):
                 _check_kind(name, value, (self.small[name], self.full[name]))
+                _check_least(name, value, self.small[name])
         settings |= given
         if "models" in settings:
             for name in filter(lambda name: is_by_model(name, given[name]), given):
@@ -220,6 +221,23 @@ def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:
         raise ValueError(
             f"{name} is {value!r}; it must be a {' or '.join(sorted(kinds))}, such as {name}={defaults[0]!r}"
         )
+
+
+LEAST = {"batch": 1, "batch_size": 1, "prompts": 1, "calibration": 1, "seeds": 1, "columns": 1, "seed": 0}
+"""The least value of settings that are counts; a list of them has at least one."""
+
+
+def _check_least(name: str, value: Any, default: Any) -> None:
+    """Raise where a count, or one of a list of counts, is too small."""
+    if name not in LEAST:
+        return
+    # A list of seeds holds seeds, which begin at 0; a number of seeds is a count.
+    least = 0 if name == "seeds" and isinstance(value, list | tuple) else LEAST[name]
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError(f"{name} is {value!r}; give at least one, such as {name}={default!r}")
+    small = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int | float)]
+    if any(one < least for one in small):
+        raise ValueError(f"{name} is {value!r}; it must be at least {least}, such as {name}={default!r}")
 
 
 def _kind(value: Any) -> str:

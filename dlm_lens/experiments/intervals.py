@@ -298,10 +298,12 @@ def over_seeds(values: Sequence[float]) -> Interval:
     """Mean with its 95% interval, mean +- t s / sqrt(n); no interval for a single seed.
 
     Raises:
-        ValueError: no value was given.
+        ValueError: no value was given, or one is NaN.
     """
     if not values:
         raise ValueError("a mean over seeds needs at least one, got none")
+    if any(map(math.isnan, values)):
+        raise ValueError(f"the values of the seeds are {list(values)}; leave out the seeds without a number")
     centre = mean(values)
     if len(values) < 2:
         return Interval(centre, math.nan, math.nan, 1)

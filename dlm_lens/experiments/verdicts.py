@@ -53,7 +53,12 @@ def all_of(*judged: Judged) -> Judged:
 
     p is the largest of the parts' p-values where no part disagrees (an intersection-union test), else the smallest
     among those that disagree times their number (Bonferroni). None where a part that counts has none.
+
+    Raises:
+        ValueError: no part was given.
     """
+    if not judged:
+        raise ValueError("a claim needs at least one part, got none")
     verdicts = [one.verdict for one in judged]
     if "disagrees" in verdicts:
         ps = [one.p for one in judged if one.verdict == "disagrees"]

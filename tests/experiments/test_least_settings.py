@@ -1,0 +1,71 @@
+"""Settings that are too small are named before anything is computed."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_lens.cli.app import app
+from dlm_lens.experiments import find_experiment, list_experiments
+from dlm_lens.experiments.experiment import LEAST
+from dlm_lens.experiments.intervals import over_seeds
+from dlm_lens.experiments.verdicts import all_of
+
+CASES: list[tuple[str, Any, str]] = [
+    ("batch", 0, "batch is 0; it must be at least 1"),
+    ("batch", -1, "batch is -1; it must be at least 1"),
+    ("batch", {"": 8, "toy": 0}, "batch is 0; it must be at least 1"),
+    ("prompts", 0, "prompts is 0; it must be at least 1"),
+    ("calibration", 0, "calibration is 0; it must be at least 1"),
+    ("columns", [0], r"columns is \[0\]; it must be at least 1"),
+    ("columns", [], r"columns is \[\]; give at least one"),
+    ("seeds", 0, "seeds is 0; it must be at least 1"),
+    ("seeds", [], r"seeds is \[\]; give at least one"),
+    ("seed", -1, "seed is -1; it must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "match"), CASES)
+def test_every_experiment_names_the_setting_that_is_too_small(name: str, value: Any, match: str) -> None:
+    tried = 0
+    for experiment in list_experiments():
+        kinds = {type(side[name]) for side in (experiment.small, experiment.full) if name in side}
+        if name not in experiment.small or (type(value) not in kinds and not isinstance(value, dict)):
+            continue
+        if isinstance(value, dict) and "toy" not in experiment.small.get("models", ()):
+            continue
+        tried += 1
+        with pytest.raises(ValueError, match=match) as caught:
+            experiment.config(True, given={name: value})
+        assert "\n" not in str(caught.value)
+    names = {one for experiment in list_experiments() for one in experiment.small}
+    assert tried > 0 or name not in names or name in ("seeds", "seed", "columns")
+    assert name in LEAST
+
+
+def test_the_defaults_are_allowed() -> None:
+    for experiment in list_experiments():
+        for small in (True, False):
+            side = experiment.small if small else experiment.full
+            given = {name: side[name] for name in LEAST if name in side and not isinstance(side[name], dict)}
+            assert given.items() <= experiment.config(small, given=given)["settings"].items()
+
+
+def test_rendering_takes_no_settings(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    folder = Path(__file__).resolve().parents[2] / "experiments/attention_sinks/results/fig9-distributions"
+    name = find_experiment("fig9-distributions").name
+    command = ["experiment", name, "--render", "--out", str(folder), "--models", "toy", "--set", "nonsense=1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code
+    said = str(result.exception) + result.output
+    assert "--render reads the settings that are stored in --out; leave out --models and --set" in said
+
+
+def test_no_parts_and_no_numbers() -> None:
+    with pytest.raises(ValueError, match="a claim needs at least one part, got none"):
+        all_of()
+    with pytest.raises(ValueError, match=r"the values of the seeds are \[nan, 1.0\]; leave out"):
+        over_seeds([math.nan, 1.0])
