@@ -372,9 +372,12 @@ def test_equal_differences_leave_room_for_prompts_that_were_not_asked() -> None:
 
 
 def test_bootstraps_draw_prompts() -> None:
-    # Two prompts: a draw has both, or one of them twice, so that the interval spans both.
-    found = ratio_over_prompts([1, 6], [10, 10])
-    assert (found.value, found.low, found.high) == pytest.approx((0.35, 0.1, 0.6))
+    # Two prompts: a draw has both, or one of them twice, so that the percentile interval spans both, widened by
+    # t(1) / z sqrt(2).
+    found, wider = ratio_over_prompts([1.5, 6.5], [10, 10]), 12.706205 / 1.959964 * math.sqrt(2)
+    assert (found.value, found.low, found.high) == pytest.approx((0.4, 0.4 - wider / 4, 0.4 + wider / 4), rel=1e-6)
+    # One and six cases of ten are a share.
+    assert ratio_over_prompts([1, 6], [10, 10])[:3] == pytest.approx((0.35, 0.0, 1.0))
     assert math.isnan(ratio_over_prompts([1], [2]).low)
     assert paired_difference([1, 1, 0], [0, 1, 0]).value == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="cannot be paired"):
