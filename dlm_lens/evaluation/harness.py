@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 from dlm_lens.adapters import load
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import checked, is_hook, refuse_row_lists
+from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
-from dlm_lens.evaluation.hook_identity import identity_of
 from dlm_lens.evaluation.likelihood_requests import (
     Around,
     ItemMaker,

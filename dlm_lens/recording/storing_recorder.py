@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
+from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.recording.arrays import as_plain
 from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.recording.recorder import Recorder, Storage
@@ -41,7 +42,8 @@ def request_of(
         },
         "prompts": {"count": len(ids), "digest": _digest(repr([list(map(int, row)) for row in ids]).encode())},
         "settings": {**{name: repr(value) for name, value in settings.items()}, "seeds": list(seeds)},
-        "hooks": list(map(repr, hooks)),
+        # What only its place in memory distinguishes, such as a lock, is left out.
+        "hooks": [identity_of(hook, strict=False) for hook in hooks],
         "reducers": {spec.name: as_plain(spec) for spec in recorder.arrays.specs},
         "layers": list(recorder.tap.layers),
         "dtype": recorder.dtype,

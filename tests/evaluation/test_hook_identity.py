@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation import HarnessLM
-from dlm_lens.evaluation.hook_identity import identity_of
 from dlm_lens.hooks import at_progress, mask_positions, splice, steer
 from tests.evaluation.conftest import ask, counted
 
@@ -111,7 +111,7 @@ def test_a_tensor_in_the_closure_is_identified_by_its_numbers() -> None:
 
 SCRIPT = """
 import sys
-from dlm_lens.evaluation.hook_identity import identity_of
+from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.hooks import at_progress, mask_positions
 hold = [object() for _ in range(int(sys.argv[1]))]
 def make(by, names):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation import HarnessLM, evaluate
-from dlm_lens.evaluation.hook_identity import identity_of
 from dlm_lens.evaluation.responses import Responses, fingerprint
 from dlm_lens.hooks import at_layers, mask_positions, mask_top_sinks, steer
 from dlm_lens.testing import tiny

@@ -7,6 +7,7 @@ import operator
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.responses import fingerprint
+from dlm_lens.hooks import at_progress, mask_top_sinks, steer
 from dlm_lens.probes import TunedLens, train_tuned_lens
 from dlm_lens.recording import Recording, record
 from dlm_lens.recording.model_identity import weights_digest
@@ -158,3 +160,23 @@ def test_both_digests_see_entries_of_any_layout_without_copying_it(place: int) -
     assert found[0] == found[2]
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
+
+
+def test_a_recording_under_another_tensor_or_function_is_another_recording(tmp_path: Path) -> None:
+    """The hooks of a pair print alike; a recording of one is not that of the other, and its own goes on."""
+    model, given = tiny("llada"), {"steps": 2, "gen_length": 4, "seed": 0}
+    one, other = torch.zeros(32), torch.zeros(32)
+    one[0] = other[1] = 2.0
+    pairs = {"tensor": (steer(one), steer(other)), "function": tuple(map(limited, (0.2, 2.0)))}
+    for name, (first, second) in pairs.items():
+        assert repr(first) == repr(second)
+        kept = record(model, PROMPTS, hooks=[first], to=tmp_path / name, **given)
+        again = record(model, PROMPTS, hooks=[first], to=tmp_path / name, **given)
+        assert torch.equal(again.run.canvases, kept.run.canvases)
+        with pytest.raises(ValueError, match="hooks"):
+            record(model, PROMPTS, hooks=[second], to=tmp_path / name, **given)
+
+
+def limited(least: float) -> Any:
+    """A hook at rows whose progress is below a number that only the function knows."""
+    return at_progress(mask_top_sinks(1), lambda progress: progress < least)

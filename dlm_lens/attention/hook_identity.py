@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dlm_lens.attention import is_hook
+from dlm_lens.attention.hook import is_hook
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """What Python's default repr says of an object: its place in memory, which differs between processes."""
