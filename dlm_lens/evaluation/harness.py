@@ -138,8 +138,8 @@ class HarnessLM(SharedLM):
         **loading: further arguments of `dlm_lens.load`, for a model given by name.
 
     Raises:
-        ValueError: invalid settings, before anything is computed; or a hook, or `around`, that holds an object by
-            which stored answers cannot be identified, such as an open file.
+        ValueError: invalid settings, or `around` with `record`, before anything is computed; or a hook, or
+            `around`, that holds an object by which stored answers cannot be identified, such as an open file.
     """
 
     def __init__(
@@ -166,6 +166,11 @@ class HarnessLM(SharedLM):
         self.likelihood = read_settings(LikelihoodSettings, likelihood)
         self.generation = read_settings(GenerationSettings, generation)
         recorded = read_record(record, record_to)
+        if recorded is not None and around is not None:
+            raise ValueError(
+                "around is given with record: requests that are recorded run without it; give interventions as "
+                "hooks=, or leave record and record_to out"
+            )
         self.batch_size = _batch_size(batch_size)
         loading |= {} if device is None else {"device_map": device}
         if isinstance(model, str):

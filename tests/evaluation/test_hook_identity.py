@@ -4,7 +4,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.hooks import at_progress, mask_positions, splice, steer
+from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted
 
 LIMIT = 0.5
@@ -188,3 +189,9 @@ def test_stored_answers_without_around_are_not_returned_under_it(llada: Any, tmp
     kept = io.StringIO()
     with pytest.raises(ValueError, match=r"around holds .*_io\.StringIO"):
         HarnessLM(llada, responses=tmp_path / "c.jsonl", around=lambda model: adding(model, float(kept.read())))
+
+
+def test_requests_that_are_recorded_take_hooks_and_nothing_around_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"around is given with record: .*give interventions as hooks="):
+        HarnessLM(tiny("llada"), record_to=tmp_path / "kept", around=lambda model: nullcontext())
+    assert not (tmp_path / "kept").exists()
