@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dlm_lens as dl
-from dlm_lens.recording import AttentionPattern
+from dlm_lens.recording import AttentionPattern, rerun
 from dlm_lens.sinks import SplitAttention, received_of_split
 
 PROMPTS = ["w3 w4 w5 w6 w7 w8 w9", "w9 w8 w7"]
@@ -68,6 +68,35 @@ def test_the_split_by_position_is_the_split_by_state_while_the_answer_is_masked(
     state = dl.received_of(recording, "masked").values[0, 0]
     split = received_of_split(recording, "position")[0].values[0, 0]
     np.testing.assert_allclose(state.numpy(), split.numpy(), atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("by", ["random", "position"])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_with_a_cache_only_the_computed_queries_are_split(tiny_llada: Any, cache: Any, by: Any) -> None:
+    draws = 3 if by == "random" else 1
+    run = dl.denoise(tiny_llada, PROMPTS, steps=8, gen_length=8, block_length=4, cache=cache)
+    recording = rerun(tiny_llada, run, [CLASSES, SplitAttention(draws, by, min_viewers=1), AttentionPattern()])
+    cached = 0
+    for step in range(8):
+        for row in range(2):
+            inside = run.attention_mask[row].numpy()
+            pattern = recording.pattern[step, row].double().numpy()[..., inside]
+            computed = np.isfinite(pattern).all((0, 1, 3))
+            cached += int((~computed & inside).any())
+            masked = recording.masked[step, row].numpy() & computed
+            sizes = [masked.sum(), (computed & ~masked).sum()]
+            equations = np.moveaxis(pattern[:, :, computed], -2, -1).reshape(-1, computed.sum())
+            for draw in range(draws):
+                total = np.zeros(len(equations))
+                for one, size in zip(received_of_split(recording, by, draw), sizes, strict=True):
+                    if not size:  # a class without a query has no part
+                        continue
+                    values = one.values[step, row].double().numpy()[..., inside]
+                    np.testing.assert_allclose(values.mean(-1), 1, atol=1e-4)
+                    total += values.ravel() * size / inside.sum()
+                # Both parts together are all the computed queries.
+                np.testing.assert_allclose(total, equations.sum(-1), atol=1e-4)
+    assert cached >= 10
 
 
 def test_split_attention_says_what_it_cannot_do(tiny_causal: Any, tiny_llada: Any) -> None:

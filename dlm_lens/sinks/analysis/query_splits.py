@@ -26,10 +26,11 @@ class SplitAttention(Reducer):
     """Received attention of both parts of a split of the queries that ignores which of them are masked.
 
     A step with m masked and u unmasked queries is split into parts of m and u queries, with the same split in all
-    layers and heads: score_j = r_j / e_j of each part, as `ReceivedAttention` has it for the two classes. Sinks of
-    the parts differ as far as any m and u queries differ; only what the classes differ beyond that is due to the
-    masks. Record it together with `ReceivedAttention(queries=("masked", "unmasked"))`; `received_of_split` reads
-    it. Not for causal models, in which a masked position is no query.
+    layers and heads (with an approximate cache, of the queries that the step computes): score_j = r_j / e_j of
+    each part, as `ReceivedAttention` has it for the two classes. Sinks of the parts differ as far as any m and u
+    queries differ; only what the classes differ beyond that is due to the masks. Record it together with
+    `ReceivedAttention(queries=("masked", "unmasked"))`; `received_of_split` reads it. Not for causal models, in
+    which a masked position is no query.
 
     Args:
         draws: how many random splits; 1 for a split by position.
@@ -81,9 +82,10 @@ class SplitAttention(Reducer):
 
     def _weights(self, layer: LayerStep) -> Bool[Tensor, "batch klass query"]:
         """The two parts of every draw, one after the other."""
-        present, count = layer.facts.present, layer.facts.queries("masked").sum(-1)
+        # With a cache a pass computes the queries of a span alone, and the sizes and e_j of the classes are theirs.
+        attending, count = layer.facts.attending, layer.facts.queries("masked").sum(-1)
         rows = []
-        for row, inside in enumerate(present):
+        for row, inside in enumerate(attending):
             order = self._order(layer, row, inside)
             first = (order < count[row]) & inside
             rows.append(torch.stack([first, ~first & inside], 1).flatten(0, 1))
