@@ -24,11 +24,12 @@ MEASURES = ("cosine", "overlap", "kept", "best")
 class PatternSimilarity(PatternReducer):
     """Reducer: similarity of a pattern to that of the step before, and to the top keys of a reference step.
 
-    Over the n queries i that are content: `cosine` of A_t and A_{t-1} as vectors; `overlap` = 1/n sum_i sum_j
-    min(A_t, A_{t-1}), the attention that stays on its keys; `kept` = 1/n sum_i of the attention on the keys that
-    query i attended to most at the reference step, a share `keep` of all keys; `best` the same with the keys of
-    step t. NaN at the first step, or before the reference step. Memory: one pattern [head, query, key] per layer,
-    and a mask of that size.
+    Over the n queries i that are content and that both compared steps compute: `cosine` of A_t and A_{t-1} as
+    vectors; `overlap` = 1/n sum_i sum_j min(A_t, A_{t-1}), the attention that stays on its keys; `kept` = 1/n sum_i
+    of the attention on the keys that query i attended to most at the reference step, a share `keep` of all
+    keys; `best` the same with the keys of step t. NaN at the first step, or before the reference step; with an
+    approximate cache also where a step computes no query of the other. Memory: one pattern [head, query, key] per
+    layer, and a mask of that size.
 
     Args:
         reference: the step whose top keys are kept.
@@ -69,30 +70,44 @@ class PatternSimilarity(PatternReducer):
 
     def finish(self, state: list[Tensor], layer: LayerStep) -> Float[Tensor, "batch head measure"]:
         """The four measures of every head."""
-        present = layer.facts.present
-        now = torch.cat(state, -2) * present[:, None, :, None]
-        queries = present.sum(-1)[:, None].float()
+        attending = layer.facts.attending
+        now = torch.cat(state, -2)
         found = now.new_full((*now.shape[:2], len(MEASURES)), torch.nan)
-        before = layer.memory.get(("similarity", "before"))
-        if before is not None and before.shape != now.shape:
+        earlier = layer.memory.get(("similarity", "before"))
+        if earlier is not None and earlier[0].shape != now.shape:
+            before = earlier[0]
             raise ValueError(
                 f"{self.name} compares the patterns of neighbouring steps, and step {layer.run.step} has "
                 f"{now.shape[-2]} queries and {now.shape[-1]} keys, the one before {before.shape[-2]} and "
                 f"{before.shape[-1]}: leave it out for AR decoding and for block diffusion with more than one block"
             )
-        if before is not None:
-            found[..., 0] = torch.cosine_similarity(now.flatten(2), before.flatten(2), -1)
-            found[..., 1] = torch.minimum(now, before).sum((-1, -2)) / queries
+        if earlier is not None:
+            both = attending & earlier[1]
+            one, other = (pattern * both[:, None, :, None] for pattern in (now, earlier[0]))
+            overlap = torch.minimum(one, other).sum((-1, -2))
+            measured = torch.stack([torch.cosine_similarity(one.flatten(2), other.flatten(2), -1), overlap], -1)
+            found[..., :2] = _per_query(measured, both, (False, True))
         count = max(1, round(self.keep * now.shape[-1]))
         if layer.run.step == self.reference:
             chosen = torch.zeros_like(now, dtype=torch.bool).scatter_(-1, now.topk(count, -1).indices, True)
-            layer.memory["similarity", "kept"] = chosen
+            layer.memory["similarity", "kept"] = chosen, attending
         kept = layer.memory.get(("similarity", "kept"))
         if kept is not None:
-            found[..., 2] = (now * kept).sum((-1, -2)) / queries
-            found[..., 3] = now.topk(count, -1).values.sum((-1, -2)) / queries
-        layer.memory["similarity", "before"] = now
+            both = attending & kept[1]
+            one = now * both[:, None, :, None]
+            measured = torch.stack([(one * kept[0]).sum((-1, -2)), one.topk(count, -1).values.sum((-1, -2))], -1)
+            found[..., 2:] = _per_query(measured, both, (True, True))
+        layer.memory["similarity", "before"] = now, attending
         return found
+
+
+def _per_query(
+    sums: Float[Tensor, "batch head measure"], queries: Bool[Tensor, "batch query"], divided: tuple[bool, ...]
+) -> Float[Tensor, "batch head measure"]:
+    """The measures, some of them divided by the number of queries; NaN in rows without any."""
+    count = queries.sum(-1)[:, None, None].to(sums.dtype)
+    means = torch.where(torch.tensor(divided, device=sums.device), sums / count, sums)
+    return means.masked_fill(count == 0, torch.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +225,8 @@ def pattern_stability(
         model: a DLM from `dlm_lens.load`.
         run: from `denoise`.
         detector: the rule for sinks.
-        reference: the step whose top keys are kept; None for the step at a fifth of the run.
+        reference: the step whose top keys are kept; None for the step at a fifth of the run. With an approximate
+            cache choose one that computes all queries, such as the first of the run.
         keep: share of the keys kept per query.
         hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         layers: which layers; None for all.

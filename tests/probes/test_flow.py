@@ -8,6 +8,8 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.probes import PatternStability, pattern_stability, region_flow
+from dlm_lens.probes.stability import MEASURES
+from dlm_lens.recording import AttentionPattern, rerun
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
 
@@ -83,6 +85,40 @@ def test_similarities_are_those_of_loops(name: str) -> None:
     line = found.table().query("layer == 1 and head == 2").iloc[0]
     assert line.recall == pytest.approx(float(recall), rel=1e-5)
     assert recall < 1
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_with_a_cache_only_queries_computed_at_both_steps_are_compared(cache: Any) -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=8, gen_length=8, block_length=4, cache=cache)
+    found = pattern_stability(model, run, dl.TopK(1), reference=1, keep=0.2)
+    recorded = rerun(model, run, [AttentionPattern()]).pattern.double()
+    partly = never = 0
+    for row in range(2):
+        inside = run.attention_mask[row]
+        patterns = recorded[:, row][..., inside]
+        computed = patterns.isfinite().all(-1).all(1).all(1)  # [step, query]
+        count = round(0.2 * run.tokens.shape[1])
+        for step in range(1, 8):
+            for layer, head in ((0, 1), (1, 3)):
+                now, before, first = (patterns[at, layer, head] for at in (step, step - 1, 1))
+                queries = (computed[step] & computed[step - 1]).nonzero()[:, 0].tolist()
+                partly += 0 < len(queries) < int(inside.sum())
+                dot = sum(float(now[i] @ before[i]) for i in queries)
+                norms = [sum(float(a[i] @ a[i]) for i in queries) ** 0.5 for a in (now, before)]
+                shared = sum(float(torch.minimum(now[i], before[i]).sum()) for i in queries)
+                wanted = [dot / norms[0] / norms[1], shared / len(queries)]
+                queries = (computed[step] & computed[1]).nonzero()[:, 0].tolist()
+                held = best = 0.0
+                for i in queries:
+                    held += float(now[i, first[i].argsort(descending=True)[:count]].sum())
+                    best += float(now[i].sort(descending=True).values[:count].sum())
+                never += not queries
+                wanted += [one / len(queries) if queries else float("nan") for one in (held, best)]
+                got = [float(getattr(found, n)[step, row, layer, head]) for n in MEASURES]
+                assert got == pytest.approx(wanted, abs=2e-5, nan_ok=True)
+    assert partly > 0
+    assert (never > 0) == (cache == "dual")
 
 
 def test_similarity_is_split_by_what_the_sink_did() -> None:
