@@ -26,14 +26,14 @@ class PatternSimilarity(PatternReducer):
 
     Over the n queries i that are content and that both compared steps compute: `cosine` of A_t and A_{t-1} as
     vectors; `overlap` = 1/n sum_i sum_j min(A_t, A_{t-1}), the attention that stays on its keys; `kept` = 1/n sum_i
-    of the attention on the keys that query i attended to most at the reference step, a share `keep` of all
+    of the attention on the keys that query i attended to most at the reference step, a share `keep` of the row's
     keys; `best` the same with the keys of step t. NaN at the first step, or before the reference step; with an
     approximate cache also where a step computes no query of the other. Memory: one pattern [head, query, key] per
     layer, and a mask of that size.
 
     Args:
         reference: the step whose top keys are kept.
-        keep: the share of the keys, above 0 and at most 1.
+        keep: the share of the keys of a row, above 0 and at most 1; padding is no key, learned sink tokens are.
     """
 
     reference: int = 0
@@ -87,18 +87,27 @@ class PatternSimilarity(PatternReducer):
             overlap = torch.minimum(one, other).sum((-1, -2))
             measured = torch.stack([torch.cosine_similarity(one.flatten(2), other.flatten(2), -1), overlap], -1)
             found[..., :2] = _per_query(measured, both, (False, True))
-        count = max(1, round(self.keep * now.shape[-1]))
         if layer.run.step == self.reference:
-            chosen = torch.zeros_like(now, dtype=torch.bool).scatter_(-1, now.topk(count, -1).indices, True)
-            layer.memory["similarity", "kept"] = chosen, attending
+            layer.memory["similarity", "kept"] = self._largest(now, layer.facts.keys), attending
         kept = layer.memory.get(("similarity", "kept"))
         if kept is not None:
             both = attending & kept[1]
             one = now * both[:, None, :, None]
-            measured = torch.stack([(one * kept[0]).sum((-1, -2)), one.topk(count, -1).values.sum((-1, -2))], -1)
+            largest = self._largest(one, layer.facts.keys)
+            measured = torch.stack([(one * chosen).sum((-1, -2)) for chosen in (kept[0], largest)], -1)
             found[..., 2:] = _per_query(measured, both, (True, True))
         layer.memory["similarity", "before"] = now, attending
         return found
+
+    def _largest(
+        self, pattern: Float[Tensor, "batch head query key"], keys: Bool[Tensor, "batch key"]
+    ) -> Bool[Tensor, "batch head query key"]:
+        """The share `keep` of a row's keys with the most attention of each query; padding is no key."""
+        counts = (self.keep * keys.sum(-1).double()).round().long().clamp(min=1)[:, None, None, None]
+        order = pattern.masked_fill(~keys[:, None, None], -1).topk(int(counts.max()), -1).indices
+        first = torch.arange(order.shape[-1], device=order.device) < counts
+        chosen = torch.zeros_like(pattern, dtype=torch.bool)
+        return chosen.scatter_(-1, order, first.expand_as(order))
 
 
 def _per_query(
@@ -227,7 +236,7 @@ def pattern_stability(
         detector: the rule for sinks.
         reference: the step whose top keys are kept; None for the step at a fifth of the run. With an approximate
             cache choose one that computes all queries, such as the first of the run.
-        keep: share of the keys kept per query.
+        keep: share of the keys of a row that are kept per query.
         hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         layers: which layers; None for all.
         seed: of the intervals.

@@ -50,8 +50,6 @@ def test_similarities_are_those_of_loops(name: str) -> None:
     model = tiny("llada") if name == "llada" else tiny("sink_qwen", num_sinks=2)
     run = dl.denoise(model, PROMPTS, **RUN)
     found = pattern_stability(model, run, dl.TopK(1), reference=1, keep=0.2)
-    keys = run.tokens.shape[1] + (2 if name == "sinks" else 0)
-    count = round(0.2 * keys)
     assert found.cosine[0].isnan().all()
     assert found.kept[0].isnan().all()
     for row in range(2):
@@ -70,6 +68,7 @@ def test_similarities_are_those_of_loops(name: str) -> None:
                         min(float(a), float(b)) for a, b in zip(now.flatten(), before.flatten(), strict=True)
                     )
                     kept, best = 0.0, 0.0
+                    count = round(0.2 * now.shape[1])  # of the row's own keys
                     for i in range(len(now)):
                         chosen = sorted(range(now.shape[1]), key=lambda j: -float(reference[i, j]))[:count]
                         kept += sum(float(now[i, j]) for j in chosen)
@@ -87,6 +86,17 @@ def test_similarities_are_those_of_loops(name: str) -> None:
     assert recall < 1
 
 
+def test_a_row_s_stability_does_not_depend_on_its_batch() -> None:
+    model = tiny("llada")
+    both, short = (dl.denoise(model, prompts, steps=4, gen_length=8) for prompts in (PROMPTS, PROMPTS[1:]))
+    assert torch.equal(both.tokens[1, -11:], short.tokens[0])
+    found, single = (pattern_stability(model, run, dl.TopK(1), reference=0, keep=0.3) for run in (both, short))
+    for name in MEASURES:
+        torch.testing.assert_close(
+            getattr(found, name)[:, 1], getattr(single, name)[:, 0], atol=2e-5, rtol=0, equal_nan=True
+        )
+
+
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_with_a_cache_only_queries_computed_at_both_steps_are_compared(cache: Any) -> None:
     model = tiny("llada")
@@ -98,7 +108,7 @@ def test_with_a_cache_only_queries_computed_at_both_steps_are_compared(cache: An
         inside = run.attention_mask[row]
         patterns = recorded[:, row][..., inside]
         computed = patterns.isfinite().all(-1).all(1).all(1)  # [step, query]
-        count = round(0.2 * run.tokens.shape[1])
+        count = round(0.2 * int(inside.sum()))
         for step in range(1, 8):
             for layer, head in ((0, 1), (1, 3)):
                 now, before, first = (patterns[at, layer, head] for at in (step, step - 1, 1))
