@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from dlm_lens import ReceivedAttention, denoise
+from dlm_lens.recording import rerun
 from dlm_lens.sinks import (
     AboveMean,
     Received,
@@ -17,6 +19,7 @@ from dlm_lens.sinks import (
     trajectories,
 )
 from dlm_lens.sinks.analysis.enrichment import sink_steps
+from dlm_lens.testing import tiny
 from tests.sinks.planted import planted
 
 RULE = AboveMean(3.0)
@@ -384,3 +387,49 @@ def test_masks_that_an_ended_row_keeps_are_no_frontier():
     assert table.loc["written now", "distance"] == pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)
     assert table.loc["leftmost mask", "distance"] == pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)
     assert table.loc["rightmost mask", "distance"] == 3
+
+
+def test_of_a_part_of_a_run_written_now_is_what_its_steps_decode():
+    model = tiny("llada")
+    run = denoise(model, [[1, 2, 3, 4], [5, 6, 7]], steps=8, gen_length=8, seed=[1, 2])
+    recording = rerun(model, run, [ReceivedAttention()])
+    whole = trajectories(recording, RULE)
+    assert frontier_alignment(whole, unmasked=run.unmasked).equals(frontier_alignment(whole))
+    steps = [1, 4, 6]
+    part = recording.select(step=steps)
+    paths = trajectories(part, RULE)
+    table = frontier_alignment(paths, unmasked=part.run.unmasked).set_index("reference")
+    distances = []
+    for place, step in enumerate(steps):
+        for row, layer, head in np.ndindex(*paths.main.shape[1:]):
+            main = int(paths.main[place, row, layer, head])
+            now = [
+                k for k in range(run.tokens.shape[1])
+                if int(run.canvases[step, row, k]) != int(run.canvases[step + 1, row, k])
+            ]  # fmt: skip
+            if main >= 0:
+                distances.append(min(abs(main - k) for k in now))
+    assert table.loc["written now", "n"] == len(distances) > 0
+    assert table.loc["written now", "distance"] == pytest.approx(sum(distances) / len(distances))
+    with pytest.raises(ValueError, match=r"unmasked has shape \[8, 2, 12\].*\[3, 2, 12\].*part.run.unmasked"):
+        frontier_alignment(paths, unmasked=run.unmasked)
+
+
+def test_a_step_of_a_part_that_decodes_nothing_counts_while_its_row_is_not_done():
+    masked = torch.zeros(2, 2, 8, dtype=torch.bool)
+    masked[:, :, 6:] = True  # row 0 gets its last tokens after the part, row 1 never
+    tokens = torch.where(masked, 63, torch.arange(8))
+    final = torch.arange(8).repeat(2, 1)
+    final[1, 6:] = 63
+    values = torch.full((2, 2, 1, 1, 8), 0.5)
+    values[..., 4] = 6.0
+    received = Received(
+        values, torch.ones(2, 2, 1, 1, 8), torch.full((2, 2), 8), tokens, masked, final_tokens=final
+    )
+    table = frontier_alignment(trajectories(received, RULE), unmasked=torch.zeros_like(masked))
+    assert table.set_index("reference")["n"].to_dict() == {
+        "leftmost mask": 2,
+        "rightmost mask": 2,
+        "frontier": 2,
+        "written now": 0,
+    }

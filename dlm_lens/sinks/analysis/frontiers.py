@@ -8,6 +8,7 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.analysis.enrichment import blocks_of_rows
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
@@ -17,7 +18,11 @@ POINTS = ("leftmost mask", "rightmost mask", "block start", "block end")
 
 
 def frontier_alignment(
-    paths: Trajectories, by: By = "all", *, in_block: Bool[Tensor, "step batch position"] | None = None
+    paths: Trajectories,
+    by: By = "all",
+    *,
+    in_block: Bool[Tensor, "step batch position"] | None = None,
+    unmasked: Bool[Tensor, "step batch position"] | None = None,
 ) -> pd.DataFrame:
     """Distance of the largest sink to the unmasking frontier and to block borders, against a random key.
 
@@ -38,9 +43,12 @@ def frontier_alignment(
         paths: from `trajectories`, with masks.
         by: "all", "layer" or "head".
         in_block: the positions of every row's block at each step, `run.in_block`.
+        unmasked: the positions that each step decodes, `run.unmasked`; None: those that are masked at a step and
+            not at the next one, which is wrong for a part of a run. For `part = recording.select(step=)` give
+            `part.run.unmasked`.
 
     Raises:
-        ValueError: no masks, blocks of another run, or an unknown grouping.
+        ValueError: no masks, blocks or decoded positions of another run, or an unknown grouping.
     """
     if paths.masked is None:
         raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
@@ -48,11 +56,14 @@ def frontier_alignment(
         raise ValueError(f"by={by!r}; it must be 'all', 'layer' or 'head'")
     masked = paths.masked.numpy()[..., : paths.canvas]
     scored = paths.scored.numpy()[..., : paths.canvas]
-    decided = _decided(paths, masked)
+    decided = _decided(paths, masked) if unmasked is None else _given(paths, unmasked)
     block = None if in_block is None else blocks_of_rows(paths, in_block)[..., : paths.canvas]
     groups = [name for name in GROUPS[by] if name in paths.dims]
     # A row that ended early (`eot_token`) keeps masks that are never decoded.
     running = np.flip(np.logical_or.accumulate(np.flip(decided.any(-1), 0), 0), 0)[..., None]
+    if unmasked is not None:
+        # The steps of a part that decode a position may all be earlier ones.
+        running = running | _unwritten(paths, masked).any(-1, keepdims=True)
     references = _references(masked, scored, decided, block)
     tables = [_against(paths, scored, name, where & running, groups) for name, where in references.items()]
     return pd.concat(tables, ignore_index=True)
@@ -92,6 +103,28 @@ def _decided(paths: Trajectories, masked: NDArray[np.bool_]) -> NDArray[np.bool_
         left = (paths.tokens[-1] == paths.final_tokens).numpy()[..., : paths.canvas]
         written[-1] &= ~left
     return written
+
+
+def _given(paths: Trajectories, unmasked: Bool[Tensor, "step batch position"]) -> NDArray[np.bool_]:
+    """The positions decoded at each step as the run has them.
+
+    Raises:
+        ValueError: another shape.
+    """
+    shape = [len(paths.main), paths.main.shape[1], paths.canvas]
+    if list(unmasked.shape) != shape:
+        raise ValueError(
+            f"unmasked has shape {list(unmasked.shape)}, these trajectories {shape} (step, batch, position); give "
+            "run.unmasked of their run, for a part of a recording part.run.unmasked"
+        )
+    return unmasked.cpu().numpy()
+
+
+def _unwritten(paths: Trajectories, masked: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Masks that the run decodes at the step or later; none where the tokens do not tell."""
+    if paths.tokens is None or paths.final_tokens is None or holds_random_tokens(paths.tokens, paths.masked):
+        return np.zeros_like(masked)
+    return masked & (paths.tokens != paths.final_tokens).numpy()[..., : paths.canvas]
 
 
 def _against(
