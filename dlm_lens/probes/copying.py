@@ -27,7 +27,7 @@ class Decision(NamedTuple):
         row: of the batch.
         query: the position whose output predicts it.
         copies: where the token stands.
-        chances: per region of keys (prompt, decided answer) with a copy: its copies, and its other keys.
+        chances: per region of keys (prompt, decided answer) with a copy: how many, and all its keys.
     """
 
     row: int
@@ -60,10 +60,10 @@ def find_decisions(run: DenoisingRun, step: int, skip: frozenset[int], shifted: 
         same = there & (canvas[row] == token)
         copies, chances = torch.zeros_like(same), []
         for region in (~answer[row], answer[row]):
-            here, others = same & region, there & ~same & region
+            here, others = same & region, there & ~same & region  # keys that are all copies tell nothing
             if bool(here.any()) and bool(others.any()):
                 copies |= here
-                chances.append((int(here.sum()), others))
+                chances.append((int(here.sum()), here | others))
         if chances:
             query = int(predicting[row, position]) if shifted else position
             found.append(Decision(row, query, copies, tuple(chances)))
@@ -75,7 +75,8 @@ class CopyAttention(PatternReducer):
     """Reducer: over the decisions of a step, attention of the deciding query to copies of the token.
 
     Sums over decisions of: 1; whether the key with the most attention is a copy; attention on all copies; and the
-    expectations of both for as many keys drawn from the same regions that hold other tokens.
+    expectations of both for as many keys drawn at random from all keys of the same regions: with c copies among the
+    n keys of a region each of the n counts c / n.
 
     Args:
         decisions: step -> its decisions, for all rows of the run.
@@ -125,11 +126,11 @@ def _measured(attention: Float[Tensor, "head key"], one: Decision, keys: int) ->
 
     best, copies = attention.argmax(-1), fitted(one.copies)
     chance_hits = chance_mass = torch.zeros_like(attention[:, 0])
-    for count, others in one.chances:
-        other = fitted(others)
-        share = count / int(other.sum())
-        chance_hits = chance_hits + share * other[best]
-        chance_mass = chance_mass + share * attention[:, other].sum(-1)
+    for count, members in one.chances:
+        member = fitted(members)
+        share = count / int(member.sum())
+        chance_hits = chance_hits + share * member[best]
+        chance_mass = chance_mass + share * attention[:, member].sum(-1)
     ones = torch.ones_like(chance_mass)
     return [ones, copies[best].float(), attention[:, copies].sum(-1), chance_hits, chance_mass]
 
@@ -141,9 +142,11 @@ class RetrievalHeads(ShowsItself):
     The *score* of a head is the share of decisions at which the key with the most attention holds the same token
     (the retrieval score of 2404.15574, section 2, whose needle is here every visible key); `mass` is the attention
     on all copies. A decision is a token that a step decides while the same token is visible elsewhere, in the
-    prompt or in what is decided, before or after it; special tokens are left out. Chance: as many random keys of
-    the same region (prompt or decided answer) with other tokens, in expectation. For DLMs we know of no published
-    definition with a formula; taking the query of the position that is decided, at its step, is ours.
+    prompt or in what is decided, before or after it; special tokens are left out, and regions (prompt, decided
+    answer) whose keys are all copies. Chance is the expectation for as many random keys of the same region: with c
+    copies among its n keys, c / n of the decisions whose key with the most attention is in the region (of the
+    attention on the region for `mass`), which is at most 1. For DLMs we know of no published definition with a
+    formula; taking the query of the position that is decided, at its step, is ours.
 
     Args:
         sums: of `MEASURES`, over the steps.

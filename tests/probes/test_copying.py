@@ -9,6 +9,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import Hook, PointContext, attach_hooks
 from dlm_lens.probes import retrieval_heads
+from dlm_lens.probes.copying import Decision, _measured
 from dlm_lens.recording import AttentionPattern, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.testing import tiny
@@ -19,7 +20,7 @@ PROMPTS = [[5, 9, 5, 3, 17, 9, 8, 30, 31], [6, 2, 40, 2]]
 def decisions_of(
     run: DenoisingRun, shifted: bool, special: set[int]
 ) -> list[tuple[int, int, int, list[int], dict]]:
-    """Step, row, query, positions of copies, and region -> other positions, by loops over the canvases."""
+    """Step, row, query, positions of copies, and region -> its copies and positions, by loops over the canvases."""
     found = []
     for step in range(run.steps):
         for row in range(len(run.tokens)):
@@ -41,7 +42,7 @@ def decisions_of(
                     rest = [j for j in members if canvas[j] != token]
                     if same and rest:
                         copies += same
-                        others[name] = (len(same), rest)
+                        others[name] = (len(same), members)
                 if copies and token not in special:
                     found.append((step, row, place - 1 if shifted else place, copies, others))
     return found
@@ -68,8 +69,8 @@ def test_scores_are_those_of_the_patterns(family: str, settings: dict[str, Any])
             for head in range(4):
                 line = pattern[step, row, layer, head, query].nan_to_num().tolist()
                 best = line.index(max(line))
-                chance = sum(n / len(rest) * (best in rest) for n, rest in others.values())
-                mass = sum(n / len(rest) * sum(line[j] for j in rest) for n, rest in others.values())
+                chance = sum(n / len(keys) * (best in keys) for n, keys in others.values())
+                mass = sum(n / len(keys) * sum(line[j] for j in keys) for n, keys in others.values())
                 numbers = [1.0, float(best in copies), sum(line[j] for j in copies), chance, mass]
                 wanted[row, layer, head] += torch.tensor(numbers, dtype=torch.float64)
     torch.testing.assert_close(found.sums.double(), wanted, rtol=1e-4, atol=1e-5)
@@ -109,7 +110,8 @@ def test_a_planted_copying_head_is_found_and_uniform_heads_are_at_chance() -> No
         found = retrieval_heads(model, run)
     assert found.decisions >= 12
     best = found.table().iloc[0]
-    assert (best["layer"], best["head"], best["score"], best["chance"]) == (1, 2, 1, 0)
+    assert (best["layer"], best["head"], best["score"]) == (1, 2, 1)
+    assert 0 < best["chance"] < 0.8
     copies = found.sums[..., 0]
     uniform = found.table("mass").query("layer == 0")
     assert uniform["excess"].abs().max() < 1e-6  # even attention gives copies what it gives any key
@@ -117,3 +119,32 @@ def test_a_planted_copying_head_is_found_and_uniform_heads_are_at_chance() -> No
     assert repr(found).startswith(f"RetrievalHeads({found.decisions} of {found.decided} decided tokens")
     with pytest.raises(ValueError, match="measure is 'heat'; it must be 'hits' or 'mass'"):
         found.table("heat")
+
+
+@pytest.mark.parametrize("copies", [[0, 1, 2, 3, 4, 5, 6], [2, 9, 11]])
+def test_chance_is_that_of_a_simulation_and_at_most_one(copies: list[int]) -> None:
+    # Keys 0 to 7 are the prompt, 8 to 12 the decided answer; in the first case nearly all of the prompt are copies.
+    regions = [range(8), range(8, 13)]
+    generator = torch.Generator().manual_seed(3)
+    attention = torch.rand(6, 15, generator=generator, dtype=torch.float64)
+    attention[0, 7] = attention[1, 12] = attention[2, 14] = 5
+    attention /= attention.sum(-1, keepdim=True)
+
+    def where(places: Any) -> Tensor:
+        return torch.isin(torch.arange(15), torch.tensor(list(places)))
+
+    there = [region for region in regions if set(copies) & {*region}]
+    chances = tuple((len(set(copies) & {*region}), where(region)) for region in there)
+    found = _measured(attention, Decision(0, 0, where(copies), chances), 15)
+    draws = 4000
+    hits = torch.zeros(6, dtype=torch.float64)
+    mass = torch.zeros(6, dtype=torch.float64)
+    for _ in range(draws):
+        drawn = []
+        for (count, _), region in zip(chances, there, strict=True):
+            drawn += (torch.randperm(len(region), generator=generator)[:count] + region.start).tolist()
+        hits += torch.tensor([float(int(line.argmax()) in drawn) for line in attention])
+        mass += attention[:, drawn].sum(-1)
+    torch.testing.assert_close(found[3].double(), hits / draws, atol=0.03, rtol=0)
+    torch.testing.assert_close(found[4], mass / draws, atol=0.01, rtol=0)
+    assert float(torch.stack(found[3:]).max()) <= 1
