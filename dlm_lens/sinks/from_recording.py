@@ -193,6 +193,8 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
     else:
         # Every query head has its key's norm.
         values = values.repeat_interleave(_groups(recording, values), 3)
+        # A part of some heads keeps the norms of all key heads.
+        values = values if recording.heads is None else values[:, :, :, list(recording.heads)]
     return KeyStatistic(
         values=values,
         quantity=quantity,

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
-from dlm_lens import received_of, record
+from dlm_lens import KeyNorm, ReceivedAttention, find_sinks, received_of, record
 from dlm_lens.recording import Recording
+from dlm_lens.sinks import key_statistic_of
 from dlm_lens.testing import tiny
 
 
@@ -31,3 +33,16 @@ def test_it_says_which(
     assert len(caplog.records) == bool(sentences)
     for sentence in sentences:
         assert sentence in caplog.text
+
+
+def test_the_key_norms_of_some_heads_are_those_of_their_key_heads() -> None:
+    whole = record(tiny("dream"), [[1, 2, 3], [4, 5, 6]], [KeyNorm(), ReceivedAttention()], steps=2, gen_length=4)
+    part = whole.select(head=[3, 0])
+    assert whole.key_norm.shape[3] == 2  # four query heads, two to a key head
+    norms = key_statistic_of(part, "key norm").values
+    assert norms.shape[3] == 2
+    for place, head in enumerate((3, 0)):
+        assert torch.equal(norms[:, :, :, place], whole.key_norm[:, :, :, head // 2])
+    found, every = (find_sinks(each, "low-key-norm:0.95").is_sink for each in (part, whole))
+    assert bool(every.any())
+    assert torch.equal(found, every[:, :, :, [3, 0]])
