@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.attention import HookLike, SinkLayout, exclusive
+from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices
+from dlm_lens.attention import HookLike, SinkLayout, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
@@ -103,6 +104,7 @@ class SinkWrites(ShowsItself):
         return pd.DataFrame(lines)
 
 
+@checked_arguments(steps=INDICES, seed=ONE_SEED)
 @torch.no_grad()
 @exclusive
 def sink_writes(
@@ -132,15 +134,17 @@ def sink_writes(
         sinks: of this run, at level "head".
         hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         steps: which steps, negative from the end; None for all.
-        layers: which layers; None for all.
-        limit: the largest number of sinks; those with the highest scores are kept.
+        layers: which layers, negative from the end; None for all of the sinks'.
+        limit: the largest number of sinks; the strongest are kept, those with the highest scores (for rules whose
+            sinks have low scores, such as `LowKeyNorm`, the lowest).
         top: how many tokens to name.
         seed: of controls and intervals.
         progress: show a progress bar.
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: sinks of another run or level, no sink at all, or a limit below 1.
+        ValueError: sinks of another run or level, a step or layer that does not exist or has no sinks looked for,
+            no sink at all, or a limit below 1.
     """
     stored, head = StoredRun(model, run, hooks=hooks), Unembedding(model)
     if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
@@ -150,7 +154,9 @@ def sink_writes(
         )
     if limit < 1 or not 1 <= top <= head.vocabulary:
         raise ValueError(f"sink_writes(limit={limit}, top={top}): both are at least 1, top at most the vocabulary")
-    entries, is_sink = _entries(run, sinks, steps, layers, limit, seed)
+    chosen = chosen_indices("step", steps, run.steps, "sink_writes: ")
+    places = _layer_places(sinks, layers, len(attention_blocks(model)))
+    entries, is_sink = _entries(run, sinks, chosen, places, limit, seed)
     vectors = torch.zeros(len(entries), int(model.config.hidden_size), dtype=torch.float32)
     reader = _Reader(model, sinks, entries, vectors)
     for step in tqdm(entries[:, 0].unique().tolist(), desc="sink writes", unit="step", disable=not progress):
@@ -172,24 +178,35 @@ def sink_writes(
     )
 
 
+def _layer_places(sinks: Sinks, layers: Sequence[int] | None, count: int) -> list[int]:
+    """The chosen layers' places among those of the sinks.
+
+    Raises:
+        ValueError: a layer that the model lacks, or that the sinks lack.
+    """
+    if layers is None:
+        return list(range(len(sinks.layers)))
+    chosen = chosen_indices("layer", layers, count, "sink_writes: ")
+    for layer in chosen:
+        if layer not in sinks.layers:
+            raise ValueError(
+                f"sink_writes: these sinks have no layer {layer}, only {', '.join(map(str, sinks.layers))}; find "
+                "them with that layer, or choose one of these"
+            )
+    return [sinks.layers.index(layer) for layer in chosen]
+
+
 def _entries(
-    run: DenoisingRun,
-    sinks: Sinks,
-    steps: Sequence[int] | None,
-    layers: Sequence[int] | None,
-    limit: int,
-    seed: int,
+    run: DenoisingRun, sinks: Sinks, steps: Sequence[int], layers: Sequence[int], limit: int, seed: int
 ) -> tuple[Int[Tensor, "entry axis"], Tensor]:
     """(step, batch, layer, head, key) of the sinks, then of the controls; layers index `sinks.layers`."""
     wanted = torch.zeros_like(sinks.is_sink)
-    count = run.steps
-    chosen = range(count) if steps is None else [step % count for step in steps]
-    places = [i for i, layer in enumerate(sinks.layers) if layers is None or layer in layers]
-    wanted[torch.tensor(list(chosen), dtype=torch.long)[:, None], :, torch.tensor(places, dtype=torch.long)] = True
+    wanted[torch.tensor(list(steps))[:, None], :, torch.tensor(list(layers))] = True
     found = (sinks.is_sink & wanted).nonzero()
     if not len(found):
         raise ValueError(f"there is no sink by {sinks.rule} in these steps and layers")
-    order = sinks.scores[tuple(found.unbind(-1))].argsort(descending=True, stable=True)[:limit]
+    strength = sinks.scores[tuple(found.unbind(-1))] * (-1 if sinks.detector.low_is_sink else 1)
+    order = strength.argsort(descending=True, stable=True)[:limit]
     found = found[order.sort().values]
     cell = tuple(found[:, :-1].unbind(-1))
     free = ~sinks.is_sink[cell] & ~sinks.scores[cell].isnan()

@@ -9,6 +9,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
 from dlm_lens.probes import LogitLens, TunedLens, logit_lens, sink_writes, train_tuned_lens
+from dlm_lens.recording import rerun
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
 from tests.reference import forward64, normed
@@ -209,6 +210,39 @@ def test_what_sinks_write_is_that_of_loops() -> None:
         floor = writes.score[writes.sink].min()
         assert int((sinks.scores[sinks.is_sink] > floor).sum()) < 40 or name == "llada"
         assert set(writes.summary().group) == {"sink", "other"}
+
+
+def test_writes_of_chosen_steps_and_layers_are_a_part_of_all_and_others_are_refused() -> None:
+    model, run = started("llada")
+    rec = rerun(model, run, [dl.ReceivedAttention(), dl.KeyNorm()])
+    sinks = dl.find_sinks(rec, dl.TopK(1))
+    every = sink_writes(model, run, sinks)
+    last = every.sink & (every.step == 3) & (every.layer == 1)
+    part = sink_writes(model, run, sinks, steps=[-1], layers=[-1])
+    assert part.position[part.sink].tolist() == every.position[last].tolist()
+    assert set(part.step.tolist()) == {3}
+    for settings, sentence in (
+        ({"steps": [9]}, "sink_writes: step 9 of 4: steps go from 0 to 3"),
+        ({"layers": [2]}, "sink_writes: layer 2 of 2"),
+        ({"steps": []}, "sink_writes: steps is empty"),
+        ({"steps": 2}, "steps is 2; it must be a list of whole numbers"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            sink_writes(model, run, sinks, **settings)
+    with pytest.raises(ValueError, match="these sinks have no layer 0, only 1; find them with that layer"):
+        sink_writes(model, run, dl.find_sinks(rec.select(layer=[1]), dl.TopK(1)), layers=[0])
+
+
+@pytest.mark.parametrize("rule", ["above-mean:1.2", "low-key-norm:0.98"])
+def test_a_limit_keeps_the_strongest_sinks(rule: str) -> None:
+    model, run = started("llada")
+    sinks = dl.find_sinks(rerun(model, run, [dl.ReceivedAttention(), dl.KeyNorm()]), rule)
+    scores = sorted(sinks.scores[sinks.is_sink].tolist(), reverse=not sinks.detector.low_is_sink)
+    assert len(scores) > 20
+    found = sink_writes(model, run, sinks, limit=10)
+    kept = sorted(found.score[found.sink].tolist(), reverse=not sinks.detector.low_is_sink)
+    assert kept == scores[:10]
+    assert kept[-1] != scores[-1]
 
 
 def test_a_tuned_lens_is_trained_saved_and_refused_for_another_model(tmp_path: Any) -> None:
