@@ -176,7 +176,9 @@ def _row(
     top = torch.zeros(sae.features, of.top, device=states.device)
     place = torch.full_like(top, -1, dtype=torch.int64)
     values = torch.full((len(states), len(of.features)), torch.nan, device=states.device)
-    for where in classes.any(0).nonzero().flatten().split(sae.at_once):
+    counted = classes.any(0).nonzero().flatten()
+    # Of nothing `split` gives one empty part, and a step of block diffusion may compute none of a row's positions.
+    for where in counted.split(sae.at_once) if len(counted) else ():
         found, member = sae.encode(states[where]).float(), classes[:, where]
         fires = found > 0
         for index, inside in enumerate(member):
