@@ -76,7 +76,12 @@ class MissedEffects(ShowsItself):
         That any of them is above it is rejected only if it is for each of them, so that it needs no correction
         for their number.
         """
-        return self.bounds.nan_to_num(-torch.inf).flatten(2).amax(-1)
+        return self._ranked.amax(-1)
+
+    @property
+    def _ranked(self) -> Float[Tensor, "step batch node"]:
+        """The bounds, with -inf where a node has none; infinite bounds stay so."""
+        return self.bounds.masked_fill(self.bounds.isnan(), -torch.inf).flatten(2)
 
     @property
     def weakest(self) -> Float[Tensor, "step batch"]:
@@ -86,7 +91,7 @@ class MissedEffects(ShowsItself):
 
     def table(self) -> pd.DataFrame:
         """One line per step and row: its bound, and the node that has it, with its estimate."""
-        flat = self.bounds.nan_to_num(-torch.inf).flatten(2)
+        flat = self._ranked
         chosen, weakest, lines = flat.argmax(-1), self.weakest, []
         for index, row in np.ndindex(*chosen.shape):
             layer, head, place = np.unravel_index(int(chosen[index, row]), self.bounds.shape[2:])

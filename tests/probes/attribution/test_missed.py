@@ -102,6 +102,19 @@ def test_an_effect_that_a_saturated_softmax_hides_from_the_gradient_is_bounded()
     assert line["weakest_of_top"] == float(ranked.max())
 
 
+def test_an_infinite_bound_is_shown_as_infinite() -> None:
+    model = linear()
+    run = run_of(model)
+    estimate = attribution_patching(model, run, OTHER, target=TARGET, steps=[0])
+    # Of four subsets with a small share some node is in fewer than two.
+    found = missed_effects(model, run, OTHER, estimate, top=1, target=TARGET, subsets=4, share=0.01)
+    assert bool((found.bounds == torch.inf).any())
+    assert bool(found.bounds.isnan().any())  # the top node
+    assert found.bound.tolist() == [[torch.inf] * found.bound.shape[1]]
+    assert found.table()["bound"].tolist() == [torch.inf] * len(found.table())
+    assert "no effect is above inf" in repr(found)
+
+
 def test_the_bound_inverts_the_t_test() -> None:
     made = torch.Generator().manual_seed(0)
     member, values = torch.rand(50, 4, generator=made) < 0.3, torch.randn(50, 3, generator=made).double()
