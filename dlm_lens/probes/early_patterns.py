@@ -1,6 +1,6 @@
 """`early_attention`: does a block's attention at its first step predict that at its later steps?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import Rule, checked_arguments, is_real, one_of, whole
 from dlm_lens.display import ShowsItself
+from dlm_lens.probes.clock.fitting import prompts_of_rows
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
@@ -33,8 +34,9 @@ class EarlyAttention(ShowsItself):
     largest of the predictor (2602.14209 measures the recall of the first step's top-k set; k is a share of n here);
     `kept`, the attention r_t on the predictor's k keys over that on the k best ones, which is what sparse attention
     keeps. Predictors: the mean over the block's first steps; the step before t (persistence: the best that reuse
-    could do); and two nulls, the first steps of another block of the same prompt and those of other prompts in a
-    block of the same number, at the same positions of the canvas. Recall by chance is k / n.
+    could do); and two nulls, the first steps of another block of the same prompt and those of up to three
+    rows with other prompts in a block of the same number, at the same positions of the canvas (NaN if all rows have
+    one prompt). Recall by chance is k / n.
 
     Args:
         by_head: sums over blocks and steps, and their numbers.
@@ -206,12 +208,13 @@ def early_attention(
         torch.zeros(*shape, lags, 2, dtype=torch.float64),
         torch.zeros(len(rows), 2, dtype=torch.float64),
     )
+    prompts = prompts_of_rows(recording.run)
     for row, blocks in enumerate(rows):
         for block in blocks:
             count = int(block.keys.sum())
             top = max(1, round(share * count))
             chance[row] += torch.tensor([top / count, 1.0]) * (len(block.steps) - first)
-            for kind, predictor in _predictors(sums, rows, row, block, first):
+            for kind, predictor in _predictors(sums, rows, prompts, row, block, first):
                 target = sums[block.steps[first:], row][..., block.keys]
                 values, known = _measured(predictor[..., block.keys].expand_as(target), target, top)
                 both = torch.stack([values.where(known, 0.0), known.double()], -1)
@@ -238,7 +241,12 @@ def _blocks(recording: Recording, row: int, first: int, keys: str, sums: Tensor)
 
 
 def _predictors(
-    sums: Float[Tensor, "step batch layer head key"], rows: list[list[_Block]], row: int, block: _Block, first: int
+    sums: Float[Tensor, "step batch layer head key"],
+    rows: list[list[_Block]],
+    prompts: Sequence[tuple[int, ...]],
+    row: int,
+    block: _Block,
+    first: int,
 ) -> Iterator[tuple[int, Float[Tensor, "#later layer head key"]]]:
     """(index in PREDICTORS, attention of every key) for the later steps of a block; nulls that exist only."""
 
@@ -252,8 +260,9 @@ def _predictors(
     if others:
         # The nearest one, of two the earlier.
         yield 2, early(row, min(others, key=lambda one: (abs(one.number - block.number), one.number)))
-    for shift in range(1, min(len(rows), OTHERS + 1)):
-        other = (row + shift) % len(rows)
+    # Rows of equal prompts have no other prompt: their attention would be nearly the row's own.
+    after = [(row + shift) % len(rows) for shift in range(1, len(rows))]
+    for other in [one for one in after if prompts[one] != prompts[row]][:OTHERS]:
         same = [one for one in rows[other] if one.number == block.number]
         if same:
             yield 3, early(other, same[0])

@@ -74,6 +74,22 @@ def test_every_predictor_is_compared_as_loops_do(family: str, keys: str, first: 
     torch.testing.assert_close(found.by_lag.sum(3), found.by_head.sum((3, 4)))
 
 
+def test_rows_of_equal_prompts_are_no_other_prompts() -> None:
+    model = tiny("llada")
+    settings = {"steps": 9, "gen_length": 9, "block_length": 3, "temperature": 1.0, "seed": [1, 2, 3, 4]}
+    reducers = [dl.ReceivedAttention("block", min_viewers=1)]
+    place = PREDICTORS.index("other prompt")
+    four = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    found = early_attention(dl.record(model, four, reducers, **settings), share=0.4)
+    # Six later steps of three blocks: one other prompt for the rows with the repeated one, three for the other row.
+    assert found.by_head[place, 1, :, 0, 0, 1].tolist() == [6, 6, 18, 6]
+    same = dl.record(model, [PROMPTS[0]] * 4, reducers, **settings)
+    alone = early_attention(same, share=0.4)
+    assert not bool(alone.by_head[place].any())
+    assert bool(alone.by_head[0, 1, ..., 1].all())
+    assert alone.mean("recall", "other prompt").value != alone.mean("recall", "other prompt").value  # NaN
+
+
 def planted(kind: str) -> Any:
     """A recording whose keys receive planted attention: the same in a block and row, or new at every step."""
     rec = recorded()

@@ -193,6 +193,12 @@ def permuted(label: Float[Tensor, "step batch"], count: int, seed: int) -> list[
     return found
 
 
+def prompts_of_rows(run: DenoisingRun) -> list[tuple[int, ...]]:
+    """The tokens of every row's prompt."""
+    content = run.attention_mask & ~run.open[0]
+    return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
+
+
 def split_by_prompt(
     runs: Sequence[DenoisingRun], held_out: float, seed: int
 ) -> tuple[list[Bool[Tensor, "batch"]], list[Bool[Tensor, "batch"]], list[Int[Tensor, "batch"]]]:
@@ -204,11 +210,9 @@ def split_by_prompt(
         ValueError: fewer than two different prompts.
     """
     prompts: dict[tuple[int, ...], int] = {}
-    numbers = []
-    for run in runs:
-        content = run.attention_mask & ~run.open[0]
-        keys = [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
-        numbers.append(torch.tensor([prompts.setdefault(key, len(prompts)) for key in keys]))
+    numbers = [
+        torch.tensor([prompts.setdefault(key, len(prompts)) for key in prompts_of_rows(run)]) for run in runs
+    ]
     if len(prompts) < 2:
         raise ValueError(
             f"denoising_clock: {len(prompts)} different prompt; give runs of at least two, so that one can be held "
