@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
@@ -15,7 +16,7 @@ from dlm_lens.probes.clock.fitting import prompts_of_rows
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, difference_of, estimate, mean_of
+from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, mean_of
 
 PREDICTORS = ("first steps", "step before", "other block", "other prompt")
 MEASURES = ("correlation", "recall", "kept")
@@ -36,11 +37,14 @@ class EarlyAttention(ShowsItself):
     keeps. Predictors: the mean over the block's first steps; the step before t (persistence: the best that reuse
     could do); and two nulls, the first steps of another block of the same prompt and those of up to three
     rows with other prompts in a block of the same number, at the same positions of the canvas (NaN if all rows have
-    one prompt). Recall by chance is k / n.
+    one prompt). Recall by chance is k / n. A mean of a predictor is over the blocks and steps that have it (a
+    single block has no other one); differences are over those that have both predictors.
 
     Args:
         by_head: sums over blocks and steps, and their numbers.
         by_lag: the same over layers and heads, by the steps since the block began.
+        common: where a predictor and the first steps are both defined: sums of the first steps, of the predictor
+            (mean over its rows), and their numbers.
         chance: recall of random keys: sums, and their numbers.
         layers: index of each layer in the model.
         first: how many first steps are averaged.
@@ -54,6 +58,7 @@ class EarlyAttention(ShowsItself):
 
     by_head: Float[Tensor, "predictor measure prompt layer head 2"]
     by_lag: Float[Tensor, "predictor measure prompt lag 2"]
+    common: Float[Tensor, "predictor measure prompt layer head 3"]
     chance: Float[Tensor, "prompt 2"]
     layers: tuple[int, ...]
     first: int
@@ -78,13 +83,12 @@ class EarlyAttention(ShowsItself):
         return estimate(self._sums(measure, predictor, layer).numpy(), mean_of, seed=self.seed)
 
     def excess(self, measure: str, null: str = "other prompt", layer: int | None = None) -> Estimate:
-        """The measure of the first steps minus that of another predictor.
+        """The measure of the first steps minus that of another predictor, on the blocks and steps that have both.
 
         Raises:
             ValueError: as `mean`.
         """
-        both = [self._sums(measure, name, layer) for name in ("first steps", null)]
-        return estimate(torch.cat(both, -1).numpy(), difference_of, seed=self.seed)
+        return estimate(_pairs(self._sums(measure, null, layer, self.common)), difference_of, seed=self.seed)
 
     def table(self, layer: int | None = None) -> pd.DataFrame:
         """One line per predictor: the three measures with intervals over prompts.
@@ -103,6 +107,8 @@ class EarlyAttention(ShowsItself):
     def lags(self, measure: str = "recall") -> pd.DataFrame:
         """A measure by the number of steps since the block began: one line per step, one column per predictor.
 
+        Each column is over the blocks that have its predictor.
+
         Raises:
             ValueError: another measure.
         """
@@ -115,6 +121,8 @@ class EarlyAttention(ShowsItself):
 
     def heads(self, measure: str = "recall") -> pd.DataFrame:
         """One line per head: the measure of the first steps and of other prompts, and the difference's interval.
+
+        The difference is on the blocks and steps that have both.
 
         Raises:
             ValueError: another measure.
@@ -129,15 +137,23 @@ class EarlyAttention(ShowsItself):
                 line: dict[str, Any] = {"layer": layer, "head": head}
                 line |= estimate(early.numpy(), mean_of, seed=self.seed).columns("first_steps")
                 line["other_prompt"] = estimate(other.numpy(), mean_of, seed=self.seed).value
-                both = torch.cat([early, other], -1).numpy()
+                both = _pairs(self.common[PREDICTORS.index("other prompt"), place, :, number, head])
                 lines.append(line | estimate(both, difference_of, seed=self.seed).columns("excess"))
         return pd.DataFrame(lines)
 
-    def _sums(self, measure: str, predictor: str, layer: int | None) -> Float[Tensor, "prompt 2"]:
-        found = self.by_head[_index("predictor", predictor, PREDICTORS), _index("measure", measure, MEASURES)]
+    def _sums(
+        self, measure: str, predictor: str, layer: int | None, of: Tensor | None = None
+    ) -> Float[Tensor, "prompt sums"]:
+        sums = self.by_head if of is None else of
+        found = sums[_index("predictor", predictor, PREDICTORS), _index("measure", measure, MEASURES)]
         if layer is not None:
             found = found[:, [_index("layer", layer, self.layers)]]
         return found.sum((1, 2))
+
+
+def _pairs(common: Float[Tensor, "prompt 3"]) -> Floats:
+    """The sums and numbers of two predictors, as `difference_of` reads them."""
+    return np.asarray(common[:, [0, 2, 1, 2]].numpy())
 
 
 def _index(name: str, value: Any, known: tuple[Any, ...]) -> int:
@@ -204,8 +220,9 @@ def early_attention(
     lags = max(len(block.steps) for blocks in rows for block in blocks)
     shape = (len(PREDICTORS), len(MEASURES), len(rows))
     by_head = torch.zeros(*shape, *sums.shape[2:4], 2, dtype=torch.float64)
-    by_lag, chance = (
+    by_lag, common, chance = (
         torch.zeros(*shape, lags, 2, dtype=torch.float64),
+        torch.zeros(*shape, *sums.shape[2:4], 3, dtype=torch.float64),
         torch.zeros(len(rows), 2, dtype=torch.float64),
     )
     prompts = prompts_of_rows(recording.run)
@@ -214,13 +231,17 @@ def early_attention(
             count = int(block.keys.sum())
             top = max(1, round(share * count))
             chance[row] += torch.tensor([top / count, 1.0]) * (len(block.steps) - first)
+            both: dict[int, Tensor] = {}
             for kind, predictor in _predictors(sums, rows, prompts, row, block, first):
                 target = sums[block.steps[first:], row][..., block.keys]
                 values, known = _measured(predictor[..., block.keys].expand_as(target), target, top)
-                both = torch.stack([values.where(known, 0.0), known.double()], -1)
-                by_head[kind, :, row] += both.sum(1)
-                by_lag[kind, :, row, first : len(block.steps)] += both.sum((2, 3))
-    return EarlyAttention(by_head, by_lag, chance, recording.layers, first, share, keys, seed)
+                found = torch.stack([values.where(known, 0.0), known.double()], -1)
+                both[kind] = both.get(kind, 0) + found
+                by_head[kind, :, row] += found.sum(1)
+                by_lag[kind, :, row, first : len(block.steps)] += found.sum((2, 3))
+            for kind, found in both.items():
+                common[kind, :, row] += _common(both[0], found).sum(1)
+    return EarlyAttention(by_head, by_lag, common, chance, recording.layers, first, share, keys, seed)
 
 
 def _blocks(recording: Recording, row: int, first: int, keys: str, sums: Tensor) -> list[_Block]:
@@ -266,6 +287,15 @@ def _predictors(
         same = [one for one in rows[other] if one.number == block.number]
         if same:
             yield 3, early(other, same[0])
+
+
+def _common(
+    early: Float[Tensor, "measure later layer head 2"], other: Float[Tensor, "measure later layer head 2"]
+) -> Float[Tensor, "measure later layer head 3"]:
+    """Where both are defined: the first steps, the mean over the rows of the other predictor, and 1; else zeros."""
+    known = ((early[..., 1] > 0) & (other[..., 1] > 0)).double()
+    means = [one[..., 0] / one[..., 1].clamp(min=1) * known for one in (early, other)]
+    return torch.stack([*means, known], -1)
 
 
 def _measured(

@@ -1,6 +1,7 @@
 """`early_attention` against loops and scipy, and planted attention."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,6 +89,51 @@ def test_rows_of_equal_prompts_are_no_other_prompts() -> None:
     assert not bool(alone.by_head[place].any())
     assert bool(alone.by_head[0, 1, ..., 1].all())
     assert alone.mean("recall", "other prompt").value != alone.mean("recall", "other prompt").value  # NaN
+
+
+def test_an_excess_is_over_the_blocks_that_have_both_predictors() -> None:
+    # Blocks follow the text: the first blocks of the short prompts have no context, that of the long one has four.
+    model = tiny("sdar")
+    prompts = [[5, 9, 11, 3, 17, 20], [6, 2], [7, 8]]
+    rec = dl.record(
+        model, prompts, [dl.ReceivedAttention("block", min_viewers=1)], steps=12, gen_length=12, block_length=4
+    )
+    found = early_attention(rec, share=0.4)
+    sums, run = rec.received_sums("block").double(), rec.run
+    steps = {number: [t for t in range(run.steps) if run.blocks[t] == number] for number in set(run.blocks)}
+    usable: dict[tuple[int, int], list[int]] = {}
+    for row, number in product(range(3), steps):
+        those = [t for t in steps[number] if t < int(run.row_steps[row])]
+        there = [
+            j for j in range(run.tokens.shape[1])
+            if bool(run.attention_mask[row, j]) and not run.masked[those[0], row, j]
+            and not run.in_block[those[0], row, j] and bool(sums[those, row, :, :, j].isfinite().all())
+        ] if those else []  # fmt: skip
+        if len(those) > 1 and len(there) > 1:
+            usable[row, number] = there
+    kept, place = 0, PREDICTORS.index("other prompt")
+    wanted = torch.zeros(len(MEASURES), 3, 2, 4, 3, dtype=torch.float64)
+    for (row, number), there in usable.items():
+        top, those = max(1, round(0.4 * len(there))), steps[number]
+        others = [(row + shift) % 3 for shift in (1, 2)]
+        others = [one for one in others if (one, number) in usable]
+        kept += not others
+        for step, layer, head in product(those[1:], range(2), range(4)):
+            line = sums[:, :, layer, head][..., there].nan_to_num()
+            early = numbers(line[those[0], row], line[step, row], top)
+            null = [numbers(line[those[0], one], line[step, row], top) for one in others]
+            for measure in range(len(MEASURES)):
+                defined = [one[measure] for one in null if one[measure] == one[measure]]
+                if defined and early[measure] == early[measure]:
+                    sum_of = [early[measure], sum(defined) / len(defined), 1.0]
+                    wanted[measure, row, layer, head] += torch.tensor(sum_of, dtype=torch.float64)
+    assert kept  # some blocks have no other prompt
+    torch.testing.assert_close(found.common[place], wanted, rtol=1e-6, atol=1e-6)
+    first, other, count = wanted[1].sum((1, 2)).sum(0).tolist()
+    assert found.excess("recall").value == pytest.approx((first - other) / count)
+    line = found.heads().query("layer == 1 and head == 2").iloc[0]
+    first, other, count = wanted[1, :, 1, 2].sum(0).tolist()
+    assert line["excess"] == pytest.approx((first - other) / count)
 
 
 def planted(kind: str) -> Any:
