@@ -1,5 +1,6 @@
 """`edge_attribution`: the effect of every edge between parts of a network, by EAP and EAP-IG."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, whole
-from dlm_lens.attention import exclusive
+from dlm_lens.attention import attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.circuits import Circuit
 from dlm_lens.probes.attribution.contract import Contract
@@ -21,6 +22,8 @@ from dlm_lens.probes.attribution.streams import Differences, Streams, graph_of
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,8 @@ class EdgeScores(ShowsItself):
         """The sum over the edges that leave the embedding.
 
         With integrated gradients it approaches target(other run) - target(base): the gradients at those edges are
-        together that at the embedding (completeness, 1703.01365, proposition 1).
+        together that at the embedding (completeness, 1703.01365, proposition 1). In a mixture of experts the
+        chosen experts change at once on the way, and it does not approach it.
         """
         return self.scores[:, :, 0].sum(-1)
 
@@ -118,7 +122,9 @@ def edge_attribution(
     over m passes whose first input is base + a (other - base): EAP-IG (2403.17806, section 3). We take the
     midpoints a = (k + 1/2) / m, its code takes a = k / m. The paper uses m = 5.
 
-    A pass costs one backward pass through the network, and one through the projections of each head.
+    A pass costs one backward pass through the network, and one through the projections of each head. In a mixture
+    of experts (LLaDA2, LLaDA-MoE) the gradient is that of the chosen experts and has no part for another choice:
+    the scores do not add up, and a warning says so.
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -138,6 +144,7 @@ def edge_attribution(
     """
     setup = Setup.of(model, run, corrupted, target, steps, explain, direction, "edge_attribution")
     graph = check_edges(setup, "edge_attribution")
+    _warn_of_experts(model)
     both = BothSides(setup)
     scores: list[Tensor] = []
     starts = []
@@ -171,6 +178,18 @@ def edge_attribution(
         base=torch.stack([one.base for one in starts]),
         source=torch.stack([one.source for one in starts]),
     )
+
+
+def _warn_of_experts(model: Any) -> None:
+    """Warn of a model that routes its tokens to some of its experts."""
+    blocks = attention_blocks(model)
+    if any(name.rpartition(".")[-1] == "experts" for block in blocks for name, _ in block.named_modules()):
+        logger.warning(
+            "edge_attribution: %s routes tokens to some of its experts, and gradients do not follow a change of "
+            "that choice: the scores need not add up to the change of the target. Compare from_input with source - "
+            "base, and test a circuit with faithfulness, which patches exactly",
+            type(model).__name__,
+        )
 
 
 def check_edges(setup: Setup, who: str) -> EdgeGraph:

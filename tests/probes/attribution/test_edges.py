@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.probes import Circuit, LogitDifference, edge_attribution, faithfulness
+from dlm_lens.probes import Circuit, LogitDifference, LogProbability, edge_attribution, faithfulness
 from dlm_lens.testing import tiny
 from tests.probes.attribution.planted import AGAINST, CIRCUIT, OTHER, PROMPT, linear, planted, run_of
 
@@ -37,6 +37,24 @@ def test_planted_edges_alone_have_scores(integration: int) -> None:
     assert exact.normalised.value == pytest.approx(1.0, abs=1e-9)
     without = edges_but(found, names[0].index("a0.h1"), names[1].index("a1.h2<v>"))
     assert faithfulness(model, run, OTHER, without, target=TARGET).normalised.value == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_mixture_of_experts_does_not_add_up_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    prompt, other = [[5, 9, 11, 3]], [[5, 9, 12, 3]]
+    settings = {"target": LogProbability(), "steps": [0], "integration": 50}
+    errors = {}
+    every = {"num_experts_per_tok": 8, "topk_group": 4}  # all of them: there is no choice, and scores add up
+    for name, family, more in (("llada", "llada", {}), ("llada2", "llada2", {}), ("all experts", "llada2", every)):
+        caplog.clear()
+        model = tiny(family, **more).double()
+        run = dl.denoise(model, prompt, steps=4, gen_length=4, block_length=4)
+        found = edge_attribution(model, run, other, **settings)
+        whole = float(found.source - found.base)
+        errors[name] = abs(float(found.from_input) - whole) / abs(whole)
+        assert ("routes tokens to some of its experts" in caplog.text) == (family == "llada2")
+    assert errors["llada"] < 1e-3
+    assert errors["all experts"] < 1e-3
+    assert errors["llada2"] > 0.1
 
 
 @pytest.mark.long
