@@ -134,19 +134,24 @@ def remask(
     if mask is None:
         raise ValueError(f"remask: {type(model).__name__} has no mask token, so that nothing can be masked again")
     plain = denoise(model, prompts, steps=steps, seed=seed, **settings)
+    decided = plain.open[0] & ~plain.open[:-1]
+    if plain.attention_blocks is not None:
+        decided &= plain.in_block
+    there = decided.any(-1).any(-1).nonzero().flatten().tolist()
+    if not there:
+        raise ValueError(
+            f"remask: nothing is decided on the canvas of any step, with steps={plain.steps}; give more steps, so "
+            "that a step begins with some decided positions and some open ones"
+        )
+    chosen = tuple(there) if at is None else chosen_indices("step", at, plain.steps, "remask: ")
+    for step in chosen:
+        if step not in there:
+            raise ValueError(f"remask: nothing is decided on the canvas of step {step}; there is on {there}")
     if not torch.equal(plain.tokens, denoise(model, prompts, steps=steps, seed=seed + 1, **settings).tokens):
         raise ValueError(
             "remask: the result depends on the seed, so that tokens would change by chance; give temperature=0 and "
             "a rule without random positions"
         )
-    decided = plain.open[0] & ~plain.open[:-1]
-    if plain.attention_blocks is not None:
-        decided &= plain.in_block
-    there = decided.any(-1).any(-1).nonzero().flatten().tolist()
-    chosen = tuple(there) if at is None else chosen_indices("step", at, plain.steps, "remask: ")
-    for step in chosen:
-        if step not in there:
-            raise ValueError(f"remask: nothing is decided on the canvas of step {step}; there is on {there}")
     remasked, tokens = [], []
     for step in tqdm(chosen, desc="remasking", unit="run", disable=not progress):
         where = _drawn(decided[step], share, torch.Generator().manual_seed(seed * 2**20 + step))

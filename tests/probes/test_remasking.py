@@ -101,6 +101,8 @@ def test_what_cannot_be_asked_is_refused() -> None:
         remask(model, PROMPTS, steps=3, gen_length=6, temperature=1.0)
     with pytest.raises(ValueError, match="nothing is decided on the canvas of step 0"):
         remask(model, PROMPTS, steps=3, gen_length=6, at=[0])
+    with pytest.raises(ValueError, match="on the canvas of any step, with steps=1; give more steps"):
+        remask(model, PROMPTS, steps=1, gen_length=4)
     with pytest.raises(ValueError, match="has no mask token"):
         remask(tiny("causal"), PROMPTS, gen_length=3)
     with pytest.raises(ValueError, match=r"share is 0; it must be a share, above 0 and at most 1"):

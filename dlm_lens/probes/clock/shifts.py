@@ -243,12 +243,15 @@ def clock_steering(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: a run of another model, an AR run, a clock without open positions, or as `shift_clock`.
+        ValueError: a run of another model, an AR run, a clock without open positions, no shift, or as
+            `shift_clock`.
     """
     stored = StoredRun(model, run)
     if stored.autoregressive:
         raise ValueError("clock_steering: an AR run has no open positions in its passes; take a run of a DLM")
     given = tuple(float(one) for one in by)
+    if not given:
+        raise ValueError("clock_steering: by is empty; give at least one shift, such as by=(-0.25, 0.25)")
     where = _layer(clock, layer, "open")
     shifts = [_shift(clock, one, where, along, "open") for one in given]
     directions = _controls(clock, where, controls, dimensions, seed)
