@@ -200,7 +200,7 @@ def class_readability(
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "class_readability: ")
     if run.tokenizer is None:
         raise ValueError("class_readability: the run has no tokenizer, so that tokens have no classes")
-    (train,), (test,), (half,) = split_by_prompt([run], held_out, seed)
+    (train,), (test,), (half,) = split_by_prompt([run], held_out, seed, "class_readability")
     wanted = _classes(run)
     labels = (wanted, _permuted(wanted, run, seed))
     equations = _fitted(stored, chosen, train, half, labels, progress)

@@ -55,7 +55,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"reading": _reading(clock)}
     if item["weights"] == "untrained":
         return found
-    _, test, _ = split_by_prompt(runs, 0.5, 0)
+    _, test, _ = split_by_prompt(runs, 0.5, 0, "axis-clock")
     scored = [
         problem for problem, out in zip(these, [one for part in test for one in part.tolist()], strict=True) if out
     ]

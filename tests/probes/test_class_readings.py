@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_refused(run: tuple[Any, DenoisingRun]) -> None:
     model, done = run
     with pytest.raises(ValueError, match="class_readability: layer 9"):
         class_readability(model, done, layers=[9])
-    with pytest.raises(ValueError, match="1 different prompt"):
+    with pytest.raises(ValueError, match="class_readability: 1 different prompt; give runs of at least two"):
         class_readability(model, denoise(model, PROMPTS[:1], **SETTINGS))
     found = class_readability(model, done, layers=[0])
     assert isinstance(found, ClassReadability)

@@ -235,7 +235,7 @@ def denoising_clock(
     blocks = chosen_indices("layer", layers, len(attention_blocks(model)), "denoising_clock: ")
     chosen = (EMBEDDING, *blocks)
     _check_memory(model, len(kinds) * len(chosen), max_bytes)
-    train, test, halves = split_by_prompt([one.run for one in stored], held_out, seed)
+    train, test, halves = split_by_prompt([one.run for one in stored], held_out, seed, "denoising_clock")
     labels = [labels_of(one.run, target) for one in stored]
     if len({round(value, 9) for one in labels for value in one[one.isfinite()].tolist()}) < 2:
         raise ValueError("denoising_clock: every canvas has the same label; give runs of at least two steps")

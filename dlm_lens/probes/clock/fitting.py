@@ -200,11 +200,17 @@ def prompts_of_rows(run: DenoisingRun) -> list[tuple[int, ...]]:
 
 
 def split_by_prompt(
-    runs: Sequence[DenoisingRun], held_out: float, seed: int
+    runs: Sequence[DenoisingRun], held_out: float, seed: int, who: str
 ) -> tuple[list[Bool[Tensor, "batch"]], list[Bool[Tensor, "batch"]], list[Int[Tensor, "batch"]]]:
     """The rows to fit to, the rows to score, and the half (0 or 1) of each row to fit to, run by run.
 
     Rows of equal prompts are on the same side.
+
+    Args:
+        runs: whose rows are split.
+        held_out: share of the prompts to score.
+        seed: of the split.
+        who: the function that asks, for messages.
 
     Raises:
         ValueError: fewer than two different prompts.
@@ -215,8 +221,7 @@ def split_by_prompt(
     ]
     if len(prompts) < 2:
         raise ValueError(
-            f"denoising_clock: {len(prompts)} different prompt; give runs of at least two, so that one can be held "
-            "out"
+            f"{who}: {len(prompts)} different prompt; give runs of at least two, so that one can be held out"
         )
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed))
     count = min(max(round(len(prompts) * held_out), 1), len(prompts) - 1)

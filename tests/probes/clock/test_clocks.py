@@ -292,7 +292,7 @@ def test_rows_of_one_prompt_are_held_out_together() -> None:
     run = dl.denoise(model, [MANY[0]] * 3 + [MANY[1]] * 2, steps=3, gen_length=6, seed=[1, 2, 3, 4, 5])
     clock = denoising_clock(model, run)
     assert {clock.prompts, len(clock.reading.steps)} == {2, 3}
-    with pytest.raises(ValueError, match="1 different prompt; give runs of at least two"):
+    with pytest.raises(ValueError, match="denoising_clock: 1 different prompt; give runs of at least two"):
         denoising_clock(model, dl.denoise(model, [MANY[0]] * 3, steps=3, gen_length=6))
 
 
