@@ -198,6 +198,20 @@ def test_place_enrichment_equals_a_loop(sinks):
         position_enrichment(paths, in_block=in_block[:2])
 
 
+@pytest.mark.parametrize("by", ["all", "head", "pattern"])
+def test_without_sinks_the_tables_have_their_columns_and_no_line(by):
+    received, rare = run_like(seed=3), AboveMean(1000.0)
+    groups = {"all": [], "head": ["layer", "head"], "pattern": ["batch", "layer", "head"]}[by]
+    wanted = [*groups, "class", "sinks", "share", "base", "enrichment", "low", "high", "sequences"]
+    for table in (
+        token_enrichment(trajectories(received, rare), by, classes=lambda token: "odd" if token % 2 else "even"),
+        position_enrichment(trajectories(received, rare), by),
+    ):
+        assert len(table) == 0
+        assert list(table.columns) == wanted
+    assert list(position_enrichment(trajectories(received, RULE), by).columns) == wanted
+
+
 def test_of_the_last_steps_what_was_decided_before_is_written_and_no_prompt():
     received = run_like(seed=3, sinks=2)
     answer, late = received.masked[0, :, :-2], received.part(steps=slice(3, None))

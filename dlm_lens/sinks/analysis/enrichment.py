@@ -16,6 +16,8 @@ from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
+COLUMNS = ("class", "sinks", "share", "base", "enrichment", "low", "high", "sequences")
+
 POSITION_CLASSES = ("prompt", "written", "masked", "in the block", "after the block", "learned sink")
 
 
@@ -168,7 +170,8 @@ def _enrichment(paths: Trajectories, labels: _KeyClasses, by: By) -> pd.DataFram
         for where, index in _group_indices(paths, groups, counts.shape[1:-1])
         for line in _lines(labels.names, counts[index], bases[index], totals[index])
     ]
-    return pd.DataFrame(lines)
+    columns = [*(["batch"] if by == "pattern" else []), *groups, *COLUMNS]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def _group_indices(
