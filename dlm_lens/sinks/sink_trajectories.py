@@ -125,7 +125,8 @@ class Trajectories(ShowsItself):
     @property
     def rule(self) -> str:
         """Rule, hysteresis, scale, level and counted queries as text, for captions."""
-        off = f"off below {self.hysteresis:g} of its threshold" if self.hysteresis != 1 else "no hysteresis"
+        has = self.hysteresis != 1 and self.detector.hysteresis_setting is not None  # `TopK` has no threshold
+        off = f"off below {self.hysteresis:g} of its threshold" if has else "no hysteresis"
         return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
 
     @property

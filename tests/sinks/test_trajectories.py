@@ -380,6 +380,7 @@ def test_the_result_names_its_rule_and_counts():
     assert (
         "AboveMean(eps=3.0), off below 0.75 of its threshold; scale: relative to uniform; level: head" in paths.rule
     )
+    assert trajectories(received, "top-k:2").rule.startswith("TopK(k=2), no hysteresis; scale:")
 
 
 def test_means_of_a_summary_are_means_over_sequences():
