@@ -1,5 +1,6 @@
 """`ScoreParts`: attention scores as |q||k|cos, and what keys would receive without a part of them."""
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class ScoreParts(ReducerGroup):
         queries: the counted queries.
         rotation: readers of the vectors before rotation; None leaves out what depends on position (NaN).
         softcap: of the scores; 0 for none.
-        seed: of the permutations.
+        seed: of the permutations, which depend on the prompt, the step and the layer alone.
     """
 
     queries: QueryClass = "all"
@@ -221,13 +222,16 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 def _permutation(layer: LayerStep, groups: int, seed: int) -> Int[Tensor, "batch head key"]:
-    """A permutation of the defined keys of every row and key head, the same in every process."""
+    """A permutation of the defined keys of every row and key head, the same in every process and batch."""
     kv_heads, keys = layer.inputs.k.shape[1:3]
-    generator = torch.Generator().manual_seed(hash((seed, layer.run.step, layer.index)) % 2**63)
+    run = layer.run
     there = layer.facts.keys.cpu()
     found = torch.arange(keys).repeat(len(there), kv_heads, 1)
     for row, defined in enumerate(there):
         where = defined.nonzero().flatten()
+        prompt = run.tokens[row][run.prompt[row]].tolist()
+        named = zlib.crc32(repr((seed, run.step, layer.index, prompt)).encode())
+        generator = torch.Generator().manual_seed(named)
         for head in range(kv_heads):
             found[row, head, where] = where[torch.randperm(len(where), generator=generator)]
     return found.repeat_interleave(groups, 1).to(layer.inputs.q.device)
