@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, chosen_indices, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt
+from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt, warn_of_one_prompt
 from dlm_lens.probes.clock.states import POSITIONS, read_states
 from dlm_lens.probes.commitments import Commitment, commitment, settled_at
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
@@ -180,7 +180,8 @@ def class_readability(
     """Fit probes of the final token's class to some prompts of a run, and read it at the others' open positions.
 
     Three passes over the canvases: one to fit, one to read, one for the predictions of tokens; float64 sums of
-    d_model^2 numbers per layer are kept, no state is.
+    d_model^2 numbers per layer are kept, no state is. The penalty is chosen by predicting each half of the fitted
+    prompts from the other; of a single one it is the largest of `clock.fitting.RIDGES`, with a warning.
 
     Args:
         model: from `dlm_lens.load`, the run's, with a tokenizer.
@@ -201,6 +202,7 @@ def class_readability(
     if run.tokenizer is None:
         raise ValueError("class_readability: the run has no tokenizer, so that tokens have no classes")
     (train,), (test,), (half,) = split_by_prompt([run], held_out, seed, "class_readability")
+    warn_of_one_prompt([run], [train], "class_readability")
     wanted = _classes(run)
     labels = (wanted, _permuted(wanted, run, seed))
     equations = _fitted(stored, chosen, train, half, labels, progress)

@@ -104,16 +104,19 @@ def best_ridge(
 ) -> float:
     """The penalty with the smallest squared error, each half predicted by the other's solution.
 
-    The largest where all are equal, as for constant states.
+    The largest where all are equal, as for constant states, and where a half has no row (a single training prompt),
+    so that nothing is predicted.
 
     Args:
         halves: the sums of both halves.
         ridges: the penalties.
         targets: whose squared errors are added up; by default the first target's alone.
     """
+    if not all(half.count for half in halves):
+        return max(ridges)
     errors = []
     for ridge in ridges:
-        pairs = [(fitted, scored) for fitted, scored in (halves, halves[::-1]) if fitted.count]
+        pairs = (halves, halves[::-1])
         errors.append(sum(float(scored.error(*fitted.solve(ridge))[targets].sum()) for fitted, scored in pairs))
     least = min(errors)
     return max(ridge for ridge, error in zip(ridges, errors, strict=True) if error <= least * (1 + 1e-12))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, one_of, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import ClockSums, GroupMeans, permuted, split_by_prompt
+from dlm_lens.probes.clock.fitting import ClockSums, GroupMeans, permuted, split_by_prompt, warn_of_one_prompt
 from dlm_lens.probes.clock.readings import BASELINES, ClockReading, joined
 from dlm_lens.probes.clock.states import (
     EMBEDDING,
@@ -215,7 +215,8 @@ def denoising_clock(
         target: "time", t / T of step t of T, or "progress", the share of the answer that is decided.
         held_out: share of the prompts to score the probes on.
         ridge: penalty, in units of the features' variances; None to choose one for each probe among
-            `clock.fitting.RIDGES`, by predicting each half of the training prompts from the other.
+            `clock.fitting.RIDGES`, by predicting each half of the training prompts from the other; of a single
+            training prompt the largest, with a warning.
         shuffles: how many null probes to fit.
         bins: equal bins of the label, for the curve of mean states.
         hooks: interventions under which states are read.
@@ -236,6 +237,8 @@ def denoising_clock(
     chosen = (EMBEDDING, *blocks)
     _check_memory(model, len(kinds) * len(chosen), max_bytes)
     train, test, halves = split_by_prompt([one.run for one in stored], held_out, seed, "denoising_clock")
+    if ridge is None:
+        warn_of_one_prompt([one.run for one in stored], train, "denoising_clock", ", or ridge=")
     labels = [labels_of(one.run, target) for one in stored]
     if len({round(value, 9) for one in labels for value in one[one.isfinite()].tolist()}) < 2:
         raise ValueError("denoising_clock: every canvas has the same label; give runs of at least two steps")

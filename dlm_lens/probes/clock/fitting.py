@@ -1,5 +1,6 @@
 """What `denoising_clock` adds up over training prompts: sums of the regressions, mean states, and baselines."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from dlm_lens.sampling import DenoisingRun, StoredRun
 if TYPE_CHECKING:
     from dlm_lens.probes.clock.clocks import DenoisingClock
     from dlm_lens.probes.clock.readings import ClockReading
+
+logger = logging.getLogger(__name__)
 
 RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 """Penalties to choose from, in units of the features' variances."""
@@ -191,6 +194,26 @@ def permuted(label: Float[Tensor, "step batch"], count: int, seed: int) -> list[
             one[there, row] = label[there[torch.randperm(len(there), generator=generator)], row]
         found.append(one)
     return found
+
+
+def warn_of_one_prompt(
+    runs: Sequence[DenoisingRun], train: Sequence[Bool[Tensor, "batch"]], who: str, remedy: str = ""
+) -> None:
+    """Warn where a penalty is to be chosen by halves of the training prompts, and there is one prompt."""
+    prompts = {
+        prompt
+        for run, rows in zip(runs, train, strict=True)
+        for prompt, inside in zip(prompts_of_rows(run), rows.tolist(), strict=True)
+        if inside
+    }
+    if len(prompts) < 2:
+        logger.warning(
+            "%s: there is one training prompt, so that no penalty can be chosen by predicting half of the prompts "
+            "from the others: the largest, %g, is taken; give more different prompts, a smaller held_out=%s",
+            who,
+            max(RIDGES),
+            remedy,
+        )
 
 
 def prompts_of_rows(run: DenoisingRun) -> list[tuple[int, ...]]:

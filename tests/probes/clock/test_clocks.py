@@ -13,6 +13,7 @@ from dlm_lens.attention import Hook, PointContext, SinkLayout, run_of
 from dlm_lens.hooks import capture
 from dlm_lens.probes import (
     DenoisingClock,
+    class_readability,
     clock_steering,
     denoising_clock,
     read_clock,
@@ -20,6 +21,7 @@ from dlm_lens.probes import (
     shift_clock,
     untrained_twin,
 )
+from dlm_lens.probes.clock.fitting import RIDGES
 from dlm_lens.probes.clock.states import POSITIONS, kinds_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -294,6 +296,21 @@ def test_rows_of_one_prompt_are_held_out_together() -> None:
     assert {clock.prompts, len(clock.reading.steps)} == {2, 3}
     with pytest.raises(ValueError, match="denoising_clock: 1 different prompt; give runs of at least two"):
         denoising_clock(model, dl.denoise(model, [MANY[0]] * 3, steps=3, gen_length=6))
+
+
+def test_one_training_prompt_has_the_largest_penalty_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llada")
+    two, three = (dl.denoise(model, MANY[:count], steps=3, gen_length=6) for count in (2, 3))
+    clock = denoising_clock(model, two)
+    assert set(clock.ridge.flatten().tolist()) == {max(RIDGES)}
+    assert "denoising_clock: there is one training prompt" in caplog.text
+    assert "give more different prompts, a smaller held_out=, or ridge=" in caplog.text
+    caplog.clear()
+    denoising_clock(model, two, ridge=0.1)
+    denoising_clock(model, three, held_out=0.3)
+    assert "training prompt" not in caplog.text
+    class_readability(model, two)
+    assert "class_readability: there is one training prompt" in caplog.text
 
 
 def test_batches_of_a_run_are_one_run() -> None:
