@@ -218,7 +218,7 @@ def warn_of_one_prompt(
 
 def prompts_of_rows(run: DenoisingRun) -> list[tuple[int, ...]]:
     """The tokens of every row's prompt."""
-    content = run.attention_mask & ~run.open[0]
+    content = run.attention_mask & ~run.answer
     return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
 
 
