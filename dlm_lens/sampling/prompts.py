@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.arguments import is_whole
@@ -130,7 +130,7 @@ def warn_beyond_context(model: Any, positions: int) -> None:
     """Warn if the canvas is longer than the model was trained for.
 
     Raises:
-        ValueError: it is more than `MOST_CONTEXTS` times as long.
+        ValueError: it is more than `MOST_CONTEXTS` times as long, or the model has no embeddings of its positions.
     """
     trained = getattr(model.config, "max_position_embeddings", None)
     if trained is not None and positions > MOST_CONTEXTS * trained:
@@ -138,12 +138,24 @@ def warn_beyond_context(model: Any, positions: int) -> None:
             f"the canvas has {positions} positions, more than {MOST_CONTEXTS} times the {trained} that the model "
             "was trained on; shorten the prompt or the answer"
         )
+    if trained is not None and positions > trained and embeds_positions(model, trained):
+        raise ValueError(
+            f"the canvas has {positions} positions, and the model has embeddings of {trained}; shorten the prompt "
+            "or the answer"
+        )
     if trained is not None and positions > trained:
         warnings.warn(
             f"the canvas has {positions} positions, but the model was trained on {trained} at most; "
             "shorten the prompt or the answer, or read the result with care",
             stacklevel=_level_of_caller(),
         )
+
+
+def embeds_positions(model: Any, trained: int) -> bool:
+    """Whether the network looks positions up in a table of `trained` rows (GPT-2), or of two more (OPT)."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    words = model.get_input_embeddings()
+    return any(table is not words and 0 <= table.num_embeddings - trained <= 2 for table in tables)
 
 
 def warn_untrained_blocks(model: Any, block_length: int, most: int | None = None) -> None:
