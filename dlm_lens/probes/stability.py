@@ -84,9 +84,9 @@ class PatternSimilarity(PatternReducer):
         if earlier is not None:
             both = attending & earlier[1]
             one, other = (pattern * both[:, None, :, None] for pattern in (now, earlier[0]))
-            overlap = torch.minimum(one, other).sum((-1, -2))
-            measured = torch.stack([torch.cosine_similarity(one.flatten(2), other.flatten(2), -1), overlap], -1)
-            found[..., :2] = _per_query(measured, both, (False, True))
+            overlap = torch.minimum(one, other).sum((-1, -2)) / _number(both)
+            cosine = torch.cosine_similarity(one.flatten(2), other.flatten(2), -1)
+            found[..., :2] = _where_any(torch.stack([cosine, overlap], -1), both)
         if layer.run.step == self.reference:
             layer.memory["similarity", "kept"] = self._largest(now, layer.facts.keys), attending
         kept = layer.memory.get(("similarity", "kept"))
@@ -94,8 +94,8 @@ class PatternSimilarity(PatternReducer):
             both = attending & kept[1]
             one = now * both[:, None, :, None]
             largest = self._largest(one, layer.facts.keys)
-            measured = torch.stack([(one * chosen).sum((-1, -2)) for chosen in (kept[0], largest)], -1)
-            found[..., 2:] = _per_query(measured, both, (True, True))
+            sums = torch.stack([(one * chosen).sum((-1, -2)) for chosen in (kept[0], largest)], -1)
+            found[..., 2:] = _where_any(sums / _number(both)[..., None], both)
         layer.memory["similarity", "before"] = now, attending
         return found
 
@@ -104,19 +104,23 @@ class PatternSimilarity(PatternReducer):
     ) -> Bool[Tensor, "batch head query key"]:
         """The share `keep` of a row's keys with the most attention of each query; padding is no key."""
         counts = (self.keep * keys.sum(-1).double()).round().long().clamp(min=1)[:, None, None, None]
-        order = pattern.masked_fill(~keys[:, None, None], -1).topk(int(counts.max()), -1).indices
+        most = max(1, round(self.keep * keys.shape[-1]))  # of any row, known without waiting for the device
+        order = pattern.masked_fill(~keys[:, None, None], -1).topk(most, -1).indices
         first = torch.arange(order.shape[-1], device=order.device) < counts
         chosen = torch.zeros_like(pattern, dtype=torch.bool)
         return chosen.scatter_(-1, order, first.expand_as(order))
 
 
-def _per_query(
-    sums: Float[Tensor, "batch head measure"], queries: Bool[Tensor, "batch query"], divided: tuple[bool, ...]
+def _number(queries: Bool[Tensor, "batch query"]) -> Float[Tensor, "batch 1"]:
+    """How many queries each row has, at least 1."""
+    return queries.sum(-1)[:, None].clamp(min=1).float()
+
+
+def _where_any(
+    measures: Float[Tensor, "batch head measure"], queries: Bool[Tensor, "batch query"]
 ) -> Float[Tensor, "batch head measure"]:
-    """The measures, some of them divided by the number of queries; NaN in rows without any."""
-    count = queries.sum(-1)[:, None, None].to(sums.dtype)
-    means = torch.where(torch.tensor(divided, device=sums.device), sums / count, sums)
-    return means.masked_fill(count == 0, torch.nan)
+    """The measures; NaN in rows without a query."""
+    return measures.masked_fill(~queries.any(-1)[:, None, None], torch.nan)
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,12 +82,10 @@ def test_a_cache_and_parallel_decoding(files):
         assert found.run.tokens.equal(wanted.run.tokens)
 
 
-@pytest.mark.long
-def test_a_run_that_is_refused_leaves_no_directory_and_ends_its_progress_bar(files):
+def test_a_run_that_is_refused_leaves_no_directory(files):
     wrong = ["--hooks", "mask_positions(99)"]
-    result = CliRunner().invoke(cli.app, arguments(files, "out", *wrong), catch_exceptions=False)
-    assert result.exit_code != 0
-    assert "\ndlm-lens: position 99 is not there" in result.output
+    result = CliRunner().invoke(cli.app, arguments(files, "out", *wrong))
+    assert "position 99 is not there" in str(result.exception)
     assert not (files / "out").exists()
     (files / "out").mkdir()
     CliRunner().invoke(cli.app, arguments(files, "out", *wrong))
@@ -95,6 +93,16 @@ def test_a_run_that_is_refused_leaves_no_directory_and_ends_its_progress_bar(fil
     assert CliRunner().invoke(cli.app, arguments(files, "out")).exit_code == 0
 
 
+@pytest.mark.long
+def test_an_error_in_a_run_has_a_line_of_its_own_after_the_progress_bar(files):
+    wrong = arguments(files, "out", "--hooks", "mask_positions(99)")
+    done = subprocess.run([sys.executable, "-m", "dlm_lens.cli", *wrong], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "denoising" in done.stderr
+    assert any(line.startswith("dlm-lens: position 99 is not there") for line in done.stderr.splitlines())
+
+
+@pytest.mark.long
 def test_two_processes_share_the_prompts(files):
     command = [
         sys.executable,
