@@ -77,6 +77,7 @@ class BridgeTap:
 
     def _show_layer(self, layer: int) -> Callable[..., None]:
         def show_layer(left: Tensor, hook: Any) -> None:
+            """Show the layer, whose output this is."""
             if self.bridge.silent:
                 return
             names = ("resid", "attn_out", "rot_q", "rot_k", "v", "pattern", "z")

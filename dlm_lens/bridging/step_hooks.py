@@ -178,7 +178,7 @@ class BridgeRun(StepObserver):
             for each in names:
                 before.setdefault(each, []).append(hook)
             # A filter and a name may meet at some points of the model.
-            keys = [hook_keys(before[each])[-1] for each in names] or [hook_keys([hook])[-1]]
+            keys = [hook_keys(before[each])[-1] for each in names]
             yield name, hook, max(keys, key=lambda key: key[1])
 
     def _with_step(self, function: HookFunction, key: HookKey) -> Callable[..., Any]:

@@ -88,9 +88,8 @@ def lens_command(
     )
     if not len(lens.step):
         raise ValueError("there is nothing to read: no such sink or position in these steps; lower the threshold")
-    listed = lens.table(lens.layers[-1]).head(lines)
     about = {"lens": lens.lens, "rule": "positions" if sinks is None else sinks.rule, "hooks": list(lens.hooks)}
-    show_tables(as_json, about, {"layers": lens.summary(), "entries": listed})
+    show_tables(as_json, about, {"layers": lens.summary(), "entries": lens.table(lens.layers[-1]).head(lines)})
 
 
 def _on_canvas(recording: "Recording", positions: list[int]) -> Any:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -21,13 +21,17 @@ OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
 OnCanvas = Callable[[int, Tensor], Tensor | None]
 
 
+LogitPositions = Literal["needed", "masked", "all"]
+"""Where the head is evaluated: at the eligible positions, at every open one, or everywhere."""
+
+
 def run_sampler(
     network: Network,
     sampler: Sampler,
     canvas: Int[Tensor, "batch position"],
     history: History,
     *,
-    logits: Literal["needed", "masked", "all"] = "needed",
+    logits: LogitPositions = "needed",
     on_logits: OnLogits | None = None,
     on_canvas: OnCanvas | None = None,
     progress: bool = False,
@@ -77,33 +81,34 @@ def run_sampler(
             canvas = _observed(observing, sampler, plan, canvas, rows)
             masked = sampler.open_positions(canvas, plan.index)
             history.start(canvas, masked)
-            evaluated = (
-                sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
-            )
-            evaluated = evaluated | sampler.editable(masked, plan)
-            edit = None if on_logits is None else _edit_logits(on_logits, plan.index, canvas)
-            found = network.of_step(
-                canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit
-            )
+            evaluated = _evaluated(sampler, masked, plan, logits)
+            edit = _edit_logits(on_logits, plan.index, canvas)
+            given: dict[str, Any] = {"own_forward": own_forward, "grad": observing.grad, "edit": edit}
+            found = network.of_step(canvas, evaluated, plan, **given)
             try:
                 check_finite(found, evaluated, plan.index)
-                before = canvas
-                canvas, proposal, chosen = sampler(canvas, found, evaluated, masked, plan)
+                made, proposal, chosen = sampler(canvas, found, evaluated, masked, plan)
             except NonFiniteLogitsError as error:
                 error.partial = history.result()
                 raise
             if sampler.proposes_all:
-                _known_ids(canvas, rows, "a proposal that was assigned")
-            # A trace may choose others, which have no proposal: they stay as they are.
-            unmasked = chosen & masked & evaluated
-            after = sampler.open_positions(canvas, plan.index + 1)
-            history.finish(plan, proposal, unmasked, revised_positions(before, masked, canvas, after))
+                _known_ids(made, rows, "a proposal that was assigned")
+            unmasked = chosen & masked & evaluated  # a trace may choose others, which stay as they are
+            left_open = sampler.open_positions(made, plan.index + 1)
+            history.finish(plan, proposal, unmasked, revised_positions(canvas, masked, made, left_open))
+            canvas = made
             following = None if sampler.finished(canvas, plan) else steps.following(canvas)
             observing.finish(plan, canvas, proposal, unmasked, over=following is None)
             bar.update()
             plan = following
     observing.stop()
     return _finished(history, sampler, _edited(on_canvas, len(history.plans), canvas, rows))
+
+
+def _evaluated(sampler: Sampler, masked: Tensor, plan: StepPlan, logits: LogitPositions) -> Tensor:
+    """Where the head is evaluated at a step."""
+    opened = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
+    return opened | sampler.editable(masked, plan)
 
 
 def _finished(history: History, sampler: Sampler, canvas: Tensor) -> DenoisingRun:
@@ -185,8 +190,10 @@ def _refill(
         network.of_step(canvas, torch.zeros_like(masked), plan, own_forward=own_forward)
 
 
-def _edit_logits(on_logits: OnLogits, step: int, canvas: Tensor) -> Callable[[Tensor], Tensor]:
-    """The caller's `on_logits` as a function of the logits alone."""
+def _edit_logits(on_logits: OnLogits | None, step: int, canvas: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """The caller's `on_logits` as a function of the logits alone; None without one."""
+    if on_logits is None:
+        return None
 
     def edit(logits: Tensor) -> Tensor:
         replaced = on_logits(step, canvas, logits)
