@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of every entry of every weight, the same on every device and in every layout.
+    """A digest of every entry of every weight, the same in every layout.
 
     The entries of a floating-point weight are taken in float32 (of a float64 weight in float64, of an integer one
     in int64) and read as 32-bit words w_i. Every `SPAN` words are summed modulo 2^64 with fixed random 64-bit
