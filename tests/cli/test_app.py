@@ -41,6 +41,14 @@ def test_the_demo_counts_its_seconds_from_the_start_of_the_command(checkpoint: P
     assert 1000 <= float(done) < 1500
 
 
+def test_a_command_leaves_imported_objects_out_of_the_collections_of_the_exit() -> None:
+    # What was registered first runs last: after main's own function.
+    code = "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count() > 10_000)); "
+    code += "sys.argv = ['dlm-lens', '--version']; from dlm_lens.cli.app import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [dlm_lens.__version__, "True"]
+
+
 @pytest.mark.long
 def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
