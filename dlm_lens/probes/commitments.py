@@ -249,8 +249,7 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
             "commitment(model, run) reads the predictions themselves"
         )
     # Where nothing is proposed, the proposal is the canvas's own token: [MASK].
-    running = torch.arange(run.steps)[:, None] < run.row_ends
-    predicted = run.open[:-1] & (run.proposals != run.canvases[:-1]) & running[..., None]
+    predicted = run.open[:-1] & (run.proposals != run.canvases[:-1]) & run.running[..., None]
     token = run.proposals.masked_fill(~predicted, -1)
     unknown = torch.full(token.shape, torch.nan, dtype=torch.float32)
     probable = run.settings.get("remasking") == "low_confidence" and not run.settings.get("reference_quirks")

@@ -317,7 +317,7 @@ class _Entries:
         # An AR step has the prefix only, with blocks a row ends with its own, with a cache a step has its span.
         seen = self.stored.computes(step)[places.batch, places.position.clamp(max=canvas - 1)]
         here = (places.step == step) & (seen | (places.position >= canvas))
-        here &= run.row_ends[places.batch] > step
+        here &= run.running[step, places.batch]
         names = ("step", "batch", "position", "sink", "sink_layer")
         place = {name: getattr(places, name)[here] for name in names}
         batch, position = place["batch"], place["position"]

@@ -1,10 +1,11 @@
 """The arrays of a recording: their description, and their assembly from the steps of a run."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.recording.reducers.base import Statistic
@@ -157,6 +158,14 @@ def _stored(spec: ArraySpec, values: Tensor, dtype: torch.dtype) -> Tensor:
 def blank(dtype: torch.dtype) -> float | int:
     """The value of undefined entries: NaN, or -1 among integers."""
     return torch.nan if dtype.is_floating_point else -1
+
+
+def blank_ended_(arrays: Iterable[Tensor], running: Bool[Tensor, "step batch"]) -> None:
+    """Make arrays [step, batch, ...] undefined where a row is over, in place."""
+    if bool(running.all()):
+        return
+    for array in arrays:
+        array[~running] = blank(array.dtype)
 
 
 def widened(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int], *, front: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import AttentionInputs, RunStep, SinkLayout, attends_causally, layer_windows
-from dlm_lens.recording.arrays import StepArrays, specs_of
+from dlm_lens.recording.arrays import StepArrays, blank_ended_, specs_of
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.layer_reduction import on_all_queries, on_canvas, reduce_layer
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
@@ -130,7 +130,9 @@ class Recorder(StepObserver):
         if run.steps != self.arrays.steps:
             raise ValueError(f"this recorder observed {self.arrays.steps} steps, but the run has {run.steps}")
         queries = run.tokens.shape[1]
-        return self.described(run, self.arrays.result(keys=queries + self.layout.count, queries=queries))
+        arrays = self.arrays.result(keys=queries + self.layout.count, queries=queries)
+        blank_ended_(arrays.values(), run.running)
+        return self.described(run, arrays)
 
     def described(self, run: DenoisingRun, arrays: dict[str, Tensor]) -> Recording:
         """A Recording of these arrays, with the run, the model and the axes."""

@@ -144,10 +144,8 @@ class Recording(ShowsItself, RecordingFields):
 
     def _with_window(self, window: int | None) -> CanvasFacts:
         masked = self.run.masked[:-1]
-        # After the end of a row nothing of it is defined.
-        running = torch.arange(len(masked))[:, None] < self.run.row_steps
         return CanvasFacts(
-            valid=self.run.attention_mask & running[..., None],
+            valid=self.run.attention_mask & self.run.running[..., None],
             masked=masked,
             answer=self.answer.expand(masked.shape),
             block=self.run.in_block,

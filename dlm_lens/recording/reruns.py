@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import HookLike, exclusive, refuse_row_lists
-from dlm_lens.recording.arrays import blank
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
@@ -104,14 +102,4 @@ def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], ba
                 bar.update()
         finally:
             recorder.stop()
-    recording = recorder.recording(part_of_run(run, steps, range(len(run.tokens))))
-    ended = torch.tensor(steps)[:, None] >= run.row_steps
-    if bool(ended.any()):
-        _blank(recording.arrays.values(), ended)
-    return recording
-
-
-def _blank(arrays: Any, ended: Tensor) -> None:
-    """Make arrays [step, batch, ...] undefined where a row has ended."""
-    for array in arrays:
-        array[ended] = blank(array.dtype)
+    return recorder.recording(part_of_run(run, steps, range(len(run.tokens))))

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlm_lens.files.locks import held
 from dlm_lens.files.sealed_json import DamagedFileError
-from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, from_plain
+from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, blank_ended_, from_plain
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import HEADER, check_recording
 from dlm_lens.recording.recording_fields import RecordingFields
@@ -32,10 +33,18 @@ class ShardArrays(Mapping[str, Tensor]):
         files: a shard per step.
         specs: descriptions of the arrays.
         sizes: length of the axes key and query, to which shorter steps are padded.
+        running: which rows are not over at each step; what the shards hold of others is not read. None: all.
     """
 
-    def __init__(self, files: Sequence[Path], specs: Mapping[str, ArraySpec], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        specs: Mapping[str, ArraySpec],
+        sizes: Mapping[str, int],
+        running: Bool[Tensor, "step batch"] | None = None,
+    ) -> None:
         self.files, self.specs, self.sizes = tuple(files), specs, dict(sizes)
+        self.running = running
         self._read: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -51,7 +60,9 @@ class ShardArrays(Mapping[str, Tensor]):
 
     def of_steps(self, steps: Sequence[int]) -> "ShardArrays":
         """The arrays of some steps, not read yet."""
-        return ShardArrays([self.files[step] for step in steps], self.specs, self.sizes)
+        chosen = list(steps)
+        running = None if self.running is None else self.running[chosen]
+        return ShardArrays([self.files[step] for step in chosen], self.specs, self.sizes, running)
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Raise unless every shard holds these arrays, with consistent shapes and dtypes.
@@ -100,6 +111,8 @@ class ShardArrays(Mapping[str, Tensor]):
             found[index][parts] = step[parts]
         if found is None:
             raise ValueError("this recording has no steps")
+        if self.running is not None:
+            blank_ended_([found], self.running)
         return found
 
 
@@ -201,6 +214,7 @@ def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Reco
         _check(facts, held)
         run = _run_of(facts, held, tokenizer)
         positions = run.tokens.shape[1]
+        arrays.running = run.running
         arrays.sizes |= {"key": positions + facts.sinks, "query": positions}
         arrays.check(_sizes(facts, positions))
         return RecordingFields(

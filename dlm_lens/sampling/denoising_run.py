@@ -81,8 +81,8 @@ class DenoisingRun(ShowsItself):
         settings: the name of the sampler and every setting that it ran with, seeds included.
         eos_token_ids: ids that end a text.
         tokenizer: decodes `texts`; None if the model has none.
-        rows_ran: how many steps each row ran, where runs of different lengths were joined (a recording of several
-            batches); None if every row ran all.
+        rows_ran: `row_steps`, in joined runs of different lengths (a recording of several batches) and in parts,
+            which do not show it; None to read them from the canvases.
         revised: which decided positions each step rewrote with another token, or opened again; in samplers that
             edit (LLaDA2.1) or renoise (uniform noise). None, which becomes all False: no step did.
         computed: with an approximate cache, the span (start, stop) of positions that each step computed; None for a
@@ -281,19 +281,16 @@ class DenoisingRun(ShowsItself):
         """
         return padding_before(self.attention_mask)
 
-    @property
-    def row_steps(self) -> Int[Tensor, "batch"]:
-        """How many steps each row ran, see `rows_ran`; after them nothing of a row is defined."""
-        rows = len(self.attention_mask)
-        return torch.tensor([self.steps] * rows if self.rows_ran is None else self.rows_ran, dtype=torch.long)
-
     @cached_property
-    def row_ends(self) -> Int[Tensor, "batch"]:
-        """After how many steps each row was over: `row_steps`, or fewer where its text ended before others'.
+    def row_steps(self) -> Int[Tensor, "batch"]:
+        """After how many steps each row was over; after them nothing of a row is defined.
 
-        An AR row ends with the step that decides its first end of text. In block diffusion a row whose text has
-        ended keeps open positions; its last step is the one that decided or rewrote something last.
+        `rows_ran` where it is given. Else all of its batch, or fewer where its text ended before others': an AR row
+        ends with the step that decides its first end of text. In block diffusion a row whose text has ended keeps
+        open positions; its last step is the one that decided or rewrote something last.
         """
+        if self.rows_ran is not None:
+            return torch.tensor(self.rows_ran, dtype=torch.long)
         ends = torch.tensor([*self.eos_token_ids, *_other_ends(self.settings)], dtype=torch.long)
         if self.autoregressive:
             wrote = self.unmasked & torch.isin(self.tokens, ends)
@@ -301,7 +298,12 @@ class DenoisingRun(ShowsItself):
         else:
             left, last = self.masked[-1], 1 + self._last_step(self.unmasked | self.revised).amax(-1)
             ended = (torch.isin(self.tokens, ends) & self.answer & ~left).any(-1) & left.any(-1) & (last > 0)
-        return torch.where(ended, last, self.steps).minimum(self.row_steps)
+        return torch.where(ended, last, self.steps)
+
+    @property
+    def running(self) -> Bool[Tensor, "step batch"]:
+        """Whether each row is not over yet at each step, see `row_steps`."""
+        return torch.arange(self.steps)[:, None] < self.row_steps
 
     def first_steps(self, count: int) -> "DenoisingRun":
         """The first `count` steps; the canvas after them becomes the result."""
@@ -311,7 +313,7 @@ class DenoisingRun(ShowsItself):
         per_canvas = ("canvases", "masked")
         parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
         parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
-        ran = None if self.rows_ran is None else tuple(min(count, steps) for steps in self.rows_ran)
+        ran = tuple(min(count, steps) for steps in self.row_steps.tolist())
         place = self.part and RunPart(self.part.numbers[:count], self.part.block_numbers[:count], self.part.answer)
         return replace(self, **parts, rows_ran=ran, part=place)
 

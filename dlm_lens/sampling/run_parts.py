@@ -38,7 +38,7 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
     rows = list(rows)
     whole = run.part is None and chosen == list(range(run.steps))
     seeds = run.settings.get("seeds")
-    settings, ran = dict(run.settings), run.rows_ran
+    settings, ran = dict(run.settings), run.row_steps.tolist()  # a part does not show where rows ended
     if seeds is not None and len(seeds) == len(run.tokens):
         settings["seeds"] = tuple(seeds[row] for row in rows)
     return replace(
@@ -50,7 +50,9 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         unmasked=run.unmasked[chosen][:, rows],
         revised=run.revised[chosen][:, rows],
         attention_mask=run.attention_mask[rows],
-        rows_ran=None if ran is None else tuple(sum(step < ran[row] for step in chosen) for row in rows),
+        rows_ran=None
+        if whole and run.rows_ran is None
+        else tuple(sum(step < ran[row] for step in chosen) for row in rows),
         spans=tuple(run.spans[i] for i in chosen),
         blocks=tuple(run.blocks[i] for i in chosen),
         computed=tuple(run.computed[i] for i in chosen) if run.computed else (),

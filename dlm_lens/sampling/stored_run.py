@@ -438,10 +438,10 @@ class StoredRun(StoredCanvases):
         if not self.autoregressive:
             masked = self.run.masked[step].to(self.device)
             found = masked & self.sampler.reach(masked, self.plan(step))
-            found &= (self.run.row_ends > step).to(self.device)[:, None]
+            found &= self.run.running[step].to(self.device)[:, None]
             return found | self._rewritable(step).to(self.device) if self.decided else found
         predicted = torch.zeros_like(self.content)
-        predicted[:, self.length(step)] = (self.run.row_ends > step).to(self.device)
+        predicted[:, self.length(step)] = self.run.running[step].to(self.device)
         return predicted
 
     def _rewritable(self, step: int) -> Bool[Tensor, "batch position"]:

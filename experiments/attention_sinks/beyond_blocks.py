@@ -74,11 +74,11 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 def decoded_steps(run: Any, row: int) -> NDArray[np.int64]:
     """The steps of a row up to the block that holds its first end of the text; after it nothing is decoded."""
-    spans, last = run.spans, len(run.spans)
+    last = int(run.row_steps[row])
     ends = (run.tokens[row, run.prompt_length :] == run.tokenizer.eos_token_id).nonzero().flatten()
     if len(ends) and not run.autoregressive:
         place = run.prompt_length + int(ends[0])
-        last = sum(start <= place for start, _ in spans)
+        last = sum(start <= place for start, _ in run.spans[:last])
     return np.arange(last)
 
 

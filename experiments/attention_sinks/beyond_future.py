@@ -27,8 +27,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         table = dl.sinks.position_enrichment(paths).set_index("class")
         columns = [table[name].to_dict() for name in ("share", "base")]
         found["places"].append({place: rounded([float(column[place]) for column in columns]) for place in PLACES})
-    whole = _joined(prompt_runs)
-    sinks = dl.find_sinks(whole, sink_rule(settings))
+    sinks = dl.find_sinks(dl.received_of(prompt_runs[0].recording), sink_rule(settings))
     lens = logit_lens(model_of(item, settings, bench), prompt_runs[0].run, sinks, top=1).table()
     future = lens[lens["masked"].astype(bool) & lens["rank"].notna()]
     for row in range(len(prompt_runs)):
@@ -39,21 +38,6 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
             for group in GROUPS
         })  # fmt: skip
     return found
-
-
-def _joined(prompt_runs: Any) -> Any:
-    """The received attention of all rows of the run."""
-    from dataclasses import replace
-
-    import torch
-
-    parts = [one.received["all"] for one in prompt_runs]
-    names = ("values", "expected", "counted", "tokens", "masked", "viewers")
-    axes = {**dict.fromkeys(names, 1), "valid": 0, "final_tokens": 0}
-    known = {name: axis for name, axis in axes.items() if getattr(parts[0], name) is not None}
-    return replace(
-        parts[0], **{name: torch.cat([getattr(part, name) for part in parts], axis) for name, axis in known.items()}
-    )
 
 
 def render(results: Results) -> Rendering:

@@ -53,7 +53,8 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 def active_steps(run: Any, row: int) -> NDArray[np.int64]:
     """The steps of a row up to the last one that decided or revised a position."""
-    changed = (run.unmasked[:, row] | run.revised[:, row]).any(-1).nonzero().flatten()
+    steps = int(run.row_steps[row])
+    changed = (run.unmasked[:steps, row] | run.revised[:steps, row]).any(-1).nonzero().flatten()
     return np.arange(int(changed[-1]) + 1 if len(changed) else 0)
 
 

@@ -74,12 +74,13 @@ def _separate(prompt_run: Any, settings: Settings) -> dict[str, list[float]]:
     rule = sink_rule(settings)
     both, differ = main_sinks_differ(prompt_run.received["masked"], prompt_run.received["unmasked"], rule)
     found: dict[str, Any] = {"both": both, "differ": differ}
-    row = slice(prompt_run.row, prompt_run.row + 1)
+    row, steps = slice(prompt_run.row, prompt_run.row + 1), slice(len(both))
     for split in SPLITS:
         draws = []
         for draw in range(settings["draws"] if split == "random" else 1):
             first, second = received_of_split(prompt_run.recording, split, draw)
-            draws.append(main_sinks_differ(first.part(rows=row), second.part(rows=row), rule))
+            one, other = (half.part(rows=row, steps=steps) for half in (first, second))
+            draws.append(main_sinks_differ(one, other, rule))
         defined, apart = (torch.stack(values).double().sum(0) for values in zip(*draws, strict=True))
         cases = both & (defined > 0)
         found[f"{split}_cases"], found[f"{split}_state"] = cases, differ & cases

@@ -77,9 +77,10 @@ def _measured(paths: Any, seed: int) -> dict[str, float]:
 def _orders(prompt_run: PromptRun, seed: int) -> dict[str, float]:
     """Drift of a random written position of the current block, and of one of the whole canvas, prompt included."""
     run, row = prompt_run.run, prompt_run.row
-    written = run.attention_mask[row].numpy() & ~run.masked[: len(run.spans), row].numpy()
+    steps = int(run.row_steps[row])
+    written = run.attention_mask[row].numpy() & ~run.masked[:steps, row].numpy()
     position = np.arange(written.shape[1])
-    inside = np.stack([(start <= position) & (position < stop) for start, stop in run.spans])
+    inside = np.stack([(start <= position) & (position < stop) for start, stop in run.spans[:steps]])
     both = {"block": written & inside, "any": written}
     return {
         f"{name} {measure}": value
@@ -90,8 +91,9 @@ def _orders(prompt_run: PromptRun, seed: int) -> dict[str, float]:
 
 def _example(prompt_run: PromptRun, paths: Any) -> dict[str, Any]:
     """The paths of the heads whose largest sink varies most, positions counted from the prompt's first token."""
-    shift = int(prompt_run.run.padding[prompt_run.row])
-    found: dict[str, Any] = {"spans": [[start - shift, stop - shift] for start, stop in prompt_run.run.spans]}
+    run, row = prompt_run.run, prompt_run.row
+    shift, spans = int(run.padding[row]), run.spans[: int(run.row_steps[row])]
+    found: dict[str, Any] = {"spans": [[start - shift, stop - shift] for start, stop in spans]}
     for scale, one in paths.items():
         main = one.main[:, 0].flatten(1).numpy()
         place = np.where((main >= 0) & (main < one.canvas), main - shift, -1)

@@ -42,7 +42,8 @@ class PromptRun(NamedTuple):
     Args:
         run: the DenoisingRun of the item's prompts.
         row: the prompt's row in it.
-        received: received attention of this row alone, by class of queries.
+        received: received attention of this row alone, by class of queries, at the steps before its text ended:
+            nulls that draw steps at random must not draw later ones.
         recording: of all the item's prompts.
     """
 
@@ -81,12 +82,12 @@ def record_prompts(
         to = Path(settings["keep"]) / f"{name}-{item.get('network', 0)}-{item['start']}-{kinds}"
     recording = dl.record(model, texts, [*classes, *reducers], to=to, **settings["sampler"])
     found = {kind: dl.received_of(recording, kind) for kind in queries}  # type: ignore[arg-type]
-    return [
-        PromptRun(
-            recording.run, row, {kind: one.part(rows=slice(row, row + 1)) for kind, one in found.items()}, recording
-        )
-        for row in range(len(texts))
-    ]
+
+    def own(row: int, steps: int) -> dict[str, Any]:
+        return {kind: one.part(rows=slice(row, row + 1), steps=slice(steps)) for kind, one in found.items()}
+
+    run = recording.run
+    return [PromptRun(run, row, own(row, steps), recording) for row, steps in enumerate(run.row_steps.tolist())]
 
 
 def head_pattern(

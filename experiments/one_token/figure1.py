@@ -56,17 +56,18 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         if bool(columns.is_sink.any()):
             norms = value_norms(recording, columns, samples=settings["pairs"])
             result[COLUMNS] = [_sums(norms, prompt) for prompt in range(rows)]
-    result |= _moved(found)
+    result |= _moved(found, recording.run.row_steps - 1)
     if item["start"] == 0 and not item.get("network"):
         result["maps"] = _maps(model, recording.run, found.scores, settings)
     return result
 
 
-def _moved(found: Any) -> dict[str, Any]:
+def _moved(found: Any, last: Any) -> dict[str, Any]:
     """Per prompt: maps with a sink at the first and the last step, and how many of them have another main sink."""
     main = found.scores.nan_to_num(nan=-1.0).argmax(-1)
-    both = found.is_sink[0].any(-1) & found.is_sink[-1].any(-1)
-    apart = both & (main[0] != main[-1])
+    ends = last, range(len(last))
+    both = found.is_sink[0].any(-1) & found.is_sink[ends].any(-1)
+    apart = both & (main[0] != main[ends])
     return {"both": both.flatten(1).sum(-1).tolist(), "apart": apart.flatten(1).sum(-1).tolist()}
 
 
@@ -89,7 +90,7 @@ def _maps(model: Any, run: Any, scores: Any, settings: Settings) -> dict[str, An
 
     Of the heads whose main sink moves, the one where it is strongest at both steps.
     """
-    steps = (0, min(settings["late"], run.steps - 1))
+    steps = (0, min(settings["late"], int(run.row_steps[0]) - 1))
     values, places = scores[list(steps), 0].nan_to_num(nan=-1.0).max(-1)
     # Where no head's main sink moves, all are below zero match and the first is shown.
     weight = values.amin(0).masked_fill(places[0] == places[1], -1.0)

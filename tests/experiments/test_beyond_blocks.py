@@ -65,9 +65,11 @@ def test_steps_after_the_end_of_the_text_are_left_out() -> None:
     tokens = torch.tensor([[9, 9, 5, 2, 7, 7, 7, 7], [9, 9, 5, 5, 5, 5, 2, 2], [9, 9, 5, 5, 5, 5, 5, 5]])
     run = SimpleNamespace(
         tokens=tokens, prompt_length=2, spans=((2, 4), (2, 4), (4, 6), (6, 8)), autoregressive=False,
-        tokenizer=SimpleNamespace(eos_token_id=2),
+        tokenizer=SimpleNamespace(eos_token_id=2), row_steps=torch.tensor([4, 4, 3]),
     )  # fmt: skip
-    assert [len(decoded_steps(run, row)) for row in range(3)] == [2, 4, 4]
+    assert [len(decoded_steps(run, row)) for row in range(3)] == [2, 4, 3]
+    run.autoregressive = True
+    assert [len(decoded_steps(run, row)) for row in range(3)] == [4, 4, 3]
 
 
 def one(**changes: Any) -> dict[str, Any]:

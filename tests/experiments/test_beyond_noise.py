@@ -63,8 +63,11 @@ def test_the_nulls_are_means_over_all_permutations() -> None:
 def test_steps_after_a_row_ended_are_left_out() -> None:
     changed = torch.zeros(5, 2, 3, dtype=torch.bool)
     changed[1, 0, 2] = changed[3, 1, 0] = True
-    run = SimpleNamespace(unmasked=changed, revised=torch.zeros_like(changed).index_fill(0, torch.tensor(0), True))
+    revised = torch.zeros_like(changed).index_fill(0, torch.tensor(0), True)
+    run = SimpleNamespace(unmasked=changed, revised=revised, row_steps=torch.tensor([5, 5]))
     assert [len(active_steps(run, row)) for row in range(2)] == [2, 4]
+    run.row_steps = torch.tensor([1, 3])
+    assert [len(active_steps(run, row)) for row in range(2)] == [1, 1]
 
 
 def one(**changes: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_controls_of_sinks_are_among_the_positions_that_a_step_computes(family: 
     for step in range(run.steps):
         computed = stored.computes(step)
         for row in range(3):
-            if step >= int(run.row_ends[row]):
+            if step >= int(run.row_steps[row]):
                 continue
             here = (lens.step == step) & (lens.batch == row)
             for masked in (False, True):

@@ -92,7 +92,7 @@ def test_the_last_layer_a_rerun_and_the_disk(tmp_path):
         record(model, PROMPTS, other, layers=[sae.layer], to=tmp_path / "rec", batch_size=1, **RUN)
 
 
-def test_a_row_of_which_a_step_computes_nothing_has_no_activations():
+def test_a_row_that_is_over_has_no_activations():
     model = tiny("sdar")
     sae = autoencoder(model)
     recording = record(
@@ -100,10 +100,11 @@ def test_a_row_of_which_a_step_computes_nothing_has_no_activations():
         gen_length=8, block_length=4,
     )  # fmt: skip
     positions = recording.feature_positions.sum(-1)[..., 0]  # [step, batch]
-    nothing = positions == 0
+    nothing = ~recording.run.running
     assert bool(nothing.any())
-    assert bool((positions > 0).any(0).all())
-    assert not bool(recording.feature_count[nothing].any())
+    assert bool((positions > 0).equal(~nothing))
+    assert bool((positions[nothing] < 0).all())
+    assert bool((recording.feature_count[nothing] == -1).all())
     for name in ("feature_mean", "feature_max", "feature_top", "feature_values"):
         assert bool(getattr(recording, name)[nothing].isnan().all())
     assert bool((recording.feature_top_position[nothing] == -1).all())

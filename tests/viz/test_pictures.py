@@ -90,7 +90,7 @@ def test_scores_of_a_snapshot_are_those_of_the_run(family):
     settings = {"temperature": 0.0} if family == "sdar" else {"steps": 8, "block_length": 8}
     run = denoise(network, [[5, 9, 14, 3, 20, 6, 7, 30, 31], [7, 8, 9, 1]], gen_length=8, **settings)
     received = received_over_steps(network, run)
-    for step, layer, row in ((0, 1, 0), (3, 1, 1), (run.steps - 1, 0, 1)):
+    for step, layer, row in ((0, 1, 0), (3, 1, 1), (int(run.row_steps[1]) - 1, 0, 1)):
         shot = snapshot(network, run, step=step, layer=layer, row=row)
         expected = received.values[step, row, layer][:, shot.positions]
         found = shot.received().values.reshape(expected.shape)

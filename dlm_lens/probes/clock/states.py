@@ -73,7 +73,7 @@ def read_states(
 
 def _read(stored: StoredRun, step: int, layers: Sequence[int], rows: Bool[Tensor, "batch"]) -> StepStates:
     run = stored.run
-    there = rows & (run.row_ends > step)
+    there = rows & run.running[step]
     wanted = stored.computes(step) & run.attention_mask & there[:, None]
     blocks = tuple(layer for layer in layers if layer != EMBEDDING)
     layout = SinkLayout.of(stored.model)
@@ -95,7 +95,7 @@ def _read(stored: StoredRun, step: int, layers: Sequence[int], rows: Bool[Tensor
 def labels_of(run: DenoisingRun, target: str) -> Float[Tensor, "step batch"]:
     """The label of every canvas, in float64; NaN after the end of a row."""
     labels = quantities_of(run)[QUANTITIES.index(target)]
-    return labels.masked_fill(torch.arange(run.steps)[:, None] >= run.row_ends, torch.nan)
+    return labels.masked_fill(~run.running, torch.nan)
 
 
 def quantities_of(run: DenoisingRun) -> Float[Tensor, "quantity step batch"]:
@@ -105,5 +105,5 @@ def quantities_of(run: DenoisingRun) -> Float[Tensor, "quantity step batch"]:
     opened = run.open[:-1].sum(-1).double()
     share = 1 - opened / answer.clamp(min=1)
     content = run.attention_mask.sum(-1).double()
-    found = (step / run.row_ends.clamp(min=1), step, share, opened, answer - opened, opened / content.clamp(min=1))
+    found = (step / run.row_steps.clamp(min=1), step, share, opened, answer - opened, opened / content.clamp(min=1))
     return torch.stack(found)

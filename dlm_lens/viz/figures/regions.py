@@ -228,7 +228,7 @@ def _even(recording: Recording) -> dict[str, NDArray[np.float64]]:
     shares["self"] = 1 / keys
     if _learned_alone(recording):
         shares["sink"] = torch.full_like(keys, recording.sinks) / keys
-    running = torch.arange(len(recording.steps))[:, None] < recording.run.row_steps
     return {
-        name: share.double().masked_fill(~running, torch.nan).nanmean(-1).numpy() for name, share in shares.items()
+        name: share.double().masked_fill(~recording.run.running, torch.nan).nanmean(-1).numpy()
+        for name, share in shares.items()
     }
